@@ -1,0 +1,1 @@
+"""The transformers `Cache` over pages: layers, handles and the cache itself."""

@@ -1,0 +1,10 @@
+"""What differs between the transformers versions that the cache supports, each with where it was read."""
+
+import transformers
+from packaging.version import Version
+
+MINIMUM = "5.17.0"
+VERSION = Version(transformers.__version__)
+
+# 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises
+CROP_TAKES_LENGTHS = VERSION < Version("5.18.0.dev0")

@@ -1,0 +1,94 @@
+"""Lazy keys and values: tensors with a shape but no storage, which `update()` hands to attention.
+
+The paged attention function takes the pages behind a pair of handles. Any other code that computes with a
+handle gets a correct dense tensor, with one warning about its price.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..errors import StaleHandleError
+from ..kernels.dense import dense_side
+from ..kernels.inputs import PagedKV
+from ..notices import warn_once
+
+
+class KVView:
+    """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
+
+    def __init__(self, kv: PagedKV, layer: Any, revision: int) -> None:
+        self._kv = kv
+        self._layer = layer
+        self._revision = revision
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pages. Raises StaleHandleError when the layer has moved on since."""
+        if self._layer.revision != self._revision:
+            raise StaleHandleError(
+                "these keys and values belong to an earlier forward: the cache has changed since. Read them "
+                "before the next forward, or keep a copy (tensor.clone())"
+            )
+        return self._kv
+
+    def dense(self, side: str) -> torch.Tensor:
+        """Return "keys" or "values" as [rows, num_kv_heads, seen, head_dim]."""
+        return dense_side(self.kv, side)
+
+
+class KVHandle(torch.Tensor):
+    """One side of a KVView in the guise of a tensor [rows, num_kv_heads, seen, head_dim]."""
+
+    view_of_pages: KVView
+    side: str
+
+    # shape, dtype and device are then answered in C++ without coming back to Python
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, view: KVView, side: str) -> "KVHandle":
+        kv = view.kv
+        spec = getattr(kv.spec, side)
+        shape = (kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim)
+        window = kv.window_keys
+        handle = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=window.dtype, device=window.device
+        )
+        handle.view_of_pages = view
+        handle.side = side
+        return handle
+
+    def dense(self) -> torch.Tensor:
+        """Return the dense tensor behind this handle."""
+        return self.view_of_pages.dense(self.side)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        warn_once(
+            "dense",
+            "An attention implementation or other code that does not know kv_hf reads the cached keys and "
+            f"values ({func}): each layer's whole cache is written out densely at every step, which costs the "
+            "time and the transient memory that pages save. Use model.set_attn_implementation('kv_hf') where "
+            "the model supports it",
+        )
+        args, kwargs = tree_map_only(cls, cls.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"KVHandle({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.dense()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+
+def view_behind(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
+    """Return the view that both tensors are handles of, or None when they are ordinary tensors."""
+    if isinstance(keys, KVHandle) and isinstance(values, KVHandle):
+        if keys.view_of_pages is values.view_of_pages and (keys.side, values.side) == ("keys", "values"):
+            return keys.view_of_pages
+    return None

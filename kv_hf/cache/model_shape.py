@@ -1,0 +1,74 @@
+"""What a model's config says about its cache, before any key is seen."""
+
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedModelError
+from ..formats import Scheme
+from ..spec import PageSpec
+
+_SIGNATURE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "kv_lora_rank",
+    "vocab_size",
+)
+
+
+def decoder_config(config: Any) -> Any:
+    """Return the decoder's config of `config`.
+
+    Raises: UnsupportedModelError for encoder-decoder models and for things that are no model config.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise UnsupportedModelError(
+            f"config must be a transformers model config (model.config), got {type(config).__name__}"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"paged caches hold decoder-only models so far; {config.model_type!r} is an encoder-decoder model: "
+            "use cache_implementation='dynamic'"
+        )
+    return config.get_text_config(decoder=True)
+
+
+def signature(config: Any) -> dict[str, Any]:
+    """Return the sizes by which caches of different models are told apart."""
+    return {name: getattr(config, name, None) for name in _SIGNATURE}
+
+
+def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]]) -> None:
+    """Check that the formats can store heads of the size that `config` states.
+
+    Models whose config states no single head size (latent attention, for one) are checked on their first
+    keys instead. Raises CacheOptionError.
+    """
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return
+    num_heads = getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    head_dim = getattr(config, "head_dim", None)
+    if not isinstance(head_dim, int):
+        if not isinstance(num_heads, int) or not isinstance(hidden, int):
+            return
+        head_dim = hidden // num_heads
+    for keys, values in schemes:
+        PageSpec.build(
+            keys,
+            values,
+            num_kv_heads=1,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            page_size=64 if keys.is_exact and values.is_exact else _page_size(keys, values),
+            dtype=torch.float32,
+        )
+
+
+def _page_size(keys: Scheme, values: Scheme) -> int:
+    """Return a page size that every key group divides: group sizes were checked against the real one."""
+    return max(64, *(scheme.scale_group[0] for scheme in (keys, values) if scheme.scale_group))

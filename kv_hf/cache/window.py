@@ -1,0 +1,98 @@
+"""The exact tokens of one layer: the first tokens and the open tail of each row, in the model's dtype."""
+
+import torch
+
+from ..pages.group import Step
+from ..pages.storage import PageStorage
+from ..spec import SideSpec
+
+ENCODE_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a long prefill
+
+
+class ExactWindow:
+    """[rows, num_kv_heads, slots, head_dim] of one side; slots at and past a row's length hold anything."""
+
+    def __init__(self, spec: SideSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.tokens = torch.zeros(
+            (0, spec.num_kv_heads, 0, spec.head_dim), dtype=spec.dtype, device=device
+        )
+
+    def _resized(self, rows: int, slots: int) -> torch.Tensor:
+        """Return the tokens in a tensor of at least these sizes; new slots are zero."""
+        old = self.tokens
+        if old.shape[0] == rows and old.shape[2] == slots:
+            return old
+        new = old.new_zeros((rows, old.shape[1], slots, old.shape[3]))
+        kept = (min(rows, old.shape[0]), min(slots, old.shape[2]))
+        new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
+        return new
+
+    def append(self, step: Step, new: torch.Tensor, slots: int) -> torch.Tensor:
+        """Write the new tokens behind each row's window, in place, and return the window."""
+        self.tokens = self._resized(len(step.rows), slots)
+        first = step.rows[0]
+        if all((row.exact_before, row.skip) == (first.exact_before, first.skip) for row in step.rows):
+            end = first.exact_before + first.new
+            self.tokens[:, :, first.exact_before : end] = new[:, :, first.skip :]
+        else:
+            for index, row in enumerate(step.rows):
+                end = row.exact_before + row.new
+                self.tokens[index, :, row.exact_before : end] = new[index, :, row.skip :]
+        return self.tokens
+
+    def run(self, step: Step, new: torch.Tensor) -> torch.Tensor:
+        """Return each row's window with the new tokens behind it, left-aligned; the window is untouched.
+
+        Without a window and without padding this is `new` itself, not a copy.
+        """
+        if all(row.exact_before == 0 and row.skip == 0 for row in step.rows):
+            return new
+        longest = max(row.exact_before + row.new for row in step.rows)
+        out = new.new_zeros((new.shape[0], new.shape[1], longest, new.shape[3]))
+        for index, row in enumerate(step.rows):
+            end = row.exact_before + row.new
+            if row.exact_before:
+                out[index, :, : row.exact_before] = self.tokens[index, :, : row.exact_before]
+            out[index, :, row.exact_before : end] = new[index, :, row.skip :]
+        return out
+
+    def keep_rest(self, step: Step, run: torch.Tensor, slots: int, sinks: int) -> None:
+        """Keep of `run` what the step did not seal: the sinks and the tail."""
+        kept = self.tokens.new_zeros((len(step.rows), run.shape[1], slots, run.shape[3]))
+        page_size = self.spec.page_size
+        for index, row in enumerate(step.rows):
+            head = min(sinks, row.exact_after)
+            behind = head + len(row.sealed) * page_size
+            kept[index, :, :head] = run[index, :, :head]
+            kept[index, :, head : row.exact_after] = run[
+                index, :, behind : behind + row.exact_after - head
+            ]
+        self.tokens = kept
+
+    def select_rows(self, step: Step) -> None:
+        """Let row i continue the former row `step.rows[i].source`."""
+        index = torch.tensor([row.source for row in step.rows], device=self.tokens.device)
+        self.tokens = self.tokens.index_select(0, index)
+
+    def reopen(self, step: Step, storage: torch.Tensor, index: int, sinks: int) -> None:
+        """Put the decoded tokens [num_kv_heads, n, head_dim] of a page back behind row `index`'s sinks."""
+        self.tokens[index, :, sinks : sinks + storage.shape[1]] = storage
+
+
+def seal(step: Step, run: torch.Tensor, side: int, storage: PageStorage, sinks: int) -> torch.Tensor:
+    """Encode the pages that `step` seals from each row's `run` into `storage`.
+
+    Returns: bool scalar tensor, True when a number had to be made finite.
+    """
+    target = storage.sides[side]
+    page_size = target.spec.page_size
+    damaged = torch.zeros((), dtype=torch.bool, device=run.device)
+    for index, row in enumerate(step.rows):
+        for first in range(0, len(row.sealed), ENCODE_PAGES):
+            ids = row.sealed[first : first + ENCODE_PAGES]
+            start = sinks + first * page_size
+            tokens = run[index, :, start : start + len(ids) * page_size]
+            pages = tokens.unflatten(1, (len(ids), page_size)).transpose(0, 1)
+            damaged = damaged | target.write(torch.tensor(ids, device=run.device), pages)
+    return damaged

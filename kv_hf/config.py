@@ -1,0 +1,145 @@
+"""User options of a paged cache, validated once and frozen. Knows no model and no tensor."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import CacheOptionError
+from .formats import FORMAT_NAMES, IMPLEMENTATIONS, Scheme, key_scheme, value_scheme
+
+ATTENTION_CHOICES = ("auto", "keep")
+
+
+def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise CacheOptionError unless `value` is one of `choices`; the message lists them and the nearest."""
+    names = list(choices)
+    if isinstance(value, str) and value in names:
+        return
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
+
+
+def _check_int(argument: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise CacheOptionError(f"{argument} must be an integer of at least {minimum}, got {value!r}")
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value & (value - 1) == 0
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Options of a paged cache.
+
+    Attributes:
+        keys, values: format of the stored keys and values: exact, fp8, int8, int4 or int2.
+        page_size: tokens in a page, a power of two of at least 16.
+        key_group_size: tokens that share a key scale (4 and 2 bits); must divide page_size.
+        value_group_size: channels that share a value scale (4 and 2 bits); must divide head_dim.
+        sink_tokens: the first tokens of each row that stay exact for ever. Attention puts so much weight on
+            them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
+        recent_tokens: tokens that stay exact on top of the page that is being filled.
+        max_pages: upper bound of the pool over all rows, or None.
+        layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
+        attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
+    """
+
+    keys: str = "exact"
+    values: str = "exact"
+    page_size: int = 64
+    key_group_size: int | None = None
+    value_group_size: int | None = None
+    sink_tokens: int = 4
+    recent_tokens: int = 0
+    max_pages: int | None = None
+    layers: Mapping[str, Any] | None = None
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("keys", self.keys, FORMAT_NAMES)
+        check_choice("values", self.values, FORMAT_NAMES)
+        check_choice("attention", self.attention, ATTENTION_CHOICES)
+        _check_int("page_size", self.page_size, 16)
+        if not _is_power_of_two(self.page_size):
+            raise CacheOptionError(
+                f"page_size must be a power of two of at least 16, got {self.page_size}"
+            )
+        if self.key_group_size is not None:
+            _check_int("key_group_size", self.key_group_size, 1)
+            if self.page_size % self.key_group_size:
+                raise CacheOptionError(
+                    f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
+                )
+        if self.value_group_size is not None:
+            _check_int("value_group_size", self.value_group_size, 1)
+        _check_int("sink_tokens", self.sink_tokens, 0)
+        _check_int("recent_tokens", self.recent_tokens, 0)
+        if self.max_pages is not None:
+            _check_int("max_pages", self.max_pages, 1)
+        if self.layers is not None:
+            self._layer_overrides()
+
+    @classmethod
+    def from_options(cls, implementation: str, options: Mapping[str, Any] | None) -> "CacheConfig":
+        """Build the options of `cache_implementation=implementation, cache_config=options`.
+
+        `options` is read, never changed. Raises CacheOptionError for unknown names.
+        """
+        check_choice("cache_implementation", implementation, IMPLEMENTATIONS)
+        name = IMPLEMENTATIONS[implementation]
+        given = dict(options or {})
+        check_option_names(given)
+        return cls(**{"keys": name, "values": name, **given})
+
+    def _layer_overrides(self) -> list[tuple[int, int, dict[str, str]]]:
+        if not isinstance(self.layers, Mapping):
+            raise CacheOptionError(
+                f"layers must map layer numbers or ranges to formats, got {self.layers!r}"
+            )
+        parsed = []
+        for span, formats in self.layers.items():
+            first, _, last = str(span).partition("-")
+            if not (first.isdigit() and (last.isdigit() or not last)):
+                raise CacheOptionError(
+                    f"layers: a key must be a layer number or a range like '0-3', got {span!r}"
+                )
+            low, high = int(first), int(last or first)
+            if high < low:
+                raise CacheOptionError(f"layers: range {span!r} ends before it begins")
+            sides = {"keys": formats, "values": formats} if isinstance(formats, str) else formats
+            if not isinstance(sides, Mapping):
+                raise CacheOptionError(
+                    f"layers: {span!r} must give a format or {{'keys': .., 'values': ..}}, got {formats!r}"
+                )
+            for side, name in sides.items():
+                check_choice(f"layers[{span!r}]", side, ("keys", "values"))
+                check_choice(f"layers[{span!r}][{side!r}]", name, FORMAT_NAMES)
+            parsed.append((low, high, dict(sides)))
+        return parsed
+
+    def schemes(self, layer_idx: int, num_layers: int) -> tuple[Scheme, Scheme]:
+        """Return the (keys, values) schemes of one layer, with the overrides of `layers` applied.
+
+        Raises: CacheOptionError when `layers` names a layer that the model does not have.
+        """
+        sides = {"keys": self.keys, "values": self.values}
+        for low, high, override in self._layer_overrides() if self.layers is not None else []:
+            if high >= num_layers:
+                raise CacheOptionError(
+                    f"layers: {low}-{high} goes past the last layer {num_layers - 1} of the model"
+                )
+            if low <= layer_idx <= high:
+                sides.update(override)
+        return (
+            key_scheme(sides["keys"], self.key_group_size),
+            value_scheme(sides["values"], self.value_group_size),
+        )
+
+
+def check_option_names(given: Mapping[str, Any]) -> None:
+    """Raise CacheOptionError for a name that is no option of CacheConfig."""
+    for name in given:
+        check_choice("cache_config option", name, [field.name for field in fields(CacheConfig)])

@@ -1,0 +1,36 @@
+"""Every error and warning class that kv_hf raises on purpose.
+
+All errors are ValueErrors, so that code that knows nothing of kv_hf can still catch bad input.
+"""
+
+
+class KVCacheError(ValueError):
+    """Base class of the errors that kv_hf raises."""
+
+
+class CacheOptionError(KVCacheError):
+    """An option of the cache has a value that is not allowed, or is unknown."""
+
+
+class UnsupportedModelError(KVCacheError):
+    """The model has no key/value cache that pages could hold."""
+
+
+class CacheMismatchError(KVCacheError):
+    """The keys and values do not fit the cache: another batch size, model, shape, dtype or device."""
+
+
+class PagePoolExhaustedError(KVCacheError):
+    """The pool would need more pages than `max_pages`; nothing was changed."""
+
+
+class StaleHandleError(KVCacheError):
+    """Keys or values of an earlier forward are read after the cache has moved on."""
+
+
+class InterruptedForwardError(KVCacheError):
+    """An earlier forward stopped between two layers, so that layers hold different lengths."""
+
+
+class KVCacheWarning(UserWarning):
+    """Something works, but slower or with less than the user may expect; said once."""

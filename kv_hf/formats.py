@@ -1,0 +1,124 @@
+"""Number formats of stored keys and values, as frozen descriptions without any arithmetic.
+
+A stored number is `code * scale + offset`. A `Scheme` says what a code is and how many tokens and
+channels share one scale or one offset; `quant/` turns tensors into codes and back by that description.
+"""
+
+from dataclasses import dataclass, replace
+
+from .errors import CacheOptionError
+
+FORMAT_NAMES = ("exact", "fp8", "int8", "int4", "int2")
+IMPLEMENTATIONS = {f"paged_{name}": name for name in FORMAT_NAMES}
+
+WHOLE_PAGE = 0  # a group that spans all tokens of a page
+WHOLE_HEAD = 0  # a group that spans all channels of a head
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one side (keys or values) of a page is stored.
+
+    Attributes:
+        name: one of FORMAT_NAMES.
+        code: "none" (model dtype, no scale), "unsigned" (codes 0 .. 2^bits - 1 from the group's minimum),
+            "signed" (codes -qmax .. qmax around the offset) or "float8" (e4m3 around the offset).
+        bits: bits of a code; 0 for code "none".
+        scale_group: (tokens, channels) that share a scale; 0 means all of the page or of the head.
+        offset_group: the same for offsets, or None where the format has no offset.
+    Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of
+    keys, SageAttention (arXiv 2410.02367).
+    """
+
+    name: str
+    code: str
+    bits: int
+    scale_group: tuple[int, int] | None = None
+    offset_group: tuple[int, int] | None = None
+    clip: float = 1.0  # part of a group's range that the codes span; the rest saturates ("unsigned" only)
+
+    @property
+    def is_exact(self) -> bool:
+        """True when numbers are stored as they are."""
+        return self.code == "none"
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Codes that share a byte (1 for 8-bit codes and for exact storage)."""
+        return max(1, 8 // self.bits) if self.bits else 1
+
+    def resolve(self, page_size: int, head_dim: int, where: str) -> "Scheme":
+        """Replace the "whole" groups by sizes and check that everything divides.
+
+        Raises: CacheOptionError naming `where` (e.g. "keys"), the size and what it must divide.
+        """
+        if self.is_exact:
+            return self
+        if head_dim % self.codes_per_byte:
+            raise CacheOptionError(
+                f"{where} format {self.name!r} packs {self.codes_per_byte} channels into a byte, so head_dim "
+                f"must be a multiple of {self.codes_per_byte}, got {head_dim}; use 'int8', 'fp8' or 'exact'"
+            )
+        scale = _sizes(self.scale_group, page_size, head_dim, f"{where} format {self.name!r}")
+        offset = _sizes(self.offset_group, page_size, head_dim, f"{where} format {self.name!r}")
+        return replace(self, scale_group=scale, offset_group=offset)
+
+
+def _sizes(
+    group: tuple[int, int] | None, page_size: int, head_dim: int, where: str
+) -> tuple[int, int] | None:
+    if group is None:
+        return None
+    tokens, channels = group[0] or page_size, group[1] or head_dim
+    if page_size % tokens:
+        raise CacheOptionError(
+            f"{where}: key_group_size must divide page_size {page_size}, got {tokens}"
+        )
+    if head_dim % channels:
+        raise CacheOptionError(
+            f"{where}: value_group_size must divide head_dim {head_dim}, got {channels}"
+        )
+    return tokens, channels
+
+
+def key_scheme(name: str, group_size: int | None = None) -> Scheme:
+    """Describe how keys are stored in format `name`.
+
+    `group_size`: tokens that share a scale in the 4- and 2-bit formats; None takes the default (the page,
+    and 32 tokens at 2 bits). Keys are grouped per channel because some models have channels with a large
+    common offset, which per-token scales destroy (see docs/formats.md).
+    """
+    if name == "exact":
+        return Scheme("exact", "none", 0)
+    if name == "fp8":
+        return Scheme("fp8", "float8", 8, (WHOLE_PAGE, WHOLE_HEAD), (WHOLE_PAGE, 1))
+    if name == "int8":
+        return Scheme("int8", "signed", 8, (WHOLE_PAGE, WHOLE_HEAD), (WHOLE_PAGE, 1))
+    tokens = WHOLE_PAGE if group_size is None else group_size
+    if name == "int4":
+        return Scheme("int4", "unsigned", 4, (tokens, 1), (tokens, 1))
+    if name == "int2":
+        tokens = 32 if group_size is None else group_size
+        return Scheme("int2", "unsigned", 2, (tokens, 1), (tokens, 1), clip=0.8)
+    raise AssertionError(name)
+
+
+def value_scheme(name: str, group_size: int | None = None) -> Scheme:
+    """Describe how values are stored in format `name`.
+
+    `group_size`: channels that share a scale in the 4- and 2-bit formats; None takes the default (the
+    whole head, and 32 channels at 2 bits).
+    """
+    if name == "exact":
+        return Scheme("exact", "none", 0)
+    if name == "fp8":
+        return Scheme("fp8", "float8", 8, (1, WHOLE_HEAD))
+    if name == "int8":
+        return Scheme("int8", "signed", 8, (1, WHOLE_HEAD))
+    channels = WHOLE_HEAD if group_size is None else group_size
+    if name == "int4":
+        return Scheme("int4", "unsigned", 4, (1, channels), (1, channels))
+    if name == "int2":
+        channels = 32 if group_size is None else group_size
+        return Scheme("int2", "unsigned", 2, (1, channels), (1, channels), clip=0.9)
+    raise AssertionError(name)

@@ -1,0 +1,1 @@
+"""The seam to transformers: registration of names, attention function and generate()."""

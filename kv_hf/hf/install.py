@@ -1,0 +1,96 @@
+"""Register kv_hf's names with transformers and take them back: the only place that patches anything.
+
+Two seams are patched, both idempotently: the closed list of cache implementations that
+GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23), and
+GenerationMixin._prepare_cache_for_generation, which makes the cache (generation/utils.py, 5.17 to 5.23).
+The attention and mask functions are registered through transformers' public interfaces.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation import configuration_utils
+from transformers.generation.utils import GenerationMixin
+
+from ..cache.paged_cache import PagedCache
+from ..errors import CacheOptionError, UnsupportedModelError
+from ..formats import IMPLEMENTATIONS
+from ..notices import forget
+from .attention import NAME, kv_hf_attention, kv_hf_mask
+from .models import restore_attention, use_paged_attention
+
+_original_prepare: Callable[..., Any] | None = None
+
+
+def install() -> None:
+    """Register the cache names and the attention; a second call changes nothing."""
+    global _original_prepare
+    AttentionInterface.register(NAME, kv_hf_attention)
+    AttentionMaskInterface.register(NAME, kv_hf_mask)
+    known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
+    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = tuple(known) + missing
+    if _original_prepare is None:
+        _original_prepare = GenerationMixin._prepare_cache_for_generation
+        GenerationMixin._prepare_cache_for_generation = _wrap(_original_prepare)
+
+
+def uninstall() -> None:
+    """Take the names back, unpatch generate() and give switched models their attention back."""
+    global _original_prepare
+    restore_attention()
+    known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = tuple(
+        name for name in known if name not in IMPLEMENTATIONS
+    )
+    if _original_prepare is not None:
+        GenerationMixin._prepare_cache_for_generation = _original_prepare
+        _original_prepare = None
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)
+    forget()
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        name = generation_config.cache_implementation
+        given = model_kwargs.get("past_key_values")
+        if isinstance(given, PagedCache) and name is None:
+            given.check_model(self.config)
+            _make_ready(self, given, model_kwargs)
+        elif name in IMPLEMENTATIONS and given is None and generation_config.use_cache is not False:
+            cache = _new_cache(self, generation_config)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+            _make_ready(self, cache, model_kwargs)
+            model_kwargs["past_key_values"] = cache
+            return None
+        return original(self, generation_config, model_kwargs, *args, **kwargs)
+
+    return prepare
+
+
+def _new_cache(model: Any, generation_config: Any) -> PagedCache:
+    name = generation_config.cache_implementation
+    if not model._supports_default_dynamic_cache() or "mamba" in type(model).__name__.lower():
+        raise UnsupportedModelError(
+            f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a "
+            "transformers Cache, so that pages cannot hold them; leave cache_implementation out"
+        )
+    options = generation_config.cache_config
+    if options is not None and not isinstance(options, dict):
+        raise CacheOptionError(
+            f"cache_config must be a dict of options, got {type(options).__name__}"
+        )
+    return PagedCache.from_implementation(model.config, name, options)
+
+
+def _make_ready(model: Any, cache: PagedCache, model_kwargs: dict[str, Any]) -> None:
+    if cache.options.attention == "auto":
+        use_paged_attention(model)
+    cache.observe_padding(model_kwargs.get("attention_mask"))

@@ -1,0 +1,53 @@
+"""Switch a model's attention to "kv_hf", and remember it so that uninstall() can switch it back."""
+
+import weakref
+
+from transformers import PreTrainedModel
+
+from ..notices import say_once, warn_once
+from .attention import NAME
+
+_switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
+
+
+def use_paged_attention(model: PreTrainedModel) -> None:
+    """Let `model` attend over pages, where its attention is sdpa or has no sdpa form; say what was done.
+
+    Another implementation (eager where sdpa exists, flex, flash) was chosen by somebody: it is kept, and
+    works on dense tensors.
+    """
+    config = model.config.get_text_config(decoder=True)
+    current = config._attn_implementation
+    if current == NAME:
+        return
+    own = type(model).__name__
+    if not model._can_set_attn_implementation():
+        warn_once(
+            f"attention of {own}",
+            f"{own} does not take its attention from transformers' AttentionInterface, so that it cannot read "
+            "pages: every decode step writes out each layer's whole cache densely",
+        )
+        return
+    default_eager = current == "eager" and not model._supports_sdpa
+    if current not in ("sdpa", None) and not default_eager:
+        warn_once(
+            f"attention of {own}: {current}",
+            f"{own} was set to attention implementation {current!r}, which is kept: every decode step writes out "
+            "each layer's whole cache densely. model.set_attn_implementation('kv_hf') reads the pages instead",
+        )
+        return
+    model.set_attn_implementation(NAME)
+    _switched[model] = current
+    say_once(
+        f"switch {own}",
+        f"kv_hf: attention of {own} switched from {current!r} to {NAME!r}, which reads pages "
+        "(cache_config={'attention': 'keep'} leaves it alone)",
+    )
+
+
+def restore_attention() -> None:
+    """Set every model that was switched back to what it had."""
+    for model, before in list(_switched.items()):
+        if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+            model.set_attn_implementation(before or "sdpa")
+    _switched.clear()

@@ -1,0 +1,57 @@
+"""What a kernel reads: encoded pages, exact tokens and the table that orders them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..spec import PageSpec
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """The keys and values of one layer as one forward sees them.
+
+    Token t of row b lies in window slot t for t < sink_tokens, in its sealed pages for the next
+    num_pages[b] * page_size tokens, and in the window from slot sink_tokens on behind them.
+
+    Attributes:
+        key_pages, value_pages: tensors of SideSpec.fields with a leading [num_pages].
+        spec: sizes and formats of both sides.
+        block_table: [rows, width], int32; entries past a row's last page hold any allocated id.
+        num_pages: [rows], int32, sealed pages of each row.
+        window_keys, window_values: [rows, num_kv_heads, slots, head_dim], model dtype; slots at and past
+            exact_lens may hold anything.
+        exact_lens: [rows], int32, tokens in the window; num_pages * page_size + exact_lens = tokens.
+        padding: [rows], int32, columns of left padding in front of the row's first token.
+        seen: columns (padding + tokens), the same for all rows.
+        sink_tokens: window slots that hold the first tokens of the row.
+    """
+
+    key_pages: dict[str, torch.Tensor]
+    value_pages: dict[str, torch.Tensor]
+    spec: PageSpec
+    block_table: torch.Tensor
+    num_pages: torch.Tensor
+    window_keys: torch.Tensor
+    window_values: torch.Tensor
+    exact_lens: torch.Tensor
+    padding: torch.Tensor
+    seen: int
+    sink_tokens: int
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.spec.keys.page_size
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.window_keys.shape[0]
+
+    def page_tiles(self, pages_per_tile: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first page column, page ids [rows, at most pages_per_tile]) over the block table."""
+        width = self.block_table.shape[1]
+        for first in range(0, width, pages_per_tile):
+            yield first, self.block_table[:, first : first + pages_per_tile]

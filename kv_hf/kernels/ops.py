@@ -1,0 +1,64 @@
+"""Validate the arguments of paged attention, choose an implementation and call it."""
+
+from collections.abc import Callable
+
+import torch
+
+from ..config import check_choice
+from ..errors import CacheMismatchError
+from . import reference
+from .inputs import PagedKV
+
+MAX_DECODE_QUERIES = 16  # longer chunks are a prefill: one layer is written out and given to SDPA
+
+_IMPLEMENTATIONS: dict[str, Callable[..., torch.Tensor]] = {"reference": reference.paged_attention}
+
+
+def implementations() -> tuple[str, ...]:
+    """Return the names that `paged_attention` accepts, besides "auto"."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv: PagedKV,
+    *,
+    softmax_scale: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Attend `query` to the pages and the window of `kv`; see `reference.paged_attention`.
+
+    Args:
+        implementation: "auto", or a name of `implementations()`, which is then used or raises.
+    Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for an unknown
+        implementation.
+    """
+    check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
+    rows, num_heads, q_len, key_dim = query.shape
+    keys = kv.spec.keys
+    if rows != kv.rows or key_dim != keys.head_dim or num_heads % keys.num_kv_heads:
+        raise CacheMismatchError(
+            f"query must be [{kv.rows}, a multiple of {keys.num_kv_heads}, q_len, {keys.head_dim}], "
+            f"got {tuple(query.shape)}"
+        )
+    if mask is not None:
+        fits = (rows, num_heads, q_len, kv.seen)
+        if mask.ndim != 4 or any(m not in (f, 1) for m, f in zip(mask.shape[:3], fits[:3], strict=True)):
+            raise CacheMismatchError(f"mask must broadcast to {fits}, got {tuple(mask.shape)}")
+        if mask.shape[-1] < kv.seen:
+            raise CacheMismatchError(
+                f"mask must have at least {kv.seen} columns, got {mask.shape[-1]}"
+            )
+        mask = mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
+    name = "reference" if implementation == "auto" else implementation
+    return _IMPLEMENTATIONS[name](
+        query,
+        kv,
+        softmax_scale=softmax_scale,
+        mask=mask,
+        softcap=softcap,
+        sink_logits=sink_logits,
+    )

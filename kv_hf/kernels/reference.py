@@ -1,0 +1,126 @@
+"""Attention over pages in readable torch, fp32, tile by tile: the oracle of every kernel.
+
+Refuses to be clever: it walks the block table, decodes one tile at a time, and keeps a running softmax.
+"""
+
+import torch
+
+from ..quant.codec import decode
+from ..spec import SideSpec
+from .inputs import PagedKV
+
+TILE_TOKENS = 512  # tokens decoded at a time; the largest temporary is one such tile
+
+
+def decode_tile(
+    pages: dict[str, torch.Tensor], spec: SideSpec, ids: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode pages `ids` [rows, n] to [rows, num_kv_heads, n * page_size, head_dim]."""
+    flat = ids.reshape(-1)
+    tokens = decode({name: tensor[flat] for name, tensor in pages.items()}, spec, dtype)
+    rows, count = ids.shape
+    tokens = tokens.reshape(rows, count, *tokens.shape[1:]).transpose(1, 2)
+    return tokens.flatten(2, 3)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv: PagedKV,
+    *,
+    softmax_scale: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend the newest tokens of each row to all of the row's tokens.
+
+        out[b, h, i] = softmax(cap(softmax_scale * q[b, h, i] @ K[b, h // group].T) + mask) @ V[b, h // group]
+        cap(s) = softcap * tanh(s / softcap), or s
+
+    Args:
+        query: [rows, num_heads, q_len, key_dim], fp64, fp32, fp16 or bf16; the last q_len tokens.
+        kv: keys and values, the q_len tokens included.
+        softmax_scale: factor of the scores.
+        mask: [rows or 1, num_heads or 1, q_len, seen] over columns (padding included): bool (True = attend)
+            or additive float. None: causal inside the q_len tokens, everything before them visible.
+        softcap: bound of the scores, or None.
+        sink_logits: [num_heads], a learnt extra logit in the softmax's denominator, or None.
+    Returns: [rows, num_heads, q_len, value_dim] in query's dtype, accumulated in fp32 (fp64 for fp64); a
+        query that may see no token gives zeros.
+    Source: PagedAttention (arXiv 2309.06180) with the online softmax of arXiv 1805.02867.
+    """
+    rows, num_heads, q_len, _ = query.shape
+    heads = kv.spec.keys.num_kv_heads
+    group = num_heads // heads
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q = query.to(compute).reshape(rows, heads, group * q_len, -1) * softmax_scale
+    device = query.device
+    num_pages, exact_lens = kv.num_pages.long(), kv.exact_lens.long()
+    kv_lens = num_pages * kv.page_size + exact_lens
+    query_at = kv_lens[:, None] - q_len + torch.arange(q_len, device=device)  # [rows, q_len]
+
+    best = q.new_full((rows, heads, group * q_len, 1), float("-inf"))
+    total = torch.zeros_like(best)
+    out = q.new_zeros((rows, heads, group * q_len, kv.spec.values.head_dim))
+
+    def add_tile(keys: torch.Tensor, values: torch.Tensor, at: torch.Tensor, held: torch.Tensor) -> None:
+        """Add tokens at positions `at` [rows, n], of which `held` [rows, n] exist, to the softmax."""
+        nonlocal best, total, out
+        scores = q @ keys.transpose(-1, -2)  # [rows, heads, group * q_len, n]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.unflatten(2, (group, q_len))
+        visible = held[:, None, None, None, :]
+        if mask is None:
+            visible = visible & (at[:, None, :] <= query_at[:, :, None])[:, None, None]
+        else:
+            tile = _mask_columns(mask, at + kv.padding.long()[:, None])
+            shape = (heads, group) if tile.shape[1] > 1 else (1, 1)
+            tile = tile.unflatten(1, shape)
+            if tile.dtype == torch.bool:
+                visible = visible & tile
+            else:
+                scores = scores + tile.to(compute)
+        scores = scores.masked_fill(~visible, float("-inf")).flatten(2, 3)
+        new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
+        shift = torch.where(new_best == float("-inf"), torch.zeros_like(new_best), new_best)
+        weights = torch.exp(scores - shift)
+        keep = torch.exp(best - shift)
+        total = total * keep + weights.sum(-1, keepdim=True)
+        # a slot that holds no token may contain anything, nan included
+        out = out * keep + weights @ values.masked_fill(~held[:, None, :, None], 0.0)
+        best = new_best
+
+    per_tile = max(1, TILE_TOKENS // kv.page_size)
+    for first, ids in kv.page_tiles(per_tile):
+        columns = torch.arange(first, first + ids.shape[1], device=device)
+        held = (columns < num_pages[:, None]).repeat_interleave(kv.page_size, -1)
+        at = kv.sink_tokens + first * kv.page_size + torch.arange(held.shape[1], device=device)
+        add_tile(
+            decode_tile(kv.key_pages, kv.spec.keys, ids, compute),
+            decode_tile(kv.value_pages, kv.spec.values, ids, compute),
+            at.expand(rows, -1),
+            held,
+        )
+    slots = torch.arange(kv.window_keys.shape[2], device=device)
+    behind = num_pages[:, None] * kv.page_size * (slots >= kv.sink_tokens)
+    held = slots < exact_lens[:, None]
+    window_keys = kv.window_keys.to(compute).masked_fill(~held[:, None, :, None], 0.0)
+    add_tile(window_keys, kv.window_values.to(compute), slots + behind, held)
+
+    if sink_logits is not None:
+        logits = sink_logits.to(compute).reshape(1, heads, group, 1, 1)
+        logits = logits.expand(rows, heads, group, q_len, 1).flatten(2, 3)
+        new_best = torch.maximum(best, logits)
+        keep = torch.exp(best - new_best)
+        total, out = total * keep + torch.exp(logits - new_best), out * keep
+    out = out / torch.where(total == 0, torch.ones_like(total), total)
+    return out.reshape(rows, num_heads, q_len, -1).to(query.dtype)
+
+
+def _mask_columns(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Take `columns` [rows, n] (clamped to the mask) of a [rows or 1, heads or 1, q_len, seen] mask."""
+    columns = columns.clamp(max=mask.shape[-1] - 1)
+    mask = mask.expand(columns.shape[0], *mask.shape[1:])
+    index = columns[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1)
+    return mask.gather(-1, index)

@@ -1,0 +1,313 @@
+"""Rows of a batch and the pages that they hold, planned once per forward for all layers of a group.
+
+A group is a set of layers that see the same tokens; they share rows, page ids and reference counts, and
+each owns its storage. A row's real tokens lie, in order, in three places:
+
+    [ sinks: first `sink_tokens` ][ sealed pages of page_size tokens ][ tail: open, exact ]
+      exact window, slots 0 ..      page ids in `Row.pages`             exact window, behind the sinks
+
+Every change (append, reorder of rows, crop) is a step. The first layer that asks for it opens the step and
+changes the bookkeeping; the others join the same step and follow with their own tensors. A forward reads
+as sealed exactly the pages that were full when it began: its own new tokens are exact for all its queries.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..errors import CacheMismatchError, InterruptedForwardError
+from ..spec import TABLE_DTYPE
+from .pool import PagePool
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of the batch: columns of padding, page ids, and tokens in the exact window."""
+
+    padding: int
+    pages: tuple[int, ...]
+    exact: int
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """What a step does to one row.
+
+    Attributes:
+        source: index of the row that this row continues.
+        exact_before: tokens in the window when the step begins.
+        skip: leading columns of the new tokens that are padding.
+        new: real tokens appended.
+        sealed: ids of the pages that the step seals, in order.
+        exact_after: tokens in the window when the step ends.
+        reopened: (page id, tokens) to decode back into the window (crop only), or None.
+    """
+
+    source: int
+    exact_before: int
+    exact_after: int
+    skip: int = 0
+    new: int = 0
+    sealed: tuple[int, ...] = ()
+    reopened: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class TableView:
+    """Where a forward finds its tokens; tensors on the CPU, moved to a device once by `on`.
+
+    Attributes:
+        block_table: [rows, max pages of a row], int32; entries past a row's last page are 0.
+        num_pages: [rows], int32, sealed pages that the forward reads.
+        exact_lens: [rows], int32, tokens in the window, the forward's own included.
+        padding: [rows], int32, columns of left padding.
+    """
+
+    block_table: torch.Tensor
+    num_pages: torch.Tensor
+    exact_lens: torch.Tensor
+    padding: torch.Tensor
+    _moved: dict[torch.device, "TableView"] = field(default_factory=dict, compare=False)
+
+    def on(self, device: torch.device) -> "TableView":
+        """Return this view with its tensors on `device` (moved once, then remembered)."""
+        if device == self.block_table.device:
+            return self
+        if device not in self._moved:
+            names = ("block_table", "num_pages", "exact_lens", "padding")
+            self._moved[device] = TableView(
+                *(getattr(self, name).to(device, non_blocking=True) for name in names)
+            )
+        return self._moved[device]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change of the group, shared by all its layers."""
+
+    op: Hashable
+    rows: tuple[RowStep, ...]
+    seen_before: int
+    seen_after: int
+    rebuild: bool  # the window cannot be appended to in place: pages are sealed or it is too small
+    num_ids: int  # pages that storage must have room for
+    view: TableView | None  # append only
+
+
+class PageGroup:
+    """Bookkeeping of the layers that share one block table.
+
+    Args:
+        page_size, sink_tokens, recent_tokens, max_pages: as in CacheConfig.
+    """
+
+    def __init__(
+        self, page_size: int, sink_tokens: int, recent_tokens: int, max_pages: int | None
+    ) -> None:
+        self.page_size = page_size
+        self.sink_tokens = sink_tokens
+        self.recent_tokens = recent_tokens
+        self.pool = PagePool(max_pages)
+        self.recording = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rows: tuple[Row, ...] = ()
+        self.seen = 0
+        self.epoch = 0
+        self.step: Step | None = None
+        self._joined: set[int] = set()
+        self._members: set[int] | None = None
+        self._padding_seen: list[int] | None = None
+
+    @property
+    def slots(self) -> int:
+        """Exact tokens that a row's window has room for."""
+        return self.sink_tokens + self.page_size + self.kept_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of the tail that are not sealed yet although a page would be full.
+
+        While past recording is on, one page more: a rollback of up to a page then stays exact.
+        """
+        return self.recent_tokens + (self.page_size if self.recording else 0)
+
+    def tokens(self, row: Row) -> int:
+        """Return the real tokens of a row."""
+        return row.exact + len(row.pages) * self.page_size
+
+    def reset(self) -> None:
+        """Give back all pages and forget rows, lengths and padding."""
+        for row in self.rows:
+            self.pool.release(row.pages)
+        self._clear()
+
+    def needs_padding(self) -> bool:
+        """True while some row has no real token yet, so that its padding is still to be learnt."""
+        return not self.rows or any(self.tokens(row) == 0 for row in self.rows)
+
+    def observe_padding(self, attention_mask: torch.Tensor) -> None:
+        """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding).
+
+        Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
+        """
+        if attention_mask.ndim == 2 and self.needs_padding():
+            padded = attention_mask.to(torch.bool).cumsum(-1) == 0
+            self._padding_seen = padded.sum(-1).tolist()
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def append(self, layer: int, layer_epoch: int, rows: int, q_len: int) -> Step:
+        """Open or join the step that appends `q_len` columns to `rows` rows."""
+        return self._enter(layer, layer_epoch, ("append", rows, q_len))
+
+    def select_rows(self, layer: int, layer_epoch: int, sources: Sequence[int]) -> Step:
+        """Open or join the step after which row i continues the former row `sources[i]`."""
+        return self._enter(layer, layer_epoch, ("rows", *sources))
+
+    def crop(self, layer: int, layer_epoch: int, count: int) -> Step:
+        """Open or join the step that removes the last `count` columns."""
+        return self._enter(layer, layer_epoch, ("crop", count))
+
+    def _enter(self, layer: int, layer_epoch: int, op: tuple) -> Step:
+        if layer_epoch == self.epoch:
+            self._check_all_joined()
+            planned, rows = self._plan(op)
+            self._commit(planned, rows)
+        elif layer_epoch != self.epoch - 1 or self.step is None or self.step.op != op:
+            raise InterruptedForwardError(
+                f"layer {layer} cannot {op[0]} here: it has taken part in {layer_epoch} of {self.epoch} steps of "
+                "this cache. An earlier forward stopped half-way, or layers were changed one without the others; "
+                "call reset() and start again"
+            )
+        self._joined.add(layer)
+        assert self.step is not None
+        return self.step
+
+    def _check_all_joined(self) -> None:
+        if self._members is None and self.epoch == 1:
+            self._members = set(self._joined)
+        missing = (self._members or set()) - self._joined
+        if missing:
+            raise InterruptedForwardError(
+                f"the last step of this cache stopped before layers {sorted(missing)} took part in it; "
+                "the cache cannot be used further: call reset() and start again"
+            )
+
+    def _plan(self, op: tuple) -> tuple[Step, tuple[Row, ...]]:
+        if op[0] == "append":
+            return self._plan_append(op, op[1], op[2])
+        if op[0] == "rows":
+            return self._plan_rows(op, op[1:])
+        return self._plan_crop(op, op[1])
+
+    def _commit(self, step: Step, rows: tuple[Row, ...]) -> None:
+        self.rows, self.seen, self.step = rows, step.seen_after, step
+        self.epoch += 1
+        self._joined = set()
+
+    def _plan_append(self, op: tuple, batch: int, q_len: int) -> tuple[Step, tuple[Row, ...]]:
+        if self.rows and batch != len(self.rows):
+            raise CacheMismatchError(
+                f"this cache holds a batch of {len(self.rows)} rows, got keys for {batch}; use a new cache, or "
+                "reset() this one, for another batch size"
+            )
+        before = self._padded_rows(batch)
+        seen_after = self.seen + q_len
+        steps, exact_runs = [], []
+        for index, row in enumerate(before):
+            padding = min(row.padding, seen_after)
+            skip = max(0, padding - self.seen)
+            run = row.exact + q_len - skip
+            full = max(0, run - self.sink_tokens - self.kept_tokens) // self.page_size
+            steps.append(
+                RowStep(index, row.exact, run - full * self.page_size, skip, q_len - skip, (0,) * full)
+            )
+            exact_runs.append(run)
+        ids = self.pool.allocate(sum(len(step.sealed) for step in steps))
+        rows = []
+        for index, (row, step) in enumerate(zip(before, steps, strict=True)):
+            sealed, ids = tuple(ids[: len(step.sealed)]), ids[len(step.sealed) :]
+            steps[index] = replace(step, sealed=sealed)
+            rows.append(Row(min(row.padding, seen_after), row.pages + sealed, step.exact_after))
+        rebuild = any(step.sealed for step in steps) or max(exact_runs) > self.slots
+        view = TableView(
+            block_table=self.block_table(before),
+            num_pages=torch.tensor([len(row.pages) for row in before], dtype=TABLE_DTYPE),
+            exact_lens=torch.tensor(exact_runs, dtype=TABLE_DTYPE),
+            padding=torch.tensor([row.padding for row in rows], dtype=TABLE_DTYPE),
+        )
+        step = Step(op, tuple(steps), self.seen, seen_after, rebuild, self.pool.num_ids, view)
+        return step, tuple(rows)
+
+    def _padded_rows(self, batch: int) -> tuple[Row, ...]:
+        """Return the rows as the step finds them, with the padding that was learnt since."""
+        known = self._padding_seen
+        usable = known is not None and len(known) == batch
+        rows = []
+        for index in range(batch):
+            row = self.rows[index] if self.rows else Row(0, (), 0)
+            if self.tokens(row) == 0:
+                row = replace(row, padding=max(self.seen, known[index] if usable and known else 0))
+            rows.append(row)
+        return tuple(rows)
+
+    def _plan_rows(self, op: tuple, sources: Sequence[int]) -> tuple[Step, tuple[Row, ...]]:
+        wrong = [source for source in sources if not -len(self.rows) <= source < len(self.rows)]
+        if wrong:
+            raise CacheMismatchError(
+                f"row index {wrong[0]} is out of range for a batch of {len(self.rows)} rows"
+            )
+        rows = tuple(self.rows[source] for source in sources)
+        for row in rows:
+            self.pool.share(row.pages)
+        for row in self.rows:
+            self.pool.release(row.pages)
+        steps = tuple(
+            RowStep(source % len(self.rows), row.exact, row.exact)
+            for source, row in zip(sources, rows, strict=True)
+        )
+        self._padding_seen = None
+        return Step(op, steps, self.seen, self.seen, False, self.pool.num_ids, None), rows
+
+    def _plan_crop(self, op: tuple, count: int) -> tuple[Step, tuple[Row, ...]]:
+        seen = max(0, self.seen - count)
+        steps, rows = [], []
+        for index, row in enumerate(self.rows):
+            kept = max(0, seen - row.padding)
+            pages, reopened = row.pages, None
+            paged = len(pages) * self.page_size
+            if kept < self.sink_tokens + paged:
+                behind_sinks = max(0, kept - self.sink_tokens)
+                whole, rest = divmod(behind_sinks, self.page_size)
+                if rest:
+                    reopened = (pages[whole], rest)
+                self.pool.release(pages[whole:])
+                pages = pages[:whole]
+            exact = kept - len(pages) * self.page_size
+            steps.append(RowStep(index, row.exact, exact, reopened=reopened))
+            rows.append(Row(min(row.padding, seen), pages, exact))
+        if seen == 0:
+            self._padding_seen = None
+        return Step(op, tuple(steps), self.seen, seen, False, self.pool.num_ids, None), tuple(rows)
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def block_table(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Return the page ids of `rows` as [rows, most pages of a row], int32, filled up with 0."""
+        width = max((len(row.pages) for row in rows), default=0)
+        table = [list(row.pages) + [0] * (width - len(row.pages)) for row in rows]
+        return torch.tensor(table, dtype=TABLE_DTYPE).reshape(len(rows), width)
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless reference counts equal what the rows hold and lengths add up."""
+        self.pool.check_integrity(row.pages for row in self.rows)
+        for index, row in enumerate(self.rows):
+            if self.tokens(row) != max(0, self.seen - row.padding):
+                raise ValueError(
+                    f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
+                )
+            if row.exact > self.slots:
+                raise ValueError(f"row {index} has {row.exact} exact tokens in {self.slots} slots")

@@ -1,0 +1,1 @@
+"""Accuracy and memory of caches, measured through what they really store."""

@@ -1,0 +1,67 @@
+"""Rows of results/*.jsonl: one line per measurement, with what is needed to repeat it."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def machine() -> str:
+    """Return the processor (and GPU) in words."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].split(":", 1)[1].strip() if lines else name
+    name = f"{name}, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        name += f", {torch.cuda.get_device_name()}"
+    return name
+
+
+def commit() -> str:
+    """Return the commit of the working tree, with "+" when it has changes; "" outside of a checkout."""
+    folder = Path(__file__).parent
+    try:
+        args = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+        return subprocess.run(
+            args, cwd=folder, check=True, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def make_row(**measured: Any) -> dict[str, Any]:
+    """Return a row of `measured` with date, commit, machine and versions."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        **measured,
+    }
+
+
+def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Append rows to a JSONL file in one write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with path.open("a", encoding="utf-8") as out:
+        out.write(text)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSONL file, oldest first; an absent file has none."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]

@@ -1,0 +1,58 @@
+"""Read the next-token distributions of a text through a cache, as a user's decoding would see them.
+
+The protocol: the prompt is one forward on an empty cache (exact attention, like any prefill); from then on
+every scored token attends to what a decode step at its position would attend to: sealed pages encoded,
+sinks and tail exact. A forward over several tokens gives the same as one token at a time as long as no page
+becomes full inside it, so chunks end where pages do; a test compares both.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from ..cache.paged_cache import PagedCache
+
+EXACT_CHUNK = 64  # tokens per forward where the cache stores numbers as they are
+
+
+def next_chunk(cache: Cache, position: int) -> int:
+    """Return how many tokens from `position` on may go into one forward without changing a result."""
+    if isinstance(cache, PagedCache):
+        options = cache.options
+        exact = options.sink_tokens + options.recent_tokens
+        pages = max(0, position - exact) // options.page_size
+        return exact + (pages + 1) * options.page_size - position
+    return EXACT_CHUNK if type(cache) is DynamicCache else 1
+
+
+@torch.no_grad()
+def forced_logits(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    prompt_tokens: int,
+    chunk: Callable[[Cache, int], int] = next_chunk,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (position, logits) of the scored part of one text, chunk by chunk.
+
+    Args:
+        model: a causal language model, in eval mode.
+        token_ids: [tokens], int64, on the model's device.
+        cache: an empty cache; it holds the text afterwards.
+        prompt_tokens: tokens of the prompt, which are not scored; at least 1.
+        chunk: tokens per forward at a position (see `next_chunk`).
+    Yields: the position of the chunk's first token, and fp32 logits [chunk, vocab]: row i predicts the token
+        behind position + i.
+    """
+    if not 1 <= prompt_tokens < len(token_ids):
+        raise ValueError(
+            f"prompt_tokens must be between 1 and {len(token_ids) - 1}, got {prompt_tokens}"
+        )
+    model(token_ids[None, :prompt_tokens], past_key_values=cache, use_cache=True)
+    position = prompt_tokens
+    while position < len(token_ids):
+        end = min(len(token_ids), position + chunk(cache, position))
+        out = model(token_ids[None, position:end], past_key_values=cache, use_cache=True)
+        yield position, out.logits[0].float()
+        position = end

@@ -24,8 +24,11 @@ class Scheme:
         code: "none" (model dtype, no scale), "unsigned" (codes 0 .. 2^bits - 1 from the group's minimum),
             "signed" (codes -qmax .. qmax around the offset) or "float8" (e4m3 around the offset).
         bits: bits of a code; 0 for code "none".
-        scale_group: (tokens, channels) that share a scale; 0 means all of the page or of the head.
+        scale_group: (tokens, channels) that share a scale: n > 0 exactly n, 0 all of the page or of the head,
+            -n the largest divisor of at most n (a default, which must fit every model).
         offset_group: the same for offsets, or None where the format has no offset.
+        clip: part of a group's range that the codes span; numbers beyond it saturate ("unsigned" only).
+            Two bits have four codes: losing the extremes costs less than spreading the codes over them.
     Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of
     keys, SageAttention (arXiv 2410.02367).
     """
@@ -35,7 +38,7 @@ class Scheme:
     bits: int
     scale_group: tuple[int, int] | None = None
     offset_group: tuple[int, int] | None = None
-    clip: float = 1.0  # part of a group's range that the codes span; the rest saturates ("unsigned" only)
+    clip: float = 1.0
 
     @property
     def is_exact(self) -> bool:
@@ -69,7 +72,7 @@ def _sizes(
 ) -> tuple[int, int] | None:
     if group is None:
         return None
-    tokens, channels = group[0] or page_size, group[1] or head_dim
+    tokens, channels = _size(group[0], page_size), _size(group[1], head_dim)
     if page_size % tokens:
         raise CacheOptionError(
             f"{where}: key_group_size must divide page_size {page_size}, got {tokens}"
@@ -81,11 +84,17 @@ def _sizes(
     return tokens, channels
 
 
+def _size(asked: int, whole: int) -> int:
+    if asked < 0:
+        return max(size for size in range(1, min(-asked, whole) + 1) if whole % size == 0)
+    return asked or whole
+
+
 def key_scheme(name: str, group_size: int | None = None) -> Scheme:
     """Describe how keys are stored in format `name`.
 
     `group_size`: tokens that share a scale in the 4- and 2-bit formats; None takes the default (the page,
-    and 32 tokens at 2 bits). Keys are grouped per channel because some models have channels with a large
+    and at most 32 tokens at 2 bits). Keys are grouped per channel because some models have channels with a large
     common offset, which per-token scales destroy (see docs/formats.md).
     """
     if name == "exact":
@@ -98,7 +107,7 @@ def key_scheme(name: str, group_size: int | None = None) -> Scheme:
     if name == "int4":
         return Scheme("int4", "unsigned", 4, (tokens, 1), (tokens, 1))
     if name == "int2":
-        tokens = 32 if group_size is None else group_size
+        tokens = -32 if group_size is None else group_size
         return Scheme("int2", "unsigned", 2, (tokens, 1), (tokens, 1), clip=0.8)
     raise AssertionError(name)
 
@@ -107,7 +116,7 @@ def value_scheme(name: str, group_size: int | None = None) -> Scheme:
     """Describe how values are stored in format `name`.
 
     `group_size`: channels that share a scale in the 4- and 2-bit formats; None takes the default (the
-    whole head, and 32 channels at 2 bits).
+    whole head, and at most 32 channels at 2 bits).
     """
     if name == "exact":
         return Scheme("exact", "none", 0)
@@ -119,6 +128,6 @@ def value_scheme(name: str, group_size: int | None = None) -> Scheme:
     if name == "int4":
         return Scheme("int4", "unsigned", 4, (1, channels), (1, channels))
     if name == "int2":
-        channels = 32 if group_size is None else group_size
+        channels = -32 if group_size is None else group_size
         return Scheme("int2", "unsigned", 2, (1, channels), (1, channels), clip=0.9)
     raise AssertionError(name)

@@ -151,7 +151,7 @@ class PagedLayer(DynamicLayer):
         step = self.group.crop(self.layer_idx, self._epoch, -count)
         for index, row in enumerate(step.rows):
             if row.reopened is not None:
-                self._reopen(step, index, *row.reopened)
+                self._reopen(index, *row.reopened)
         self._joined(step)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -160,14 +160,18 @@ class PagedLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
-        self.select_rows([row for row in range(len(self.group.rows)) for _ in range(repeats)])
+        self.select_rows([row for row in range(self.rows_held) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers or a bool mask)."""
         self.select_rows(chosen_rows(indices, self.rows_held))
 
     def activate_past_recording(self) -> None:
-        """Keep one page more exact, so that a later crop of up to a page is exact."""
+        """Seal only tokens that an earlier forward appended, and keep room for a page of doubtful ones.
+
+        A crop of up to a page right behind a forward then leaves the same bytes as if the removed tokens had
+        never been. The first forward after this call should not be a prefill of more than a page.
+        """
         self.group.recording = True
 
     def offload(self) -> None:
@@ -220,12 +224,7 @@ class PagedLayer(DynamicLayer):
             raise InterruptedForwardError(
                 f"layer {self.layer_idx} is behind the other layers: read it outside of a forward"
             )
-        view = TableView(
-            block_table=group.block_table(group.rows),
-            num_pages=torch.tensor([len(row.pages) for row in group.rows], dtype=torch.int32),
-            exact_lens=torch.tensor([row.exact for row in group.rows], dtype=torch.int32),
-            padding=torch.tensor([row.padding for row in group.rows], dtype=torch.int32),
-        )
+        view = group.view(group.rows)
         return self._kv(view, self.windows[0].tokens, self.windows[1].tokens, self._seen)
 
     # -- inside --------------------------------------------------------------------------------------------
@@ -257,13 +256,19 @@ class PagedLayer(DynamicLayer):
         assert self.windows is not None and self.storage is not None
         slots, sinks = self.group.slots, self.group.sink_tokens
         runs = []
-        for side, (window, new) in enumerate(zip(self.windows, (keys, values), strict=True)):
+        for storage, window, new in zip(
+            self.storage.sides, self.windows, (keys, values), strict=True
+        ):
+            storage.grow(page_capacity(step.num_ids))
+            if any(row.sealed_first for row in step.rows):
+                pages = [row.sealed_first for row in step.rows]
+                self._note_damage(seal(pages, window.tokens, storage, sinks))
+                window.drop_pages(pages, sinks)
             if not step.rebuild:
                 runs.append(window.append(step, new, slots))
                 continue
             run = window.run(step, new)
-            self.storage.sides[side].grow(page_capacity(step.num_ids))
-            self._note_damage(seal(step, run, side, self.storage, sinks))
+            self._note_damage(seal([row.sealed for row in step.rows], run, storage, sinks))
             window.keep_rest(step, run, slots, sinks)
             runs.append(run)
         return runs[0], runs[1]
@@ -284,7 +289,7 @@ class PagedLayer(DynamicLayer):
                 "are not affected. The model itself produced them: look at its inputs and dtype",
             )
 
-    def _reopen(self, step: Step, index: int, page: int, count: int) -> None:
+    def _reopen(self, index: int, page: int, count: int) -> None:
         assert self.storage is not None and self.windows is not None and self.spec is not None
         if not (self.spec.keys.scheme.is_exact and self.spec.values.scheme.is_exact):
             warn_once(
@@ -295,7 +300,7 @@ class PagedLayer(DynamicLayer):
         ids = torch.tensor([page], device=self.device)
         for storage, window in zip(self.storage.sides, self.windows, strict=True):
             tokens = storage.read(ids, storage.spec.dtype)[0, :, :count]
-            window.reopen(step, tokens, index, self.group.sink_tokens)
+            window.reopen(tokens, index, self.group.sink_tokens)
 
     def _joined(self, step: Step) -> None:
         self._epoch += 1

@@ -42,7 +42,7 @@ def signature(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in _SIGNATURE}
 
 
-def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]]) -> None:
+def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]], page_size: int) -> None:
     """Check that the formats can store heads of the size that `config` states.
 
     Models whose config states no single head size (latent attention, for one) are checked on their first
@@ -64,11 +64,7 @@ def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]]) -> None:
             num_kv_heads=1,
             key_dim=head_dim,
             value_dim=head_dim,
-            page_size=64 if keys.is_exact and values.is_exact else _page_size(keys, values),
+            page_size=page_size,
             dtype=torch.float32,
         )
 
-
-def _page_size(keys: Scheme, values: Scheme) -> int:
-    """Return a page size that every key group divides: group sizes were checked against the real one."""
-    return max(64, *(scheme.scale_group[0] for scheme in (keys, values) if scheme.scale_group))

@@ -64,7 +64,7 @@ class PagedCache(DynamicCache):
             options.page_size, options.sink_tokens, options.recent_tokens, options.max_pages
         )
         schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
-        check_formats(decoder, schemes)
+        check_formats(decoder, schemes, options.page_size)
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicLayer:
                 self.layers[index] = PagedLayer(index, self.group, *schemes[index])

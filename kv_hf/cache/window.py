@@ -1,9 +1,11 @@
 """The exact tokens of one layer: the first tokens and the open tail of each row, in the model's dtype."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..pages.group import Step
-from ..pages.storage import PageStorage
+from ..pages.storage import SideStorage
 from ..spec import SideSpec
 
 ENCODE_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a long prefill
@@ -41,6 +43,14 @@ class ExactWindow:
                 self.tokens[index, :, row.exact_before : end] = new[index, :, row.skip :]
         return self.tokens
 
+    def drop_pages(self, pages: Sequence[Sequence[int]], sinks: int) -> None:
+        """Take the tokens of these many pages out of each row, behind its sinks, in place."""
+        for index, row_pages in enumerate(pages):
+            gone = len(row_pages) * self.spec.page_size
+            if gone:
+                rest = self.tokens[index, :, sinks + gone :].clone()
+                self.tokens[index, :, sinks : sinks + rest.shape[1]] = rest
+
     def run(self, step: Step, new: torch.Tensor) -> torch.Tensor:
         """Return each row's window with the new tokens behind it, left-aligned; the window is untouched.
 
@@ -75,24 +85,28 @@ class ExactWindow:
         index = torch.tensor([row.source for row in step.rows], device=self.tokens.device)
         self.tokens = self.tokens.index_select(0, index)
 
-    def reopen(self, step: Step, storage: torch.Tensor, index: int, sinks: int) -> None:
+    def reopen(self, tokens: torch.Tensor, index: int, sinks: int) -> None:
         """Put the decoded tokens [num_kv_heads, n, head_dim] of a page back behind row `index`'s sinks."""
-        self.tokens[index, :, sinks : sinks + storage.shape[1]] = storage
+        self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens
 
 
-def seal(step: Step, run: torch.Tensor, side: int, storage: PageStorage, sinks: int) -> torch.Tensor:
-    """Encode the pages that `step` seals from each row's `run` into `storage`.
+def seal(
+    pages: Sequence[Sequence[int]], run: torch.Tensor, storage: SideStorage, sinks: int
+) -> torch.Tensor:
+    """Encode the first pages behind the sinks of each row's `run` into `storage`.
 
+    Args:
+        pages: ids to write, for each row, in the order of the tokens.
+        run: [rows, num_kv_heads, slots, head_dim], left-aligned tokens of each row, sinks in front.
     Returns: bool scalar tensor, True when a number had to be made finite.
     """
-    target = storage.sides[side]
-    page_size = target.spec.page_size
+    page_size = storage.spec.page_size
     damaged = torch.zeros((), dtype=torch.bool, device=run.device)
-    for index, row in enumerate(step.rows):
-        for first in range(0, len(row.sealed), ENCODE_PAGES):
-            ids = row.sealed[first : first + ENCODE_PAGES]
+    for index, row_pages in enumerate(pages):
+        for first in range(0, len(row_pages), ENCODE_PAGES):
+            ids = row_pages[first : first + ENCODE_PAGES]
             start = sinks + first * page_size
             tokens = run[index, :, start : start + len(ids) * page_size]
-            pages = tokens.unflatten(1, (len(ids), page_size)).transpose(0, 1)
-            damaged = damaged | target.write(torch.tensor(ids, device=run.device), pages)
+            encoded = tokens.unflatten(1, (len(ids), page_size)).transpose(0, 1)
+            damaged = damaged | storage.write(torch.tensor(ids, device=run.device), encoded)
     return damaged

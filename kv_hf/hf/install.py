@@ -63,6 +63,13 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(given, PagedCache) and name is None:
             given.check_model(self.config)
             _make_ready(self, given, model_kwargs)
+        elif isinstance(given, PagedCache) and getattr(generation_config, "is_assistant", False):
+            # an assistant is called many times with the target's options and its own cache of the last call
+            generation_config.cache_implementation = None
+            try:
+                return original(self, generation_config, model_kwargs, *args, **kwargs)
+            finally:
+                generation_config.cache_implementation = name
         elif name in IMPLEMENTATIONS and given is None and generation_config.use_cache is not False:
             cache = _new_cache(self, generation_config)
             if getattr(generation_config, "is_assistant", False):

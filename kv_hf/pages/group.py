@@ -36,10 +36,11 @@ class RowStep:
 
     Attributes:
         source: index of the row that this row continues.
-        exact_before: tokens in the window when the step begins.
+        exact_before: tokens in the window when the new ones arrive (without those of `sealed_first`).
+        sealed_first: ids of pages sealed before the new tokens are appended (past recording only).
         skip: leading columns of the new tokens that are padding.
         new: real tokens appended.
-        sealed: ids of the pages that the step seals, in order.
+        sealed: ids of the pages sealed behind the step's own forward, in order.
         exact_after: tokens in the window when the step ends.
         reopened: (page id, tokens) to decode back into the window (crop only), or None.
     """
@@ -51,6 +52,7 @@ class RowStep:
     new: int = 0
     sealed: tuple[int, ...] = ()
     reopened: tuple[int, int] | None = None
+    sealed_first: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Step:
     rows: tuple[RowStep, ...]
     seen_before: int
     seen_after: int
-    rebuild: bool  # the window cannot be appended to in place: pages are sealed or it is too small
+    rebuild: bool  # the window cannot be appended to in place: the forward's own tokens are sealed
     num_ids: int  # pages that storage must have room for
     view: TableView | None  # append only
 
@@ -123,16 +125,9 @@ class PageGroup:
 
     @property
     def slots(self) -> int:
-        """Exact tokens that a row's window has room for."""
-        return self.sink_tokens + self.page_size + self.kept_tokens
-
-    @property
-    def kept_tokens(self) -> int:
-        """Tokens of the tail that are not sealed yet although a page would be full.
-
-        While past recording is on, one page more: a rollback of up to a page then stays exact.
-        """
-        return self.recent_tokens + (self.page_size if self.recording else 0)
+        """Exact tokens that a row's window has room for; a page more while past recording is on."""
+        pages = 2 if self.recording else 1
+        return self.sink_tokens + self.recent_tokens + pages * self.page_size
 
     def tokens(self, row: Row) -> int:
         """Return the real tokens of a row."""
@@ -216,31 +211,42 @@ class PageGroup:
             )
         before = self._padded_rows(batch)
         seen_after = self.seen + q_len
-        steps, exact_runs = [], []
+        plans = []
         for index, row in enumerate(before):
+            skip = max(0, min(row.padding, seen_after) - self.seen)
+            first, last = self._pages_to_seal(row.exact, q_len - skip)
+            exact = row.exact - first * self.page_size
+            run = exact + q_len - skip
+            after = run - last * self.page_size
+            plans.append((RowStep(index, exact, after, skip, q_len - skip), first, last))
+        ids = iter(self.pool.allocate(sum(first + last for _, first, last in plans)))
+        steps, found, rows = [], [], []
+        for row, (plan, first, last) in zip(before, plans, strict=True):
+            sealed_first = tuple(next(ids) for _ in range(first))
+            sealed = tuple(next(ids) for _ in range(last))
+            steps.append(replace(plan, sealed_first=sealed_first, sealed=sealed))
             padding = min(row.padding, seen_after)
-            skip = max(0, padding - self.seen)
-            run = row.exact + q_len - skip
-            full = max(0, run - self.sink_tokens - self.kept_tokens) // self.page_size
-            steps.append(
-                RowStep(index, row.exact, run - full * self.page_size, skip, q_len - skip, (0,) * full)
-            )
-            exact_runs.append(run)
-        ids = self.pool.allocate(sum(len(step.sealed) for step in steps))
-        rows = []
-        for index, (row, step) in enumerate(zip(before, steps, strict=True)):
-            sealed, ids = tuple(ids[: len(step.sealed)]), ids[len(step.sealed) :]
-            steps[index] = replace(step, sealed=sealed)
-            rows.append(Row(min(row.padding, seen_after), row.pages + sealed, step.exact_after))
-        rebuild = any(step.sealed for step in steps) or max(exact_runs) > self.slots
-        view = TableView(
-            block_table=self.block_table(before),
-            num_pages=torch.tensor([len(row.pages) for row in before], dtype=TABLE_DTYPE),
-            exact_lens=torch.tensor(exact_runs, dtype=TABLE_DTYPE),
-            padding=torch.tensor([row.padding for row in rows], dtype=TABLE_DTYPE),
+            found.append(Row(padding, row.pages + sealed_first, plan.exact_before + plan.new))
+            rows.append(Row(padding, row.pages + sealed_first + sealed, plan.exact_after))
+        rebuild = any(plan.sealed for plan in steps) or max(r.exact for r in found) > self.slots
+        step = Step(
+            op, tuple(steps), self.seen, seen_after, rebuild, self.pool.num_ids, self.view(found)
         )
-        step = Step(op, tuple(steps), self.seen, seen_after, rebuild, self.pool.num_ids, view)
         return step, tuple(rows)
+
+    def _pages_to_seal(self, exact: int, new: int) -> tuple[int, int]:
+        """Return the pages to seal (before, behind) the append of `new` tokens to `exact` in the window.
+
+        Behind the append every full page is sealed at once. While past recording is on, the new tokens may be
+        taken back: then only tokens that were there before are sealed, and the new ones when the window
+        would overflow.
+        """
+        held = self.sink_tokens + self.recent_tokens
+        if not self.recording:
+            return 0, max(0, exact + new - held) // self.page_size
+        first = max(0, exact - held) // self.page_size
+        over = exact - first * self.page_size + new - self.slots
+        return first, max(0, -(-over // self.page_size))
 
     def _padded_rows(self, batch: int) -> tuple[Row, ...]:
         """Return the rows as the step finds them, with the padding that was learnt since."""
@@ -294,6 +300,15 @@ class PageGroup:
         return Step(op, tuple(steps), self.seen, seen, False, self.pool.num_ids, None), tuple(rows)
 
     # -- reading ---------------------------------------------------------------------------------------
+
+    def view(self, rows: Sequence[Row]) -> TableView:
+        """Return where the tokens of `rows` lie, as tensors on the CPU."""
+        return TableView(
+            block_table=self.block_table(rows),
+            num_pages=torch.tensor([len(row.pages) for row in rows], dtype=TABLE_DTYPE),
+            exact_lens=torch.tensor([row.exact for row in rows], dtype=TABLE_DTYPE),
+            padding=torch.tensor([row.padding for row in rows], dtype=TABLE_DTYPE),
+        )
 
     def block_table(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return the page ids of `rows` as [rows, most pages of a row], int32, filled up with 0."""

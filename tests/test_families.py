@@ -1,0 +1,74 @@
+"""paged_exact against DynamicCache on every family: the same tokens and logits, padded or not."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, NO_INTERFACE, left_padded, shared_model, tokens
+from transformers import DynamicCache
+
+import kv_hf
+
+GREEDY = {
+    "max_new_tokens": 72,  # past the first page of the longest row
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+TOLERANCE = 1e-5
+
+
+def assert_same(expected, found):
+    assert torch.equal(expected.sequences, found.sequences)
+    for step, (a, b) in enumerate(zip(expected.logits, found.logits, strict=True)):
+        torch.testing.assert_close(b, a, rtol=0, atol=TOLERANCE, msg=lambda m, s=step: f"step {s}: {m}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_greedy_equals_dynamic_cache(family):
+    model, ids = shared_model(family), tokens(2, 70)
+    expected = model.generate(ids, **GREEDY)
+    found = model.generate(ids, cache_implementation="paged_exact", **GREEDY)
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_left_padded_equals_dynamic_cache(family):
+    model, inputs = shared_model(family), left_padded([70, 9, 40])
+    expected = model.generate(**inputs, **GREEDY)
+    found = model.generate(**inputs, cache_implementation="paged_exact", **GREEDY)
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in NO_INTERFACE])
+def test_family_with_an_attention_interface_reads_pages(family, recwarn):
+    """No dense fallback: neither the handle nor the attention function may have written out a layer."""
+    import warnings
+
+    warnings.simplefilter("always", kv_hf.KVCacheWarning)
+    model = shared_model(family)
+    model.generate(tokens(1, 70), cache_implementation="paged_int4", max_new_tokens=3)
+    assert model.config._attn_implementation == "kv_hf"
+    assert not [w for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
+
+
+@pytest.mark.parametrize("family", NO_INTERFACE)
+def test_family_without_an_attention_interface_warns_and_works(family):
+    model = shared_model(family)
+    with pytest.warns(kv_hf.KVCacheWarning, match="AttentionInterface|does not know kv_hf"):
+        model.generate(tokens(1, 70), cache_implementation="paged_int4", max_new_tokens=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ["paged_fp8", "paged_int8", "paged_int4", "paged_int2"])
+def test_quantized_logits_stay_close(family, implementation):
+    """Random weights are the hardest input there is, so this only catches collapse and mix-ups."""
+    model, ids = shared_model(family), tokens(2, 150)
+    cache = kv_hf.PagedCache.from_implementation(model.config, implementation)
+    exact = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in (ids[:, :140], *ids[:, 140:].split(1, -1)):
+            expected = model(part, past_key_values=exact).logits[:, -1]
+            found = model(part, past_key_values=cache).logits[:, -1]
+    change = (found - expected).norm() / expected.norm()
+    assert change < {"paged_int4": 0.3, "paged_int2": 1.0}.get(implementation, 0.05)
+    if family not in ("mpt", "bloom"):  # their attention is too flat for rounding to show
+        assert change > 0

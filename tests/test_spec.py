@@ -1,0 +1,328 @@
+"""Bytes: what PageSpec states, what storage allocates and what predict_memory adds up are one number."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_hf.errors import CacheOptionError
+from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
+from kv_hf.pages.storage import PageStorage
+from kv_hf.spec import (
+    MemoryReport,
+    PageSpec,
+    page_capacity,
+    predict_memory,
+    sealed_pages,
+    window_slots,
+)
+
+F16, U8, I8 = torch.float16, torch.uint8, torch.int8
+
+
+def make_spec(
+    keys,
+    values=None,
+    *,
+    heads=2,
+    key_dim=128,
+    value_dim=None,
+    page_size=64,
+    dtype=F16,
+    groups=(None, None),
+):
+    return PageSpec.build(
+        key_scheme(keys, groups[0]),
+        value_scheme(values or keys, groups[1]),
+        num_kv_heads=heads,
+        key_dim=key_dim,
+        value_dim=value_dim or key_dim,
+        page_size=page_size,
+        dtype=dtype,
+    )
+
+
+# (format, side) -> fields of a page of 64 tokens, 2 kv heads, head_dim 128, written out by hand
+FIELDS = {
+    ("exact", "keys"): {"codes": ((2, 64, 128), torch.bfloat16)},
+    ("exact", "values"): {"codes": ((2, 64, 128), torch.bfloat16)},
+    ("fp8", "keys"): {
+        "codes": ((2, 64, 128), U8),
+        "scale": ((2, 1, 1), F16),
+        "offset": ((2, 1, 128), F16),
+    },
+    ("fp8", "values"): {"codes": ((2, 128, 64), U8), "scale": ((2, 64, 1), F16)},
+    ("int8", "keys"): {
+        "codes": ((2, 64, 128), I8),
+        "scale": ((2, 1, 1), F16),
+        "offset": ((2, 1, 128), F16),
+    },
+    ("int8", "values"): {"codes": ((2, 128, 64), I8), "scale": ((2, 64, 1), F16)},
+    ("int4", "keys"): {
+        "codes": ((2, 64, 64), U8),
+        "scale": ((2, 1, 128), F16),
+        "offset": ((2, 1, 128), F16),
+    },
+    ("int4", "values"): {
+        "codes": ((2, 64, 64), U8),
+        "scale": ((2, 64, 1), F16),
+        "offset": ((2, 64, 1), F16),
+    },
+    ("int2", "keys"): {
+        "codes": ((2, 64, 32), U8),
+        "scale": ((2, 2, 128), F16),
+        "offset": ((2, 2, 128), F16),
+    },
+    ("int2", "values"): {
+        "codes": ((2, 32, 64), U8),
+        "scale": ((2, 64, 4), F16),
+        "offset": ((2, 64, 4), F16),
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "side"), FIELDS, ids="-".join)
+def test_fields_have_the_documented_shapes(name, side):
+    spec = make_spec(name, dtype=torch.bfloat16)
+    assert getattr(spec, side).fields == FIELDS[name, side]
+
+
+def test_fields_follow_group_sizes():
+    spec = make_spec("int4", groups=(16, 32))
+    assert spec.keys.fields["scale"] == spec.keys.fields["offset"] == ((2, 4, 128), F16)
+    assert spec.values.fields["scale"] == spec.values.fields["offset"] == ((2, 64, 4), F16)
+
+
+def test_fields_follow_each_sides_head_dim_and_format():
+    spec = make_spec("int4", "int8", key_dim=96, value_dim=40, page_size=32)
+    assert spec.keys.fields["codes"] == ((2, 32, 48), U8)
+    assert spec.values.fields["codes"] == ((2, 40, 32), I8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_fields_of_exact_pages_take_the_models_dtype(dtype):
+    spec = make_spec("exact", dtype=dtype)
+    assert [side.fields["codes"][1] for side in spec.sides] == [dtype, dtype]
+    assert spec.bits_per_element == 8 * dtype.itemsize
+
+
+@pytest.mark.parametrize("key_dim", [64, 128])
+@pytest.mark.parametrize("values", FORMAT_NAMES)
+@pytest.mark.parametrize("keys", FORMAT_NAMES)
+def test_page_bytes_equal_allocated_bytes(keys, values, key_dim):
+    spec = make_spec(keys, values, key_dim=key_dim, value_dim=64, page_size=32, dtype=torch.float32)
+    storage = PageStorage(spec, torch.device("cpu"))
+    assert sum(sum(side.nbytes.values()) for side in storage.sides) == 0
+    storage.grow(3)
+    for side_spec, side in zip(spec.sides, storage.sides, strict=True):
+        allocated = {name: t.untyped_storage().nbytes() for name, t in side.fields.items()}
+        assert side.nbytes == allocated
+        assert 3 * side_spec.payload_bytes == allocated.pop("codes")
+        assert 3 * side_spec.scale_bytes == sum(allocated.values())
+    total = sum(t.nbytes for side in storage.sides for t in side.fields.values())
+    assert 3 * spec.page_bytes == total
+    assert spec.bits_per_element == 8 * total / (3 * 2 * 32 * (key_dim + 64))
+
+
+# format, head_dim -> bits of a key, of a value and of both: codes plus 16 bits per scale and per offset
+BITS = {
+    ("exact", 128): (16, 16, 16),
+    ("exact", 64): (16, 16, 16),
+    # keys: one scale per page and head, one offset per channel; values: one scale per token
+    ("fp8", 128): (8 + 16 / 8192 + 16 / 64, 8 + 16 / 128, 8.1884765625),
+    ("fp8", 64): (8 + 16 / 4096 + 16 / 64, 8 + 16 / 64, 8.251953125),
+    ("int8", 128): (8 + 16 / 8192 + 16 / 64, 8 + 16 / 128, 8.1884765625),
+    ("int8", 64): (8 + 16 / 4096 + 16 / 64, 8 + 16 / 64, 8.251953125),
+    # keys: scale and offset per channel of 64 tokens; values: per token over the head
+    ("int4", 128): (4.5, 4.25, 4.375),
+    ("int4", 64): (4.5, 4.5, 4.5),
+    # both: scale and offset per 32 numbers
+    ("int2", 128): (3, 3, 3),
+    ("int2", 64): (3, 3, 3),
+}
+
+
+@pytest.mark.parametrize(("name", "head_dim"), BITS, ids=str)
+@pytest.mark.parametrize("heads", [1, 8])
+def test_bits_per_element_is_what_the_readme_states(name, head_dim, heads):
+    spec = make_spec(name, key_dim=head_dim, heads=heads)
+    found = (spec.keys.bits_per_element, spec.values.bits_per_element, spec.bits_per_element)
+    assert found == BITS[name, head_dim]
+
+
+def test_bits_per_element_weighs_the_sides_by_their_size():
+    spec = make_spec("int4", "exact", key_dim=128, value_dim=64)
+    assert spec.bits_per_element == (128 * 4.5 + 64 * 16) / 192
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "says"),
+    [
+        ("int4", (65, 64), ["keys", "'int4'", "multiple of 2", "65", "int8"]),
+        ("int4", (64, 31), ["values", "'int4'", "multiple of 2", "31"]),
+        ("int2", (66, 64), ["keys", "'int2'", "multiple of 4", "66"]),
+        ("int2", (64, 65), ["values", "'int2'", "multiple of 4", "65"]),
+    ],
+    ids=["int4-keys", "int4-values", "int2-keys", "int2-values"],
+)
+def test_build_refuses_head_dims_that_do_not_pack(name, dims, says):
+    with pytest.raises(CacheOptionError) as error:
+        make_spec(name, key_dim=dims[0], value_dim=dims[1])
+    assert [part for part in says if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("name", ["exact", "fp8", "int8"])
+def test_build_takes_any_head_dim_where_a_code_is_a_byte(name):
+    spec = make_spec(name, key_dim=65, value_dim=7)
+    assert (spec.keys.fields["codes"][0][-1], spec.values.head_dim) == (65, 7)
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ((48, None), ["keys", "key_group_size must divide page_size 64", "48"]),
+        ((None, 48), ["values", "value_group_size must divide head_dim 128", "48"]),
+        ((None, 256), ["values", "value_group_size must divide head_dim 128", "256"]),
+    ],
+    ids=["keys-48", "values-48", "values-256"],
+)
+@pytest.mark.parametrize("name", ["int4", "int2"])
+def test_build_refuses_groups_that_do_not_divide(name, groups, says):
+    with pytest.raises(CacheOptionError) as error:
+        make_spec(name, groups=groups)
+    assert [part for part in says if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "tokens", "channels"),
+    [(64, 128, 32, 32), (32, 64, 32, 32), (16, 128, 16, 32), (64, 80, 32, 20), (64, 16, 32, 16)],
+)
+def test_build_fits_int2s_default_groups_to_page_and_head(page_size, head_dim, tokens, channels):
+    spec = make_spec("int2", key_dim=head_dim, page_size=page_size)
+    assert (spec.keys.scheme.scale_group, spec.keys.scheme.offset_group) == ((tokens, 1),) * 2
+    assert (spec.values.scheme.scale_group, spec.values.scheme.offset_group) == ((1, channels),) * 2
+
+
+# -- capacity ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 63, 64, 127, 128])
+def test_page_capacity_is_exact_up_to_128(num_pages):
+    assert page_capacity(num_pages) == num_pages
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(129, 1 << 24))
+def test_page_capacity_wastes_less_than_a_64th_and_never_falls(num_pages):
+    capacity = page_capacity(num_pages)
+    assert capacity >= num_pages
+    assert (capacity - num_pages) * 64 < num_pages
+    assert page_capacity(num_pages - 1) <= capacity
+    assert page_capacity(capacity) == capacity
+
+
+def test_page_capacity_holds_its_claims_at_every_small_count():
+    capacities = [page_capacity(n) for n in range(3000)]
+    assert capacities == sorted(capacities)
+    assert all(0 <= (c - n) * 64 < max(n, 1) for n, c in enumerate(capacities))
+    # growing copies a layer once per step: steps must become few, or a long decode copies all the time
+    assert len(set(capacities[1025:2049])) == 64
+
+
+# -- pages and windows of a row ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "recent", "sealed"),
+    [
+        (0, 0, 0),
+        (3, 0, 0),
+        (67, 0, 0),
+        (68, 0, 1),
+        (131, 0, 1),
+        (132, 0, 2),
+        (77, 10, 0),
+        (78, 10, 1),
+    ],
+)
+def test_sealed_pages_counts_full_pages_between_sinks_and_recent_tokens(tokens, recent, sealed):
+    assert sealed_pages(tokens, page_size=64, sink_tokens=4, recent_tokens=recent) == sealed
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 5000), st.sampled_from([16, 64]), st.integers(0, 70), st.integers(0, 200))
+def test_window_slots_hold_what_is_not_sealed(tokens, page_size, sinks, recent):
+    sizes = {"page_size": page_size, "sink_tokens": sinks, "recent_tokens": recent}
+    exact = tokens - sealed_pages(tokens, **sizes) * page_size
+    assert min(tokens, sinks + recent) <= exact <= window_slots(**sizes)
+    assert window_slots(**sizes) == sinks + page_size + recent
+
+
+def test_window_bytes_equal_the_bytes_of_its_tensors():
+    spec = make_spec("int4", heads=3, key_dim=64, value_dim=32, dtype=torch.float32)
+    tensors = [torch.empty(5, 3, 68, dim) for dim in (64, 32)]
+    assert spec.window_bytes(5, 68) == sum(tensor.nbytes for tensor in tensors)
+
+
+# -- predict_memory ----------------------------------------------------------------------------------------
+
+
+def test_predict_memory_adds_up_by_hand():
+    specs = [make_spec("int4", dtype=torch.bfloat16), make_spec("int8", dtype=torch.bfloat16)]
+    report = predict_memory(specs, [200, 70, 0], sink_tokens=4, recent_tokens=2)
+    # (200 - 6) // 64 = 3 pages, (70 - 6) // 64 = 1 page, 0 pages; 70 slots a row
+    payload = {"int4": 2 * (64 * 64 + 64 * 64), "int8": 2 * (64 * 128 + 64 * 128)}
+    scales = {"int4": 2 * 2 * (2 * 128 + 2 * 64), "int8": 2 * 2 * (1 + 128 + 64)}
+    assert report == MemoryReport(
+        payload=4 * sum(payload.values()),
+        scales=4 * sum(scales.values()),
+        tail=2 * 2 * (3 * 2 * 70 * 128 * 2),
+        tables=3 * 3 * 4,
+        other=0,
+        pages_held=4,
+        pages_allocated=4,
+        tokens=270,
+    )
+    assert report.total == sum(
+        (report.payload, report.scales, report.tail, report.tables, report.other)
+    )
+    assert report.per_token == report.total / 270
+
+
+def test_predict_memory_counts_allocated_pages_not_held_ones():
+    spec = make_spec("exact")
+    report = predict_memory([spec], [64 * 131], sink_tokens=0, recent_tokens=0)
+    assert (report.pages_held, report.pages_allocated) == (131, page_capacity(131))
+    assert report.payload == page_capacity(131) * spec.page_bytes > 131 * spec.page_bytes
+
+
+def test_predict_memory_of_an_empty_cache_is_zero_per_token():
+    report = predict_memory([make_spec("int4")], [], sink_tokens=4, recent_tokens=0)
+    assert (report.total, report.per_token) == (0, 0.0)
+    assert predict_memory([], [10, 5], sink_tokens=4, recent_tokens=0).tokens == 15
+
+
+def _worst_share(name, heads, rows):
+    """The largest share of bfloat16's bytes that any length from 4096 to 40000 tokens needs."""
+    spec = make_spec(name, heads=heads, dtype=torch.bfloat16)
+    token_bytes = rows * 2 * heads * 128 * 2
+    return max(
+        predict_memory([spec], [tokens] * rows, sink_tokens=4, recent_tokens=0).total
+        / (tokens * token_bytes)
+        for tokens in range(4096, 40001, 3)
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize(("name", "most"), [("int4", 0.30), ("int8", 0.53), ("fp8", 0.53)])
+def test_predict_memory_saves_what_is_promised_at_every_length(name, most, heads):
+    """Sinks, open pages, tables and unused capacity count: a promise about codes alone would be cheap."""
+    # the lower bound: the promise must not be met by forgetting a part
+    assert BITS[name, 128][2] / 16 < _worst_share(name, heads, rows=1) <= most
+
+
+# rows whose pages just pass a step of page_capacity waste up to 1/64 more than one row does
+@pytest.mark.parametrize("rows", [3, 5, 64])
+@pytest.mark.parametrize(("name", "most"), [("int4", 0.30), ("int8", 0.535), ("fp8", 0.535)])
+def test_predict_memory_of_a_batch_stays_close_to_that_of_a_row(name, most, rows):
+    assert _worst_share(name, 8, rows) <= most

@@ -23,7 +23,9 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
 
 def _check_int(argument: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise CacheOptionError(f"{argument} must be an integer of at least {minimum}, got {value!r}")
+        raise CacheOptionError(
+            f"{argument} must be an integer of at least {minimum}, got {value!r}"
+        )
 
 
 def _is_power_of_two(value: int) -> bool:

@@ -11,6 +11,8 @@ from .errors import CacheOptionError
 FORMAT_NAMES = ("exact", "fp8", "int8", "int4", "int2")
 IMPLEMENTATIONS = {f"paged_{name}": name for name in FORMAT_NAMES}
 
+ATTENTION_NAME = "kv_hf"  # what transformers knows the paged attention by
+
 WHOLE_PAGE = 0  # a group that spans all tokens of a page
 WHOLE_HEAD = 0  # a group that spans all channels of a head
 

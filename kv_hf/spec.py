@@ -57,7 +57,9 @@ class SideSpec:
         packed = self.head_dim // scheme.codes_per_byte
         tokens_last = (heads, packed, self.page_size)
         shape = tokens_last if self.token_contiguous else (heads, self.page_size, packed)
-        result = {"codes": (shape, CODE_DTYPES[scheme.code])}
+        result: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "codes": (shape, CODE_DTYPES[scheme.code])
+        }
         for name, group in (("scale", scheme.scale_group), ("offset", scheme.offset_group)):
             if group is not None:
                 shape = (heads, self.page_size // group[0], self.head_dim // group[1])
@@ -126,9 +128,7 @@ class PageSpec:
 
     def window_bytes(self, rows: int, slots: int) -> int:
         """Bytes of the exact tokens (sinks and tail) of `rows` rows with `slots` slots each."""
-        return sum(
-            _nbytes((rows, s.num_kv_heads, slots, s.head_dim), s.dtype) for s in self.sides
-        )
+        return sum(_nbytes((rows, s.num_kv_heads, slots, s.head_dim), s.dtype) for s in self.sides)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "accuracy.jsonl"
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     packaged = ", ".join(PACKAGED)
-    parser.add_argument(
-        "--model", default="smollm2-135m", help=f"{packaged}, a hub id or a folder"
-    )
+    parser.add_argument("--model", default="smollm2-135m", help=f"{packaged}, a hub id or a folder")
     parser.add_argument(
         "--text", default="lincoln_1862", help=f"a file, or one of {', '.join(BUNDLED)}"
     )

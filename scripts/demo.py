@@ -1,7 +1,7 @@
 """Generate from a long real text with every cache, and show memory, speed and agreement side by side.
 
-    python scripts/demo.py                      SmolLM2-135M-Instruct from a PyPI package, no network
-    python scripts/demo.py --model org/name     any causal language model (hub id or folder)
+python scripts/demo.py                      SmolLM2-135M-Instruct from a PyPI package, no network
+python scripts/demo.py --model org/name     any causal language model (hub id or folder)
 """
 
 import argparse

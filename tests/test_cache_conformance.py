@@ -70,7 +70,9 @@ def test_every_public_method_of_cache_is_covered_or_inherited():
         # 5.17 only
         "get_max_cache_shape", "max_batch_size", "max_cache_len",
     }  # fmt: skip
-    found = {name for cls in (Cache, CacheLayerMixin) for name in vars(cls) if not name.startswith("_")}
+    found = {
+        name for cls in (Cache, CacheLayerMixin) for name in vars(cls) if not name.startswith("_")
+    }
     assert found - known - {"lazy_initialization", "supports_early_init"} == set()
 
 
@@ -88,7 +90,14 @@ def test_first_update_returns_the_very_tensors():
 
 def test_properties_equal_dynamic_cache():
     paged, dynamic = filled()
-    for name in ("is_compileable", "is_croppable", "is_sliding", "is_initialized", "is_linear", "batch_size"):
+    for name in (
+        "is_compileable",
+        "is_croppable",
+        "is_sliding",
+        "is_initialized",
+        "is_linear",
+        "batch_size",
+    ):
         if hasattr(dynamic, name):
             assert getattr(paged, name) == getattr(dynamic, name), name
     assert len(paged) == len(dynamic) == LAYERS
@@ -150,7 +159,10 @@ def test_crop_after_past_recording_leaves_no_trace(keys):
         append(cache, states(2, 45, 0))
     for seed in range(1, 12):
         kept, rejected = states(2, 3, seed), states(2, 9, 100 + seed)
-        joined = [[torch.cat(pair, 2) for pair in zip(a, b, strict=True)] for a, b in zip(kept, rejected, strict=True)]
+        joined = [
+            [torch.cat(pair, 2) for pair in zip(a, b, strict=True)]
+            for a, b in zip(kept, rejected, strict=True)
+        ]
         append(paged, joined)
         paged.crop(-9)
         append(straight, kept)

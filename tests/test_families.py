@@ -19,7 +19,9 @@ TOLERANCE = 1e-5
 def assert_same(expected, found):
     assert torch.equal(expected.sequences, found.sequences)
     for step, (a, b) in enumerate(zip(expected.logits, found.logits, strict=True)):
-        torch.testing.assert_close(b, a, rtol=0, atol=TOLERANCE, msg=lambda m, s=step: f"step {s}: {m}")
+        torch.testing.assert_close(
+            b, a, rtol=0, atol=TOLERANCE, msg=lambda m, s=step: f"step {s}: {m}"
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

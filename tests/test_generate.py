@@ -41,7 +41,17 @@ def both(model, inputs, **options):
         {"do_sample": False, "repetition_penalty": 1.4},
         {"do_sample": False, "stop_strings": None, "max_time": 60.0},
     ],
-    ids=["sample", "returns", "chunk7", "chunk33", "beams", "beam-sample", "lookup", "penalty", "stop"],
+    ids=[
+        "sample",
+        "returns",
+        "chunk7",
+        "chunk33",
+        "beams",
+        "beam-sample",
+        "lookup",
+        "penalty",
+        "stop",
+    ],
 )
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 def test_generate_equals_dynamic_cache(model, options, padded):
@@ -103,7 +113,11 @@ def test_streamer_gets_the_tokens_that_generate_returns(model, implementation):
     def work():
         results.put(
             model.generate(
-                ids, max_new_tokens=30, do_sample=False, streamer=streamer, cache_implementation=implementation
+                ids,
+                max_new_tokens=30,
+                do_sample=False,
+                streamer=streamer,
+                cache_implementation=implementation,
             )
         )
 
@@ -138,7 +152,9 @@ def test_user_made_cache_with_mixed_formats_generates(model):
     out = model.generate(tokens(2, 80), past_key_values=cache, max_new_tokens=8)
     assert out.shape == (2, 88)
     assert cache.get_seq_length() == 87
-    specs = {(layer.spec.keys.scheme.name, layer.spec.values.scheme.name) for layer in cache.paged_layers}
+    specs = {
+        (layer.spec.keys.scheme.name, layer.spec.values.scheme.name) for layer in cache.paged_layers
+    }
     assert specs == {("int8", "int4")}
 
 

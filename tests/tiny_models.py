@@ -65,7 +65,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {**GPT_LIKE, "hidden_size": 64}),
     "falcon": ("FalconConfig", COMMON),
     "codegen": ("CodeGenConfig", {**GPT_LIKE, "rotary_dim": 8}),
-    "mpt": ("MptConfig", {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True}),
+    "mpt": (
+        "MptConfig",
+        {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True},
+    ),
 }
 NO_INTERFACE = ("gptj", "gpt_neo", "bloom", "falcon", "codegen", "mpt")
 

@@ -7,4 +7,4 @@ MINIMUM = "5.17.0"
 VERSION = Version(transformers.__version__)
 
 # 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises
-CROP_TAKES_LENGTHS = VERSION < Version("5.18.0.dev0")
+CROP_TAKES_LENGTHS = Version("5.18.0.dev0") > VERSION

@@ -45,10 +45,11 @@ class KVHandle(torch.Tensor):
     side: str
 
     # shape, dtype and device are then answered in C++ without coming back to Python
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, view: KVView, side: str) -> "KVHandle":
+        """Make the handle of one side of `view`."""
         kv = view.kv
         spec = getattr(kv.spec, side)
         shape = (kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim)
@@ -65,18 +66,14 @@ class KVHandle(torch.Tensor):
         return self.view_of_pages.dense(self.side)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        warn_once(
-            "dense",
-            "An attention implementation or other code that does not know kv_hf reads the cached keys and "
-            f"values ({func}): each layer's whole cache is written out densely at every step, which costs the "
-            "time and the transient memory that pages save. Use model.set_attn_implementation('kv_hf') where "
-            "the model supports it",
-        )
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        warn_dense(str(func))
         args, kwargs = tree_map_only(cls, cls.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"KVHandle({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -86,9 +83,20 @@ class KVHandle(torch.Tensor):
         return self.dense().__reduce_ex__(protocol)
 
 
+def warn_dense(reader: str) -> None:
+    """Say once what reading the cache densely costs, and the remedy."""
+    warn_once(
+        "dense",
+        "An attention implementation or other code that does not know kv_hf reads the cached keys and "
+        f"values ({reader}): each layer's whole cache is written out densely at every step, which costs the "
+        "time and the transient memory that pages save. Use model.set_attn_implementation('kv_hf') where "
+        "the model supports it",
+    )
+
+
 def view_behind(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
     """Return the view that both tensors are handles of, or None when they are ordinary tensors."""
-    if isinstance(keys, KVHandle) and isinstance(values, KVHandle):
-        if keys.view_of_pages is values.view_of_pages and (keys.side, values.side) == ("keys", "values"):
-            return keys.view_of_pages
-    return None
+    if not (isinstance(keys, KVHandle) and isinstance(values, KVHandle)):
+        return None
+    same = keys.view_of_pages is values.view_of_pages
+    return keys.view_of_pages if same and (keys.side, values.side) == ("keys", "values") else None

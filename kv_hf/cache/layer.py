@@ -18,17 +18,6 @@ from .handle import KVHandle, KVView
 from .window import ExactWindow, seal
 
 
-class MaskLength(int):
-    """A kv_length that knows its group, so that a mask function can tell the group of left padding."""
-
-    group: PageGroup
-
-    def __new__(cls, length: int, group: PageGroup) -> "MaskLength":
-        self = super().__new__(cls, length)
-        self.group = group
-        return self
-
-
 def chosen_rows(indices: torch.Tensor, rows: int) -> list[int]:
     """Turn row numbers or a bool mask over `rows` rows into a list of row numbers."""
     return torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
@@ -99,7 +88,9 @@ class PagedLayer(DynamicLayer):
         Raises: CacheMismatchError for another batch size, shape, dtype or device; PagePoolExhaustedError at
             `max_pages`; InterruptedForwardError after a forward that stopped half-way. The cache is unchanged.
         """
-        if not self.is_initialized or (self._epoch == 0 and not self._fits(key_states, value_states)):
+        if not self.is_initialized or (
+            self._epoch == 0 and not self._fits(key_states, value_states)
+        ):
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         step = self.group.append(
@@ -126,7 +117,7 @@ class PagedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns."""
-        return MaskLength(self._seen + query_length, self.group), 0
+        return self._seen + query_length, 0
 
     def reset(self) -> None:
         """Forget all tokens of the whole cache and give the memory back."""
@@ -189,7 +180,7 @@ class PagedLayer(DynamicLayer):
         return self._dense("keys")
 
     @keys.setter
-    def keys(self, value: None) -> None:
+    def keys(self, value: Any) -> None:
         self._refuse(value)
 
     @property
@@ -198,7 +189,7 @@ class PagedLayer(DynamicLayer):
         return self._dense("values")
 
     @values.setter
-    def values(self, value: None) -> None:
+    def values(self, value: Any) -> None:
         self._refuse(value)
 
     # -- beside transformers' interface ------------------------------------------------------------------

@@ -67,4 +67,3 @@ def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]], page_size: 
             page_size=page_size,
             dtype=torch.float32,
         )
-

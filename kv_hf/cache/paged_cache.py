@@ -9,10 +9,24 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..config import CacheConfig, check_option_names
 from ..errors import CacheMismatchError, UnsupportedModelError
+from ..formats import ATTENTION_NAME
 from ..pages.group import PageGroup
 from ..spec import TABLE_DTYPE, MemoryReport
+from .handle import view_behind, warn_dense
 from .layer import PagedLayer, chosen_rows
 from .model_shape import check_formats, decoder_config, signature
+
+
+class MaskLength(int):
+    """A kv_length that knows its group, so that a mask function can tell the group of left padding."""
+
+    group: PageGroup
+
+    def __new__(cls, length: int, group: PageGroup) -> "MaskLength":
+        """Make the length `length` that belongs to `group`."""
+        self = super().__new__(cls, length)
+        self.group = group
+        return self
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,7 @@ class PagedCache(DynamicCache):
         decoder = decoder_config(config)
         super().__init__(config=decoder)
         self.options = options
+        self._config = decoder
         self.model_signature = signature(decoder)
         self.group = PageGroup(
             options.page_size, options.sink_tokens, options.recent_tokens, options.max_pages
@@ -75,6 +90,36 @@ class PagedCache(DynamicCache):
                 f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
             )
 
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values of one layer; see `PagedLayer.update` for what comes back.
+
+        flex_attention is traced by torch.compile, which cannot look into handles: it gets dense tensors.
+        """
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._config._attn_implementation == "flex_attention":
+            view = view_behind(keys, values)
+            if view is not None:
+                warn_dense("flex_attention")
+                return view.dense("keys"), view.dense("values")
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.
+
+        For the "kv_hf" attention the length also says where its mask function reports left padding.
+        """
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        if self._config._attn_implementation == ATTENTION_NAME:
+            return MaskLength(length, self.group), offset
+        return length, offset
+
     @property
     def paged_layers(self) -> list[PagedLayer]:
         """The layers that live in pages."""
@@ -89,7 +134,7 @@ class PagedCache(DynamicCache):
             if isinstance(layer, PagedLayer):
                 layer.select_rows(sources)
             else:
-                layer.reorder_cache(beam_idx)
+                layer.reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers or a bool mask)."""
@@ -98,7 +143,7 @@ class PagedCache(DynamicCache):
             if isinstance(layer, PagedLayer):
                 layer.select_rows(sources)
             else:
-                layer.batch_select_indices(indices)
+                layer.batch_select_indices(indices)  # type: ignore[union-attr]
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 
@@ -169,7 +214,9 @@ class PagedCache(DynamicCache):
                 rows.append(LayerReport(index, "paged", keys, values, None))
             else:
                 kind = type(layer).__name__
-                reason = f"pages hold full attention only; transformers' {kind} is kept for this layer"
+                reason = (
+                    f"pages hold full attention only; transformers' {kind} is kept for this layer"
+                )
                 rows.append(LayerReport(index, kind, None, None, reason))
         return rows
 
@@ -180,7 +227,9 @@ class PagedCache(DynamicCache):
             if layer.storage is not None and layer.storage.keys.capacity < max(
                 (page + 1 for row in self.group.rows for page in row.pages), default=0
             ):
-                raise ValueError(f"layer {layer.layer_idx} has no room for a page of the block table")
+                raise ValueError(
+                    f"layer {layer.layer_idx} has no room for a page of the block table"
+                )
 
     def __repr__(self) -> str:
         memory = self.memory()

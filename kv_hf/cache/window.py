@@ -34,7 +34,9 @@ class ExactWindow:
         """Write the new tokens behind each row's window, in place, and return the window."""
         self.tokens = self._resized(len(step.rows), slots)
         first = step.rows[0]
-        if all((row.exact_before, row.skip) == (first.exact_before, first.skip) for row in step.rows):
+        if all(
+            (row.exact_before, row.skip) == (first.exact_before, first.skip) for row in step.rows
+        ):
             end = first.exact_before + first.new
             self.tokens[:, :, first.exact_before : end] = new[:, :, first.skip :]
         else:

@@ -69,7 +69,9 @@ def measure_accuracy(
         exact = torch.cat(
             [
                 torch.log_softmax(logits, -1)
-                for _, logits in forced_logits(model, ids, DynamicCache(config=model.config), prompt_tokens)
+                for _, logits in forced_logits(
+                    model, ids, DynamicCache(config=model.config), prompt_tokens
+                )
             ]
         )
         targets = ids[prompt_tokens + 1 :]

@@ -61,7 +61,10 @@ def qwen_coder() -> Path:
     return _converted("Qwen2.5-Coder-1.5B-Instruct", gguf)
 
 
-PACKAGED: dict[str, Callable[[], Path]] = {"smollm2-135m": smollm2, "qwen2.5-coder-1.5b": qwen_coder}
+PACKAGED: dict[str, Callable[[], Path]] = {
+    "smollm2-135m": smollm2,
+    "qwen2.5-coder-1.5b": qwen_coder,
+}
 
 
 def resolve_model(name: str) -> str:
@@ -83,8 +86,8 @@ def _converted(name: str, gguf: Callable[[Path], Path]) -> Path:
             source.parent, gguf_file=source.name, dtype=torch.bfloat16
         )
         # the weights are plain tensors now, but transformers still marks the model as quantized and refuses to save
-        model.hf_quantizer = None
-        model.is_quantized = False
+        for name, value in (("hf_quantizer", None), ("is_quantized", False)):
+            setattr(model, name, value)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         done = scratch / "done"

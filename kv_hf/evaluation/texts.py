@@ -15,9 +15,7 @@ def load_text(source: str | Path = "lincoln_1862") -> str:
         return (files("kv_hf.evaluation") / "data" / f"{source}.txt").read_text("utf-8")
     path = Path(source)
     if not path.is_file():
-        raise ValueError(
-            f"text must be a file or one of {', '.join(BUNDLED)}, got {str(source)!r}"
-        )
+        raise ValueError(f"text must be a file or one of {', '.join(BUNDLED)}, got {str(source)!r}")
     text = path.read_text("utf-8")
     if not text.strip():
         raise ValueError(f"text file {str(path)!r} is empty")

@@ -9,11 +9,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..cache.handle import view_behind
-from ..cache.layer import MaskLength
+from ..cache.paged_cache import MaskLength
 from ..kernels.ops import MAX_DECODE_QUERIES, paged_attention
 from ..notices import warn_once
-
-NAME = "kv_hf"
 
 # arguments of attention functions that do not change the result of a forward without gradients
 _HARMLESS = {

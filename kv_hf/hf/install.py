@@ -16,9 +16,9 @@ from transformers.generation.utils import GenerationMixin
 
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..formats import IMPLEMENTATIONS
+from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from ..notices import forget
-from .attention import NAME, kv_hf_attention, kv_hf_mask
+from .attention import kv_hf_attention, kv_hf_mask
 from .models import restore_attention, use_paged_attention
 
 _original_prepare: Callable[..., Any] | None = None
@@ -27,14 +27,14 @@ _original_prepare: Callable[..., Any] | None = None
 def install() -> None:
     """Register the cache names and the attention; a second call changes nothing."""
     global _original_prepare
-    AttentionInterface.register(NAME, kv_hf_attention)
-    AttentionMaskInterface.register(NAME, kv_hf_mask)
+    AttentionInterface.register(ATTENTION_NAME, kv_hf_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, kv_hf_mask)
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
-    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = tuple(known) + missing
+    _set_names(tuple(known) + missing)
     if _original_prepare is None:
         _original_prepare = GenerationMixin._prepare_cache_for_generation
-        GenerationMixin._prepare_cache_for_generation = _wrap(_original_prepare)
+        _patch_generation(_wrap(_original_prepare))
 
 
 def uninstall() -> None:
@@ -42,15 +42,21 @@ def uninstall() -> None:
     global _original_prepare
     restore_attention()
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = tuple(
-        name for name in known if name not in IMPLEMENTATIONS
-    )
+    _set_names(tuple(name for name in known if name not in IMPLEMENTATIONS))
     if _original_prepare is not None:
-        GenerationMixin._prepare_cache_for_generation = _original_prepare
+        _patch_generation(_original_prepare)
         _original_prepare = None
     for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(NAME, None)
+        interface._global_mapping.pop(ATTENTION_NAME, None)
     forget()
+
+
+def _set_names(names: tuple[str, ...]) -> None:
+    vars(configuration_utils)["ALL_CACHE_IMPLEMENTATIONS"] = names
+
+
+def _patch_generation(function: Callable[..., Any]) -> None:
+    setattr(GenerationMixin, "_prepare_cache_for_generation", function)  # noqa: B010
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,8 @@ import weakref
 
 from transformers import PreTrainedModel
 
+from ..formats import ATTENTION_NAME
 from ..notices import say_once, warn_once
-from .attention import NAME
 
 _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
 
@@ -18,7 +18,7 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config(decoder=True)
     current = config._attn_implementation
-    if current == NAME:
+    if current == ATTENTION_NAME:
         return
     own = type(model).__name__
     if not model._can_set_attn_implementation():
@@ -36,11 +36,11 @@ def use_paged_attention(model: PreTrainedModel) -> None:
             "each layer's whole cache densely. model.set_attn_implementation('kv_hf') reads the pages instead",
         )
         return
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     _switched[model] = current
     say_once(
         f"switch {own}",
-        f"kv_hf: attention of {own} switched from {current!r} to {NAME!r}, which reads pages "
+        f"kv_hf: attention of {own} switched from {current!r} to {ATTENTION_NAME!r}, which reads pages "
         "(cache_config={'attention': 'keep'} leaves it alone)",
     )
 
@@ -48,6 +48,6 @@ def use_paged_attention(model: PreTrainedModel) -> None:
 def restore_attention() -> None:
     """Set every model that was switched back to what it had."""
     for model, before in list(_switched.items()):
-        if model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+        if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
             model.set_attn_implementation(before or "sdpa")
     _switched.clear()

@@ -46,7 +46,9 @@ def paged_attention(
         )
     if mask is not None:
         fits = (rows, num_heads, q_len, kv.seen)
-        if mask.ndim != 4 or any(m not in (f, 1) for m, f in zip(mask.shape[:3], fits[:3], strict=True)):
+        if mask.ndim != 4 or any(
+            m not in (f, 1) for m, f in zip(mask.shape[:3], fits[:3], strict=True)
+        ):
             raise CacheMismatchError(f"mask must broadcast to {fits}, got {tuple(mask.shape)}")
         if mask.shape[-1] < kv.seen:
             raise CacheMismatchError(

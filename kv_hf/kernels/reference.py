@@ -63,7 +63,9 @@ def paged_attention(
     total = torch.zeros_like(best)
     out = q.new_zeros((rows, heads, group * q_len, kv.spec.values.head_dim))
 
-    def add_tile(keys: torch.Tensor, values: torch.Tensor, at: torch.Tensor, held: torch.Tensor) -> None:
+    def add_tile(
+        keys: torch.Tensor, values: torch.Tensor, at: torch.Tensor, held: torch.Tensor
+    ) -> None:
         """Add tokens at positions `at` [rows, n], of which `held` [rows, n] exist, to the softmax."""
         nonlocal best, total, out
         scores = q @ keys.transpose(-1, -2)  # [rows, heads, group * q_len, n]

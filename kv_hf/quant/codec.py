@@ -26,16 +26,18 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     """
     scheme = spec.scheme
     if scheme.is_exact:
-        return {"codes": tokens.contiguous()}, torch.zeros((), dtype=torch.bool, device=tokens.device)
+        return {"codes": tokens.contiguous()}, torch.zeros(
+            (), dtype=torch.bool, device=tokens.device
+        )
     x = tokens.float()
     finite = x.nan_to_num(nan=0.0).clamp(-SCALE_MAX, SCALE_MAX)
     damaged = (finite != x).any()
+    offset: torch.Tensor | None
     if scheme.code == "unsigned":
         codes, scale, offset = _encode_unsigned(finite, scheme)
+        codes = pack(codes, scheme.bits, -1)
     else:
         codes, scale, offset = _encode_around_offset(finite, scheme)
-    if scheme.code == "unsigned":
-        codes = pack(codes, scheme.bits, -1)
     fields = {"codes": codes.transpose(-1, -2).contiguous() if spec.token_contiguous else codes}
     fields["scale"] = scale
     if offset is not None:

@@ -1,0 +1,195 @@
+"""Bad input: an error that names the argument, its value and what was expected; nothing is broken after it."""
+
+import pytest
+import torch
+import transformers
+from tiny_models import make_config, make_model, shared_model, tokens
+
+import kv_hf
+
+
+@pytest.fixture(scope="module")
+def model():
+    return shared_model("llama")
+
+
+def still_works(model, cache=None):
+    given = {"cache_implementation": "paged_int4"} if cache is None else {"past_key_values": cache}
+    assert model.generate(tokens(1, 20), max_new_tokens=2, **given).shape[1] == 22
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"page_sise": 64}, "page_sise.*did you mean 'page_size'"),
+        ({"keys": "int5"}, "keys must be one of exact, fp8, int8, int4, int2, got 'int5'"),
+        ({"page_size": 24}, "page_size must be a power of two of at least 16, got 24"),
+        ({"key_group_size": 24}, "key_group_size must divide page_size 64, got 24"),
+        ({"value_group_size": 24}, "value_group_size must divide head_dim 16, got 24"),
+        ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
+        ({"layers": {"0-9": "int8"}}, "0-9 goes past the last layer 1"),
+        ({"attention": "eager"}, "attention must be one of auto, keep, got 'eager'"),
+        ([1], "cache_config must be a dict"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_bad_cache_config_is_refused_before_generation(model, config, words):
+    ran = []
+    hook = model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(kv_hf.CacheOptionError, match=words):
+        model.generate(
+            tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4", cache_config=config
+        )
+    hook.remove()
+    assert not ran
+    still_works(model)
+
+
+def test_unknown_cache_implementation_lists_ours(model):
+    with pytest.raises(ValueError, match="paged_int3.*paged_int4"):
+        model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int3")
+
+
+def test_unknown_option_of_the_cache_is_refused(model):
+    with pytest.raises(kv_hf.CacheOptionError, match="sink_token.*did you mean 'sink_tokens'"):
+        kv_hf.PagedCache(model.config, keys="int4", sink_token=3)
+
+
+@pytest.mark.parametrize("implementation", ["paged_int4", "paged_int2"])
+def test_head_dim_that_cannot_be_packed_is_refused_before_generation(implementation):
+    head_dim = {"paged_int4": 7, "paged_int2": 10}[implementation]
+    config = make_config("gpt2", n_embd=4 * head_dim)
+    with pytest.raises(kv_hf.CacheOptionError, match="head_dim must be a multiple of"):
+        kv_hf.PagedCache.from_implementation(config, implementation)
+    kv_hf.PagedCache(config, keys="int8")
+
+
+def test_both_cache_implementation_and_cache_are_refused(model):
+    cache = kv_hf.PagedCache(model.config)
+    with pytest.raises(ValueError, match="Passing both"):
+        model.generate(
+            tokens(1, 8), max_new_tokens=2, past_key_values=cache, cache_implementation="paged_int4"
+        )
+    still_works(model, cache)
+
+
+def test_encoder_decoder_model_is_refused():
+    config = transformers.T5Config(
+        vocab_size=97,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=1,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="encoder-decoder"):
+        model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
+    assert model.generate(tokens(1, 8), max_new_tokens=2).shape[0] == 1
+
+
+def test_model_without_attention_is_refused():
+    config = transformers.MambaConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0
+    )
+    model = transformers.MambaForCausalLM(config)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="MambaForCausalLM"):
+        model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
+
+
+def test_something_that_is_no_config_is_refused():
+    with pytest.raises(kv_hf.UnsupportedModelError, match=r"model\.config.*got dict"):
+        kv_hf.PagedCache({"hidden_size": 64})
+
+
+def test_cache_reused_with_another_batch_size_is_refused_and_unharmed(model):
+    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16)
+    ids = tokens(2, 40)
+    model.generate(ids, past_key_values=cache, max_new_tokens=3)
+    before = cache.memory()
+    with (
+        torch.no_grad(),
+        pytest.raises(kv_hf.CacheMismatchError, match="batch of 2 rows.*got keys for 3"),
+    ):
+        model(tokens(3, 1), past_key_values=cache)
+    assert cache.memory() == before
+    cache.check_integrity()
+    with torch.no_grad():
+        model(tokens(2, 1), past_key_values=cache)
+
+
+def test_cache_of_another_model_is_refused_and_unharmed(model):
+    cache = kv_hf.PagedCache(model.config)
+    other = make_model("llama", num_key_value_heads=4)
+    with pytest.raises(
+        kv_hf.CacheMismatchError, match="num_key_value_heads=2.*num_key_value_heads=4"
+    ):
+        other.generate(tokens(1, 8), past_key_values=cache, max_new_tokens=2)
+    still_works(model, cache)
+
+
+def test_keys_of_another_shape_or_dtype_are_refused(model):
+    cache = kv_hf.PagedCache(model.config)
+    good = torch.randn(2, 1, 2, 8, 16)
+    cache.update(*good, 0)
+    cache.update(*good, 1)
+    for bad in (torch.randn(2, 1, 3, 1, 16), torch.randn(2, 1, 2, 1, 8), good[..., :1, :].double()):
+        with pytest.raises(
+            kv_hf.CacheMismatchError, match="layer 0 of this cache holds 2 kv heads of 16"
+        ):
+            cache.update(*bad, 0)
+    cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
+    assert cache.get_seq_length() == 9
+
+
+def test_pool_limit_in_mid_generation_leaves_cache_and_model_usable(model):
+    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16, max_pages=4)
+    with pytest.raises(kv_hf.PagePoolExhaustedError, match="max_pages=4 is reached.*unchanged"):
+        model.generate(tokens(1, 40), past_key_values=cache, max_new_tokens=100)
+    cache.check_integrity()
+    held = cache.get_seq_length()
+    assert held == 4 + 16 * 5 - 1
+    cache.crop(-30)
+    with torch.no_grad():
+        model(tokens(1, 5), past_key_values=cache)
+    assert cache.get_seq_length() == held - 25
+    still_works(model)
+
+
+def test_forward_that_stops_half_way_marks_the_cache(model):
+    cache = kv_hf.PagedCache(model.config)
+    states = torch.randn(2, 1, 2, 20, 16)
+    for layer in (0, 1):
+        cache.update(*states, layer)
+    cache.update(*states, 0)  # layer 1 never follows
+    with pytest.raises(kv_hf.InterruptedForwardError, match=r"layers \[1\].*reset"):
+        cache.update(*states, 0)
+    cache.reset()
+    for layer in (0, 1):
+        cache.update(*states, layer)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("keys", ["fp8", "int8", "int4", "int2"])
+def test_numbers_that_are_not_finite_are_reported_and_stay_in_their_page(model, keys, bad):
+    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=16)
+    clean = kv_hf.PagedCache(model.config, keys=keys, page_size=16)
+    good = torch.randn(2, 1, 2, 80, 16)
+    spoilt = good.clone()
+    spoilt[:, 0, 1, 30, 3] = bad  # page 1 holds tokens 20 to 35
+    for layer in (0, 1):
+        clean.update(*good, layer)
+        if layer == 0:
+            with pytest.warns(kv_hf.KVCacheWarning, match="inf, nan or numbers beyond"):
+                cache.update(*spoilt, layer)
+        else:
+            cache.update(*good, layer)
+    for side in ("keys", "values"):
+        found, expected = (getattr(c.layers[0], side) for c in (cache, clean))
+        assert torch.isfinite(found).all()
+        outside = torch.ones(80, dtype=torch.bool)
+        outside[20:36] = False
+        assert torch.equal(found[:, :, outside], expected[:, :, outside])
+        assert torch.equal(found[:, 0], expected[:, 0])

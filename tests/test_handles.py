@@ -1,0 +1,146 @@
+"""Foreign code gets correct dense tensors with one warning; stale handles raise."""
+
+import warnings
+
+import pytest
+import torch
+from tiny_models import left_padded, make_model, tokens
+from transformers import DynamicCache
+
+import kv_hf
+from kv_hf.cache.handle import KVHandle
+
+
+def filled_cache(keys="exact", rows=2, length=90):
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=16)
+    with torch.no_grad():
+        model(tokens(rows, length), past_key_values=cache)
+    return model, cache
+
+
+def new_states(rows=2, length=1):
+    return torch.randn(2, rows, 2, length, 16)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("cache_implementation", ["paged_exact", "paged_int4"])
+def test_foreign_attention_is_kept_correct_and_warned_of_once(implementation, cache_implementation):
+    model = make_model("llama")
+    model.set_attn_implementation(implementation)
+    paged = make_model("llama")
+    inputs = left_padded([80, 33])
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "cache_implementation": cache_implementation,
+    }
+    keep = {"cache_config": {"attention": "keep"}} if implementation == "sdpa" else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = model.generate(**inputs, **options, **keep)
+    assert model.config._attn_implementation == implementation
+    messages = [str(w.message) for w in caught if issubclass(w.category, kv_hf.KVCacheWarning)]
+    assert len([m for m in messages if "does not know kv_hf" in m]) == 1
+    assert any("set_attn_implementation('kv_hf')" in m for m in messages)
+    assert torch.equal(found, paged.generate(**inputs, **options))
+
+
+def test_flex_attention_gets_dense_tensors():
+    """It is traced by torch.compile, which cannot look into handles (it does not compile on every CPU)."""
+    model, cache = filled_cache("int4")
+    exact = filled_cache()[1]
+    model.config._attn_implementation = "flex_attention"
+    states = new_states()
+    exact.update(*states, 0)
+    cache._config = model.config
+    with pytest.warns(kv_hf.KVCacheWarning, match="flex_attention"):
+        keys, values = cache.update(*states, 0)
+    assert type(keys) is type(values) is torch.Tensor
+    torch.testing.assert_close(keys, exact.layers[0].keys, rtol=0, atol=0.3)
+    assert torch.equal(keys[:, :, -1:], states[0])
+
+
+def test_handle_has_the_shape_and_dtype_of_dynamic_cache_without_computing():
+    _, cache = filled_cache("int4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", kv_hf.KVCacheWarning)
+        keys, values = cache.update(*new_states(), 0)
+        assert isinstance(keys, KVHandle)
+        assert keys.shape == values.shape == (2, 2, 91, 16)
+        assert (keys.dtype, keys.device.type, keys.ndim) == (torch.float32, "cpu", 4)
+        assert "KVHandle" in repr(keys)
+
+
+def test_handle_of_an_earlier_forward_raises():
+    _, cache = filled_cache()
+    states = new_states()
+    old, _ = cache.update(*states, 0)
+    cache.update(*states, 1)
+    cache.update(*new_states(), 0)
+    with pytest.raises(kv_hf.StaleHandleError, match="earlier forward"):
+        old + 1
+
+
+def test_output_attentions_takes_the_dense_route():
+    model, plain = make_model("llama"), make_model("llama")
+    plain.set_attn_implementation("eager")
+    model.set_attn_implementation("kv_hf")
+    ids = tokens(1, 40)
+    weights = []
+    for made, cache in (
+        (model, kv_hf.PagedCache(model.config)),
+        (plain, DynamicCache(config=plain.config)),
+    ):
+        with torch.no_grad():
+            made(ids, past_key_values=cache)
+            weights.append(
+                made(ids[:, :1], past_key_values=cache, output_attentions=True).attentions
+            )
+    for found, expected in zip(*weights, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_gradients_of_the_newest_tokens_flow_and_the_rest_is_said():
+    model, cache = filled_cache("int4")
+    model.set_attn_implementation("kv_hf")
+    with pytest.warns(kv_hf.KVCacheWarning, match="no gradients"):
+        out = model(tokens(2, 1), past_key_values=cache).logits
+    out.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_latent_attention_models_work_on_dense_tensors():
+    """DeepSeek expands cached latents itself: correct, and warned of, until latent pages exist."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        pad_token_id=0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 70, "do_sample": False}
+    expected = model.generate(tokens(2, 40), **options)
+    assert torch.equal(
+        expected, model.generate(tokens(2, 40), cache_implementation="paged_exact", **options)
+    )
+    out = model.generate(tokens(2, 40), cache_implementation="paged_int8", **options)
+    assert out.shape == expected.shape

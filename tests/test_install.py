@@ -1,0 +1,51 @@
+"""Importing registers names and nothing else; uninstall() takes everything back."""
+
+import subprocess
+import sys
+
+import pytest
+from tiny_models import make_model, tokens
+from transformers import AttentionInterface, GenerationConfig
+from transformers.generation.utils import GenerationMixin
+
+import kv_hf
+
+
+def test_install_twice_changes_nothing():
+    before = GenerationMixin._prepare_cache_for_generation
+    kv_hf.install()
+    assert GenerationMixin._prepare_cache_for_generation is before
+
+
+def test_uninstall_restores_transformers_and_switched_models():
+    model = make_model("llama")
+    model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
+    assert model.config._attn_implementation == "kv_hf"
+    kv_hf.uninstall()
+    try:
+        assert model.config._attn_implementation == "sdpa"
+        assert "kv_hf" not in AttentionInterface._global_mapping
+        assert not hasattr(GenerationMixin._prepare_cache_for_generation, "__wrapped__")
+        with pytest.raises(ValueError, match="paged_int4"):
+            GenerationConfig(cache_implementation="paged_int4").validate()
+        assert model.generate(tokens(1, 8), max_new_tokens=2).shape == (1, 10)
+    finally:
+        kv_hf.install()
+    model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
+
+
+def test_generate_without_our_names_is_untouched():
+    model = make_model("llama")
+    out = model.generate(tokens(1, 8), max_new_tokens=2, return_dict_in_generate=True)
+    assert type(out.past_key_values).__name__ == "DynamicCache"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_importing_does_not_import_heavy_or_optional_packages():
+    code = (
+        "import sys; sys.modules.update({name: None for name in ('triton', 'lm_eval', 'datasets', 'rich')}); "
+        "import kv_hf; print(kv_hf.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == kv_hf.__version__

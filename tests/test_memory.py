@@ -1,0 +1,152 @@
+"""Bytes: what a cache reports equals its tensors and the prediction, and a decode step stays small."""
+
+import pytest
+import torch
+from tiny_models import left_padded, make_config, make_model, shared_model, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+import kv_hf
+from kv_hf.kernels.reference import TILE_TOKENS
+
+
+def tensor_bytes(cache):
+    """Add up the tensors of a cache by hand."""
+    total = 0
+    for layer in cache.paged_layers:
+        total += sum(t.nbytes for side in layer.storage.sides for t in side.fields.values())
+        total += sum(window.tokens.nbytes for window in layer.windows)
+    return total + cache.group.block_table(cache.group.rows).nbytes
+
+
+def predicted(cache):
+    options = cache.options
+    return kv_hf.predict_memory(
+        [layer.spec for layer in cache.paged_layers],
+        [cache.group.tokens(row) for row in cache.group.rows],
+        sink_tokens=options.sink_tokens,
+        recent_tokens=options.recent_tokens,
+    )
+
+
+@pytest.mark.parametrize("implementation", kv_hf.IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", [{}, {"page_size": 16, "sink_tokens": 0, "recent_tokens": 24}])
+def test_memory_equals_tensors_and_prediction_after_generation(implementation, options):
+    model = shared_model("qwen2")
+    for inputs in ({"input_ids": tokens(1, 3)}, left_padded([150, 4, 77])):
+        out = model.generate(
+            **inputs,
+            max_new_tokens=41,
+            cache_implementation=implementation,
+            cache_config=options,
+            return_dict_in_generate=True,
+        )
+        cache = out.past_key_values
+        report = cache.memory()
+        assert report.total == tensor_bytes(cache)
+        assert report == predicted(cache)
+
+
+def test_memory_of_layers_of_another_kind_is_counted():
+    model = make_model("mistral", sliding_window=8)
+    cache = None
+    with pytest.raises(kv_hf.UnsupportedModelError, match="DynamicSlidingWindowLayer"):
+        cache = kv_hf.PagedCache(model.config)
+    assert cache is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit"), [("int4", 0.30), ("int8", 0.53), ("fp8", 0.53), ("int2", 0.22)]
+)
+@pytest.mark.parametrize("length", [4096, 4165, 6000])
+def test_stored_part_of_bf16_at_head_dim_128(keys, limit, length):
+    config = make_config("llama", num_hidden_layers=1, head_dim=128, num_key_value_heads=2)
+    cache, dynamic = kv_hf.PagedCache(config, keys=keys), DynamicCache(config=config)
+    states = torch.randn(2, 1, 2, length, 128).bfloat16()
+    for first, last in ((0, length - 3), (length - 3, length)):
+        for made in (cache, dynamic):
+            made.update(*states[:, :, :, first:last], 0)
+    stored = dynamic.layers[0].keys.nbytes + dynamic.layers[0].values.nbytes
+    assert cache.memory().total <= limit * stored
+
+
+def test_padding_allocates_no_page():
+    model = shared_model("llama")
+    out = model.generate(
+        **left_padded([200, 10]),
+        max_new_tokens=2,
+        cache_implementation="paged_int4",
+        return_dict_in_generate=True,
+    )
+    rows = out.past_key_values.group.rows
+    assert [len(row.pages) for row in rows] == [3, 0]
+    assert rows[1].padding == 190
+    assert out.past_key_values.memory().tokens == 201 + 11
+
+
+def test_padding_is_learnt_without_generate():
+    """A direct forward with the kv_hf attention tells the cache of its padding, chunk by chunk too."""
+    model = make_model("llama")
+    model.set_attn_implementation("kv_hf")
+    inputs = left_padded([100, 10])
+    cache, dynamic = kv_hf.PagedCache(model.config), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for first, last in ((0, 40), (40, 95), (95, 100)):
+            part = {
+                "input_ids": inputs["input_ids"][:, first:last],
+                "attention_mask": inputs["attention_mask"][:, :last],
+                "position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(0)[:, first:last],
+            }
+            expected = model(**part, past_key_values=dynamic).logits
+            found = model(**part, past_key_values=cache).logits
+    torch.testing.assert_close(found[:, -1], expected[:, -1], rtol=0, atol=1e-5)
+    assert [row.padding for row in cache.group.rows] == [0, 90]
+    assert [cache.group.tokens(row) for row in cache.group.rows] == [100, 10]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest storage that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("implementation", kv_hf.IMPLEMENTATIONS)
+def test_largest_temporary_of_a_decode_step_is_one_tile(implementation):
+    """The cache is many tiles long, so a dense copy of even one side of one layer would show."""
+    model = make_model("llama", max_position_embeddings=8192)
+    model.set_attn_implementation("kv_hf")
+    config = model.config
+    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    length = 10 * TILE_TOKENS + 40  # the step seals no page, so no storage grows
+    cache = kv_hf.PagedCache.from_implementation(config, implementation)
+    with torch.no_grad():
+        model(tokens(1, length), past_key_values=cache)
+        with LargestTensor() as largest:
+            model(tokens(1, 1), past_key_values=cache)
+    tile = heads * TILE_TOKENS * dim * 4  # fp32
+    dense = heads * length * dim * 4
+    assert largest.nbytes <= max(tile, *(p.nbytes for p in model.parameters()))
+    assert largest.nbytes < dense / 4
+
+
+def test_largest_temporary_is_noticed(monkeypatch):
+    """The measuring tool itself: the dense route must be seen by it."""
+    monkeypatch.setattr("kv_hf.hf.attention.MAX_DECODE_QUERIES", 0)
+    model = make_model("llama", max_position_embeddings=8192)
+    model.set_attn_implementation("kv_hf")
+    length = 10 * TILE_TOKENS + 40
+    cache = kv_hf.PagedCache(model.config, keys="int4")
+    with torch.no_grad():
+        model(tokens(1, length), past_key_values=cache)
+        with LargestTensor() as largest:
+            model(tokens(1, 1), past_key_values=cache)
+    assert largest.nbytes >= 2 * length * 16 * 4  # kv heads, tokens, head_dim, fp32

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,6 +85,21 @@ def run(model: Any, inputs: Any, implementation: str | None, new_tokens: int, on
     )
 
 
+def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, torch.Tensor]:
+    """Return a prompt of about `length` tokens: a question about the text, or the text where there is no chat."""
+    ids = tokenizer(text).input_ids
+    if tokenizer.chat_template is None:
+        return dict(tokenizer(tokenizer.decode(ids[:length]), return_tensors="pt"))
+    excerpt = tokenizer.decode(ids[: max(1, length - 64)])
+    question = f"{excerpt}\n\nWhat are the main points of this message? Answer in full sentences."
+    chat = [{"role": "user", "content": question}]
+    return dict(
+        tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    )
+
+
 def leading_equal(a: list[int], b: list[int]) -> int:
     """Return how many tokens agree before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
@@ -100,6 +116,7 @@ def main() -> None:
     args = parser.parse_args()
 
     console = Console()
+    console = Console(width=max(console.width, 110))
     transformers_logging.disable_progress_bar()
     console.print(f"[bold]kv_hf {kv_hf.__version__}[/]: model {args.model} on {args.device}")
     with console.status("loading the model (the first time it is converted and cached)"):
@@ -107,11 +124,14 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model = model.to(args.device).eval()
-    inputs = tokenizer(load_text(args.text), return_tensors="pt").to(args.device)
-    inputs = {name: tensor[:, : args.prompt_tokens] for name, tensor in inputs.items()}
+    inputs = make_prompt(tokenizer, load_text(args.text), args.prompt_tokens)
+    inputs = {name: tensor.to(args.device) for name, tensor in inputs.items()}
     prompt = inputs["input_ids"].shape[1]
-    tail = tokenizer.decode(inputs["input_ids"][0, -40:])
-    console.print(f"prompt: {prompt} tokens of {args.text}, ending in [italic]… {tail}[/]")
+    tail = tokenizer.decode(inputs["input_ids"][0, -60:])
+    console.print(f"prompt: {prompt} tokens of {args.text}, ending in")
+    console.print(f"[italic]… {escape(tail)}[/]")
+    with console.status("warming up"):
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
 
     names: dict[str, str | None] = {DYNAMIC: None, **{name: name for name in kv_hf.IMPLEMENTATIONS}}
     runs: dict[str, Run] = {}
@@ -130,9 +150,10 @@ def main() -> None:
 
     exact = runs[DYNAMIC]
     table = Table(title=f"{prompt} + {args.new_tokens} tokens, greedy, bf16")
-    for column in ("cache", "KV MiB", "bytes/token", "of dynamic", "prefill tok/s", "decode tok/s"):
-        table.add_column(column, justify="left" if column == "cache" else "right")
-    table.add_column("same as dynamic", justify="right")
+    columns = ("KV MiB", "B/token", "of dynamic", "prefill tok/s", "decode tok/s", "same tokens")
+    table.add_column("cache", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
     rows = []
     for name, done in runs.items():
         cached = prompt + args.new_tokens - 1
@@ -163,7 +184,7 @@ def main() -> None:
         )
     console.print(table)
     for name, done in runs.items():
-        console.print(f"[bold]{name}[/]: {tokenizer.decode(done.tokens)!r}\n", highlight=False)
+        console.print(f"[bold]{name}[/]: {escape(repr(tokenizer.decode(done.tokens)))}\n", highlight=False)
     console.print(
         "Decoding walks the pages in plain torch on every device so far; compiled kernels are the next step. "
         "What counts here is memory and agreement."

@@ -1,6 +1,8 @@
 """User options of a paged cache, validated once and frozen. Knows no model and no tensor."""
 
+import copy
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -83,6 +85,7 @@ class CacheConfig:
             _check_int("max_pages", self.max_pages, 1)
         if self.layers is not None:
             self._layer_overrides()
+            object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
 
     @classmethod
     def from_options(cls, implementation: str, options: Mapping[str, Any] | None) -> "CacheConfig":
@@ -103,12 +106,12 @@ class CacheConfig:
             )
         parsed = []
         for span, formats in self.layers.items():
-            first, _, last = str(span).partition("-")
-            if not (first.isdigit() and (last.isdigit() or not last)):
+            numbers = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(span))
+            if numbers is None:
                 raise CacheOptionError(
                     f"layers: a key must be a layer number or a range like '0-3', got {span!r}"
                 )
-            low, high = int(first), int(last or first)
+            low, high = int(numbers[1]), int(numbers[2] or numbers[1])
             if high < low:
                 raise CacheOptionError(f"layers: range {span!r} ends before it begins")
             sides = {"keys": formats, "values": formats} if isinstance(formats, str) else formats

@@ -659,6 +659,9 @@ class GroupMachine(RuleBasedStateMachine):
         for index in order:
             self.layers[index].crop(count)
 
+    @precondition(
+        lambda self: self.steps > 6
+    )  # early ones would keep the other rules from going far
     @rule(paddings=st.lists(st.sampled_from([0, 5, 16, 50]), min_size=1, max_size=4))
     def reset(self, paddings):
         self.group.reset()
@@ -667,10 +670,10 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seen)
     @rule(more=st.sampled_from([-1, 1]))
     def refuse_other_batch(self, more):
-        rows = len(self.rows) + more
+        rows = len(self.rows) + more or 2
         before = state_of(self.group)
         for layer in self.layers:
-            with pytest.raises(CacheMismatchError if rows else IndexError):
+            with pytest.raises(CacheMismatchError):
                 layer.append([[0]] * rows)
         assert state_of(self.group) == before
 
@@ -683,8 +686,7 @@ class GroupMachine(RuleBasedStateMachine):
                 layer.select_rows([0, len(self.rows)])
         assert state_of(self.group) == before
 
-    # after it only reset() helps, so that it has to be rare for the other rules to go far
-    @precondition(lambda self: self.steps > 8)
+    @precondition(lambda self: self.steps > 4)
     @rule(
         joined=st.integers(1, 2),
         change=st.sampled_from(["crop", "select"]),
@@ -701,11 +703,7 @@ class GroupMachine(RuleBasedStateMachine):
         with pytest.raises(InterruptedForwardError):
             self.layers[0].append([[0]] * len(self.group.rows))
         assert state_of(self.group) == before
-        self.reset_after_interruption(paddings)
-
-    def reset_after_interruption(self, paddings):
-        self.group.reset()
-        self.begin(paddings)
+        self.reset(paddings)
 
     @invariant()
     def group_agrees_with_the_model(self):
@@ -730,5 +728,5 @@ class GroupMachine(RuleBasedStateMachine):
 
 def test_page_group_agrees_with_plain_lists_of_tokens():
     run_state_machine_as_test(
-        GroupMachine, settings=settings(max_examples=80, stateful_step_count=30, deadline=None)
+        GroupMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
     )

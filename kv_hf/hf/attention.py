@@ -81,6 +81,8 @@ def kv_hf_attention(
             reason = f"dropout={dropout} needs the attention weights"
         elif kwargs.get("output_attentions"):
             reason = "output_attentions=True needs the attention weights"
+        elif kwargs.get("is_causal") is False and query.shape[2] > 1 and attention_mask is None:
+            reason = "the model asks for attention that is not causal"
         elif unknown:
             reason = f"the model passes {', '.join(unknown)}, which paged attention does not know"
         else:

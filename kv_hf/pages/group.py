@@ -122,6 +122,7 @@ class PageGroup:
         self._joined: set[int] = set()
         self._members: set[int] | None = None
         self._padding_seen: list[int] | None = None
+        self._table: tuple[tuple[tuple[int, ...], ...], torch.Tensor, torch.Tensor] | None = None
 
     @property
     def slots(self) -> int:
@@ -302,10 +303,17 @@ class PageGroup:
     # -- reading ---------------------------------------------------------------------------------------
 
     def view(self, rows: Sequence[Row]) -> TableView:
-        """Return where the tokens of `rows` lie, as tensors on the CPU."""
+        """Return where the tokens of `rows` lie, as tensors on the CPU.
+
+        Pages change once per page_size tokens: between two changes the same table is handed out again.
+        """
+        pages = tuple(row.pages for row in rows)
+        if self._table is None or self._table[0] != pages:
+            counts = torch.tensor([len(row.pages) for row in rows], dtype=TABLE_DTYPE)
+            self._table = (pages, self.block_table(rows), counts)
         return TableView(
-            block_table=self.block_table(rows),
-            num_pages=torch.tensor([len(row.pages) for row in rows], dtype=TABLE_DTYPE),
+            block_table=self._table[1],
+            num_pages=self._table[2],
             exact_lens=torch.tensor([row.exact for row in rows], dtype=TABLE_DTYPE),
             padding=torch.tensor([row.padding for row in rows], dtype=TABLE_DTYPE),
         )

@@ -129,7 +129,7 @@ def main() -> None:
     prompt = inputs["input_ids"].shape[1]
     tail = tokenizer.decode(inputs["input_ids"][0, -60:])
     console.print(f"prompt: {prompt} tokens of {args.text}, ending in")
-    console.print(f"[italic]… {escape(tail)}[/]")
+    console.print(f"[italic]… {escape(str(tail))}[/]")
     with console.status("warming up"):
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
 

@@ -172,6 +172,21 @@ def test_deepcopy_of_a_prompt_cache_is_independent(model):
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("implementation", FORMATS)
+def test_cache_filled_in_inference_mode_goes_on_outside_of_it(model, implementation):
+    """Tensors made in inference mode cannot be written to outside: the cache must not hold such tensors."""
+    ids = tokens(1, 60)
+    options = {"cache_implementation": implementation, "cache_config": {"page_size": 16}}
+    with torch.inference_mode():
+        out = model.generate(ids, max_new_tokens=5, return_dict_in_generate=True, **options)
+    cache = out.past_key_values
+    more = torch.cat([out.sequences, tokens(1, 4)], -1)
+    found = model.generate(more, past_key_values=cache, max_new_tokens=30, do_sample=False)
+    cache.crop(-40)
+    cache.check_integrity()
+    assert found.shape == (1, 99)
+
+
 def test_cache_config_is_not_consumed(model):
     config = {"page_size": 32, "sink_tokens": 2}
     for _ in range(2):

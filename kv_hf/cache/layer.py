@@ -6,16 +6,17 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from ..errors import CacheMismatchError, InterruptedForwardError
+from ..errors import InterruptedForwardError
 from ..formats import Scheme
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
-from ..pages.group import PageGroup, Step, TableView
+from ..pages.group import PageGroup, Step
 from ..pages.storage import PageStorage
-from ..spec import PageSpec, page_capacity
+from ..spec import PageSpec
 from .compat import CROP_TAKES_LENGTHS
 from .handle import KVHandle, KVView
-from .window import ExactWindow, seal
+from .store import LayerStore
+from .window import ExactWindow
 
 
 def chosen_rows(indices: torch.Tensor, rows: int) -> list[int]:
@@ -42,14 +43,11 @@ class PagedLayer(DynamicLayer):
         self.layer_idx = layer_idx
         self.group = group
         self.schemes = (key_scheme, value_scheme)
-        self.spec: PageSpec | None = None
         self._forget()
         super().__init__()
 
     def _forget(self) -> None:
-        self.storage: PageStorage | None = None
-        self.windows: tuple[ExactWindow, ExactWindow] | None = None
-        self.damaged: torch.Tensor | None = None
+        self.store: LayerStore | None = None
         self._seen = 0
         self._epoch = 0
         self.revision = 0
@@ -60,7 +58,7 @@ class PagedLayer(DynamicLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device from the first keys and values, and check the formats on them."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.spec = PageSpec.build(
+        spec = PageSpec.build(
             *self.schemes,
             num_kv_heads=key_states.shape[1],
             key_dim=key_states.shape[-1],
@@ -68,11 +66,7 @@ class PagedLayer(DynamicLayer):
             page_size=self.group.page_size,
             dtype=key_states.dtype,
         )
-        self.storage = PageStorage(self.spec, self.device)
-        self.windows = (
-            ExactWindow(self.spec.keys, self.device),
-            ExactWindow(self.spec.values, self.device),
-        )
+        self.store = LayerStore(self.layer_idx, spec, self.group.sink_tokens, self.device)
         self.is_initialized = True
 
     def update(
@@ -88,16 +82,16 @@ class PagedLayer(DynamicLayer):
         Raises: CacheMismatchError for another batch size, shape, dtype or device; PagePoolExhaustedError at
             `max_pages`; InterruptedForwardError after a forward that stopped half-way. The cache is unchanged.
         """
-        if not self.is_initialized or (
-            self._epoch == 0 and not self._fits(key_states, value_states)
+        if self.store is None or (
+            self._epoch == 0 and not self.store.fits(key_states, value_states)
         ):
             self.lazy_initialization(key_states, value_states)
-        self._check(key_states, value_states)
-        step = self.group.append(
-            self.layer_idx, self._epoch, key_states.shape[0], key_states.shape[2]
-        )
-        keys, values = key_states.detach(), value_states.detach()
-        runs = self._append(step, keys, values)
+        store = self.store
+        assert store is not None
+        store.check(key_states, value_states)
+        rows, q_len = key_states.shape[0], key_states.shape[2]
+        step = self.group.append(self.layer_idx, self._epoch, rows, q_len)
+        runs = store.append(step, key_states, value_states, self.group.slots)
         self._joined(step)
         if step.seen_before == 0:
             return key_states, value_states
@@ -108,7 +102,7 @@ class PagedLayer(DynamicLayer):
                 "Use torch.no_grad() for generation, or a DynamicCache for training through the cache",
             )
         assert step.view is not None
-        view = KVView(self._kv(step.view, *runs, step.seen_after), self, self.revision)
+        view = KVView(store.kv(step.view, *runs, step.seen_after), self, self.revision)
         return KVHandle(view, "keys"), KVHandle(view, "values")
 
     def get_seq_length(self) -> int:
@@ -137,12 +131,10 @@ class PagedLayer(DynamicLayer):
                     f"tokens_to_remove must be 0 or negative (-n removes the last n tokens), got {count}"
                 )
             count = min(0, count - self._seen)
-        if count == 0 or not self.is_initialized:
+        if count == 0 or self.store is None:
             return
         step = self.group.crop(self.layer_idx, self._epoch, -count)
-        for index, row in enumerate(step.rows):
-            if row.reopened is not None:
-                self._reopen(index, *row.reopened)
+        self.store.reopen(step)
         self._joined(step)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -167,12 +159,13 @@ class PagedLayer(DynamicLayer):
 
     def offload(self) -> None:
         """Move this layer's tensors to the CPU."""
-        self._move(torch.device("cpu"))
+        if self.store is not None:
+            self.store.to(torch.device("cpu"))
 
     def prefetch(self) -> None:
         """Move this layer's tensors back to the layer's device."""
-        if self.is_initialized:
-            self._move(self.device)
+        if self.store is not None:
+            self.store.to(self.device)
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -195,130 +188,52 @@ class PagedLayer(DynamicLayer):
     # -- beside transformers' interface ------------------------------------------------------------------
 
     @property
+    def spec(self) -> PageSpec | None:
+        """Shapes and formats of this layer's pages; None before the first keys."""
+        return self.store.spec if self.store else None
+
+    @property
+    def storage(self) -> PageStorage | None:
+        """The tensors of the sealed pages; None before the first keys."""
+        return self.store.pages if self.store else None
+
+    @property
+    def windows(self) -> tuple[ExactWindow, ExactWindow] | None:
+        """The exact tokens of keys and values; None before the first keys."""
+        return self.store.windows if self.store else None
+
+    @property
     def rows_held(self) -> int:
         """Rows that this layer holds (0 before the first update)."""
-        return self.windows[0].tokens.shape[0] if self.windows else 0
+        return self.store.windows[0].tokens.shape[0] if self.store else 0
 
     def select_rows(self, sources: Sequence[int]) -> None:
         """Let row i continue the former row `sources[i]`."""
-        if not self.is_initialized or not self._seen:
+        if self.store is None or not self._seen:
             return
         step = self.group.select_rows(self.layer_idx, self._epoch, sources)
-        for window in self.windows or ():
-            window.select_rows(step)
+        self.store.select_rows(step)
         self._joined(step)
 
     def current_kv(self) -> PagedKV:
         """Return pages and window as they are now. Raises InterruptedForwardError when they are behind."""
         group = self.group
-        if self._epoch != group.epoch or self.windows is None:
+        if self._epoch != group.epoch or self.store is None:
             raise InterruptedForwardError(
                 f"layer {self.layer_idx} is behind the other layers: read it outside of a forward"
             )
-        view = group.view(group.rows)
-        return self._kv(view, self.windows[0].tokens, self.windows[1].tokens, self._seen)
+        keys, values = (window.tokens for window in self.store.windows)
+        return self.store.kv(group.view(group.rows), keys, values, self._seen)
 
     # -- inside --------------------------------------------------------------------------------------------
-
-    def _fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        assert self.spec is not None
-        return (
-            keys.shape[1] == values.shape[1] == self.spec.keys.num_kv_heads
-            and keys.shape[-1] == self.spec.keys.head_dim
-            and values.shape[-1] == self.spec.values.head_dim
-            and keys.dtype == values.dtype == self.dtype
-            and keys.device == values.device == self.device
-        )
-
-    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if not self._fits(keys, values) or keys.shape[:3] != values.shape[:3]:
-            assert self.spec is not None
-            k, v = self.spec.keys, self.spec.values
-            raise CacheMismatchError(
-                f"layer {self.layer_idx} of this cache holds {k.num_kv_heads} kv heads of {k.head_dim} (keys) and "
-                f"{v.head_dim} (values) in {self.dtype} on {self.device}; got keys {tuple(keys.shape)} and values "
-                f"{tuple(values.shape)} in {keys.dtype} on {keys.device}. Use one cache per model"
-            )
-
-    def _append(
-        self, step: Step, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the tokens and return, per side, the exact tokens that this forward reads."""
-        assert self.windows is not None and self.storage is not None
-        slots, sinks = self.group.slots, self.group.sink_tokens
-        runs = []
-        for storage, window, new in zip(
-            self.storage.sides, self.windows, (keys, values), strict=True
-        ):
-            storage.grow(page_capacity(step.num_ids))
-            if any(row.sealed_first for row in step.rows):
-                pages = [row.sealed_first for row in step.rows]
-                self._note_damage(seal(pages, window.tokens, storage, sinks))
-                window.drop_pages(pages, sinks)
-            if not step.rebuild:
-                runs.append(window.append(step, new, slots))
-                continue
-            run = window.run(step, new)
-            self._note_damage(seal([row.sealed for row in step.rows], run, storage, sinks))
-            window.keep_rest(step, run, slots, sinks)
-            runs.append(run)
-        return runs[0], runs[1]
-
-    def _note_damage(self, damaged: torch.Tensor) -> None:
-        """Remember that numbers had to be made finite; on the CPU say it at once, elsewhere when asked."""
-        self.damaged = damaged if self.damaged is None else self.damaged | damaged
-        if damaged.device.type == "cpu":
-            self.report_damage()
-
-    def report_damage(self) -> None:
-        """Warn once when keys or values of a sealed page were not finite."""
-        if self.damaged is not None and bool(self.damaged):
-            warn_once(
-                "damaged",
-                f"Keys or values of layer {self.layer_idx} hold inf, nan or numbers beyond float16's range. They "
-                "are stored as the nearest finite number (nan as 0) in the page that they are in; other pages "
-                "are not affected. The model itself produced them: look at its inputs and dtype",
-            )
-
-    def _reopen(self, index: int, page: int, count: int) -> None:
-        assert self.storage is not None and self.windows is not None and self.spec is not None
-        if not (self.spec.keys.scheme.is_exact and self.spec.values.scheme.is_exact):
-            warn_once(
-                "reopened",
-                "A crop ended inside a sealed page: its first tokens were decoded back and keep their rounding. "
-                "Call cache.activate_past_recording() before the forwards that may be rolled back",
-            )
-        ids = torch.tensor([page], device=self.device)
-        for storage, window in zip(self.storage.sides, self.windows, strict=True):
-            tokens = storage.read(ids, storage.spec.dtype)[0, :, :count]
-            window.reopen(tokens, index, self.group.sink_tokens)
 
     def _joined(self, step: Step) -> None:
         self._epoch += 1
         self._seen = step.seen_after
         self.revision += 1
 
-    def _kv(
-        self, view: TableView, window_keys: torch.Tensor, window_values: torch.Tensor, seen: int
-    ) -> PagedKV:
-        assert self.storage is not None and self.spec is not None
-        table = view.on(self.device)
-        return PagedKV(
-            key_pages=self.storage.keys.fields,
-            value_pages=self.storage.values.fields,
-            spec=self.spec,
-            block_table=table.block_table,
-            num_pages=table.num_pages,
-            window_keys=window_keys,
-            window_values=window_values,
-            exact_lens=table.exact_lens,
-            padding=table.padding,
-            seen=seen,
-            sink_tokens=self.group.sink_tokens,
-        )
-
     def _dense(self, side: str) -> torch.Tensor | None:
-        if not self.is_initialized or not self._seen:
+        if self.store is None or not self._seen:
             return None
         return KVView(self.current_kv(), self, self.revision).dense(side)
 
@@ -327,9 +242,3 @@ class PagedLayer(DynamicLayer):
             raise AttributeError(
                 "keys and values of a paged layer are read-only views; use update() to append tokens"
             )
-
-    def _move(self, device: torch.device) -> None:
-        if self.storage is not None and self.windows is not None:
-            self.storage.to(device)
-            for window in self.windows:
-                window.tokens = window.tokens.to(device)

@@ -180,13 +180,14 @@ class PagedCache(DynamicCache):
         """Return the bytes of all tensors that this cache holds, by part."""
         payload = scales = tail = 0
         for layer in self.paged_layers:
-            layer.report_damage()
-            if layer.storage is None or layer.windows is None:
+            store = layer.store
+            if store is None:
                 continue
-            for side in layer.storage.sides:
+            store.report_damage()
+            for side in store.pages.sides:
                 payload += side.nbytes["codes"]
                 scales += sum(size for name, size in side.nbytes.items() if name != "codes")
-            tail += sum(window.tokens.nbytes for window in layer.windows)
+            tail += sum(window.tokens.nbytes for window in store.windows)
         rows = self.group.rows
         width = max((len(row.pages) for row in rows), default=0)
         allocated = max(

@@ -61,7 +61,9 @@ def decode(fields: dict[str, torch.Tensor], spec: SideSpec, dtype: torch.dtype) 
     if "offset" in fields:
         x = _split(x, scheme.offset_group) + _over_group(fields["offset"])
         x = x.flatten(-2).flatten(-3, -2)
-    if dtype == torch.float16:  # a scale rounded up may push the largest code just past float16's range
+    if (
+        dtype == torch.float16
+    ):  # a scale rounded up may push the largest code just past float16's range
         x = x.clamp(-SCALE_MAX, SCALE_MAX)
     return x.to(dtype)
 

@@ -1,0 +1,158 @@
+"""The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import CacheMismatchError
+from ..kernels.inputs import PagedKV
+from ..notices import warn_once
+from ..pages.group import Step, TableView
+from ..pages.storage import PageStorage
+from ..spec import PageSpec, page_capacity
+from .window import ExactWindow, seal
+
+
+@contextmanager
+def storing() -> Iterator[None]:
+    """Make ordinary tensors without gradients: those made in inference mode could not be written to later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class LayerStore:
+    """Pages and windows of one layer.
+
+    Args:
+        layer_idx: position in the model, for messages.
+        spec: shapes and formats of both sides.
+        sink_tokens: slots at the front of the windows that are never sealed.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self, layer_idx: int, spec: PageSpec, sink_tokens: int, device: torch.device
+    ) -> None:
+        self.layer_idx = layer_idx
+        self.spec = spec
+        self.sink_tokens = sink_tokens
+        self.device = device
+        self.damaged: torch.Tensor | None = None
+        with storing():
+            self.pages = PageStorage(spec, device)
+            self.windows = (ExactWindow(spec.keys, device), ExactWindow(spec.values, device))
+
+    def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Say whether keys and values have this layer's heads, dtype and device."""
+        k, v = self.spec.sides
+        return (
+            keys.shape[1] == values.shape[1] == k.num_kv_heads
+            and (keys.shape[-1], values.shape[-1]) == (k.head_dim, v.head_dim)
+            and keys.dtype == values.dtype == k.dtype
+            and keys.device == values.device == self.device
+        )
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raise CacheMismatchError unless keys and values fit this layer and each other."""
+        if self.fits(keys, values) and keys.shape[:3] == values.shape[:3]:
+            return
+        k, v = self.spec.sides
+        raise CacheMismatchError(
+            f"layer {self.layer_idx} of this cache holds {k.num_kv_heads} kv heads of {k.head_dim} (keys) and "
+            f"{v.head_dim} (values) in {k.dtype} on {self.device}; got keys {tuple(keys.shape)} and values "
+            f"{tuple(values.shape)} in {keys.dtype} on {keys.device}. Use one cache per model"
+        )
+
+    def append(
+        self, step: Step, keys: torch.Tensor, values: torch.Tensor, slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new tokens and seal pages; return, per side, the exact tokens that this forward reads.
+
+        Args:
+            keys, values: [rows, num_kv_heads, q_len, head_dim], padding columns included.
+            slots: room of a row's window.
+        """
+        runs = []
+        with storing():
+            for pages, window, new in zip(
+                self.pages.sides, self.windows, (keys.detach(), values.detach()), strict=True
+            ):
+                pages.grow(page_capacity(step.num_ids))
+                if any(row.sealed_first for row in step.rows):
+                    first = [row.sealed_first for row in step.rows]
+                    self._note(seal(first, window.tokens, pages, self.sink_tokens))
+                    window.drop_pages(first, self.sink_tokens)
+                if not step.rebuild:
+                    runs.append(window.append(step, new, slots))
+                    continue
+                run = window.run(step, new)
+                self._note(seal([row.sealed for row in step.rows], run, pages, self.sink_tokens))
+                window.keep_rest(step, run, slots, self.sink_tokens)
+                runs.append(run)
+        return runs[0], runs[1]
+
+    def select_rows(self, step: Step) -> None:
+        """Let row i of the windows continue the former row `step.rows[i].source`."""
+        with storing():
+            for window in self.windows:
+                window.select_rows(step)
+
+    def reopen(self, step: Step) -> None:
+        """Decode the pages that a crop cut into back into the windows; say so where that is not exact."""
+        for index, row in enumerate(step.rows):
+            if row.reopened is None:
+                continue
+            page, count = row.reopened
+            if not all(side.scheme.is_exact for side in self.spec.sides):
+                warn_once(
+                    "reopened",
+                    "A crop ended inside a sealed page: its first tokens were decoded back and keep their "
+                    "rounding. Call cache.activate_past_recording() before forwards that may be rolled back",
+                )
+            ids = torch.tensor([page], device=self.device)
+            with storing():
+                for pages, window in zip(self.pages.sides, self.windows, strict=True):
+                    tokens = pages.read(ids, pages.spec.dtype)[0, :, :count]
+                    window.reopen(tokens, index, self.sink_tokens)
+
+    def kv(
+        self, view: TableView, window_keys: torch.Tensor, window_values: torch.Tensor, seen: int
+    ) -> PagedKV:
+        """Return what a kernel reads: these pages and the given exact tokens, in the order of `view`."""
+        table = view.on(self.device)
+        return PagedKV(
+            key_pages=self.pages.keys.fields,
+            value_pages=self.pages.values.fields,
+            spec=self.spec,
+            block_table=table.block_table,
+            num_pages=table.num_pages,
+            window_keys=window_keys,
+            window_values=window_values,
+            exact_lens=table.exact_lens,
+            padding=table.padding,
+            seen=seen,
+            sink_tokens=self.sink_tokens,
+        )
+
+    def to(self, device: torch.device) -> None:
+        """Move all tensors to `device`."""
+        self.pages.to(device)
+        for window in self.windows:
+            window.tokens = window.tokens.to(device)
+
+    def _note(self, damaged: torch.Tensor) -> None:
+        """Remember that numbers had to be made finite; on the CPU say it at once, elsewhere when asked."""
+        self.damaged = damaged if self.damaged is None else self.damaged | damaged
+        if damaged.device.type == "cpu":
+            self.report_damage()
+
+    def report_damage(self) -> None:
+        """Warn once when keys or values of a sealed page were not finite."""
+        if self.damaged is not None and bool(self.damaged):
+            warn_once(
+                "damaged",
+                f"Keys or values of layer {self.layer_idx} hold inf, nan or numbers beyond float16's range. They "
+                "are stored as the nearest finite number (nan as 0) in the page that they are in; other pages "
+                "are not affected. The model itself produced them: look at its inputs and dtype",
+            )

@@ -95,7 +95,11 @@ def oracle_codes(codes, name, side, dim):
 
 
 def oracle_decode(fields, name, side, dim=DIM):
-    codes = oracle_codes(fields["codes"], name, side, dim)
+    return scaled(oracle_codes(fields["codes"], name, side, dim), fields)
+
+
+def scaled(codes, fields):
+    """code * scale + offset for codes [.., tokens, channels]."""
     *_, tokens, channels = codes.shape
 
     def spread(field):
@@ -285,6 +289,40 @@ def test_error_bound_of_the_oracle_is_nearly_reached(name, side):
     fields, _ = fresh(name, side, x)
     error = (oracle_decode(fields, name, side) - x.double()).abs()
     assert float((error / error_bound(x, name, side)).max()) > 0.9
+
+
+def codes_of(name):
+    """All numbers that a code may stand for."""
+    if name == "fp8":
+        return E4M3[~E4M3.isnan()]
+    lowest, highest = (-127, 127) if name == "int8" else (0, 2 ** CODE_BITS[name] - 1)
+    return torch.arange(lowest, highest + 1, dtype=torch.float64)
+
+
+@every_format
+@pytest.mark.parametrize("common", [0.0, 300.0])
+def test_encode_takes_the_nearest_code(name, side, common):
+    """Nearest with the scale and offset that are stored, not with those before they were rounded."""
+    x = random_pages(1) + common
+    fields, _ = fresh(name, side, x)
+    chosen = (oracle_decode(fields, name, side) - x.double()).abs()
+    best = torch.full_like(chosen, float("inf"))
+    for code in codes_of(name).tolist():
+        error = (scaled(torch.full_like(chosen, code), fields) - x.double()).abs()
+        best = torch.minimum(best, error)
+    assert float((chosen - best).max()) <= 2.0**-22 * (1 + common)
+
+
+@every_format
+def test_encode_uses_the_whole_range_of_codes(name, side):
+    """A range that is used in part is a bit thrown away; the error bounds of fp8 would not show it."""
+    codes = oracle_codes(fresh(name, side, random_pages(2))[0]["codes"], name, side, DIM)
+    low, high = per_group(codes, SCALE_GROUP[name, side])
+    if name in PER_CHANNEL:
+        assert (int(low.max()), int(high.min())) == (0, 2 ** CODE_BITS[name] - 1)
+    else:
+        largest = 448 if name == "fp8" else 127
+        assert float(torch.maximum(-low, high).min()) == largest
 
 
 @every_format

@@ -290,10 +290,11 @@ def test_predict_memory_adds_up_by_hand():
 
 
 def test_predict_memory_counts_allocated_pages_not_held_ones():
-    spec = make_spec("exact")
+    spec = make_spec("int4")
     report = predict_memory([spec], [64 * 131], sink_tokens=0, recent_tokens=0)
-    assert (report.pages_held, report.pages_allocated) == (131, page_capacity(131))
-    assert report.payload == page_capacity(131) * spec.page_bytes > 131 * spec.page_bytes
+    assert (report.pages_held, report.pages_allocated) == (131, 132)
+    assert report.payload == 132 * (spec.keys.payload_bytes + spec.values.payload_bytes)
+    assert report.scales == 132 * (spec.keys.scale_bytes + spec.values.scale_bytes)
 
 
 def test_predict_memory_of_an_empty_cache_is_zero_per_token():

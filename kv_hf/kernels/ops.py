@@ -37,19 +37,24 @@ def paged_attention(
         implementation.
     """
     check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
-    rows, num_heads, q_len, key_dim = query.shape
     keys = kv.spec.keys
-    if rows != kv.rows or key_dim != keys.head_dim or num_heads % keys.num_kv_heads:
+    fits = query.ndim == 4 and (query.shape[0], query.shape[3]) == (kv.rows, keys.head_dim)
+    if not fits or query.shape[1] % keys.num_kv_heads:
         raise CacheMismatchError(
             f"query must be [{kv.rows}, a multiple of {keys.num_kv_heads}, q_len, {keys.head_dim}], "
             f"got {tuple(query.shape)}"
         )
+    rows, num_heads, q_len, _ = query.shape
+    if sink_logits is not None and sink_logits.shape != (num_heads,):
+        raise CacheMismatchError(
+            f"sink_logits must be [{num_heads}], got {tuple(sink_logits.shape)}"
+        )
     if mask is not None:
-        fits = (rows, num_heads, q_len, kv.seen)
+        shape = (rows, num_heads, q_len, kv.seen)
         if mask.ndim != 4 or any(
-            m not in (f, 1) for m, f in zip(mask.shape[:3], fits[:3], strict=True)
+            m not in (f, 1) for m, f in zip(mask.shape[:3], shape[:3], strict=True)
         ):
-            raise CacheMismatchError(f"mask must broadcast to {fits}, got {tuple(mask.shape)}")
+            raise CacheMismatchError(f"mask must broadcast to {shape}, got {tuple(mask.shape)}")
         if mask.shape[-1] < kv.seen:
             raise CacheMismatchError(
                 f"mask must have at least {kv.seen} columns, got {mask.shape[-1]}"

@@ -114,8 +114,9 @@ def paged_attention(
         logits = sink_logits.to(compute).reshape(1, heads, group, 1, 1)
         logits = logits.expand(rows, heads, group, q_len, 1).flatten(2, 3)
         new_best = torch.maximum(best, logits)
-        keep = torch.exp(best - new_best)
-        total, out = total * keep + torch.exp(logits - new_best), out * keep
+        shift = torch.where(new_best == float("-inf"), torch.zeros_like(new_best), new_best)
+        keep = torch.exp(best - shift)
+        total, out = total * keep + torch.exp(logits - shift), out * keep
     out = out / torch.where(total == 0, torch.ones_like(total), total)
     return out.reshape(rows, num_heads, q_len, -1).to(query.dtype)
 

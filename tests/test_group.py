@@ -424,6 +424,18 @@ def test_select_rows_takes_the_padding_along():
     assert layer.tokens() == [old[1] + [7] * 10, old[0] + [7] * 10, old[1] + [7] * 10]
 
 
+def test_select_rows_of_padding_only_rows_treats_copies_alike():
+    """A mask is about the rows of its time: row 1's padding may not fall to whoever is row 1 later."""
+    group, (layer,) = make_group()
+    group.observe_padding(mask_of([0, 50], 100))
+    layer.append(columns_of([0, 50], 20))
+    layer.select_rows([1, 1])
+    layer.append([[7] * 10, [7] * 10])
+    assert [row.padding for row in group.rows] == [20, 20]
+    assert layer.tokens() == [[7] * 10] * 2
+    group.check_integrity()
+
+
 def test_crop_into_the_padding_keeps_what_is_left_of_it():
     group, (layer,) = make_group()
     group.observe_padding(mask_of([0, 30], 40))

@@ -144,3 +144,49 @@ def test_latent_attention_models_work_on_dense_tensors():
     )
     out = model.generate(tokens(2, 40), cache_implementation="paged_int8", **options)
     assert out.shape == expected.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+        ("Gemma2Config", {"head_dim": 16, "sliding_window": 8}),
+        ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8, "layer_types": None}),
+        ("Gemma4TextConfig", {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
+                              "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
+        ("GptOssConfig", {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4,
+                          "num_experts_per_tok": 2}),
+        ("Cohere2Config", {"sliding_window": 8}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_models_with_other_layers_too_equal_dynamic_cache(name, options):
+    """Full layers are paged (softcap and sinks included), sliding ones keep transformers' layer and say so."""
+    import transformers
+    from tiny_models import COMMON
+
+    if name == "Gemma4TextConfig" and not hasattr(transformers, name):
+        pytest.skip("not in this transformers")
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 4, **{k: v for k, v in options.items() if v is not None}}
+    if name == "Gemma3TextConfig":
+        layers["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    config = getattr(transformers, name)(**{**COMMON, **layers})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    inputs = left_padded([100, 33])
+    kept = {
+        "max_new_tokens": 30,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    expected = model.generate(**inputs, **kept)
+    found = model.generate(**inputs, cache_implementation="paged_exact", **kept)
+    assert torch.equal(expected.sequences, found.sequences)
+    for a, b in zip(expected.logits, found.logits, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+    report = found.past_key_values.report()
+    assert {row.kind for row in report} == {"paged", "DynamicSlidingWindowLayer"}
+    assert all(row.reason for row in report if row.kind != "paged")
+    assert found.past_key_values.memory().other > 0

@@ -8,6 +8,7 @@ from ..errors import UnsupportedModelError
 from ..formats import Scheme
 from ..spec import PageSpec
 
+VARIES = "differs from layer to layer"
 _SIGNATURE = (
     "model_type",
     "num_hidden_layers",
@@ -39,7 +40,19 @@ def decoder_config(config: Any) -> Any:
 
 def signature(config: Any) -> dict[str, Any]:
     """Return the sizes by which caches of different models are told apart."""
-    return {name: getattr(config, name, None) for name in _SIGNATURE}
+    return {name: _read(config, name) for name in _SIGNATURE}
+
+
+def _read(config: Any, name: str) -> Any:
+    """Return an attribute, None where the config has none, or VARIES where layers differ in it."""
+    try:
+        return getattr(config, name, None)
+    except (
+        Exception
+    ) as error:  # 5.23: AmbiguousGlobalPerLayerAttributeError of heterogeneous configs
+        if type(error).__name__ == "AmbiguousGlobalPerLayerAttributeError":
+            return VARIES
+        raise
 
 
 def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]], page_size: int) -> None:
@@ -48,11 +61,11 @@ def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]], page_size: 
     Models whose config states no single head size (latent attention, for one) are checked on their first
     keys instead. Raises CacheOptionError.
     """
-    if getattr(config, "kv_lora_rank", None) is not None:
+    num_heads = _read(config, "num_attention_heads")
+    hidden = _read(config, "hidden_size")
+    head_dim = _read(config, "head_dim")
+    if head_dim == VARIES or _read(config, "kv_lora_rank") is not None:
         return
-    num_heads = getattr(config, "num_attention_heads", None)
-    hidden = getattr(config, "hidden_size", None)
-    head_dim = getattr(config, "head_dim", None)
     if not isinstance(head_dim, int):
         if not isinstance(num_heads, int) or not isinstance(hidden, int):
             return

@@ -225,6 +225,18 @@ def test_paged_attention_errs_no_more_than_torch_in_every_precision(name, dtype)
     check(make_query(kv, 3, dtype=dtype), kv)
 
 
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_paged_attention_rounds_low_precision_once(name, dtype):
+    """Accumulated in fp32: only the result is rounded, to half an ulp."""
+    kv = make_kv(name, dtype=dtype)
+    query = make_query(kv, 3, dtype=dtype)
+    expected = dense_attention(query, kv, 0.125)
+    out = reference.paged_attention(query, kv, softmax_scale=0.125)
+    bound = expected.abs() * torch.finfo(dtype).eps / 2 + 1e-6
+    assert bool(((out.double() - expected).abs() <= bound).all())
+
+
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (64, 128), (80, 32)])
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_paged_attention_takes_keys_and_values_of_different_dims(name, key_dim, value_dim):

@@ -184,7 +184,9 @@ def main() -> None:
         )
     console.print(table)
     for name, done in runs.items():
-        console.print(f"[bold]{name}[/]: {escape(repr(tokenizer.decode(done.tokens)))}\n", highlight=False)
+        console.print(
+            f"[bold]{name}[/]: {escape(repr(tokenizer.decode(done.tokens)))}\n", highlight=False
+        )
     console.print(
         "Decoding walks the pages in plain torch on every device so far; compiled kernels are the next step. "
         "What counts here is memory and agreement."

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 from tiny_models import left_padded, make_model, shared_model, tokens
 from transformers import GenerationConfig, TextIteratorStreamer
 
@@ -221,3 +222,40 @@ def test_model_saved_with_our_name_generates_after_loading(tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     out = loaded.generate(tokens(1, 40), max_new_tokens=3, return_dict_in_generate=True)
     assert isinstance(out.past_key_values, kv_hf.PagedCache)
+
+
+def test_vision_language_model_pages_its_text_model_only():
+    torch.manual_seed(0)
+    text = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=16,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=96,
+        vision_feature_select_strategy="default",
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    ids = tokens(2, 60).clamp(max=95)
+    ids[:, 3:7] = 96  # four image tokens
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(expected, model.generate(**inputs, **options, **PAGES))
+    assert model.config.text_config._attn_implementation == "kv_hf"
+    assert model.config.vision_config._attn_implementation == "sdpa"

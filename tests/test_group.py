@@ -76,6 +76,8 @@ class Layer:
         step = self.group.select_rows(self.index, self.epoch, sources)
         windows = []
         for change in step.rows:
+            # a tensor's rows cannot be selected by a negative index
+            assert 0 <= change.source < len(self.windows)
             assert change.exact_before == change.exact_after == len(self.windows[change.source])
             windows.append(list(self.windows[change.source]))
         self.windows = windows

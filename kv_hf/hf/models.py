@@ -36,7 +36,7 @@ def use_paged_attention(model: PreTrainedModel) -> None:
             "each layer's whole cache densely. model.set_attn_implementation('kv_hf') reads the pages instead",
         )
         return
-    model.set_attn_implementation(ATTENTION_NAME)
+    _set_attention(model, ATTENTION_NAME)
     _switched[model] = current
     say_once(
         f"switch {own}",
@@ -45,9 +45,17 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     )
 
 
+def _set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Set the attention of the text model alone: a vision tower beside it keeps its own."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    model.set_attn_implementation({names[0]: implementation} if names else implementation)
+
+
 def restore_attention() -> None:
     """Set every model that was switched back to what it had."""
     for model, before in list(_switched.items()):
         if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
-            model.set_attn_implementation(before or "sdpa")
+            _set_attention(model, before or "sdpa")
     _switched.clear()

@@ -18,7 +18,9 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     names = list(choices)
     if isinstance(value, str) and value in names:
         return
-    near = difflib.get_close_matches(str(value), names, n=1)
+    near = difflib.get_close_matches(str(value), names, n=1) or [
+        name for name in names if isinstance(value, str) and value and value in name
+    ]
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
 

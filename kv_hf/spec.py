@@ -168,12 +168,12 @@ class MemoryReport:
 def page_capacity(num_pages: int) -> int:
     """Return the pages that storage allocates to hold `num_pages`.
 
-    Exactly that many up to 128, then in steps that keep the unused part below 1/64: growing copies a layer
-    once per step, which is little beside the steps' own reads, and memory stays close to what is used.
+    Exactly that many up to 256, then in steps that keep the unused part below 1/128: memory stays close to
+    what is used, and growing copies a layer's pages once per step.
     """
-    if num_pages <= 128:
+    if num_pages <= 256:
         return num_pages
-    step = (1 << (num_pages - 1).bit_length()) // 128
+    step = (1 << (num_pages - 1).bit_length()) // 256
     return -(-num_pages // step) * step
 
 

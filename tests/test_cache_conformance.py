@@ -166,10 +166,35 @@ def test_crop_after_past_recording_leaves_no_trace(keys):
         append(paged, joined)
         paged.crop(-9)
         append(straight, kept)
+        straight.crop(0)
     paged.check_integrity()
     for mine, theirs in zip(paged.paged_layers, straight.paged_layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
+
+
+@pytest.mark.parametrize("keys", ["int4", "fp8"])
+def test_crop_of_tokens_drafted_one_by_one_leaves_no_trace(keys):
+    """An assistant model drafts in forwards of one token and takes them back together."""
+    paged, _ = make(keys)
+    straight, _ = make(keys)
+    for cache in (paged, straight):
+        cache.activate_past_recording()
+        append(cache, states(2, 45, 0))
+        cache.crop(0)
+    for seed in range(1, 15):
+        kept, rejected = states(2, 2, seed), states(2, 9, 100 + seed)
+        append(paged, kept)
+        append(straight, kept)
+        for at in range(9):
+            append(paged, [[side[:, :, at : at + 1] for side in layer] for layer in rejected])
+        paged.crop(-9)
+        straight.crop(0)
+        for mine, theirs in zip(paged.paged_layers, straight.paged_layers, strict=True):
+            assert torch.equal(mine.keys, theirs.keys)
+            assert torch.equal(mine.values, theirs.values)
+    assert paged.group.pool.num_held == straight.group.pool.num_held > 4
+    paged.check_integrity()
 
 
 def test_crop_into_a_sealed_page_says_so_and_stays_close():

@@ -147,7 +147,8 @@ def state_of(group):
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (4, 0), (4, 7), (20, 40)])
 def test_append_seals_by_the_documented_rule_at_every_length(sinks, recent, recording):
     group, (layer,) = make_group(sinks=sinks, recent=recent)
-    group.recording = recording
+    if recording:
+        group.record_past()
 
     def full_pages(tokens):
         return sealed_pages(tokens, page_size=PAGE, sink_tokens=sinks, recent_tokens=recent)
@@ -162,6 +163,7 @@ def test_append_seals_by_the_documented_rule_at_every_length(sinks, recent, reco
         sealed = before if recording else full_pages(tokens)
         assert len(group.rows[0].pages) == group.pool.num_held == sealed
         assert step.rebuild == (sealed > before)
+        group.confirm()  # a crop of 0: all drafted tokens were accepted
     assert sealed > 3
     assert layer.tokens() == [list(range(1, 150))]
 
@@ -330,6 +332,7 @@ def test_crop_right_behind_a_forward_leaves_no_trace_while_recording(recent, rej
         assert drafting.rows == plain.rows
         assert drafting_layer.windows == layer.windows
         assert drafting_layer.pages == layer.pages
+        plain.confirm()
     assert len(layer.pages) > 4
 
 
@@ -579,7 +582,8 @@ class GroupMachine(RuleBasedStateMachine):
     )
     def start(self, sinks, recent, recording, max_pages, paddings):
         self.group, self.layers = make_group(3, sinks=sinks, recent=recent, max_pages=max_pages)
-        self.group.recording = recording
+        if recording:
+            self.group.record_past()
         self.held = sinks + recent  # tokens of a row that no page takes
         self.serial = 0
         self.begin(paddings)
@@ -587,6 +591,7 @@ class GroupMachine(RuleBasedStateMachine):
     def begin(self, paddings):
         self.rows = [PlainRow(padding) for padding in paddings]
         self.seen = 0
+        self.confirmed = 0
         self.steps = 0
         for layer in self.layers:
             layer.forget()
@@ -612,7 +617,11 @@ class GroupMachine(RuleBasedStateMachine):
     def pages_after(self, row, new):
         """Pages that the forward of `new` tokens reads as sealed, and those that are sealed behind it."""
         tokens = len(row.tokens)
-        found = max(len(row.sealed), (tokens - self.held) // PAGE)
+        if self.group.recording:  # only tokens that a crop has left standing are sealed ahead
+            certain = min(tokens, max(0, self.confirmed - row.padding))
+        else:
+            certain = tokens
+        found = max(len(row.sealed), (certain - self.held) // PAGE)
         if not self.group.recording:
             return found, max(found, (tokens + new - self.held) // PAGE)
         after = found  # the new tokens may be taken back: only what the window has no room for is sealed
@@ -650,6 +659,11 @@ class GroupMachine(RuleBasedStateMachine):
             assert tuple(step.view.num_pages.tolist()) == found
             assert step.view.padding.tolist() == [min(row.padding, self.seen) for row in self.rows]
 
+    @rule()
+    def confirm(self):
+        self.group.confirm()
+        self.confirmed = self.seen
+
     @precondition(lambda self: self.seen)
     @rule(data=st.data(), order=st.permutations(range(3)))
     def select_rows(self, data, order):
@@ -664,7 +678,7 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(data=st.data(), order=st.permutations(range(3)))
     def crop(self, data, order):
         count = data.draw(st.one_of(st.integers(1, 40), st.integers(1, self.seen + 5)))
-        self.seen = max(0, self.seen - count)
+        self.seen = self.confirmed = max(0, self.seen - count)
         self.steps += 1
         for row in self.rows:
             del row.tokens[max(0, self.seen - row.padding) :]

@@ -224,9 +224,9 @@ def test_page_capacity_wastes_less_than_a_64th_and_never_falls(num_pages):
 def test_page_capacity_holds_its_claims_at_every_small_count():
     capacities = [page_capacity(n) for n in range(3000)]
     assert capacities == sorted(capacities)
-    assert all(0 <= (c - n) * 64 < max(n, 1) for n, c in enumerate(capacities))
+    assert all(0 <= (c - n) * 128 < max(n, 1) for n, c in enumerate(capacities))
     # growing copies a layer once per step: steps must become few, or a long decode copies all the time
-    assert len(set(capacities[1025:2049])) == 64
+    assert len(set(capacities[1025:2049])) == 128
 
 
 # -- pages and windows of a row ----------------------------------------------------------------------------
@@ -291,10 +291,10 @@ def test_predict_memory_adds_up_by_hand():
 
 def test_predict_memory_counts_allocated_pages_not_held_ones():
     spec = make_spec("int4")
-    report = predict_memory([spec], [64 * 131], sink_tokens=0, recent_tokens=0)
-    assert (report.pages_held, report.pages_allocated) == (131, 132)
-    assert report.payload == 132 * (spec.keys.payload_bytes + spec.values.payload_bytes)
-    assert report.scales == 132 * (spec.keys.scale_bytes + spec.values.scale_bytes)
+    report = predict_memory([spec], [64 * 261], sink_tokens=0, recent_tokens=0)
+    assert (report.pages_held, report.pages_allocated) == (261, 262)
+    assert report.payload == 262 * (spec.keys.payload_bytes + spec.values.payload_bytes)
+    assert report.scales == 262 * (spec.keys.scale_bytes + spec.values.scale_bytes)
 
 
 def test_predict_memory_of_an_empty_cache_is_zero_per_token():
@@ -324,6 +324,6 @@ def test_predict_memory_saves_what_is_promised_at_every_length(name, most, heads
 
 # rows whose pages just pass a step of page_capacity waste up to 1/64 more than one row does
 @pytest.mark.parametrize("rows", [3, 5, 64])
-@pytest.mark.parametrize(("name", "most"), [("int4", 0.30), ("int8", 0.535), ("fp8", 0.535)])
+@pytest.mark.parametrize(("name", "most"), [("int4", 0.30), ("int8", 0.53), ("fp8", 0.53)])
 def test_predict_memory_of_a_batch_stays_close_to_that_of_a_row(name, most, rows):
     assert _worst_share(name, 8, rows) <= most

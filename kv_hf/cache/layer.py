@@ -80,7 +80,7 @@ class PagedLayer(DynamicLayer):
         Returns: the given tensors themselves on an empty cache (a prefill attends to exact numbers), else a
             pair of handles of shape [batch, num_kv_heads, seen, ..] over pages, window and new tokens.
         Raises: CacheMismatchError for another batch size, shape, dtype or device; PagePoolExhaustedError at
-            `max_pages`; InterruptedForwardError after a forward that stopped half-way. The cache is unchanged.
+            `max_pages`, with the cache unchanged; InterruptedForwardError after a forward that stopped half-way.
         """
         if self.store is None or (
             self._epoch == 0 and not self.store.fits(key_states, value_states)
@@ -122,7 +122,8 @@ class PagedLayer(DynamicLayer):
         """Remove the newest tokens: `-n` removes n; before transformers 5.18 also `n` keeps n.
 
         A crop that ends inside a sealed page decodes that page back into the window: exact pages lose nothing,
-        encoded ones keep their rounding (said once). Past recording keeps a page more out of the pages.
+        encoded ones keep their rounding (said once). With past recording on, what is left stands confirmed,
+        also by a crop of 0, and may be sealed from the next forward on.
         """
         count = int(tokens_to_remove)
         if count > 0:
@@ -131,6 +132,8 @@ class PagedLayer(DynamicLayer):
                     f"tokens_to_remove must be 0 or negative (-n removes the last n tokens), got {count}"
                 )
             count = min(0, count - self._seen)
+        if count == 0:
+            self.group.confirm()
         if count == 0 or self.store is None:
             return
         step = self.group.crop(self.layer_idx, self._epoch, -count)
@@ -150,12 +153,13 @@ class PagedLayer(DynamicLayer):
         self.select_rows(chosen_rows(indices, self.rows_held))
 
     def activate_past_recording(self) -> None:
-        """Seal only tokens that an earlier forward appended, and keep room for a page of doubtful ones.
+        """Seal only tokens that a crop has left standing, with room for a page of doubtful ones.
 
-        A crop of up to a page right behind a forward then leaves the same bytes as if the removed tokens had
-        never been. The first forward after this call should not be a prefill of more than a page.
+        transformers crops behind every forward that may be rolled back (by 0 where all is accepted). As long as
+        no more than page_size tokens are doubtful, a crop then leaves the same bytes as if the removed tokens
+        had never been.
         """
-        self.group.recording = True
+        self.group.record_past()
 
     def offload(self) -> None:
         """Move this layer's tensors to the CPU."""

@@ -11,7 +11,7 @@ changes the bookkeeping; the others join the same step and follow with their own
 as sealed exactly the pages that were full when it began: its own new tokens are exact for all its queries.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -88,7 +88,7 @@ class TableView:
 class Step:
     """One change of the group, shared by all its layers."""
 
-    op: Hashable
+    op: tuple
     rows: tuple[RowStep, ...]
     seen_before: int
     seen_after: int
@@ -117,6 +117,7 @@ class PageGroup:
     def _clear(self) -> None:
         self.rows: tuple[Row, ...] = ()
         self.seen = 0
+        self.confirmed = 0  # columns that a crop has left standing (past recording)
         self.epoch = 0
         self.step: Step | None = None
         self._joined: set[int] = set()
@@ -133,6 +134,15 @@ class PageGroup:
     def tokens(self, row: Row) -> int:
         """Return the real tokens of a row."""
         return row.exact + len(row.pages) * self.page_size
+
+    def record_past(self) -> None:
+        """Turn past recording on: from now on only columns that a crop has left standing are sealed."""
+        if not self.recording:
+            self.recording, self.confirmed = True, self.seen
+
+    def confirm(self) -> None:
+        """Declare all columns seen so far final (a crop that removes nothing)."""
+        self.confirmed = self.seen
 
     def reset(self) -> None:
         """Give back all pages and forget rows, lengths and padding."""
@@ -201,6 +211,8 @@ class PageGroup:
 
     def _commit(self, step: Step, rows: tuple[Row, ...]) -> None:
         self.rows, self.seen, self.step = rows, step.seen_after, step
+        if step.op[0] == "crop":
+            self.confirmed = step.seen_after
         self.epoch += 1
         self._joined = set()
 
@@ -215,7 +227,7 @@ class PageGroup:
         plans = []
         for index, row in enumerate(before):
             skip = max(0, min(row.padding, seen_after) - self.seen)
-            first, last = self._pages_to_seal(row.exact, q_len - skip)
+            first, last = self._pages_to_seal(row, q_len - skip)
             exact = row.exact - first * self.page_size
             run = exact + q_len - skip
             after = run - last * self.page_size
@@ -235,18 +247,18 @@ class PageGroup:
         )
         return step, tuple(rows)
 
-    def _pages_to_seal(self, exact: int, new: int) -> tuple[int, int]:
-        """Return the pages to seal (before, behind) the append of `new` tokens to `exact` in the window.
+    def _pages_to_seal(self, row: Row, new: int) -> tuple[int, int]:
+        """Return the pages of `row` to seal (before, behind) the append of `new` tokens.
 
-        Behind the append every full page is sealed at once. While past recording is on, the new tokens may be
-        taken back: then only tokens that were there before are sealed, and the new ones when the window
-        would overflow.
+        Behind the append every full page is sealed at once. While past recording is on, tokens may be taken
+        back: then only confirmed ones are sealed, before the append, and others when the window would overflow.
         """
         held = self.sink_tokens + self.recent_tokens
         if not self.recording:
-            return 0, max(0, exact + new - held) // self.page_size
-        first = max(0, exact - held) // self.page_size
-        over = exact - first * self.page_size + new - self.slots
+            return 0, max(0, row.exact + new - held) // self.page_size
+        doubtful = min(row.exact, max(0, self.seen - max(self.confirmed, row.padding)))
+        first = max(0, row.exact - doubtful - held) // self.page_size
+        over = row.exact - first * self.page_size + new - self.slots
         return first, max(0, -(-over // self.page_size))
 
     def _padded_rows(self, batch: int) -> tuple[Row, ...]:
@@ -262,6 +274,8 @@ class PageGroup:
         return tuple(rows)
 
     def _plan_rows(self, op: tuple, sources: Sequence[int]) -> tuple[Step, tuple[Row, ...]]:
+        if not sources:
+            raise CacheMismatchError("at least one row must be kept, got an empty selection")
         wrong = [source for source in sources if not -len(self.rows) <= source < len(self.rows)]
         if wrong:
             raise CacheMismatchError(

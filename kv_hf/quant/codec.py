@@ -22,7 +22,7 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
         spec: the side to encode for.
     Returns: the tensors of `spec.fields` with a leading [pages], and a bool scalar tensor: True when some
         number was not finite or beyond float16's range. Such a number is stored as the nearest finite one
-        (nan as 0) so that it cannot reach the other numbers that share its scale.
+        (nan as 0): the numbers that share its scale stay finite, but an inf leaves them little precision.
     """
     scheme = spec.scheme
     if scheme.is_exact:

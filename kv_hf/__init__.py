@@ -7,6 +7,7 @@ Importing registers the names paged_exact, paged_fp8, paged_int8, paged_int4 and
 transformers, and an attention implementation "kv_hf"; `uninstall()` takes them back.
 """
 
+from .cache import compat as _compat  # noqa: F401  (an old transformers is named first)
 from .cache.paged_cache import PagedCache
 from .config import CacheConfig
 from .errors import (

@@ -19,7 +19,9 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     if isinstance(value, str) and value in names:
         return
     near = difflib.get_close_matches(str(value), names, n=1) or [
-        name for name in names if isinstance(value, str) and value and value in name
+        name
+        for name in names
+        if isinstance(value, str) and value and (value in name or name in value)
     ]
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
@@ -86,7 +88,7 @@ class CacheConfig:
         if self.max_pages is not None:
             _check_int("max_pages", self.max_pages, 1)
         if self.layers is not None:
-            self._layer_overrides()
+            self.layer_overrides()
             object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
 
     @classmethod
@@ -101,7 +103,10 @@ class CacheConfig:
         check_option_names(given)
         return cls(**{"keys": name, "values": name, **given})
 
-    def _layer_overrides(self) -> list[tuple[int, int, dict[str, str]]]:
+    def layer_overrides(self) -> list[tuple[int, int, dict[str, str]]]:
+        """Return `layers` as (first layer, last layer, {side: format}); empty without overrides."""
+        if self.layers is None:
+            return []
         if not isinstance(self.layers, Mapping):
             raise CacheOptionError(
                 f"layers must map layer numbers or ranges to formats, got {self.layers!r}"
@@ -133,7 +138,7 @@ class CacheConfig:
         Raises: CacheOptionError when `layers` names a layer that the model does not have.
         """
         sides = {"keys": self.keys, "values": self.values}
-        for low, high, override in self._layer_overrides() if self.layers is not None else []:
+        for low, high, override in self.layer_overrides():
             if high >= num_layers:
                 raise CacheOptionError(
                     f"layers: {low}-{high} goes past the last layer {num_layers - 1} of the model"

@@ -101,13 +101,17 @@ class PageSpec:
         value_dim: int,
         page_size: int,
         dtype: torch.dtype,
+        value_dtype: torch.dtype | None = None,
     ) -> "PageSpec":
-        """Resolve both schemes for these sizes. Raises CacheOptionError where they do not fit."""
+        """Resolve both schemes for these sizes. Raises CacheOptionError where they do not fit.
+
+        `value_dtype` is that of the values where it differs from the keys' (autocast makes it so).
+        """
         keys = key_scheme.resolve(page_size, key_dim, "keys")
         values = value_scheme.resolve(page_size, value_dim, "values")
         return cls(
             SideSpec("keys", keys, num_kv_heads, key_dim, page_size, dtype),
-            SideSpec("values", values, num_kv_heads, value_dim, page_size, dtype),
+            SideSpec("values", values, num_kv_heads, value_dim, page_size, value_dtype or dtype),
         )
 
     @property

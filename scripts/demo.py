@@ -148,9 +148,9 @@ def main() -> None:
                 model, inputs, implementation, args.new_tokens, lambda t=task: progress.advance(t)
             )
 
-    exact = runs[DYNAMIC]
+    dynamic, exact = runs[DYNAMIC], runs["paged_exact"]
     table = Table(title=f"{prompt} + {args.new_tokens} tokens, greedy, bf16")
-    columns = ("KV MiB", "B/token", "of dynamic", "prefill tok/s", "decode tok/s", "same tokens")
+    columns = ("KV MiB", "B/token", "of dynamic", "prefill tok/s", "decode tok/s", "as exact pages")
     table.add_column("cache", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
@@ -162,7 +162,7 @@ def main() -> None:
             name,
             f"{done.kv_bytes / 2**20:.2f}",
             f"{done.kv_bytes / cached:.0f}",
-            f"{100 * done.kv_bytes / exact.kv_bytes:.1f} %",
+            f"{100 * done.kv_bytes / dynamic.kv_bytes:.1f} %",
             f"{done.prefill_per_s:.0f}",
             f"{done.decode_per_s:.1f}",
             f"first {same} of {args.new_tokens}",
@@ -176,7 +176,7 @@ def main() -> None:
                 prompt_tokens=prompt,
                 new_tokens=args.new_tokens,
                 kv_bytes=done.kv_bytes,
-                kv_ratio=done.kv_bytes / exact.kv_bytes,
+                kv_ratio=done.kv_bytes / dynamic.kv_bytes,
                 prefill_tokens_per_s=done.prefill_per_s,
                 decode_tokens_per_s=done.decode_per_s,
                 leading_equal_tokens=same,
@@ -188,7 +188,8 @@ def main() -> None:
             f"[bold]{name}[/]: {escape(repr(tokenizer.decode(done.tokens)))}\n", highlight=False
         )
     console.print(
-        "Decoding walks the pages in plain torch on every device so far; compiled kernels are the next step. "
+        "Agreement is counted against paged_exact: in bf16 the order of sums alone changes close calls, also between "
+        "transformers' own attentions.\nDecoding walks the pages in plain torch on every device so far; compiled kernels are the next step. "
         "What counts here is memory and agreement."
     )
     if args.record:

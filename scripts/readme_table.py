@@ -7,6 +7,8 @@ from typing import Any
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.formats import IMPLEMENTATIONS
 
+# what the README says of its table
+PROTOCOL = {"options": {}, "text": "lincoln_1862", "prompt": 512, "dtype": "float32"}
 ROOT = Path(__file__).parent.parent
 MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B"}
 
@@ -24,7 +26,7 @@ def accuracy_table(rows: list[dict[str, Any]]) -> str:
         head += [f"{title}: KL", "same top token"]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for name in IMPLEMENTATIONS:
-        found = [newest(rows, model=model, cache=name, options={}) for model in MODELS]
+        found = [newest(rows, model=model, cache=name, **PROTOCOL) for model in MODELS]
         if name == "paged_exact" or None in found:
             continue
         bits = " / ".join(f"{row['bits_per_element']:.2f}" for row in found if row)

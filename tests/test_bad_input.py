@@ -193,3 +193,84 @@ def test_numbers_that_are_not_finite_are_reported_and_stay_in_their_page(model, 
         outside[20:36] = False
         assert torch.equal(found[:, :, outside], expected[:, :, outside])
         assert torch.equal(found[:, 0], expected[:, 0])
+
+
+def mixed_model():
+    config = make_config("llama")
+    config = transformers.Gemma3TextConfig(
+        **{
+            **{
+                k: v
+                for k, v in config.to_dict().items()
+                if k in ("vocab_size", "hidden_size", "intermediate_size")
+            },
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "pad_token_id": 0,
+        }
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation("kv_hf")
+    return model
+
+
+def test_pool_limit_is_found_before_a_layer_of_another_kind_is_changed():
+    model = mixed_model()
+    cache = kv_hf.PagedCache(model.config, max_pages=1)
+    dynamic = transformers.DynamicCache(config=model.config)
+    ids = tokens(1, 70)
+    with torch.no_grad():
+        for made in (cache, dynamic):
+            model(ids[:, :67], past_key_values=made)
+        with pytest.raises(kv_hf.PagePoolExhaustedError):
+            model(tokens(1, 70, seed=5), past_key_values=cache)
+        assert [layer.get_seq_length() for layer in cache.layers] == [67, 67]
+        found, expected = (
+            model(ids[:, 67:], past_key_values=made).logits for made in (cache, dynamic)
+        )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_layer_override_of_a_layer_that_is_not_paged_is_refused():
+    config = mixed_model().config
+    with pytest.raises(
+        kv_hf.CacheOptionError, match="0-0 holds no paged layer.*DynamicSlidingWindowLayer"
+    ):
+        kv_hf.PagedCache(config, keys="int4", layers={"0": "int8"})
+    kv_hf.PagedCache(config, keys="int4", layers={"0-1": "int8"})
+
+
+def test_failure_inside_a_layer_is_not_taken_up_again(model, monkeypatch):
+    """An out-of-memory error while sealing must not let a retry of the same call read half-written tokens."""
+    cache = kv_hf.PagedCache(model.config, page_size=16)
+    for layer in (0, 1):
+        cache.update(*torch.randn(2, 1, 2, 30, 16), layer)
+    states = torch.randn(2, 1, 2, 20, 16)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kv_hf.cache.store.seal", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.update(*states, 0)
+    with pytest.raises(kv_hf.InterruptedForwardError, match="reset"):
+        cache.update(*states, 0)
+    cache.reset()
+    cache.update(*states, 0)
+
+
+def test_empty_batches_and_empty_caches(model):
+    cache = kv_hf.PagedCache(model.config)
+    cache.batch_select_indices(torch.tensor([0]))
+    with pytest.raises(kv_hf.CacheMismatchError, match="batch of 0"):
+        cache.update(*torch.randn(2, 0, 2, 5, 16), 0)
+    for layer in (0, 1):
+        cache.update(*torch.randn(2, 1, 2, 5, 16), layer)
+    with pytest.raises(kv_hf.CacheMismatchError, match="at least one row"):
+        cache.batch_select_indices(torch.tensor([], dtype=torch.long))

@@ -74,3 +74,16 @@ def test_quantized_logits_stay_close(family, implementation):
     assert change < {"paged_int4": 0.3, "paged_int2": 1.0}.get(implementation, 0.05)
     if family not in ("mpt", "bloom"):  # their attention is too flat for rounding to show
         assert change > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_works_wherever_dynamic_cache_does(family):
+    """Rotary embeddings leave keys in fp32 while values are bf16: the two sides have their own dtypes."""
+    model, ids = shared_model(family), tokens(2, 80)
+    cache = kv_hf.PagedCache(model.config, page_size=16)
+    dynamic = DynamicCache(config=model.config)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for part in (ids[:, :70], *ids[:, 70:].split(1, -1)):
+            expected = model(part, past_key_values=dynamic).logits[:, -1].float()
+            found = model(part, past_key_values=cache).logits[:, -1].float()
+    assert (found - expected).norm() <= 0.1 * expected.norm()

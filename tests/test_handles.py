@@ -190,3 +190,55 @@ def test_models_with_other_layers_too_equal_dynamic_cache(name, options):
     assert {row.kind for row in report} == {"paged", "DynamicSlidingWindowLayer"}
     assert all(row.reason for row in report if row.kind != "paged")
     assert found.past_key_values.memory().other > 0
+
+
+def test_dropout_unknown_arguments_and_bidirectional_attention_take_the_dense_route(monkeypatch):
+    """Whatever paged attention cannot express must not be dropped in silence."""
+    from kv_hf.hf import attention
+    from kv_hf.notices import forget
+
+    _, cache = filled_cache(length=40)
+    module = make_model("llama").model.layers[0].self_attn
+    seen = []
+    monkeypatch.setattr(
+        attention,
+        "sdpa_attention_forward",
+        lambda *a, **kw: seen.append((a[2], kw)) or (a[1], None),
+    )
+    cases = [
+        ({"dropout": 0.5}, 1),
+        ({"position_bias": torch.zeros(1)}, 1),
+        ({"is_causal": False}, 3),
+    ]
+    for count, (given, q_len) in enumerate(cases, 1):
+        forget()
+        keys, values = cache.update(*new_states(length=q_len), 0)
+        query = torch.randn(2, 4, q_len, 16)
+        with pytest.warns(kv_hf.KVCacheWarning, match="densely because"):
+            attention.kv_hf_attention(module, query, keys, values, None, **given)
+        assert len(seen) == count
+        assert type(seen[-1][0]) is torch.Tensor
+        cache.update(*new_states(length=q_len), 1)
+
+
+def test_cache_of_an_assistant_records_its_past():
+    """generate() makes the assistant's cache itself and crops it all the time."""
+    model, assistant = make_model("llama"), make_model("llama", num_hidden_layers=1)
+    made = []
+    original = kv_hf.PagedCache.activate_past_recording
+
+    def noted(self):
+        made.append(len(self.layers))
+        return original(self)
+
+    kv_hf.PagedCache.activate_past_recording = noted
+    try:
+        model.generate(
+            tokens(1, 30),
+            assistant_model=assistant,
+            max_new_tokens=6,
+            cache_implementation="paged_int4",
+        )
+    finally:
+        del kv_hf.PagedCache.activate_past_recording
+    assert {1, 2} <= set(made)  # both the assistant's and the target's

@@ -47,7 +47,7 @@ def test_memory_equals_tensors_and_prediction_after_generation(implementation, o
         assert report == predicted(cache)
 
 
-def test_memory_of_layers_of_another_kind_is_counted():
+def test_model_with_sliding_layers_only_is_refused():
     model = make_model("mistral", sliding_window=8)
     cache = None
     with pytest.raises(kv_hf.UnsupportedModelError, match="DynamicSlidingWindowLayer"):
@@ -107,15 +107,20 @@ def test_padding_is_learnt_without_generate():
 class LargestTensor(TorchDispatchMode):
     """Notes the largest storage that any operation makes."""
 
-    def __init__(self):
+    def __init__(self, held=()):
         super().__init__()
         self.nbytes = 0
+        self.held = {
+            tensor.untyped_storage().data_ptr() for tensor in held
+        }  # views of these do not count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, torch.Tensor):
-                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.held:
+                    self.nbytes = max(self.nbytes, storage.nbytes())
         return out
 
 
@@ -150,3 +155,39 @@ def test_largest_temporary_is_noticed(monkeypatch):
         with LargestTensor() as largest:
             model(tokens(1, 1), past_key_values=cache)
     assert largest.nbytes >= 2 * length * 16 * 4  # kv heads, tokens, head_dim, fp32
+
+
+def test_generate_tells_the_cache_of_padding_under_every_attention():
+    model = make_model("llama")
+    out = model.generate(
+        **left_padded([100, 10]),
+        max_new_tokens=2,
+        cache_implementation="paged_int4",
+        cache_config={"attention": "keep"},
+        return_dict_in_generate=True,
+    )
+    assert model.config._attn_implementation == "sdpa"
+    assert [row.padding for row in out.past_key_values.group.rows] == [0, 90]
+
+
+def test_padding_that_was_observed_but_not_used_does_not_reach_the_next_batch():
+    model = make_model("llama")
+    model.set_attn_implementation("kv_hf")
+    cache = kv_hf.PagedCache(model.config)
+    cache.observe_padding(left_padded([20, 5])["attention_mask"])
+    with torch.no_grad():
+        model(tokens(2, 20), past_key_values=cache)
+    assert cache.memory().tokens == 40
+
+
+@pytest.mark.parametrize("options", [{"recent_tokens": 4096}, {"sink_tokens": 4096}])
+def test_largest_temporary_does_not_grow_with_the_window(options):
+    model = make_model("llama", max_position_embeddings=8192)
+    model.set_attn_implementation("kv_hf")
+    cache = kv_hf.PagedCache(model.config, keys="int4", **options)
+    with torch.no_grad():
+        model(tokens(1, 5000), past_key_values=cache)
+        windows = [window.tokens for layer in cache.paged_layers for window in layer.windows]
+        with LargestTensor(windows) as largest:
+            model(tokens(1, 1), past_key_values=cache)
+    assert largest.nbytes <= max(2 * TILE_TOKENS * 16 * 4, *(p.nbytes for p in model.parameters()))

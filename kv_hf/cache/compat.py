@@ -6,5 +6,10 @@ from packaging.version import Version
 MINIMUM = "5.17.0"
 VERSION = Version(transformers.__version__)
 
+if Version(MINIMUM) > VERSION:
+    raise ImportError(
+        f"kv_hf needs transformers {MINIMUM} or newer, found {transformers.__version__}"
+    )
+
 # 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises
 CROP_TAKES_LENGTHS = Version("5.18.0.dev0") > VERSION

@@ -53,7 +53,7 @@ class KVHandle(torch.Tensor):
         kv = view.kv
         spec = getattr(kv.spec, side)
         shape = (kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim)
-        window = kv.window_keys
+        window = kv.window_keys if side == "keys" else kv.window_values
         handle = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=window.dtype, device=window.device
         )

@@ -10,7 +10,8 @@ from ..errors import InterruptedForwardError
 from ..formats import Scheme
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
-from ..pages.group import PageGroup, Step
+from ..pages.group import PageGroup
+from ..pages.step import Step
 from ..pages.storage import PageStorage
 from ..spec import PageSpec
 from .compat import CROP_TAKES_LENGTHS
@@ -65,6 +66,7 @@ class PagedLayer(DynamicLayer):
             value_dim=value_states.shape[-1],
             page_size=self.group.page_size,
             dtype=key_states.dtype,
+            value_dtype=value_states.dtype,
         )
         self.store = LayerStore(self.layer_idx, spec, self.group.sink_tokens, self.device)
         self.is_initialized = True

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..config import CacheConfig, check_option_names
-from ..errors import CacheMismatchError, UnsupportedModelError
+from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..pages.group import PageGroup
 from ..spec import TABLE_DTYPE, MemoryReport
@@ -83,12 +83,24 @@ class PagedCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicLayer:
                 self.layers[index] = PagedLayer(index, self.group, *schemes[index])
+        self._check_overrides()
         if not self.paged_layers:
             kinds = sorted({type(layer).__name__ for layer in self.layers})
             raise UnsupportedModelError(
                 f"{getattr(config, 'model_type', config)!r} has no full-attention layer that pages could hold "
                 f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
             )
+
+    def _check_overrides(self) -> None:
+        """Raise CacheOptionError where `layers` names only layers that transformers keeps."""
+        paged = {layer.layer_idx for layer in self.paged_layers}
+        for low, high, _ in self.options.layer_overrides() if paged else []:
+            if not paged & set(range(low, high + 1)):
+                kind = type(self.layers[low]).__name__
+                raise CacheOptionError(
+                    f"layers: {low}-{high} holds no paged layer; transformers' {kind} is kept there, which has no "
+                    "formats"
+                )
 
     def update(
         self,
@@ -102,6 +114,9 @@ class PagedCache(DynamicCache):
 
         flex_attention is traced by torch.compile, which cannot look into handles: it gets dense tensors.
         """
+        if layer_idx < self.paged_layers[0].layer_idx:
+            # a layer of another kind comes first: find out now whether the paged ones will refuse
+            self.group.check_append(key_states.shape[0], key_states.shape[2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._config._attn_implementation == "flex_attention":
             view = view_behind(keys, values)
@@ -138,6 +153,8 @@ class PagedCache(DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers or a bool mask)."""
+        if not self.group.rows:
+            return
         sources = chosen_rows(indices, len(self.group.rows))
         for layer in self.layers:
             if isinstance(layer, PagedLayer):

@@ -8,7 +8,7 @@ import torch
 from ..errors import CacheMismatchError
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
-from ..pages.group import Step, TableView
+from ..pages.step import Step, TableView
 from ..pages.storage import PageStorage
 from ..spec import PageSpec, page_capacity
 from .window import ExactWindow, seal
@@ -49,7 +49,7 @@ class LayerStore:
         return (
             keys.shape[1] == values.shape[1] == k.num_kv_heads
             and (keys.shape[-1], values.shape[-1]) == (k.head_dim, v.head_dim)
-            and keys.dtype == values.dtype == k.dtype
+            and (keys.dtype, values.dtype) == (k.dtype, v.dtype)
             and keys.device == values.device == self.device
         )
 
@@ -59,9 +59,9 @@ class LayerStore:
             return
         k, v = self.spec.sides
         raise CacheMismatchError(
-            f"layer {self.layer_idx} of this cache holds {k.num_kv_heads} kv heads of {k.head_dim} (keys) and "
-            f"{v.head_dim} (values) in {k.dtype} on {self.device}; got keys {tuple(keys.shape)} and values "
-            f"{tuple(values.shape)} in {keys.dtype} on {keys.device}. Use one cache per model"
+            f"layer {self.layer_idx} of this cache holds {k.num_kv_heads} kv heads of {k.head_dim} ({k.dtype} keys) and "
+            f"{v.head_dim} ({v.dtype} values) on {self.device}; got {keys.dtype} keys {tuple(keys.shape)} and "
+            f"{values.dtype} values {tuple(values.shape)} on {keys.device}. Use one cache per model and dtype"
         )
 
     def append(
@@ -120,6 +120,7 @@ class LayerStore:
         self, view: TableView, window_keys: torch.Tensor, window_values: torch.Tensor, seen: int
     ) -> PagedKV:
         """Return what a kernel reads: these pages and the given exact tokens, in the order of `view`."""
+        longest = int(view.exact_lens.max())  # on the CPU: no synchronisation
         table = view.on(self.device)
         return PagedKV(
             key_pages=self.pages.keys.fields,
@@ -127,8 +128,8 @@ class LayerStore:
             spec=self.spec,
             block_table=table.block_table,
             num_pages=table.num_pages,
-            window_keys=window_keys,
-            window_values=window_values,
+            window_keys=window_keys[:, :, :longest],
+            window_values=window_values[:, :, :longest],
             exact_lens=table.exact_lens,
             padding=table.padding,
             seen=seen,

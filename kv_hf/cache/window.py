@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..pages.group import Step
+from ..pages.step import Step
 from ..pages.storage import SideStorage
 from ..spec import SideSpec
 

@@ -43,7 +43,9 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """
     length, mask = kwargs.get("kv_length"), kwargs.get("attention_mask")
     if isinstance(length, MaskLength):
-        if mask is not None:
+        if mask is None:
+            length.group.forget_padding()
+        else:
             length.group.observe_padding(mask)
         kwargs["kv_length"] = int(length)
     return sdpa_mask(*args, **kwargs)

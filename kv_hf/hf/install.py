@@ -68,6 +68,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         given = model_kwargs.get("past_key_values")
         if isinstance(given, PagedCache) and name is None:
             given.check_model(self.config)
+            given.group.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs)
         elif isinstance(given, PagedCache) and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
@@ -98,7 +99,7 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache:
     options = generation_config.cache_config
     if options is not None and not isinstance(options, dict):
         raise CacheOptionError(
-            f"cache_config must be a dict of options, got {type(options).__name__}"
+            f"cache_config must be a dict of options such as {{'page_size': 32}}, got {type(options).__name__}"
         )
     return PagedCache.from_implementation(model.config, name, options)
 

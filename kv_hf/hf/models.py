@@ -41,7 +41,7 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     say_once(
         f"switch {own}",
         f"kv_hf: attention of {own} switched from {current!r} to {ATTENTION_NAME!r}, which reads pages "
-        "(cache_config={'attention': 'keep'} leaves it alone)",
+        "(cache_config={'attention': 'keep'} leaves it alone; set_attn_implementation('sdpa') undoes it)",
     )
 
 

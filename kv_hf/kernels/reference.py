@@ -9,7 +9,9 @@ from ..quant.codec import decode
 from ..spec import SideSpec
 from .inputs import PagedKV
 
-TILE_TOKENS = 512  # tokens decoded at a time; the largest temporary is one such tile
+TILE_TOKENS = (
+    512  # tokens decoded at a time (a page, where pages are larger): the largest temporary
+)
 
 
 def decode_tile(
@@ -104,11 +106,15 @@ def paged_attention(
             at.expand(rows, -1),
             held,
         )
-    slots = torch.arange(kv.window_keys.shape[2], device=device)
-    behind = num_pages[:, None] * kv.page_size * (slots >= kv.sink_tokens)
-    held = slots < exact_lens[:, None]
-    window_keys = kv.window_keys.to(compute).masked_fill(~held[:, None, :, None], 0.0)
-    add_tile(window_keys, kv.window_values.to(compute), slots + behind, held)
+    for first in range(0, kv.window_keys.shape[2], TILE_TOKENS):
+        keys, values = (
+            w[:, :, first : first + TILE_TOKENS] for w in (kv.window_keys, kv.window_values)
+        )
+        slots = torch.arange(first, first + keys.shape[2], device=device)
+        behind = num_pages[:, None] * kv.page_size * (slots >= kv.sink_tokens)
+        held = slots < exact_lens[:, None]
+        keys = keys.to(compute).masked_fill(~held[:, None, :, None], 0.0)
+        add_tile(keys, values.to(compute), slots + behind, held)
 
     if sink_logits is not None:
         logits = sink_logits.to(compute).reshape(1, heads, group, 1, 1)

@@ -12,89 +12,14 @@ as sealed exactly the pages that were full when it began: its own new tokens are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from ..errors import CacheMismatchError, InterruptedForwardError
 from ..spec import TABLE_DTYPE
 from .pool import PagePool
-
-
-@dataclass(frozen=True)
-class Row:
-    """One sequence of the batch: columns of padding, page ids, and tokens in the exact window."""
-
-    padding: int
-    pages: tuple[int, ...]
-    exact: int
-
-
-@dataclass(frozen=True)
-class RowStep:
-    """What a step does to one row.
-
-    Attributes:
-        source: index of the row that this row continues.
-        exact_before: tokens in the window when the new ones arrive (without those of `sealed_first`).
-        sealed_first: ids of pages sealed before the new tokens are appended (past recording only).
-        skip: leading columns of the new tokens that are padding.
-        new: real tokens appended.
-        sealed: ids of the pages sealed behind the step's own forward, in order.
-        exact_after: tokens in the window when the step ends.
-        reopened: (page id, tokens) to decode back into the window (crop only), or None.
-    """
-
-    source: int
-    exact_before: int
-    exact_after: int
-    skip: int = 0
-    new: int = 0
-    sealed: tuple[int, ...] = ()
-    reopened: tuple[int, int] | None = None
-    sealed_first: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class TableView:
-    """Where a forward finds its tokens; tensors on the CPU, moved to a device once by `on`.
-
-    Attributes:
-        block_table: [rows, max pages of a row], int32; entries past a row's last page are 0.
-        num_pages: [rows], int32, sealed pages that the forward reads.
-        exact_lens: [rows], int32, tokens in the window, the forward's own included.
-        padding: [rows], int32, columns of left padding.
-    """
-
-    block_table: torch.Tensor
-    num_pages: torch.Tensor
-    exact_lens: torch.Tensor
-    padding: torch.Tensor
-    _moved: dict[torch.device, "TableView"] = field(default_factory=dict, compare=False)
-
-    def on(self, device: torch.device) -> "TableView":
-        """Return this view with its tensors on `device` (moved once, then remembered)."""
-        if device == self.block_table.device:
-            return self
-        if device not in self._moved:
-            names = ("block_table", "num_pages", "exact_lens", "padding")
-            self._moved[device] = TableView(
-                *(getattr(self, name).to(device, non_blocking=True) for name in names)
-            )
-        return self._moved[device]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One change of the group, shared by all its layers."""
-
-    op: tuple
-    rows: tuple[RowStep, ...]
-    seen_before: int
-    seen_after: int
-    rebuild: bool  # the window cannot be appended to in place: the forward's own tokens are sealed
-    num_ids: int  # pages that storage must have room for
-    view: TableView | None  # append only
+from .step import Row, RowStep, Step, TableView
 
 
 class PageGroup:
@@ -140,6 +65,14 @@ class PageGroup:
         if not self.recording:
             self.recording, self.confirmed = True, self.seen
 
+    def end_recording(self) -> None:
+        """Turn past recording off: full pages are sealed at once again."""
+        self.recording = False
+
+    def forget_padding(self) -> None:
+        """Drop padding that was observed but not used yet (a forward without any mask follows)."""
+        self._padding_seen = None
+
     def confirm(self) -> None:
         """Declare all columns seen so far final (a crop that removes nothing)."""
         self.confirmed = self.seen
@@ -149,6 +82,7 @@ class PageGroup:
         for row in self.rows:
             self.pool.release(row.pages)
         self._clear()
+        self.recording = False
 
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""
@@ -182,7 +116,12 @@ class PageGroup:
             self._check_all_joined()
             planned, rows = self._plan(op)
             self._commit(planned, rows)
-        elif layer_epoch != self.epoch - 1 or self.step is None or self.step.op != op:
+        elif (
+            layer_epoch != self.epoch - 1
+            or self.step is None
+            or self.step.op != op
+            or layer in self._joined  # it joined, but its own work on this step failed
+        ):
             raise InterruptedForwardError(
                 f"layer {layer} cannot {op[0]} here: it has taken part in {layer_epoch} of {self.epoch} steps of "
                 "this cache. An earlier forward stopped half-way, or layers were changed one without the others; "
@@ -217,6 +156,34 @@ class PageGroup:
         self._joined = set()
 
     def _plan_append(self, op: tuple, batch: int, q_len: int) -> tuple[Step, tuple[Row, ...]]:
+        before, plans = self._plan_rows_of_append(batch, q_len)
+        seen_after = self.seen + q_len
+        ids = iter(self.pool.allocate(sum(first + last for _, first, last in plans)))
+        steps, found, rows = [], [], []
+        for row, (plan, first, last) in zip(before, plans, strict=True):
+            sealed_first = tuple(next(ids) for _ in range(first))
+            sealed = tuple(next(ids) for _ in range(last))
+            steps.append(replace(plan, sealed_first=sealed_first, sealed=sealed))
+            padding = min(row.padding, seen_after)
+            found.append(Row(padding, row.pages + sealed_first, plan.exact_before + plan.new))
+            rows.append(Row(padding, row.pages + sealed_first + sealed, plan.exact_after))
+        rebuild = any(plan.sealed for plan in steps) or max(r.exact for r in found) > self.slots
+        step = Step(
+            op, tuple(steps), self.seen, seen_after, rebuild, self.pool.num_ids, self.view(found)
+        )
+        return step, tuple(rows)
+
+    def check_append(self, batch: int, q_len: int) -> None:
+        """Raise what appending `q_len` columns to `batch` rows would raise; change nothing."""
+        _, plans = self._plan_rows_of_append(batch, q_len)
+        self.pool.check_room(sum(first + last for _, first, last in plans))
+
+    def _plan_rows_of_append(
+        self, batch: int, q_len: int
+    ) -> tuple[tuple[Row, ...], list[tuple[RowStep, int, int]]]:
+        """Return the rows as they are found, and for each its step and the pages to seal before and behind."""
+        if batch < 1:
+            raise CacheMismatchError("keys must have at least one row, got a batch of 0")
         if self.rows and batch != len(self.rows):
             raise CacheMismatchError(
                 f"this cache holds a batch of {len(self.rows)} rows, got keys for {batch}; use a new cache, or "
@@ -232,20 +199,7 @@ class PageGroup:
             run = exact + q_len - skip
             after = run - last * self.page_size
             plans.append((RowStep(index, exact, after, skip, q_len - skip), first, last))
-        ids = iter(self.pool.allocate(sum(first + last for _, first, last in plans)))
-        steps, found, rows = [], [], []
-        for row, (plan, first, last) in zip(before, plans, strict=True):
-            sealed_first = tuple(next(ids) for _ in range(first))
-            sealed = tuple(next(ids) for _ in range(last))
-            steps.append(replace(plan, sealed_first=sealed_first, sealed=sealed))
-            padding = min(row.padding, seen_after)
-            found.append(Row(padding, row.pages + sealed_first, plan.exact_before + plan.new))
-            rows.append(Row(padding, row.pages + sealed_first + sealed, plan.exact_after))
-        rebuild = any(plan.sealed for plan in steps) or max(r.exact for r in found) > self.slots
-        step = Step(
-            op, tuple(steps), self.seen, seen_after, rebuild, self.pool.num_ids, self.view(found)
-        )
-        return step, tuple(rows)
+        return before, plans
 
     def _pages_to_seal(self, row: Row, new: int) -> tuple[int, int]:
         """Return the pages of `row` to seal (before, behind) the append of `new` tokens.

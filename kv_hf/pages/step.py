@@ -1,0 +1,81 @@
+"""What a step does to the rows of a batch, and where a forward then finds its tokens. Decides nothing."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of the batch: columns of padding, page ids, and tokens in the exact window."""
+
+    padding: int
+    pages: tuple[int, ...]
+    exact: int
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """What a step does to one row.
+
+    Attributes:
+        source: index of the row that this row continues.
+        exact_before: tokens in the window when the new ones arrive (without those of `sealed_first`).
+        sealed_first: ids of pages sealed before the new tokens are appended (past recording only).
+        skip: leading columns of the new tokens that are padding.
+        new: real tokens appended.
+        sealed: ids of the pages sealed behind the step's own forward, in order.
+        exact_after: tokens in the window when the step ends.
+        reopened: (page id, tokens) to decode back into the window (crop only), or None.
+    """
+
+    source: int
+    exact_before: int
+    exact_after: int
+    skip: int = 0
+    new: int = 0
+    sealed: tuple[int, ...] = ()
+    reopened: tuple[int, int] | None = None
+    sealed_first: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TableView:
+    """Where a forward finds its tokens; tensors on the CPU, moved to a device once by `on`.
+
+    Attributes:
+        block_table: [rows, max pages of a row], int32; entries past a row's last page are 0.
+        num_pages: [rows], int32, sealed pages that the forward reads.
+        exact_lens: [rows], int32, tokens in the window, the forward's own included.
+        padding: [rows], int32, columns of left padding.
+    """
+
+    block_table: torch.Tensor
+    num_pages: torch.Tensor
+    exact_lens: torch.Tensor
+    padding: torch.Tensor
+    _moved: dict[torch.device, "TableView"] = field(default_factory=dict, compare=False)
+
+    def on(self, device: torch.device) -> "TableView":
+        """Return this view with its tensors on `device` (moved once, then remembered)."""
+        if device == self.block_table.device:
+            return self
+        if device not in self._moved:
+            names = ("block_table", "num_pages", "exact_lens", "padding")
+            self._moved[device] = TableView(
+                *(getattr(self, name).to(device, non_blocking=True) for name in names)
+            )
+        return self._moved[device]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change of the group, shared by all its layers."""
+
+    op: tuple
+    rows: tuple[RowStep, ...]
+    seen_before: int
+    seen_after: int
+    rebuild: bool  # the window cannot be appended to in place: the forward's own tokens are sealed
+    num_ids: int  # pages that storage must have room for
+    view: TableView | None  # append only

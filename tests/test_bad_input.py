@@ -274,3 +274,14 @@ def test_empty_batches_and_empty_caches(model):
         cache.update(*torch.randn(2, 1, 2, 5, 16), layer)
     with pytest.raises(kv_hf.CacheMismatchError, match="at least one row"):
         cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+
+
+def test_reset_of_a_model_with_other_layers_takes_another_batch_size():
+    model = mixed_model()
+    cache, fresh = kv_hf.PagedCache(model.config), kv_hf.PagedCache(model.config)
+    with torch.no_grad():
+        model(tokens(2, 30), past_key_values=cache)
+        cache.reset()
+        found = model(tokens(3, 20), past_key_values=cache).logits
+        assert torch.equal(found, model(tokens(3, 20), past_key_values=fresh).logits)
+    assert cache.memory() == fresh.memory()

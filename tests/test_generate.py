@@ -259,3 +259,15 @@ def test_vision_language_model_pages_its_text_model_only():
     assert torch.equal(expected, model.generate(**inputs, **options, **PAGES))
     assert model.config.text_config._attn_implementation == "kv_hf"
     assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_layer_overrides_of_the_target_do_not_reach_its_assistant():
+    model, assistant = make_model("llama"), make_model("llama", num_hidden_layers=1)
+    options = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "cache_implementation": "paged_exact",
+        "cache_config": {"layers": {"1": "int8"}},
+    }
+    out = model.generate(tokens(1, 30), assistant_model=assistant, **options)
+    assert torch.equal(out, model.generate(tokens(1, 30), **options))

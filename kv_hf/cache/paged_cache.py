@@ -140,6 +140,15 @@ class PagedCache(DynamicCache):
         """The layers that live in pages."""
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
+    def reset(self) -> None:
+        """Forget all tokens and give the memory back; afterwards any batch size fits."""
+        for layer in self.layers:
+            layer.reset()
+            if isinstance(layer, DynamicLayer) and not isinstance(layer, PagedLayer):
+                # 5.17 zeroes these instead of dropping them, so that the next update would append to zeros
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+
     # -- rows: one list of row numbers for all layers, read from the device once ---------------------------
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

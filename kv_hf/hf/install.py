@@ -101,6 +101,9 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache:
         raise CacheOptionError(
             f"cache_config must be a dict of options such as {{'page_size': 32}}, got {type(options).__name__}"
         )
+    if options and getattr(generation_config, "is_assistant", False):
+        # the target's options reach the assistant, whose layers are others
+        options = {option: value for option, value in options.items() if option != "layers"}
     return PagedCache.from_implementation(model.config, name, options)
 
 

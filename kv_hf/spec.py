@@ -6,7 +6,7 @@ The allocator makes the tensors that `PageSpec.fields` lists, the memory report 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,13 @@ SCALE_DTYPE = torch.float16
 TABLE_DTYPE = torch.int32
 # float8 codes lie in uint8 tensors: torch cannot index float8 tensors on every device
 CODE_DTYPES = {"unsigned": torch.uint8, "signed": torch.int8, "float8": torch.uint8}
+
+# How codes are arranged in a page. A format fixes the codes and scales; the layout is a matter of the kernel
+# that reads them, and layouts convert exactly (quant/packing.py).
+ROWS = "rows"  # Triton: tokens of keys and channels of values are rows of bytes
+LANES = (
+    "lanes"  # C: words of four bytes, neighbouring words belong to neighbouring tokens or channels
+)
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -34,6 +41,11 @@ class SideSpec:
         offset [page_size / group tokens, head_dim / group channels]   float16
 
     Exact storage is `codes [page_size, head_dim]` in the model's dtype for both sides, without scales.
+    That is layout "rows". In layout "lanes" the same codes are int32 words, so that a vector of words holds
+    neighbouring tokens of keys and neighbouring channels of values:
+
+        codes  [head_dim * bits / 32, page_size]   keys:   word w of token t = bytes 4w .. 4w + 3 of its row above
+        codes  [page_size * bits / 32, head_dim]   values: the same with tokens packed in place of channels
     """
 
     side: str  # "keys" or "values"
@@ -42,29 +54,42 @@ class SideSpec:
     head_dim: int
     page_size: int
     dtype: torch.dtype  # the model's
+    layout: str = ROWS
 
     @property
     def token_contiguous(self) -> bool:
-        """True where neighbouring bytes are neighbouring tokens (encoded values)."""
+        """True where neighbouring bytes are neighbouring tokens (encoded values in layout "rows")."""
         return self.side == "values" and not self.scheme.is_exact
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Dtype of a code, or of packed codes; for exact storage the numbers' own."""
+        return self.dtype if self.scheme.is_exact else CODE_DTYPES[self.scheme.code]
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a stored code, or of a stored number where storage is exact."""
+        return self.scheme.bits or 8 * self.dtype.itemsize
 
     @property
     def fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape of one page, dtype) of every tensor that stores this side."""
         scheme, heads = self.scheme, self.num_kv_heads
-        if scheme.is_exact:
-            return {"codes": ((heads, self.page_size, self.head_dim), self.dtype)}
-        packed = self.head_dim // scheme.codes_per_byte
-        tokens_last = (heads, packed, self.page_size)
-        shape = tokens_last if self.token_contiguous else (heads, self.page_size, packed)
-        result: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "codes": (shape, CODE_DTYPES[scheme.code])
-        }
+        result = {"codes": self._codes_field()}
         for name, group in (("scale", scheme.scale_group), ("offset", scheme.offset_group)):
             if group is not None:
                 shape = (heads, self.page_size // group[0], self.head_dim // group[1])
                 result[name] = (shape, SCALE_DTYPE)
         return result
+
+    def _codes_field(self) -> tuple[tuple[int, ...], torch.dtype]:
+        heads, page, dim = self.num_kv_heads, self.page_size, self.head_dim
+        if self.layout == LANES:
+            along, across = (dim, page) if self.side == "keys" else (page, dim)
+            return (heads, along * self.code_bits // 32, across), torch.int32
+        packed = dim // self.scheme.codes_per_byte
+        shape = (packed, page) if self.token_contiguous else (page, packed)
+        return (heads, *shape), self.code_dtype
 
     @property
     def payload_bytes(self) -> int:
@@ -102,17 +127,24 @@ class PageSpec:
         page_size: int,
         dtype: torch.dtype,
         value_dtype: torch.dtype | None = None,
+        layout: str = ROWS,
     ) -> "PageSpec":
         """Resolve both schemes for these sizes. Raises CacheOptionError where they do not fit.
 
         `value_dtype` is that of the values where it differs from the keys' (autocast makes it so).
+        `layout` LANES is replaced by ROWS where a key's bytes do not fill whole words.
         """
         keys = key_scheme.resolve(page_size, key_dim, "keys")
         values = value_scheme.resolve(page_size, value_dim, "values")
-        return cls(
-            SideSpec("keys", keys, num_kv_heads, key_dim, page_size, dtype),
-            SideSpec("values", values, num_kv_heads, value_dim, page_size, value_dtype or dtype),
+        spec = cls(
+            SideSpec("keys", keys, num_kv_heads, key_dim, page_size, dtype, layout),
+            SideSpec(
+                "values", values, num_kv_heads, value_dim, page_size, value_dtype or dtype, layout
+            ),
         )
+        if layout == LANES and key_dim * spec.keys.code_bits % 32:
+            return cls(replace(spec.keys, layout=ROWS), replace(spec.values, layout=ROWS))
+        return spec
 
     @property
     def sides(self) -> tuple[SideSpec, SideSpec]:

@@ -1,6 +1,7 @@
 """Encoding against fp64 arithmetic that reads the documented bytes by itself."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
-from kv_hf.quant.packing import pack, unpack
-from kv_hf.spec import PageSpec
+from kv_hf.quant.packing import pack, pick_up, unpack
+from kv_hf.spec import LANES, PageSpec
 
 PAGE, HEADS, DIM = 32, 2, 64
 ENCODED = ("fp8", "int8", "int4", "int2")
@@ -54,6 +55,42 @@ def side_spec(name, side, dtype=torch.float32, page_size=PAGE, dim=DIM):
 def random_pages(pages, seed=0, scale=1.0, dtype=torch.float32, dim=DIM):
     generator = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(pages, HEADS, PAGE, dim, generator=generator)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("page_size", "dim"), [(16, 16), (64, 80), (32, 128)])
+@pytest.mark.parametrize(("name", "side"), [*ALL, ("exact", "keys"), ("exact", "values")])
+def test_layouts_hold_the_same_codes(name, side, page_size, dim, dtype):
+    rows = side_spec(name, side, dtype, page_size, dim)
+    lanes = replace(rows, layout=LANES)
+    x = torch.randn(3, HEADS, page_size, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    encoded = [encode(x, spec)[0] for spec in (rows, lanes)]
+    assert encoded[1]["codes"].shape[1:] == lanes.fields["codes"][0]
+    assert encoded[1]["codes"].dtype == lanes.fields["codes"][1]
+    assert lanes.payload_bytes == rows.payload_bytes
+    picked = [pick_up(e["codes"], spec) for e, spec in zip(encoded, (rows, lanes), strict=True)]
+    assert torch.equal(*picked)
+    assert torch.equal(*(decode(e, s, dtype) for e, s in zip(encoded, (rows, lanes), strict=True)))
+    for field in encoded[0].keys() - {"codes"}:
+        assert torch.equal(encoded[0][field], encoded[1][field])
+
+
+@pytest.mark.parametrize(("name", "bits"), CODE_BITS.items())
+def test_lanes_layout_is_as_documented(name, bits):
+    """Word w of token t (or channel): the bytes 4w .. 4w + 3 of its run, each byte strided codes."""
+    for side in SIDES:
+        spec = replace(side_spec(name, side), layout=LANES)
+        encoded = encode(random_pages(1), spec)[0]["codes"]
+        codes = pick_up(encoded, spec)[0, 0].to(torch.int64) & 0xFF  # [tokens, channels]
+        runs = codes if side == "keys" else codes.T
+        packed = runs.shape[1] * bits // 8
+        word, lane = packed // 8, 5
+        value = sum(
+            int(runs[lane, 4 * word + byte + place * packed]) << (8 * byte + bits * place)
+            for byte in range(4)
+            for place in range(8 // bits)
+        )
+        assert int(encoded[0, 0, word, lane]) & 0xFFFFFFFF == value
 
 
 def fresh(name, side, x):

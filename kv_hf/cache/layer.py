@@ -13,7 +13,7 @@ from ..notices import warn_once
 from ..pages.group import PageGroup
 from ..pages.step import Step
 from ..pages.storage import PageStorage
-from ..spec import PageSpec
+from ..spec import LANES, ROWS, PageSpec
 from .compat import CROP_TAKES_LENGTHS
 from .handle import KVHandle, KVView
 from .store import LayerStore
@@ -67,6 +67,7 @@ class PagedLayer(DynamicLayer):
             page_size=self.group.page_size,
             dtype=key_states.dtype,
             value_dtype=value_states.dtype,
+            layout=LANES if self.device.type == "cpu" else ROWS,
         )
         self.store = LayerStore(self.layer_idx, spec, self.group.sink_tokens, self.device)
         self.is_initialized = True

@@ -27,6 +27,7 @@ def paged_attention(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """Attend `query` to the pages and the window of `kv`; see `reference.paged_attention`.
@@ -49,6 +50,8 @@ def paged_attention(
         raise CacheMismatchError(
             f"sink_logits must be [{num_heads}], got {tuple(sink_logits.shape)}"
         )
+    if sliding_window is not None and sliding_window < 1:
+        raise CacheMismatchError(f"sliding_window must be at least 1, got {sliding_window}")
     if mask is not None:
         shape = (rows, num_heads, q_len, kv.seen)
         if mask.ndim != 4 or any(
@@ -68,4 +71,5 @@ def paged_attention(
         mask=mask,
         softcap=softcap,
         sink_logits=sink_logits,
+        sliding_window=sliding_window,
     )

@@ -33,6 +33,7 @@ def paged_attention(
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    sliding_window: int | None = None,
 ) -> torch.Tensor:
     """Attend the newest tokens of each row to all of the row's tokens.
 
@@ -47,6 +48,7 @@ def paged_attention(
             or additive float. None: causal inside the q_len tokens, everything before them visible.
         softcap: bound of the scores, or None.
         sink_logits: [num_heads], a learnt extra logit in the softmax's denominator, or None.
+        sliding_window: tokens that a query sees, itself included, or None for all; on top of the mask.
     Returns: [rows, num_heads, q_len, value_dim] in query's dtype, accumulated in fp32 (fp64 for fp64); a
         query that may see no token gives zeros.
     Source: PagedAttention (arXiv 2309.06180) with the online softmax of arXiv 1805.02867.
@@ -75,6 +77,9 @@ def paged_attention(
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.unflatten(2, (group, q_len))
         visible = held[:, None, None, None, :]
+        if sliding_window is not None:
+            near = at[:, None, :] > query_at[:, :, None] - sliding_window
+            visible = visible & near[:, None, None]
         if mask is None:
             visible = visible & (at[:, None, :] <= query_at[:, :, None])[:, None, None]
         else:

@@ -8,7 +8,7 @@ import torch
 
 from ..formats import Scheme
 from ..spec import SCALE_DTYPE, SideSpec
-from .packing import pack, unpack
+from .packing import lay_out, pick_up
 
 FLOAT8_MAX = 448.0  # largest e4m3 number
 SCALE_MAX = 65504.0  # largest float16: scales and offsets must stay finite
@@ -26,7 +26,7 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     """
     scheme = spec.scheme
     if scheme.is_exact:
-        return {"codes": tokens.contiguous()}, torch.zeros(
+        return {"codes": lay_out(tokens, spec)}, torch.zeros(
             (), dtype=torch.bool, device=tokens.device
         )
     x = tokens.float()
@@ -35,11 +35,9 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     offset: torch.Tensor | None
     if scheme.code == "unsigned":
         codes, scale, offset = _encode_unsigned(finite, scheme)
-        codes = pack(codes, scheme.bits, -1)
     else:
         codes, scale, offset = _encode_around_offset(finite, scheme)
-    fields = {"codes": codes.transpose(-1, -2).contiguous() if spec.token_contiguous else codes}
-    fields["scale"] = scale
+    fields = {"codes": lay_out(codes, spec), "scale": scale}
     if offset is not None:
         fields["offset"] = offset
     return fields, damaged
@@ -47,14 +45,10 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
 
 def decode(fields: dict[str, torch.Tensor], spec: SideSpec, dtype: torch.dtype) -> torch.Tensor:
     """Decode pages to [pages, num_kv_heads, page_size, head_dim] in `dtype` (computed in fp32)."""
-    scheme, codes = spec.scheme, fields["codes"]
+    scheme, codes = spec.scheme, pick_up(fields["codes"], spec)
     if scheme.is_exact:
         return codes.to(dtype)
-    if spec.token_contiguous:
-        codes = codes.transpose(-1, -2)
-    if scheme.code == "unsigned":
-        codes = unpack(codes, scheme.bits, -1)
-    elif scheme.code == "float8":
+    if scheme.code == "float8":
         codes = codes.contiguous().view(torch.float8_e4m3fn)
     x = _split(codes.float(), scheme.scale_group) * _over_group(fields["scale"])
     x = x.flatten(-2).flatten(-3, -2)

@@ -1,10 +1,12 @@
-"""Pack 4- and 2-bit codes into bytes and back. Knows nothing of scales.
+"""Where codes lie inside a page: 4- and 2-bit codes packed into bytes, and the two layouts of a page.
 
-Byte i holds the codes of channels i, i + n, i + 2n, .. from its lowest bits up, n = bytes per head, so
-that unpacking gives runs of neighbouring channels without interleaving.
+Byte i of a packed run holds the codes of places i, i + n, i + 2n, .. from its lowest bits up, n = bytes of
+the run, so that unpacking gives runs of neighbouring places without interleaving. Knows nothing of scales.
 """
 
 import torch
+
+from ..spec import ROWS, SideSpec
 
 
 def pack(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -31,3 +33,33 @@ def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
         return packed
     mask = (1 << bits) - 1
     return torch.cat([(packed >> (bits * place)) & mask for place in range(per_byte)], dim)
+
+
+def lay_out(codes: torch.Tensor, spec: SideSpec) -> torch.Tensor:
+    """Arrange codes (or exact numbers) [.., page_size, head_dim] as `spec.fields["codes"]` says."""
+    packs = spec.scheme.codes_per_byte > 1
+    if spec.layout == ROWS:
+        if packs:
+            codes = pack(codes, spec.scheme.bits, -1)
+        return (codes.transpose(-1, -2) if spec.token_contiguous else codes).contiguous()
+    runs = codes if spec.side == "keys" else codes.transpose(-1, -2)
+    if packs:
+        runs = pack(runs, spec.scheme.bits, -1)
+    return _contiguous(runs).view(torch.int32).transpose(-1, -2).contiguous()
+
+
+def pick_up(laid_out: torch.Tensor, spec: SideSpec) -> torch.Tensor:
+    """Undo `lay_out`: codes (exact numbers in the spec's dtype) [.., page_size, head_dim]."""
+    bits = spec.scheme.bits
+    if spec.layout == ROWS:
+        codes = laid_out.transpose(-1, -2) if spec.token_contiguous else laid_out
+        return unpack(codes, bits, -1) if spec.scheme.codes_per_byte > 1 else codes
+    runs = _contiguous(laid_out.transpose(-1, -2)).view(spec.code_dtype)
+    if spec.scheme.codes_per_byte > 1:
+        runs = unpack(runs, bits, -1)
+    return runs if spec.side == "keys" else runs.transpose(-1, -2)
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Copy to standard strides: contiguous() leaves those of sizes of 1 alone, which view(dtype) refuses."""
+    return x.clone(memory_format=torch.contiguous_format)

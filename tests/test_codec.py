@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_hf.formats import key_scheme, value_scheme
+from kv_hf.kernels import reference
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
 from kv_hf.quant.packing import pack, pick_up, unpack
@@ -599,12 +600,33 @@ def _storage(name, pages):
     return storage
 
 
+def seal(side, ids, pages):
+    """Seal whole pages, each a row of its own, behind one slot of something else."""
+    run = torch.cat([torch.full_like(pages[:, :, :1], float("nan")), pages], 2)
+    jobs = torch.tensor([(row, 1, page) for row, page in enumerate(ids)], dtype=torch.int32)
+    return reference.seal_pages(run, jobs, side.fields, side.spec)
+
+
 @pytest.mark.parametrize("name", ["exact", *ENCODED])
-def test_storage_write_then_read_is_encode_then_decode(name):
+def test_seal_pages_takes_slots_and_rows_from_its_jobs(monkeypatch, name):
+    monkeypatch.setattr(reference, "SEAL_PAGES", 2)
+    storage = _storage(name, 8)
+    run = torch.randn(2, HEADS, 5 + 2 * PAGE, DIM)
+    jobs = torch.tensor([(1, 3, 6), (0, 5, 2), (1, 3 + PAGE, 0)], dtype=torch.int32)
+    for side in storage.sides:
+        reference.seal_pages(run, jobs, side.fields, side.spec)
+        for row, first, page in jobs.tolist():
+            alone = encode(run[None, row, :, first : first + PAGE], side.spec)[0]
+            for field, tensor in side.fields.items():
+                assert torch.equal(tensor[page], alone[field][0])
+
+
+@pytest.mark.parametrize("name", ["exact", *ENCODED])
+def test_seal_then_read_is_encode_then_decode(name):
     storage = _storage(name, 6)
     x = random_pages(3)
     for side in storage.sides:
-        assert not bool(side.write(torch.tensor([4, 0, 5]), x))
+        assert not bool(seal(side, [4, 0, 5], x))
         ids = torch.tensor([[0, 5], [4, 4]])
         expected = decode(encode(x, side.spec)[0], side.spec, torch.float32)
         assert torch.equal(side.read(ids, torch.float32), expected[torch.tensor([[1, 2], [0, 0]])])
@@ -616,7 +638,7 @@ def test_storage_write_then_read_is_encode_then_decode(name):
 def test_storage_grow_keeps_pages_and_fills_with_zeros(name):
     storage = _storage(name, 2)
     for side in storage.sides:
-        side.write(torch.tensor([0, 1]), random_pages(2))
+        seal(side, [0, 1], random_pages(2))
     before = [{n: t.clone() for n, t in side.fields.items()} for side in storage.sides]
     storage.grow(5)
     storage.grow(3)  # never shrinks
@@ -630,8 +652,8 @@ def test_storage_grow_keeps_pages_and_fills_with_zeros(name):
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_storage_write_reports_damage(name):
+def test_seal_pages_reports_damage(name):
     storage = _storage(name, 3)
     for side in storage.sides:
-        assert bool(side.write(torch.tensor([0, 1, 2]), _with_number(float("inf"))))
-        assert not bool(side.write(torch.tensor([0, 1, 2]), random_pages(3)))
+        assert bool(seal(side, [0, 1, 2], _with_number(float("inf"))))
+        assert not bool(seal(side, [0, 1, 2], random_pages(3)))

@@ -7,11 +7,12 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..kernels.inputs import PagedKV
+from ..kernels.ops import seal_pages
 from ..notices import warn_once
-from ..pages.step import Step, TableView
-from ..pages.storage import PageStorage
+from ..pages.step import SealJobs, Step, TableView
+from ..pages.storage import PageStorage, SideStorage
 from ..spec import PageSpec, page_capacity
-from .window import ExactWindow, seal
+from .window import ExactWindow
 
 
 @contextmanager
@@ -79,18 +80,21 @@ class LayerStore:
                 self.pages.sides, self.windows, (keys.detach(), values.detach()), strict=True
             ):
                 pages.grow(page_capacity(step.num_ids))
-                if any(row.sealed_first for row in step.rows):
-                    first = [row.sealed_first for row in step.rows]
-                    self._note(seal(first, window.tokens, pages, self.sink_tokens))
-                    window.drop_pages(first, self.sink_tokens)
+                if step.seal_first is not None:
+                    self._seal(step.seal_first, window.tokens, pages)
+                    window.drop_pages([row.sealed_first for row in step.rows], self.sink_tokens)
                 if not step.rebuild:
                     runs.append(window.append(step, new, slots))
                     continue
                 run = window.run(step, new)
-                self._note(seal([row.sealed for row in step.rows], run, pages, self.sink_tokens))
+                if step.seal is not None:
+                    self._seal(step.seal, run, pages)
                 window.keep_rest(step, run, slots, self.sink_tokens)
                 runs.append(run)
         return runs[0], runs[1]
+
+    def _seal(self, jobs: SealJobs, tokens: torch.Tensor, side: SideStorage) -> None:
+        self._note(seal_pages(tokens, jobs.on(self.device), side.fields, side.spec))
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.rows[i].source`."""

@@ -5,10 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..pages.step import Step
-from ..pages.storage import SideStorage
 from ..spec import SideSpec
-
-ENCODE_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a long prefill
 
 
 class ExactWindow:
@@ -90,25 +87,3 @@ class ExactWindow:
     def reopen(self, tokens: torch.Tensor, index: int, sinks: int) -> None:
         """Put the decoded tokens [num_kv_heads, n, head_dim] of a page back behind row `index`'s sinks."""
         self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens
-
-
-def seal(
-    pages: Sequence[Sequence[int]], run: torch.Tensor, storage: SideStorage, sinks: int
-) -> torch.Tensor:
-    """Encode the first pages behind the sinks of each row's `run` into `storage`.
-
-    Args:
-        pages: ids to write, for each row, in the order of the tokens.
-        run: [rows, num_kv_heads, slots, head_dim], left-aligned tokens of each row, sinks in front.
-    Returns: bool scalar tensor, True when a number had to be made finite.
-    """
-    page_size = storage.spec.page_size
-    damaged = torch.zeros((), dtype=torch.bool, device=run.device)
-    for index, row_pages in enumerate(pages):
-        for first in range(0, len(row_pages), ENCODE_PAGES):
-            ids = row_pages[first : first + ENCODE_PAGES]
-            start = sinks + first * page_size
-            tokens = run[index, :, start : start + len(ids) * page_size]
-            encoded = tokens.unflatten(1, (len(ids), page_size)).transpose(0, 1)
-            damaged = damaged | storage.write(torch.tensor(ids, device=run.device), encoded)
-    return damaged

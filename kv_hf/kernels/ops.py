@@ -6,6 +6,7 @@ import torch
 
 from ..config import check_choice
 from ..errors import CacheMismatchError
+from ..spec import SideSpec
 from . import reference
 from .inputs import PagedKV
 
@@ -73,3 +74,10 @@ def paged_attention(
         sink_logits=sink_logits,
         sliding_window=sliding_window,
     )
+
+
+def seal_pages(
+    tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
+) -> torch.Tensor:
+    """Encode full pages into storage, in place; see `reference.seal_pages`."""
+    return reference.seal_pages(tokens, jobs, fields, spec)

@@ -5,13 +5,38 @@ Refuses to be clever: it walks the block table, decodes one tile at a time, and 
 
 import torch
 
-from ..quant.codec import decode
+from ..quant.codec import decode, encode
 from ..spec import SideSpec
 from .inputs import PagedKV
 
 TILE_TOKENS = (
     512  # tokens decoded at a time (a page, where pages are larger): the largest temporary
 )
+
+SEAL_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a long prefill
+
+
+def seal_pages(
+    tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
+) -> torch.Tensor:
+    """Encode full pages of exact tokens into their places in storage.
+
+    Args:
+        tokens: [rows, num_kv_heads, slots, head_dim], the spec's dtype; the last dimension is contiguous.
+        jobs: [n, 3], int32: (row, first of page_size slots, page id), each page id at most once.
+        fields: the storage to write to, in place: tensors of spec.fields with a leading [pages].
+        spec: the side to encode for.
+    Returns: bool scalar tensor, True when some number had to be made finite (see quant/codec.py).
+    """
+    damaged = torch.zeros((), dtype=torch.bool, device=tokens.device)
+    for some in jobs.long().split(SEAL_PAGES):
+        row, first, page = some.unbind(1)
+        slots = first[:, None] + torch.arange(spec.page_size, device=tokens.device)
+        encoded, bad = encode(tokens[row[:, None], :, slots].transpose(1, 2), spec)
+        for name, new in encoded.items():
+            fields[name][page] = new
+        damaged = damaged | bad
+    return damaged
 
 
 def decode_tile(

@@ -19,7 +19,7 @@ import torch
 from ..errors import CacheMismatchError, InterruptedForwardError
 from ..spec import TABLE_DTYPE
 from .pool import PagePool
-from .step import Row, RowStep, Step, TableView
+from .step import Row, RowStep, SealJobs, Step, TableView
 
 
 class PageGroup:
@@ -168,8 +168,20 @@ class PageGroup:
             found.append(Row(padding, row.pages + sealed_first, plan.exact_before + plan.new))
             rows.append(Row(padding, row.pages + sealed_first + sealed, plan.exact_after))
         rebuild = any(plan.sealed for plan in steps) or max(r.exact for r in found) > self.slots
+        first_jobs, jobs = (
+            SealJobs.build(pages, self.page_size, self.sink_tokens)
+            for pages in ([row.sealed_first for row in steps], [row.sealed for row in steps])
+        )
         step = Step(
-            op, tuple(steps), self.seen, seen_after, rebuild, self.pool.num_ids, self.view(found)
+            op,
+            tuple(steps),
+            self.seen,
+            seen_after,
+            rebuild,
+            self.pool.num_ids,
+            self.view(found),
+            first_jobs,
+            jobs,
         )
         return step, tuple(rows)
 
@@ -245,7 +257,7 @@ class PageGroup:
             for source, row in zip(sources, rows, strict=True)
         )
         self._padding_seen = None
-        return Step(op, steps, self.seen, self.seen, False, self.pool.num_ids, None), rows
+        return Step(op, steps, self.seen, self.seen, False, self.pool.num_ids), rows
 
     def _plan_crop(self, op: tuple, count: int) -> tuple[Step, tuple[Row, ...]]:
         seen = max(0, self.seen - count)
@@ -266,7 +278,7 @@ class PageGroup:
             rows.append(Row(min(row.padding, seen), pages, exact))
         if seen == 0:
             self._padding_seen = None
-        return Step(op, tuple(steps), self.seen, seen, False, self.pool.num_ids, None), tuple(rows)
+        return Step(op, tuple(steps), self.seen, seen, False, self.pool.num_ids), tuple(rows)
 
     # -- reading ---------------------------------------------------------------------------------------
 

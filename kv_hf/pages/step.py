@@ -1,5 +1,6 @@
 """What a step does to the rows of a batch, and where a forward then finds its tokens. Decides nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,6 +70,34 @@ class TableView:
 
 
 @dataclass(frozen=True)
+class SealJobs:
+    """Pages to seal: [n, 3] int32 of (row, first slot of the row's run, page id), on the CPU."""
+
+    jobs: torch.Tensor
+    _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def build(
+        cls, pages: Sequence[Sequence[int]], page_size: int, sink_tokens: int
+    ) -> "SealJobs | None":
+        """Seal `pages` (for each row, in the order of its tokens) behind the sinks; None without any."""
+        jobs = [
+            (row, sink_tokens + place * page_size, page)
+            for row, row_pages in enumerate(pages)
+            for place, page in enumerate(row_pages)
+        ]
+        return cls(torch.tensor(jobs, dtype=torch.int32)) if jobs else None
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the jobs on `device` (moved once, then remembered)."""
+        if device == self.jobs.device:
+            return self.jobs
+        if device not in self._moved:
+            self._moved[device] = self.jobs.to(device, non_blocking=True)
+        return self._moved[device]
+
+
+@dataclass(frozen=True)
 class Step:
     """One change of the group, shared by all its layers."""
 
@@ -78,4 +107,6 @@ class Step:
     seen_after: int
     rebuild: bool  # the window cannot be appended to in place: the forward's own tokens are sealed
     num_ids: int  # pages that storage must have room for
-    view: TableView | None  # append only
+    view: TableView | None = None  # append only
+    seal_first: SealJobs | None = None  # pages sealed before the new tokens arrive
+    seal: SealJobs | None = None  # pages sealed behind them

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..quant.codec import decode, encode
+from ..quant.codec import decode
 from ..spec import PageSpec, SideSpec
 
 
@@ -36,16 +36,6 @@ class SideStorage:
                 new = old.new_zeros((capacity, *old.shape[1:]))
                 new[: old.shape[0]] = old
                 self.fields[name] = new
-
-    def write(self, pages: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Encode `tokens` [n, num_kv_heads, page_size, head_dim] into the pages of these ids, in place.
-
-        Returns: bool scalar tensor, True when a number had to be made finite.
-        """
-        fields, damaged = encode(tokens, self.spec)
-        for name, encoded in fields.items():
-            self.fields[name][pages] = encoded
-        return damaged
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""

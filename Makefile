@@ -20,7 +20,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone, so that the machine's own build (CPU or CUDA) is taken and kept
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard kv_hf/kernels/cpu/native/*) | $(BIN)/python
 	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,test]'
 	@touch $@

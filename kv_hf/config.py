@@ -11,6 +11,7 @@ from .errors import CacheOptionError
 from .formats import FORMAT_NAMES, IMPLEMENTATIONS, Scheme, key_scheme, value_scheme
 
 ATTENTION_CHOICES = ("auto", "keep")
+KERNEL_CHOICES = ("auto", "triton", "c", "sdpa", "reference")
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
@@ -53,6 +54,8 @@ class CacheConfig:
         max_pages: upper bound of the pool over all rows, or None.
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
         attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
+        kernel: implementation of attention over pages: "auto" takes the best that can run here, a name takes
+            that one or raises ("triton", "c", "sdpa", "reference").
     """
 
     keys: str = "exact"
@@ -65,11 +68,13 @@ class CacheConfig:
     max_pages: int | None = None
     layers: Mapping[str, Any] | None = None
     attention: str = "auto"
+    kernel: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("keys", self.keys, FORMAT_NAMES)
         check_choice("values", self.values, FORMAT_NAMES)
         check_choice("attention", self.attention, ATTENTION_CHOICES)
+        check_choice("kernel", self.kernel, KERNEL_CHOICES)
         _check_int("page_size", self.page_size, 16)
         if not _is_power_of_two(self.page_size):
             raise CacheOptionError(

@@ -256,7 +256,7 @@ def test_failure_inside_a_layer_is_not_taken_up_again(model, monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kv_hf.cache.store.seal_pages", fail)
+        patched.setattr("kv_hf.cache.store.LayerStore._seal", fail)
         with pytest.raises(torch.OutOfMemoryError):
             cache.update(*states, 0)
     with pytest.raises(kv_hf.InterruptedForwardError, match="reset"):

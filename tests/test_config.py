@@ -11,8 +11,9 @@ import torch
 import kv_hf
 from kv_hf.config import CacheConfig, check_choice, check_option_names
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import FORMAT_NAMES, IMPLEMENTATIONS
-from kv_hf.spec import PageSpec
+from kv_hf.formats import FORMAT_NAMES, IMPLEMENTATIONS, key_scheme, value_scheme
+from kv_hf.kernels import choice
+from kv_hf.spec import LANES, PageSpec
 
 ALL_FORMATS = "must be one of exact, fp8, int8, int4, int2"
 POWER_OF_TWO = "page_size must be a power of two of at least 16"
@@ -313,9 +314,44 @@ def test_cache_config_attention_decides_whether_generate_switches(attention, use
     assert options == {"attention": attention}
 
 
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])
+def test_cache_config_kernel_decides_who_reads_the_pages(kernel, monkeypatch):
+    used = []
+    spec = PageSpec.build(
+        key_scheme("int8"),
+        value_scheme("int8"),
+        num_kv_heads=2,
+        key_dim=16,
+        value_dim=16,
+        page_size=64,
+        dtype=torch.float32,
+        layout=LANES,
+    )
+    auto = choice.choose("auto", torch.device("cpu"), spec).name
+    name = auto if kernel == "auto" else kernel
+    chosen = choice.load(name)
+
+    def load(asked):
+        assert asked == name
+        return dataclasses.replace(
+            chosen, attend=lambda *args, **kw: used.append(asked) or chosen.attend(*args, **kw)
+        )
+
+    monkeypatch.setattr(choice, "load", load)
+    model = tiny_models.make_model("llama", num_hidden_layers=1)
+    model.generate(
+        tiny_models.tokens(1, 5),
+        max_new_tokens=3,
+        min_new_tokens=3,
+        cache_implementation="paged_int8",
+        cache_config={"kernel": kernel},
+    )
+    assert used == [name] * 2
+
+
 def test_cache_config_documents_and_tests_every_field():
     names = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert names == {*EFFECTS, "max_pages", "attention"}
+    assert names == {*EFFECTS, "max_pages", "attention", "kernel"}
     assert [
         name for name in names if name not in CacheConfig.__doc__.partition("Attributes")[2]
     ] == []

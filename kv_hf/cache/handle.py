@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import StaleHandleError
+from ..kernels.choice import Kernel
 from ..kernels.dense import dense_side
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
@@ -18,7 +19,8 @@ from ..notices import warn_once
 class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
-    def __init__(self, kv: PagedKV, layer: Any, revision: int) -> None:
+    def __init__(self, kv: PagedKV, layer: Any, revision: int, kernel: Kernel) -> None:
+        self.kernel = kernel
         self._kv = kv
         self._layer = layer
         self._revision = revision

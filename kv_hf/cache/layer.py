@@ -8,12 +8,13 @@ from transformers.cache_utils import DynamicLayer
 
 from ..errors import InterruptedForwardError
 from ..formats import Scheme
+from ..kernels.choice import layout_for
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 from ..pages.group import PageGroup
 from ..pages.step import Step
 from ..pages.storage import PageStorage
-from ..spec import LANES, ROWS, PageSpec
+from ..spec import PageSpec
 from .compat import CROP_TAKES_LENGTHS
 from .handle import KVHandle, KVView
 from .store import LayerStore
@@ -32,6 +33,7 @@ class PagedLayer(DynamicLayer):
         layer_idx: position in the model, for messages.
         group: bookkeeping shared with the other paged layers of the cache.
         key_scheme, value_scheme: formats of this layer.
+        kernel: CacheConfig.kernel.
     """
 
     is_sliding = False
@@ -39,9 +41,15 @@ class PagedLayer(DynamicLayer):
     is_compileable = False
 
     def __init__(
-        self, layer_idx: int, group: PageGroup, key_scheme: Scheme, value_scheme: Scheme
+        self,
+        layer_idx: int,
+        group: PageGroup,
+        key_scheme: Scheme,
+        value_scheme: Scheme,
+        kernel: str = "auto",
     ) -> None:
         self.layer_idx = layer_idx
+        self.kernel = kernel
         self.group = group
         self.schemes = (key_scheme, value_scheme)
         self._forget()
@@ -67,9 +75,11 @@ class PagedLayer(DynamicLayer):
             page_size=self.group.page_size,
             dtype=key_states.dtype,
             value_dtype=value_states.dtype,
-            layout=LANES if self.device.type == "cpu" else ROWS,
+            layout=layout_for(self.device),
         )
-        self.store = LayerStore(self.layer_idx, spec, self.group.sink_tokens, self.device)
+        self.store = LayerStore(
+            self.layer_idx, spec, self.group.sink_tokens, self.device, self.kernel
+        )
         self.is_initialized = True
 
     def update(
@@ -105,7 +115,9 @@ class PagedLayer(DynamicLayer):
                 "Use torch.no_grad() for generation, or a DynamicCache for training through the cache",
             )
         assert step.view is not None
-        view = KVView(store.kv(step.view, *runs, step.seen_after), self, self.revision)
+        view = KVView(
+            store.kv(step.view, *runs, step.seen_after), self, self.revision, store.kernel
+        )
         return KVHandle(view, "keys"), KVHandle(view, "values")
 
     def get_seq_length(self) -> int:
@@ -242,7 +254,7 @@ class PagedLayer(DynamicLayer):
     def _dense(self, side: str) -> torch.Tensor | None:
         if self.store is None or not self._seen:
             return None
-        return KVView(self.current_kv(), self, self.revision).dense(side)
+        return KVView(self.current_kv(), self, self.revision, self.store.kernel).dense(side)
 
     def _refuse(self, value: Any) -> None:
         if value is not None:

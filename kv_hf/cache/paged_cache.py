@@ -82,7 +82,7 @@ class PagedCache(DynamicCache):
         check_formats(decoder, schemes, options.page_size)
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicLayer:
-                self.layers[index] = PagedLayer(index, self.group, *schemes[index])
+                self.layers[index] = PagedLayer(index, self.group, *schemes[index], options.kernel)
         self._check_overrides()
         if not self.paged_layers:
             kinds = sorted({type(layer).__name__ for layer in self.layers})

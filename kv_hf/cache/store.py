@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import CacheMismatchError
+from ..kernels.choice import choose
 from ..kernels.inputs import PagedKV
-from ..kernels.ops import seal_pages
 from ..notices import warn_once
 from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, SideStorage
@@ -30,11 +30,18 @@ class LayerStore:
         spec: shapes and formats of both sides.
         sink_tokens: slots at the front of the windows that are never sealed.
         device: where the tensors live.
+        kernel: CacheConfig.kernel. Raises CacheOptionError when that one cannot run on these pages.
     """
 
     def __init__(
-        self, layer_idx: int, spec: PageSpec, sink_tokens: int, device: torch.device
+        self,
+        layer_idx: int,
+        spec: PageSpec,
+        sink_tokens: int,
+        device: torch.device,
+        kernel: str = "auto",
     ) -> None:
+        self.kernel = choose(kernel, device, spec)
         self.layer_idx = layer_idx
         self.spec = spec
         self.sink_tokens = sink_tokens
@@ -94,7 +101,7 @@ class LayerStore:
         return runs[0], runs[1]
 
     def _seal(self, jobs: SealJobs, tokens: torch.Tensor, side: SideStorage) -> None:
-        self._note(seal_pages(tokens, jobs.on(self.device), side.fields, side.spec))
+        self._note(self.kernel.seal(tokens, jobs.on(self.device), side.fields, side.spec))
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.rows[i].source`."""

@@ -96,6 +96,7 @@ def kv_hf_attention(
                 mask=attention_mask,
                 softcap=softcap,
                 sink_logits=s_aux,
+                kernel=view.kernel,
             )
             return out.transpose(1, 2).contiguous(), None
         warn_once(

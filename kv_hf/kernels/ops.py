@@ -1,23 +1,12 @@
-"""Validate the arguments of paged attention, choose an implementation and call it."""
-
-from collections.abc import Callable
+"""Validate the arguments of paged attention and call the chosen implementation."""
 
 import torch
 
-from ..config import check_choice
 from ..errors import CacheMismatchError
-from ..spec import SideSpec
-from . import reference
+from .choice import Kernel, choose, load
 from .inputs import PagedKV
 
 MAX_DECODE_QUERIES = 16  # longer chunks are a prefill: one layer is written out and given to SDPA
-
-_IMPLEMENTATIONS: dict[str, Callable[..., torch.Tensor]] = {"reference": reference.paged_attention}
-
-
-def implementations() -> tuple[str, ...]:
-    """Return the names that `paged_attention` accepts, besides "auto"."""
-    return tuple(_IMPLEMENTATIONS)
 
 
 def paged_attention(
@@ -29,17 +18,23 @@ def paged_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     sliding_window: int | None = None,
-    implementation: str = "auto",
+    kernel: Kernel | str = "auto",
 ) -> torch.Tensor:
     """Attend `query` to the pages and the window of `kv`; see `reference.paged_attention`.
 
     Args:
-        implementation: "auto", or a name of `implementations()`, which is then used or raises.
-    Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for an unknown
-        implementation.
+        kernel: one that was chosen for these pages, or a name for `choice.choose`.
+    Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for a kernel that is
+        unknown or cannot run here.
     """
-    check_choice("implementation", implementation, ("auto", *_IMPLEMENTATIONS))
     keys = kv.spec.keys
+    if not isinstance(kernel, Kernel):
+        kernel = choose(kernel, query.device, kv.spec)
+    learns = query.requires_grad and torch.is_grad_enabled()
+    if (
+        learns or query.dtype == torch.float64
+    ):  # no kernel has a backward pass or keeps so many digits
+        kernel = load("reference")
     fits = query.ndim == 4 and (query.shape[0], query.shape[3]) == (kv.rows, keys.head_dim)
     if not fits or query.shape[1] % keys.num_kv_heads:
         raise CacheMismatchError(
@@ -64,8 +59,7 @@ def paged_attention(
                 f"mask must have at least {kv.seen} columns, got {mask.shape[-1]}"
             )
         mask = mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
-    name = "reference" if implementation == "auto" else implementation
-    return _IMPLEMENTATIONS[name](
+    return kernel.attend(
         query,
         kv,
         softmax_scale=softmax_scale,
@@ -74,10 +68,3 @@ def paged_attention(
         sink_logits=sink_logits,
         sliding_window=sliding_window,
     )
-
-
-def seal_pages(
-    tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
-) -> torch.Tensor:
-    """Encode full pages into storage, in place; see `reference.seal_pages`."""
-    return reference.seal_pages(tokens, jobs, fields, spec)

@@ -32,6 +32,7 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     x = tokens.float()
     finite = x.nan_to_num(nan=0.0).clamp(-SCALE_MAX, SCALE_MAX)
     damaged = (finite != x).any()
+    finite = finite + 0.0  # -0 becomes 0, so that a minimum has one bit pattern
     offset: torch.Tensor | None
     if scheme.code == "unsigned":
         codes, scale, offset = _encode_unsigned(finite, scheme)

@@ -1,0 +1,79 @@
+"""Which implementation of the kernels runs where, and why not another. Compiles and computes nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..config import KERNEL_CHOICES, check_choice
+from ..errors import CacheOptionError
+from ..notices import warn_once
+from ..spec import LANES, ROWS, PageSpec
+from . import packed, reference
+from .cpu import library
+
+NAMES = KERNEL_CHOICES[1:]  # without "auto"; the order in which "auto" tries them
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation: `attend` as reference.paged_attention, `seal` as reference.seal_pages."""
+
+    name: str
+    attend: Callable[..., torch.Tensor]
+    seal: Callable[..., torch.Tensor]
+
+
+def layout_for(device: torch.device) -> str:
+    """Return the layout of pages whose kernels run on `device`."""
+    return LANES if device.type == "cpu" else ROWS
+
+
+def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
+    """Return why implementation `name` cannot read such pages on `device`, or None when it can."""
+    if name == "reference":
+        return None
+    if name == "triton":
+        return "the Triton kernels are not part of this version"
+    if device.type != "cpu":
+        return f"it runs on the CPU, the pages are on {device}"
+    if name == "c":
+        from .cpu.arguments import unsupported
+
+        return library.missing() or unsupported(spec)
+    doubles = [side.side for side in spec.sides if side.dtype == torch.float64]
+    return f"{doubles[0]} of torch.float64 are read by the reference only" if doubles else None
+
+
+def load(name: str) -> Kernel:
+    """Return implementation `name`; whether it can run is `why_not`'s to say."""
+    if name == "c":
+        from .cpu import decode, seal
+
+        return Kernel(name, decode.paged_attention, seal.seal_pages)
+    if name == "sdpa":
+        return Kernel(name, packed.paged_attention, reference.seal_pages)
+    return Kernel("reference", reference.paged_attention, reference.seal_pages)
+
+
+def choose(asked: str, device: torch.device, spec: PageSpec) -> Kernel:
+    """Return implementation `asked`, or for "auto" the best that can run; a lesser one is said once, with the reason.
+
+    Raises: CacheOptionError when an implementation asked for by name cannot run here, with the reason.
+    """
+    check_choice("kernel", asked, KERNEL_CHOICES)
+    if asked != "auto":
+        reason = why_not(asked, device, spec)
+        if reason:
+            raise CacheOptionError(f"kernel={asked!r} cannot run here: {reason}")
+        return load(asked)
+    best = "c" if device.type == "cpu" else "triton"
+    reasons = {name: why_not(name, device, spec) for name in NAMES}
+    name = next(name for name, reason in reasons.items() if reason is None)
+    if name != best:
+        warn_once(
+            f"kernel {best} {reasons[best]}",
+            f"Paged attention runs as {name!r} in torch, slower than the compiled kernel {best!r} would: "
+            f"{reasons[best]}",
+        )
+    return load(name)

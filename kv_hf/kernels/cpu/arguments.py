@@ -1,0 +1,69 @@
+"""The argument blocks of native/kv_hf.h, packed from tensors."""
+
+import struct
+
+import torch
+
+from ...formats import Scheme
+from ...spec import LANES, PageSpec, SideSpec
+
+_FORMATS = {"int8": 3, "int4": 4, "int2": 5, "fp8": 6}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+SIDE_FIELDS = 16
+DECODE_BLOCK = struct.Struct(f"={2 * SIDE_FIELDS + 30}q2d")
+SEAL_BLOCK = struct.Struct(f"={SIDE_FIELDS + 7}q1d")
+
+
+def unsupported(spec: PageSpec) -> str | None:
+    """Return what the C kernel does not know about these pages, or None."""
+    for side in spec.sides:
+        if side.layout != LANES:
+            return f"the layout of the {side.side} is {side.layout!r}, the C kernel reads {LANES!r}"
+        if side.dtype not in DTYPES:
+            return f"{side.side} of {side.dtype} are not among {', '.join(map(str, DTYPES))}"
+        if side.scheme.is_exact:
+            continue
+        reason = _unsupported_groups(side.side, side.scheme, side)
+        if reason:
+            return reason
+    return None
+
+
+def _unsupported_groups(side: str, scheme: Scheme, spec: SideSpec) -> str | None:
+    scale, offset = scheme.scale_group, scheme.offset_group
+    assert scale is not None
+    if side == "keys":
+        known = scale[1] in (1, spec.head_dim) and (offset is None or offset == (scale[0], 1))
+    else:
+        known = scale[0] == 1 and offset in (None, scale)
+    return None if known else f"{side} with scale groups {scale} and offset groups {offset}"
+
+
+def side_fields(
+    spec: SideSpec, fields: dict[str, torch.Tensor], window: torch.Tensor
+) -> tuple[int, ...]:
+    """Return the fields of struct Side: formats, pointers and strides of one side."""
+    scheme, codes = spec.scheme, fields["codes"]
+    scale, offset = fields.get("scale"), fields.get("offset")
+    row, head, slot, _ = window.stride()
+    groups = scheme.scale_group or (0, 1)
+    dtype = DTYPES[spec.dtype]
+    return (
+        dtype if scheme.is_exact else _FORMATS[scheme.name],
+        spec.head_dim,
+        groups[0],
+        groups[1],
+        (scheme.offset_group or (0, 1))[1],
+        codes.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if offset is None else offset.data_ptr(),
+        codes.stride(1),
+        0 if scale is None else scale.stride(1),
+        0 if offset is None else offset.stride(1),
+        window.data_ptr(),
+        dtype,
+        row,
+        head,
+        slot,
+    )

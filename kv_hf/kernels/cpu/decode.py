@@ -1,0 +1,83 @@
+"""Paged attention by the compiled CPU kernel; `reference.paged_attention` defines the result."""
+
+import torch
+
+from ..inputs import PagedKV
+from .arguments import DECODE_BLOCK, DTYPES, side_fields
+from .library import isa, library
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv: PagedKV,
+    *,
+    softmax_scale: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attend to pages in layout "lanes" without writing any of them out; see `reference.paged_attention`.
+
+    Sums are kept in fp32. For bf16 and fp16 queries a processor with AVX-512 VNNI multiplies 4- and 8-bit codes as
+    integers, with queries and probabilities rounded to 15 bits of the largest number of a head (page).
+
+    Args:
+        query: [rows, num_heads, q_len, key_dim], fp32, bf16 or fp16.
+    Returns: [rows, num_heads, q_len, value_dim], a view of a [rows, q_len, num_heads, value_dim] tensor.
+    """
+    rows, num_heads, q_len, _ = query.shape
+    heads, value_dim = kv.spec.keys.num_kv_heads, kv.spec.values.head_dim
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    out = query.new_empty((rows, q_len, num_heads, value_dim)).transpose(1, 2)
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().contiguous()
+    mask_fields = (0, 0, 0, 0, 0, 0)
+    if mask is not None:
+        if mask.dtype not in (torch.bool, *DTYPES):
+            mask = mask.float()
+        if mask.stride(3) != 1:
+            mask = mask.contiguous()
+        is_bool = mask.dtype == torch.bool
+        row, head, at, _ = (
+            0 if size == 1 else stride
+            for size, stride in zip(mask.shape, mask.stride(), strict=True)
+        )
+        dtype = 0 if is_bool else DTYPES[mask.dtype]
+        mask_fields = (mask.data_ptr(), 1 if is_bool else 2, dtype, row, head, at)
+    table = kv.block_table
+    block = DECODE_BLOCK.pack(
+        *side_fields(kv.spec.keys, kv.key_pages, kv.window_keys),
+        *side_fields(kv.spec.values, kv.value_pages, kv.window_values),
+        rows,
+        heads,
+        num_heads // heads,
+        q_len,
+        kv.page_size,
+        kv.sink_tokens,
+        table.data_ptr(),
+        table.stride(0),
+        kv.num_pages.data_ptr(),
+        kv.exact_lens.data_ptr(),
+        kv.padding.data_ptr(),
+        query.data_ptr(),
+        DTYPES[query.dtype],
+        query.stride(0),
+        query.stride(1),
+        query.stride(2),
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
+        out.stride(2),
+        0 if sink_logits is None else sink_logits.data_ptr(),
+        sliding_window or 0,
+        *mask_fields,
+        torch.get_num_threads(),
+        isa(),
+        softmax_scale,
+        softcap or 0.0,
+    )
+    if library().kv_hf_decode(block):
+        raise MemoryError("no memory for the partial results of a decode step")
+    return out

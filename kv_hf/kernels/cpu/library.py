@@ -1,0 +1,61 @@
+"""Find and load the compiled library, and know why it cannot be used. Compiles nothing at run time."""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+ABI = 1  # KV_HF_ABI of native/kv_hf.h
+ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")
+ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: use a lesser instruction set than the processor has
+
+
+@functools.cache
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
+    """Return (library, "") or (None, reason)."""
+    found = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not found:
+        return None, (
+            "the C kernel was not compiled when kv_hf was installed; install a C compiler (gcc or clang) and "
+            "install kv_hf again"
+        )
+    try:
+        library = ctypes.CDLL(str(found[-1]))
+        if library.kv_hf_abi() != ABI:
+            return None, (
+                f"{found[-1].name} was compiled from other sources than these; install kv_hf again"
+            )
+    except (OSError, AttributeError) as error:
+        return None, f"{found[-1].name} cannot be loaded ({error}); install kv_hf again"
+    for name in ("kv_hf_decode", "kv_hf_seal"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
+    library.kv_hf_isa.restype = ctypes.c_int64
+    return library, ""
+
+
+def library() -> ctypes.CDLL:
+    """Return the loaded library. Raises RuntimeError with the reason where there is none."""
+    loaded, reason = _loaded()
+    if loaded is None:
+        raise RuntimeError(reason)
+    return loaded
+
+
+def missing() -> str | None:
+    """Return why there is no library, or None."""
+    return _loaded()[1] or None
+
+
+@functools.cache
+def isa() -> int:
+    """Return the instruction set in use, an index of ISA_NAMES."""
+    best = int(library().kv_hf_isa())
+    asked = os.environ.get(ISA_VARIABLE)
+    if asked is None:
+        return best
+    if asked not in map(str, range(best + 1)):
+        raise ValueError(
+            f"{ISA_VARIABLE} must be between 0 and {best} here ({ISA_NAMES[best]}), got {asked!r}"
+        )
+    return int(asked)

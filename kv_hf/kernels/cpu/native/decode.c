@@ -1,0 +1,181 @@
+/* Attention over pages: splits a step into tasks, runs them, merges their softmaxes.
+ * The arithmetic is in lanes.inc and attend.inc, compiled once for each instruction set. */
+#include "numbers.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_WORDS 1024  /* words of a padded stretch of lanes */
+#define WINDOW_TILE 64  /* exact tokens laid out at a time */
+#define WINDOW_SPLIT 256
+typedef struct {
+    int64_t queries;          /* query heads of a kv head times q_len */
+    int64_t row;              /* floats from one query to the next */
+    int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
+    int64_t weights, scales;  /* floats of scratch */
+    int integers;             /* 16-bit queries: sums over codes may use 15-bit integers */
+    int8_t *bytes;
+} Sizes;
+
+typedef struct {
+    const Decode *a;
+    Sizes z;
+    int64_t splits, partial_floats, scratch_floats;
+    float *partials;
+    atomic_int *done;
+} Call;
+
+typedef struct {
+    int64_t pages, per_split, window;
+} Splits;
+
+/* Splits depend on the row alone, so that neither threads nor other rows change a result. */
+static Splits splits_of(int64_t pages, int64_t exact, int64_t page_size) {
+    int64_t tokens = pages * page_size <= 8192 ? 256 : 1024;
+    int64_t per = tokens > page_size ? tokens / page_size : 1;
+    return (Splits){(pages + per - 1) / per, per, (exact + WINDOW_SPLIT - 1) / WINDOW_SPLIT};
+}
+
+/* Token `slot` of the window, as floats. */
+static void load_floats(const Side *side, int64_t row, int64_t head, int64_t slot, float *to) {
+    int64_t from = row * side->window_row + head * side->window_head + slot * side->window_slot;
+    const void *window = (const void *)side->window;
+    switch (side->window_dtype) {
+    case F32: memcpy(to, (const float *)window + from, side->dim * sizeof(float)); break;
+    case F16:
+        for (int64_t d = 0; d < side->dim; d++) to[d] = load_float(window, F16, from + d);
+        break;
+    default:
+        for (int64_t d = 0; d < side->dim; d++) to[d] = load_float(window, BF16, from + d);
+    }
+}
+
+/* Join the splits of one row and kv head, add the sink logits, divide, and write the result. */
+static void merge(const Call *call, int64_t row, int64_t head, int64_t splits) {
+    const Decode *a = call->a;
+    int64_t dim = a->values.dim, queries = call->z.queries;
+    float *first = call->partials + (row * a->heads + head) * call->splits * call->partial_floats;
+    for (int64_t n = 0; n < queries; n++) {
+        int64_t h = head * a->group + n / a->q_len, i = n % a->q_len;
+        float best = a->sink_logits ? ((const float *)a->sink_logits)[h] : -INFINITY, total = 0;
+        for (int64_t s = 0; s < splits; s++) {
+            float top = first[s * call->partial_floats + queries * dim + n];
+            best = top > best ? top : best;
+        }
+        float shift = best == -INFINITY ? 0 : best;
+        if (a->sink_logits) total = expf(((const float *)a->sink_logits)[h] - shift);
+        float *out = first + n * dim; /* the first split's place takes the sum */
+        if (!splits) memset(out, 0, dim * sizeof(float));
+        for (int64_t s = 0; s < splits; s++) {
+            const float *part = first + s * call->partial_floats;
+            float keep = expf(part[queries * dim + n] - shift);
+            total += keep * part[queries * dim + queries + n];
+            for (int64_t d = 0; d < dim; d++) out[d] = part[n * dim + d] * keep + (s ? out[d] : 0);
+        }
+        int64_t to = row * a->out_row + h * a->out_head + i * a->out_at;
+        float factor = total == 0 ? 0 : 1 / total;
+        for (int64_t d = 0; d < dim; d++) store_float((void *)a->out, (int)a->query_dtype, to + d, out[d] * factor);
+    }
+}
+
+#define VNNI 0
+#if X86
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define NAME(x) CAT(avx2_, x)
+#define VL 8
+#include "lanes.inc"
+#undef NAME
+#undef VL
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")
+#define NAME(x) CAT(avx512_, x)
+#define VL 16
+#include "lanes.inc"
+#undef NAME
+#undef VNNI
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")
+#define NAME(x) CAT(vnni_, x)
+#define VNNI 1
+#include "integers.inc"
+#include "lanes.inc"
+#undef NAME
+#undef VL
+#undef VNNI
+#pragma GCC pop_options
+#define VNNI 0
+#endif
+
+#define NAME(x) CAT(portable_, x)
+#define VL 4
+#include "lanes.inc"
+
+#if X86
+static const Task tasks[NUM_ISAS] = {portable_task, avx2_task, avx512_task, vnni_task};
+#else
+static const Task tasks[NUM_ISAS] = {portable_task, portable_task, portable_task, portable_task};
+#endif
+
+/* The best instruction set of this processor, as a number of enum Isa. */
+int64_t kv_hf_isa(void) {
+#if X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        return __builtin_cpu_supports("avx512vnni") ? ISA_VNNI : ISA_AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return ISA_AVX2;
+#endif
+    return ISA_PORTABLE;
+}
+
+int64_t kv_hf_abi(void) { return KV_HF_ABI; }
+
+static int64_t largest_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Returns 0, or 1 when memory is short (nothing is written then). */
+int64_t kv_hf_decode(const Decode *a) {
+    Call call = {.a = a};
+    Sizes *z = &call.z;
+    int64_t page = a->page_size;
+    z->queries = a->group * a->q_len;
+    z->row = a->keys.dim;
+    z->lanes = largest_of(page, WINDOW_TILE);
+    z->weights = largest_of(z->queries * z->lanes, a->keys.dim);
+    z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
+    z->integers = a->query_dtype != F32;
+    for (int64_t row = 0; row < a->rows; row++) {
+        Splits s = splits_of(((const int32_t *)a->num_pages)[row], ((const int32_t *)a->exact_lens)[row], page);
+        call.splits = largest_of(call.splits, s.pages + s.window);
+    }
+    call.partial_floats = z->queries * (a->values.dim + 2);
+    call.partial_floats += -call.partial_floats & 15;
+    call.scratch_floats = 2 * z->queries * z->row + z->queries * z->lanes + z->weights + 2 * z->scales +
+                          (a->keys.dim + a->values.dim) * WINDOW_TILE + 2 * largest_of(a->keys.dim, page) + 64;
+    int64_t pairs = a->rows * a->heads;
+    call.splits = largest_of(call.splits, 1);
+    /* kept between calls, so that a step allocates nothing; one call at a time uses it */
+    static _Thread_local float *held;
+    static _Thread_local int64_t held_floats;
+    int64_t floats = pairs * call.splits * call.partial_floats + pairs;
+    if (floats > held_floats) {
+        free(held);
+        held = NULL, held_floats = 0;
+        if (posix_memalign((void **)&held, 64, floats * sizeof(float))) return 1;
+        held_floats = floats;
+    }
+    call.partials = held;
+    call.done = (atomic_int *)(held + pairs * call.splits * call.partial_floats);
+    for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);
+    for (int64_t row = 0; row < a->rows; row++) /* rows without any token have no task that could write */
+        if (((const int32_t *)a->num_pages)[row] + ((const int32_t *)a->exact_lens)[row] == 0)
+            for (int64_t head = 0; head < a->heads; head++) merge(&call, row, head, 0);
+    kv_hf_parallel(tasks[a->isa], &call, pairs * call.splits, a->threads);
+    return 0;
+}

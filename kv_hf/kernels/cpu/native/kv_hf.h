@@ -1,0 +1,49 @@
+/* What Python and C agree on: argument blocks of 64-bit fields, in this order, and the numbers of formats.
+ * kernels/cpu/library.py fills the blocks; KV_HF_ABI rises whenever a field moves. */
+#ifndef KV_HF_H
+#define KV_HF_H
+
+#include <stdint.h>
+
+#define KV_HF_ABI 1
+
+enum Format { F32, BF16, F16, INT8, UINT4, UINT2, FLOAT8, NUM_FORMATS };
+enum MaskKind { MASK_NONE, MASK_BOOL, MASK_FLOAT };
+enum Isa { ISA_PORTABLE, ISA_AVX2, ISA_AVX512, ISA_VNNI, NUM_ISAS };
+
+/* One side of the pages: codes in layout "lanes" (see spec.SideSpec), scales and offsets in fp16. */
+typedef struct {
+    int64_t format, dim;
+    int64_t group_tokens;                    /* tokens that share a scale or an offset */
+    int64_t scale_channels, offset_channels; /* channels that share one */
+    int64_t codes, scale, offset;            /* pointers to page 0; scale and offset 0 where there are none */
+    int64_t codes_stride, scale_stride, offset_stride; /* words and fp16 numbers per page and head */
+    int64_t window, window_dtype;            /* exact tokens [rows, heads, slots, dim], elements contiguous */
+    int64_t window_row, window_head, window_slot; /* strides in elements */
+} Side;
+
+typedef struct {
+    Side keys, values;
+    int64_t rows, heads, group, q_len, page_size, sink_tokens;
+    int64_t table, table_width, num_pages, exact_lens, padding; /* int32 */
+    int64_t query, query_dtype, query_row, query_head, query_at;
+    int64_t out, out_row, out_head, out_at; /* in the query's dtype */
+    int64_t sink_logits;                    /* float [heads * group], or 0 */
+    int64_t sliding_window;                 /* or 0 */
+    int64_t mask, mask_kind, mask_dtype, mask_row, mask_head, mask_at; /* columns are contiguous */
+    int64_t threads, isa;
+    double softmax_scale, softcap; /* softcap 0: none */
+} Decode;
+
+typedef struct {
+    Side side; /* window: the tokens to seal */
+    int64_t is_keys, heads, page_size, jobs, num_jobs;
+    int64_t threads, isa;
+    double clip;
+} Seal;
+
+/* Run task(context, index, scratch) for index in [0, tasks) on at most `threads` threads. */
+typedef void (*Task)(void *context, int64_t index);
+void kv_hf_parallel(Task task, void *context, int64_t tasks, int64_t threads);
+
+#endif

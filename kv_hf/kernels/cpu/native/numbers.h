@@ -1,0 +1,94 @@
+/* Number formats in plain C, and small helpers that the kernels share. */
+#ifndef KV_HF_NUMBERS_H
+#define KV_HF_NUMBERS_H
+
+#include "kv_hf.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define X86 1
+#else
+#define X86 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define CAT_(a, b) a##b
+#define CAT(a, b) CAT_(a, b)
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t bits = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    value *= 0x1p112f;
+    memcpy(&bits, &value, 4);
+    if ((h & 0x7c00) == 0x7c00) bits |= 0x7f800000;
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE uint16_t float_to_half(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;
+    if (bits >= 0x477ff000) return sign | 0x7c00; /* rounds to 65536 or more */
+    if (bits < 0x38800000) {                      /* below the smallest normal number: let a float sum round */
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        magnitude += 0.5f; /* spacing 2^-24 */
+        memcpy(&bits, &magnitude, 4);
+        return sign | (uint16_t)(bits - 0x3f000000);
+    }
+    bits += 0xfff + (bits >> 13 & 1);
+    return sign | (uint16_t)((bits - 0x38000000) >> 13);
+}
+
+INLINE uint16_t float_to_bfloat(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 0x40;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+INLINE float load_float(const void *from, int dtype, int64_t i) {
+    if (dtype == F32) return ((const float *)from)[i];
+    uint16_t half = ((const uint16_t *)from)[i];
+    if (dtype == F16) return half_to_float(half);
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE void store_float(void *to, int dtype, int64_t i, float x) {
+    if (dtype == F32)
+        ((float *)to)[i] = x;
+    else
+        ((uint16_t *)to)[i] = dtype == F16 ? float_to_half(x) : float_to_bfloat(x);
+}
+
+INLINE int places_of(int format) { return format == UINT4 ? 2 : format == UINT2 ? 4 : 1; }
+
+INLINE int64_t words_in(int format, int64_t codes) {
+    static const int bits[NUM_FORMATS] = {32, 16, 16, 8, 4, 2, 8};
+    return codes * bits[format] / 32;
+}
+
+/* Per-thread memory, kept between calls. */
+INLINE float *scratch(int64_t floats) {
+    static _Thread_local float *held;
+    static _Thread_local int64_t size;
+    if (floats > size) {
+        free(held);
+        if (posix_memalign((void **)&held, 64, floats * sizeof(float))) abort();
+        size = floats;
+    }
+    return held;
+}
+
+#endif

@@ -1,0 +1,110 @@
+/* A small pool of threads that sleep between calls. One call at a time: a second caller waits.
+ *
+ * Where the process already runs an OpenMP (torch's), kv_hf_use_openmp() hands over its GOMP_parallel: the
+ * same threads then serve both, so that they never compete for cores. */
+#include "kv_hf.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+
+#define MAX_WORKERS 256
+
+typedef void (*Region)(void (*)(void *), void *, unsigned, unsigned);
+static Region openmp_region;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t work = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t idle = PTHREAD_COND_INITIALIZER;
+static int started, active, wanted, open_job;
+static uint64_t generation;
+
+typedef struct {
+    Task task;
+    void *context;
+    int64_t tasks;
+    atomic_long next;
+} Job;
+static Job job;
+
+static void run(void *data) {
+    Job *mine = data;
+    for (;;) {
+        int64_t index = atomic_fetch_add(&mine->next, 1);
+        if (index >= mine->tasks) return;
+        mine->task(mine->context, index);
+    }
+}
+
+static void *worker(void *unused) {
+    (void)unused;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        while (!open_job || seen == generation || !wanted) pthread_cond_wait(&work, &lock);
+        seen = generation;
+        wanted--;
+        active++;
+        pthread_mutex_unlock(&lock);
+        run(&job);
+        pthread_mutex_lock(&lock);
+        if (--active == 0) pthread_cond_broadcast(&idle); /* the caller, or others that wait for their turn */
+    }
+    return NULL;
+}
+
+/* The threads do not survive a fork; the locks may have been held by one of them. */
+static void after_fork(void) {
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&work, NULL);
+    pthread_cond_init(&idle, NULL);
+    started = active = wanted = open_job = 0;
+}
+
+static void start_workers(int count) {
+    static int registered;
+    if (!registered) {
+        pthread_atfork(NULL, NULL, after_fork);
+        registered = 1;
+    }
+    while (started < count && started < MAX_WORKERS) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, worker, NULL)) return; /* fewer threads, the same result */
+        pthread_detach(thread);
+        started++;
+    }
+}
+
+void kv_hf_use_openmp(void *gomp_parallel) { openmp_region = (Region)gomp_parallel; }
+
+void kv_hf_parallel(Task task, void *context, int64_t tasks, int64_t threads) {
+    if (threads > tasks) threads = tasks;
+    if (threads <= 1) {
+        for (int64_t i = 0; i < tasks; i++) task(context, i);
+        return;
+    }
+    if (openmp_region) {
+        Job local = {.task = task, .context = context, .tasks = tasks};
+        openmp_region(run, &local, (unsigned)threads, 0);
+        return;
+    }
+    pthread_mutex_lock(&lock);
+    while (open_job) pthread_cond_wait(&idle, &lock);
+    start_workers((int)threads - 1);
+    job.task = task;
+    job.context = context;
+    job.tasks = tasks;
+    atomic_store(&job.next, 0);
+    wanted = (int)threads - 1;
+    generation++;
+    open_job = 1;
+    pthread_cond_broadcast(&work);
+    pthread_mutex_unlock(&lock);
+    run(&job);
+    pthread_mutex_lock(&lock);
+    wanted = 0; /* a worker that wakes only now finds nothing to do */
+    while (active) pthread_cond_wait(&idle, &lock);
+    open_job = 0;
+    pthread_cond_broadcast(&idle);
+    pthread_mutex_unlock(&lock);
+}

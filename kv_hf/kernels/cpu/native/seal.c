@@ -1,0 +1,74 @@
+/* Encoding of full pages: the same bytes as quant/codec.py, which uses minima, maxima and elementwise fp32
+ * steps only. A product and a sum must not become one instruction here. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include "numbers.h"
+
+#include <math.h>
+#include <stdatomic.h>
+
+#define LIMIT 65504.0f /* largest fp16 number */
+#define FLOAT8_MAX 448.0f
+
+typedef struct {
+    const Seal *a;
+    int64_t scratch_floats;
+    atomic_int damaged;
+} SealCall;
+
+INLINE float round_to_half(float x) { return half_to_float(float_to_half(x)); }
+
+/* e4m3 of |x| <= 448, to nearest even */
+INLINE uint32_t float_to_e4m3(float x) {
+    uint32_t bits, sign;
+    memcpy(&bits, &x, 4);
+    sign = bits >> 24 & 0x80;
+    bits &= 0x7fffffff;
+    float magnitude;
+    memcpy(&magnitude, &bits, 4);
+    float shifted = magnitude + 16384.0f; /* spacing 2^-9: the smallest e4m3 number */
+    uint32_t small;
+    memcpy(&small, &shifted, 4);
+    small -= 0x46800000;
+    uint32_t normal = (bits + 0x7ffff + (bits >> 20 & 1) - 0x3c000000) >> 20;
+    return sign | (magnitude < 0.015625f ? small : normal);
+}
+
+INLINE float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; } /* |x| < 2^22, to nearest even */
+
+#if X86
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define NAME(x) CAT(seal_avx2_, x)
+#include "seal.inc"
+#undef NAME
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")
+#define NAME(x) CAT(seal_avx512_, x)
+#include "seal.inc"
+#undef NAME
+#pragma GCC pop_options
+#endif
+
+#define NAME(x) CAT(seal_portable_, x)
+#include "seal.inc"
+
+#if X86
+static const Task tasks[NUM_ISAS] = {seal_portable_task, seal_avx2_task, seal_avx512_task, seal_avx512_task};
+#else
+static const Task tasks[NUM_ISAS] = {seal_portable_task, seal_portable_task, seal_portable_task, seal_portable_task};
+#endif
+
+/* Returns 1 when a number had to be made finite, else 0. */
+int64_t kv_hf_seal(const Seal *a) {
+    SealCall call = {.a = a, .scratch_floats = 2 * a->page_size * a->side.dim + 4 * a->side.dim + 4 * a->page_size};
+    atomic_init(&call.damaged, 0);
+    kv_hf_parallel(tasks[a->isa], &call, a->num_jobs * a->heads, a->threads);
+    return atomic_load(&call.damaged);
+}

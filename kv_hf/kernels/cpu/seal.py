@@ -1,0 +1,28 @@
+"""Sealing by the compiled CPU kernel; the bytes are those of `reference.seal_pages`."""
+
+import torch
+
+from ...spec import SideSpec
+from .arguments import SEAL_BLOCK, side_fields
+from .library import isa, library
+
+
+def seal_pages(
+    tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
+) -> torch.Tensor:
+    """Encode full pages into storage in layout "lanes", in place; see `reference.seal_pages`."""
+    if tokens.stride(3) != 1:
+        tokens = tokens.contiguous()
+    jobs = jobs.contiguous()
+    block = SEAL_BLOCK.pack(
+        *side_fields(spec, fields, tokens),
+        spec.side == "keys",
+        spec.num_kv_heads,
+        spec.page_size,
+        jobs.data_ptr(),
+        jobs.shape[0],
+        torch.get_num_threads(),
+        isa(),
+        spec.scheme.clip,
+    )
+    return torch.tensor(bool(library().kv_hf_seal(block)))

@@ -1,0 +1,147 @@
+"""Attention over pages through torch's SDPA: the fallback where no kernel was compiled.
+
+Tiles of pages are decoded into the query's dtype, SDPA attends to them with the query heads of a kv head packed
+into the query axis (which is exact, and on a CPU several times faster than SDPA's own way to share heads), and
+the tiles are merged by their log-sum-exps. Nothing larger than a tile is ever decoded.
+"""
+
+import torch
+
+from .inputs import PagedKV
+from .reference import decode_tile
+from .reference import paged_attention as reference_attention
+
+TILE_TOKENS = 1024
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv: PagedKV,
+    *,
+    softmax_scale: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attend to pages by SDPA, row by row; CPU tensors only. See `reference.paged_attention`.
+
+    What SDPA cannot express (softcap, values of another head_dim than keys, float64) goes to the reference.
+    """
+    spec = kv.spec
+    if (
+        softcap is not None
+        or spec.keys.head_dim != spec.values.head_dim
+        or query.dtype.itemsize > 4
+    ):
+        return reference_attention(
+            query,
+            kv,
+            softmax_scale=softmax_scale,
+            mask=mask,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            sliding_window=sliding_window,
+        )
+    rows, num_heads, q_len, dim = query.shape
+    heads = spec.keys.num_kv_heads
+    group = num_heads // heads
+    out = query.new_zeros(rows, num_heads, q_len, dim)
+    for row in range(rows):
+        count, exact = int(kv.num_pages[row]), int(kv.exact_lens[row])
+        first_query = count * kv.page_size + exact - q_len
+        q = query[row].reshape(1, heads, group * q_len, dim).contiguous()
+        outs: list[torch.Tensor] = []
+        lses: list[torch.Tensor] = []
+
+        def add(
+            keys: torch.Tensor,
+            values: torch.Tensor,
+            at: torch.Tensor,
+            *,
+            row: int = row,
+            first_query: int = first_query,
+            q: torch.Tensor = q,
+            outs: list[torch.Tensor] = outs,
+            lses: list[torch.Tensor] = lses,
+        ) -> None:
+            bias = _bias(kv, row, at, first_query, q_len, mask, sliding_window)
+            if bias is not None:
+                bias = bias.expand(num_heads, q_len, -1).reshape(1, heads, group * q_len, -1)
+            attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            part, lse = attend(
+                q,
+                keys.to(q.dtype).contiguous(),  # it takes the last stride for 1 unasked
+                values.to(q.dtype).contiguous(),
+                attn_mask=None if bias is None else bias.to(q.dtype),
+                scale=softmax_scale,
+            )
+            lse = lse.float().reshape(1, heads, group * q_len)
+            if bias is not None:
+                unseen = (bias == float("-inf")).all(-1)
+                lse = lse.masked_fill(unseen, float("-inf"))
+                part = part.masked_fill(unseen[..., None], 0.0)
+            outs.append(part.float())
+            lses.append(lse)
+
+        per_tile = max(1, TILE_TOKENS // kv.page_size)
+        for first in range(0, count, per_tile):
+            ids = kv.block_table[row : row + 1, first : min(first + per_tile, count)]
+            start = kv.sink_tokens + first * kv.page_size
+            add(
+                decode_tile(kv.key_pages, spec.keys, ids, q.dtype),
+                decode_tile(kv.value_pages, spec.values, ids, q.dtype),
+                torch.arange(start, start + ids.shape[1] * kv.page_size),
+            )
+        if exact:
+            slots = torch.arange(exact)
+            behind = count * kv.page_size * (slots >= kv.sink_tokens)
+            add(
+                kv.window_keys[row : row + 1, :, :exact],
+                kv.window_values[row : row + 1, :, :exact],
+                slots + behind,
+            )
+        if sink_logits is not None:
+            logits = sink_logits.float().reshape(1, heads, group, 1).expand(-1, -1, -1, q_len)
+            lses.append(logits.reshape(1, heads, group * q_len))
+            outs.append(torch.zeros(1, heads, group * q_len, dim))
+        if outs:
+            out[row] = _merged(outs, lses).reshape(num_heads, q_len, dim).to(query.dtype)
+    return out
+
+
+def _merged(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> torch.Tensor:
+    """Join parts of a softmax: sum of out * exp(lse) / sum of exp(lse); 0 where every lse is -inf."""
+    lse = torch.stack(lses)
+    shift = lse.amax(0).nan_to_num(neginf=0.0)
+    weights = torch.exp(lse - shift)[..., None]
+    total = weights.sum(0)
+    return (torch.stack(outs) * weights).sum(0) / torch.where(total == 0, 1.0, total)
+
+
+def _bias(
+    kv: PagedKV,
+    row: int,
+    at: torch.Tensor,
+    first_query: int,
+    q_len: int,
+    mask: torch.Tensor | None,
+    sliding_window: int | None,
+) -> torch.Tensor | None:
+    """Return what to add to the scores of tokens `at` [n]: [1 or num_heads, q_len, n], or None for nothing."""
+    query_at = first_query + torch.arange(q_len)[:, None]
+    hidden = torch.zeros(q_len, at.numel(), dtype=torch.bool)
+    if mask is None:
+        hidden |= at > query_at
+    if sliding_window is not None:
+        hidden |= at <= query_at - sliding_window
+    bias = None
+    if mask is not None:
+        columns = mask[row if mask.shape[0] > 1 else 0][..., at + int(kv.padding[row])]
+        bias = columns.float()
+        if columns.dtype == torch.bool:
+            bias = torch.where(columns, 0.0, float("-inf"))
+    if bool(hidden.any()):
+        bias = torch.zeros(1, 1, 1) if bias is None else bias
+        bias = bias.masked_fill(hidden, float("-inf"))
+    return bias

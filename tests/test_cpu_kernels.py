@@ -1,0 +1,394 @@
+"""The kernels that run on a CPU against the fp64 oracle: the C library in every instruction set, and SDPA."""
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_inputs import DTYPES, ROWS, budget, dense_attention, make_kv, make_query
+
+import kv_hf
+from kv_hf.errors import CacheOptionError
+from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
+from kv_hf.kernels import choice, ops, packed, reference
+from kv_hf.kernels.cpu import decode, library, seal
+from kv_hf.spec import LANES, PageSpec
+
+needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
+ISAS = range(1 if library.missing() else library.isa() + 1)
+KERNELS = [pytest.param("sdpa", id="sdpa")] + [
+    pytest.param(isa, id=library.ISA_NAMES[isa], marks=needs_library) for isa in ISAS
+]
+
+
+@pytest.fixture(params=KERNELS)
+def attend(request, monkeypatch):
+    if request.param == "sdpa":
+        return packed.paged_attention
+    monkeypatch.setattr(decode, "isa", lambda: request.param)
+    return decode.paged_attention
+
+
+def check(attend, query, kv, **options):
+    """Compare with fp64. Four times the usual budget: codes are summed apart from their offsets, so that the
+    terms are as large as a group's range, some four times the numbers themselves that the torch path sums."""
+    scale = query.shape[-1] ** -0.5
+    expected = dense_attention(query, kv, scale, **options)
+    out = attend(query, kv, softmax_scale=scale, **options)
+    assert (out.dtype, out.shape) == (query.dtype, expected.shape)
+    error = float((out.double() - expected).abs().max())
+    assert error <= 4 * budget(query, kv, scale, expected, options)
+    return out
+
+
+@pytest.mark.parametrize("values", FORMAT_NAMES)
+@pytest.mark.parametrize("keys", FORMAT_NAMES)
+def test_kernel_reads_every_pair_of_formats(attend, keys, values):
+    kv = make_kv(keys, values, layout=LANES, poison=True)
+    check(attend, make_query(kv, 3, 3, torch.float32), kv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_kernel_errs_no_more_than_torch_in_every_precision(attend, name, dtype):
+    kv = make_kv(name, dtype=dtype, key_dim=128, layout=LANES, page=64, slots=80)
+    check(attend, make_query(kv, 1, 4, dtype), kv)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("q_len", [1, 2, 16])
+def test_kernel_takes_every_group_and_chunk(attend, group, q_len):
+    for dtype in (torch.float32, torch.bfloat16):
+        kv = make_kv("int4", dtype=dtype, layout=LANES)
+        check(attend, make_query(kv, q_len, group, dtype), kv)
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 192, 256])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_kernel_takes_every_head_dim(attend, name, head_dim):
+    for dtype in (torch.float32, torch.bfloat16):
+        kv = make_kv(name, key_dim=head_dim, dtype=dtype, layout=LANES)
+        check(attend, make_query(kv, 3, 2, dtype), kv)
+
+
+@pytest.mark.parametrize("page", [16, 32, 128, 512])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_kernel_takes_every_page_size(attend, name, page):
+    for dtype in (torch.float32, torch.bfloat16):
+        kv = make_kv(name, dtype=dtype, layout=LANES, page=page, slots=4 + 2 * page)
+        check(attend, make_query(kv, 3, 2, dtype), kv)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (64, 128), (80, 32)])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_kernel_takes_keys_and_values_of_different_dims(attend, name, key_dim, value_dim):
+    kv = make_kv(name, key_dim=key_dim, value_dim=value_dim, layout=LANES)
+    check(attend, make_query(kv, 3, 2, torch.float32), kv)
+
+
+@pytest.mark.parametrize(("key_group", "value_group"), [(4, 8), (8, 16), (16, 64), (32, 32)])
+@pytest.mark.parametrize("name", ["int4", "int2"])
+def test_kernel_takes_every_group_size(attend, name, key_group, value_group):
+    for dtype in (torch.float32, torch.bfloat16):
+        kv = grouped_kv(name, key_group, value_group, dtype)
+        check(attend, make_query(kv, 2, 3, dtype), kv)
+
+
+def grouped_kv(name, key_group, value_group, dtype):
+    spec = PageSpec.build(
+        key_scheme(name, key_group),
+        value_scheme(name, value_group),
+        num_kv_heads=2,
+        key_dim=64,
+        value_dim=64,
+        page_size=32,
+        dtype=dtype,
+        layout=LANES,
+    )
+    kv = make_kv("exact", dtype=dtype, layout=LANES, page=32, slots=64)
+    stored = []
+    for side in spec.sides:
+        fields = {
+            field: torch.zeros(12, *shape, dtype=kind)
+            for field, (shape, kind) in side.fields.items()
+        }
+        run = torch.randn(12, 2, 32, 64, generator=torch.Generator().manual_seed(9)).to(dtype)
+        jobs = torch.tensor([(page, 0, page) for page in range(12)], dtype=torch.int32)
+        reference.seal_pages(run, jobs, fields, side)
+        stored.append(fields)
+    return replace(kv, spec=spec, key_pages=stored[0], value_pages=stored[1])
+
+
+@pytest.mark.parametrize("name", ["exact", "int4", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_applies_every_option(attend, name, dtype):
+    kv = make_kv(name, dtype=dtype, layout=LANES, more_padding=5)
+    query = make_query(kv, 3, 2, dtype)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(4, generator=generator)
+    check(attend, query, kv, sink_logits=logits)
+    check(attend, query, kv, sink_logits=torch.full((4,), float("-inf")))
+    check(attend, query, kv, softcap=3.0)
+    for window in (1, 2, 7, 30, 1000):
+        check(attend, query, kv, sliding_window=window)
+    for shape in ((1, 1, 3), (5, 1, 3), (1, 4, 3), (5, 4, 3)):
+        mask = torch.rand(*shape, kv.seen + 3, generator=generator) > 0.4
+        check(attend, query, kv, mask=mask)
+        check(attend, query, kv, mask=mask, softcap=3.0, sink_logits=logits, sliding_window=40)
+        check(attend, query, kv, mask=torch.randn(*shape, kv.seen, generator=generator).to(dtype))
+    hidden = torch.zeros(1, 1, 3, kv.seen).masked_fill(mask[:1, :1, :, : kv.seen], float("-inf"))
+    check(attend, query, kv, mask=hidden)
+
+
+def test_kernel_merges_many_splits(attend):
+    kv = make_kv("int8", rows=[(300, 9), (33, 20), (0, 2), (0, 0)], layout=LANES, shuffle=1)
+    check(attend, make_query(kv, 2, 3, torch.float32), kv)
+
+
+def test_kernel_splits_a_long_window(attend):
+    """recent_tokens and chunks of a prefill make windows longer than a page."""
+    kv = make_kv("int8", rows=[(3, 700), (0, 513), (2, 4)], layout=LANES, slots=704)
+    check(attend, make_query(kv, 3, 2, torch.float32), kv)
+
+
+def test_kernel_survives_scores_that_overflow_exp(attend):
+    kv = make_kv("exact", layout=LANES)
+    out = check(attend, make_query(kv, 3, dtype=torch.float32) * 400, kv)
+    assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_never_reads_unused_slots_and_pages(attend, name, dtype):
+    clean, poisoned = (make_kv(name, dtype=dtype, layout=LANES, poison=p) for p in (False, True))
+    query = make_query(clean, 3, dtype=dtype)
+    outs = [attend(query, kv, softmax_scale=0.125) for kv in (clean, poisoned)]
+    assert bool(outs[1].isfinite().all())
+    assert torch.equal(*outs)
+    assert ROWS[4] == (0, 0)
+    assert torch.equal(outs[1][4], torch.zeros_like(outs[1][4]))
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_kernel_result_of_a_row_does_not_depend_on_its_batch(attend, name):
+    kv = make_kv(name, layout=LANES, rows=[(20, 9), (3, 20), (0, 2)])
+    query = make_query(kv, 1, 3, torch.float32)
+    together = attend(query, kv, softmax_scale=0.1)
+    for row in range(kv.rows):
+        only = slice(row, row + 1)
+        alone = replace(
+            kv,
+            block_table=kv.block_table[only, : int(kv.num_pages[row])],
+            num_pages=kv.num_pages[only],
+            window_keys=kv.window_keys[only],
+            window_values=kv.window_values[only],
+            exact_lens=kv.exact_lens[only],
+            padding=torch.zeros(1, dtype=torch.int32),
+            seen=kv.seen - int(kv.padding[row]),
+        )
+        assert torch.equal(attend(query[only], alone, softmax_scale=0.1), together[only])
+
+
+@pytest.mark.parametrize("name", ["exact", "int4"])
+def test_kernel_result_does_not_depend_on_the_number_of_threads(attend, name):
+    kv = make_kv(name, rows=[(90, 9), (3, 20)], layout=LANES)
+    query = make_query(kv, 2, 3, torch.float32)
+    before = torch.get_num_threads()
+    try:
+        outs = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            outs.append(attend(query, kv, softmax_scale=0.1))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_kernel_takes_strided_queries_and_windows(attend):
+    """A query is a view of [batch, q_len, heads, dim] in transformers; windows are slices of longer ones."""
+    kv = make_kv("int8", layout=LANES)
+    query = make_query(kv, 3, 2, torch.float32)
+    expected = attend(query, kv, softmax_scale=0.1)
+    strided = query.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.zeros(*query.shape[:3], 2 * query.shape[3])[..., ::2]
+    wide.copy_(query)
+    longer = replace(
+        kv,
+        window_keys=torch.cat([kv.window_keys] * 2, 2)[:, :, : kv.window_keys.shape[2]],
+        window_values=torch.cat([kv.window_values] * 2, 3)[..., :64],
+    )
+    for q in (strided, wide):
+        out = attend(q, longer, softmax_scale=0.1)
+        assert torch.allclose(out, expected, rtol=0, atol=1e-6)  # SDPA chooses its path by strides
+
+
+@pytest.mark.parametrize("name", ["exact", "int4", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_lets_a_nan_in_the_query_through(attend, name, dtype):
+    kv = make_kv(name, dtype=dtype, layout=LANES)
+    query = make_query(kv, 1, 2, dtype)
+    query[0, 1, 0, 3] = float("nan")
+    out = attend(query, kv, softmax_scale=0.1)
+    assert bool(out[0, 1].isnan().all())
+    assert bool(out[1:].isfinite().all())
+
+
+# -- the C library -----------------------------------------------------------------------------------------
+
+
+@needs_library
+def test_decode_serves_several_threads_of_python_at_once():
+    kv = make_kv("int4", rows=[(200, 9)], layout=LANES)
+    queries = [make_query(kv, 1, 3, torch.float32, seed=i) for i in range(4)]
+    expected = [decode.paged_attention(q, kv, softmax_scale=0.1) for q in queries]
+    wrong = []
+
+    def work(query, right):
+        torch.set_num_threads(2)
+        for _ in range(50):
+            if not torch.equal(decode.paged_attention(query, kv, softmax_scale=0.1), right):
+                wrong.append(1)
+
+    threads = [
+        threading.Thread(target=work, args=pair, daemon=True)
+        for pair in zip(queries, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")
+def test_decode_works_in_a_forked_process():
+    """The pool's threads do not survive a fork; the child must start its own instead of waiting for them."""
+    code = """
+import os, torch, kv_hf, sys
+sys.path.insert(0, "tests")
+from paged_inputs import make_kv, make_query
+from kv_hf.kernels.cpu.decode import paged_attention
+from kv_hf.spec import LANES
+torch.set_num_threads(2)
+kv = make_kv("int4", rows=[(200, 9)], layout=LANES)
+query = make_query(kv, 1, 3, torch.float32)
+expected = paged_attention(query, kv, softmax_scale=0.1).tolist()
+child = os.fork()
+if child == 0:
+    os._exit(0 if paged_attention(query, kv, softmax_scale=0.1).tolist() == expected else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_seal_writes_the_bytes_of_the_codec(monkeypatch, isa, name, dtype):
+    monkeypatch.setattr(seal, "isa", lambda: isa)
+    for head_dim, page in ((64, 64), (80, 16), (128, 32), (256, 128)):
+        spec = PageSpec.build(
+            key_scheme(name),
+            value_scheme(name, 16 if head_dim == 80 else None),
+            num_kv_heads=2,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            page_size=page,
+            dtype=dtype,
+            layout=LANES,
+        )
+        generator = torch.Generator().manual_seed(head_dim)
+        size = torch.tensor([1e-6, 1.0, 3e3])[:, None, None, None]
+        tokens = torch.randn(3, 2, 5 + 2 * page, head_dim, generator=generator) * size
+        tokens[1, 0, :9] = 0
+        tokens[1, 1] = 5
+        tokens[0, 0, 5:9] *= -0.0
+        tokens[2, 0, 7, 3] = float("inf")
+        tokens[2, 1, 9, 1] = float("nan")
+        jobs = torch.tensor([(0, 0, 1), (1, 3, 4), (2, 5 + page, 0), (2, 2, 3)], dtype=torch.int32)
+        for side in spec.sides:
+            for some in (jobs, jobs[:2]):
+                written = []
+                for function in (reference.seal_pages, seal.seal_pages):
+                    fields = {
+                        field: torch.zeros(6, *shape, dtype=kind)
+                        for field, (shape, kind) in side.fields.items()
+                    }
+                    damaged = function(tokens.to(dtype), some, fields, side)
+                    assert (damaged.dtype, damaged.shape) == (torch.bool, ())
+                    written.append((fields, bool(damaged)))
+                assert written[0][1] == written[1][1] == (len(some) == 4 and name != "exact")
+                for field, stored in written[0][0].items():
+                    others = written[1][0][field]
+                    assert torch.equal(stored.view(torch.uint8), others.view(torch.uint8))
+
+
+# -- choice ------------------------------------------------------------------------------------------------
+
+
+def spec_of(**changes):
+    sizes = {"num_kv_heads": 2, "key_dim": 64, "value_dim": 64, "page_size": 32, "layout": LANES}
+    options = {**sizes, "dtype": torch.float32, **changes}
+    return PageSpec.build(key_scheme("int4"), value_scheme("int4"), **options)
+
+
+@needs_library
+def test_choose_takes_the_c_kernel_on_a_cpu():
+    assert choice.choose("auto", torch.device("cpu"), spec_of()).name == "c"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_choose_takes_what_was_asked_for(name):
+    assert choice.choose(name, torch.device("cpu"), spec_of()).name == name
+
+
+def test_choose_refuses_what_cannot_run(monkeypatch):
+    with pytest.raises(CacheOptionError, match=r"kernel='triton' cannot run here: .+"):
+        choice.choose("triton", torch.device("cpu"), spec_of())
+    monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
+    with pytest.raises(CacheOptionError, match="kernel='c' cannot run here: no compiler was there"):
+        choice.choose("c", torch.device("cpu"), spec_of())
+
+
+def test_choose_says_once_why_it_takes_a_slower_one(monkeypatch, recwarn):
+    kv_hf.uninstall()
+    kv_hf.install()
+    monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
+    for _ in range(2):
+        assert choice.choose("auto", torch.device("cpu"), spec_of()).name == "sdpa"
+    said = [str(warning.message) for warning in recwarn if warning.category is kv_hf.KVCacheWarning]
+    assert len(said) == 1
+    assert "'sdpa'" in said[0]
+    assert "no compiler was there" in said[0]
+
+
+def test_float64_is_read_by_the_reference():
+    """fp64 is for checking: no kernel keeps that many digits."""
+    spec = spec_of(dtype=torch.float64)
+    assert choice.choose("auto", torch.device("cpu"), spec).name == "reference"
+    kv = make_kv("int8", layout=LANES)
+    query = make_query(kv, 1)
+    assert query.dtype == torch.float64
+    out = ops.paged_attention(query, kv, softmax_scale=0.1)
+    assert torch.equal(out, reference.paged_attention(query, kv, softmax_scale=0.1))
+
+
+@needs_library
+def test_isa_variable_must_name_what_the_processor_has(monkeypatch):
+    library.isa.cache_clear()
+    try:
+        monkeypatch.setenv(library.ISA_VARIABLE, "0")
+        assert library.isa() == 0
+        library.isa.cache_clear()
+        monkeypatch.setenv(library.ISA_VARIABLE, "9")
+        with pytest.raises(ValueError, match="KV_HF_ISA must be between 0 and"):
+            library.isa()
+    finally:
+        library.isa.cache_clear()

@@ -31,6 +31,19 @@ def attend(request, monkeypatch):
     return decode.paged_attention
 
 
+@pytest.fixture(params=["torch", "own"])
+def threads_of(request):
+    """The kernels run on torch's OpenMP threads, or on a pool of their own where there is none."""
+    if library.missing():
+        pytest.skip(str(library.missing()))
+    if request.param == "own":
+        library.library().kv_hf_use_openmp(None)
+    elif library._torch_openmp() is None:
+        pytest.skip("torch has no OpenMP here")
+    yield request.param
+    library.library().kv_hf_use_openmp(library._torch_openmp())
+
+
 def check(attend, query, kv, **options):
     """Compare with fp64. Four times the usual budget: codes are summed apart from their offsets, so that the
     terms are as large as a group's range, some four times the numbers themselves that the torch path sums."""
@@ -192,7 +205,7 @@ def test_kernel_result_of_a_row_does_not_depend_on_its_batch(attend, name):
 
 
 @pytest.mark.parametrize("name", ["exact", "int4"])
-def test_kernel_result_does_not_depend_on_the_number_of_threads(attend, name):
+def test_kernel_result_does_not_depend_on_the_number_of_threads(attend, name, threads_of):
     kv = make_kv(name, rows=[(90, 9), (3, 20)], layout=LANES)
     query = make_query(kv, 2, 3, torch.float32)
     before = torch.get_num_threads()
@@ -240,7 +253,7 @@ def test_kernel_lets_a_nan_in_the_query_through(attend, name, dtype):
 
 
 @needs_library
-def test_decode_serves_several_threads_of_python_at_once():
+def test_decode_serves_several_threads_of_python_at_once(threads_of):
     kv = make_kv("int4", rows=[(200, 9)], layout=LANES)
     queries = [make_query(kv, 1, 3, torch.float32, seed=i) for i in range(4)]
     expected = [decode.paged_attention(q, kv, softmax_scale=0.1) for q in queries]

@@ -5,7 +5,9 @@ import functools
 import os
 from pathlib import Path
 
-ABI = 1  # KV_HF_ABI of native/kv_hf.h
+import torch
+
+ABI = 2  # KV_HF_ABI of native/kv_hf.h
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")
 ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: use a lesser instruction set than the processor has
 
@@ -31,7 +33,25 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     library.kv_hf_isa.restype = ctypes.c_int64
+    library.kv_hf_use_openmp.argtypes = [ctypes.c_void_p]
+    library.kv_hf_use_openmp(_torch_openmp())
     return library, ""
+
+
+def _torch_openmp() -> int | None:
+    """Return the address of GOMP_parallel in the OpenMP that torch has loaded, or None.
+
+    LLVM's and Intel's OpenMP offer that entry too. Only a library that is already there is taken.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    bundled = [str(path) for path in sorted(folder.glob("lib*omp*"))]
+    for name in (*bundled, "libgomp.so.1", "libomp.so", "libiomp5.so", "libomp.dylib"):
+        try:
+            openmp = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            return ctypes.cast(openmp.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 def library() -> ctypes.CDLL:

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define KV_HF_ABI 1
+#define KV_HF_ABI 2
 
 enum Format { F32, BF16, F16, INT8, UINT4, UINT2, FLOAT8, NUM_FORMATS };
 enum MaskKind { MASK_NONE, MASK_BOOL, MASK_FLOAT };
@@ -42,7 +42,7 @@ typedef struct {
     double clip;
 } Seal;
 
-/* Run task(context, index, scratch) for index in [0, tasks) on at most `threads` threads. */
+/* Run task(context, index) for index in [0, tasks) on at most `threads` threads. */
 typedef void (*Task)(void *context, int64_t index);
 void kv_hf_parallel(Task task, void *context, int64_t tasks, int64_t threads);
 

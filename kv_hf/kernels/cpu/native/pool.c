@@ -1,7 +1,9 @@
-/* A small pool of threads that sleep between calls. One call at a time: a second caller waits.
+/* Threads for the kernels: torch's own, or a small pool.
  *
- * Where the process already runs an OpenMP (torch's), kv_hf_use_openmp() hands over its GOMP_parallel: the
- * same threads then serve both, so that they never compete for cores. */
+ * torch's OpenMP threads spin for a while between two parallel regions, so that a second set of threads would
+ * have to compete with them for the cores. Where torch's OpenMP is at hand, kv_hf_use_openmp() hands over its
+ * GOMP_parallel and the same threads serve both. Elsewhere threads of our own sleep between calls; one call at a
+ * time, a second caller waits. */
 #include "kv_hf.h"
 
 #include <pthread.h>
@@ -53,20 +55,18 @@ static void *worker(void *unused) {
     return NULL;
 }
 
-/* The threads do not survive a fork; the locks may have been held by one of them. */
+/* No thread survives a fork, OpenMP's neither, and the locks may have been held by one of them. */
 static void after_fork(void) {
+    openmp_region = NULL;
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&work, NULL);
     pthread_cond_init(&idle, NULL);
     started = active = wanted = open_job = 0;
 }
 
+__attribute__((constructor)) static void register_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
+
 static void start_workers(int count) {
-    static int registered;
-    if (!registered) {
-        pthread_atfork(NULL, NULL, after_fork);
-        registered = 1;
-    }
     while (started < count && started < MAX_WORKERS) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, worker, NULL)) return; /* fewer threads, the same result */
@@ -78,16 +78,16 @@ static void start_workers(int count) {
 void kv_hf_use_openmp(void *gomp_parallel) { openmp_region = (Region)gomp_parallel; }
 
 void kv_hf_parallel(Task task, void *context, int64_t tasks, int64_t threads) {
-    if (threads > tasks) threads = tasks;
-    if (threads <= 1) {
+    if (threads <= 1 || tasks <= 1) {
         for (int64_t i = 0; i < tasks; i++) task(context, i);
         return;
     }
-    if (openmp_region) {
+    if (openmp_region) { /* always as many threads as torch takes: another number would end some of them */
         Job local = {.task = task, .context = context, .tasks = tasks};
         openmp_region(run, &local, (unsigned)threads, 0);
         return;
     }
+    if (threads > tasks) threads = tasks;
     pthread_mutex_lock(&lock);
     while (open_job) pthread_cond_wait(&idle, &lock);
     start_workers((int)threads - 1);

@@ -84,6 +84,7 @@ class PagedCache(DynamicCache):
             if type(layer) is DynamicLayer:
                 self.layers[index] = PagedLayer(index, self.group, *schemes[index], options.kernel)
         self._check_overrides()
+        self._first_paged = min((layer.layer_idx for layer in self.paged_layers), default=0)
         if not self.paged_layers:
             kinds = sorted({type(layer).__name__ for layer in self.layers})
             raise UnsupportedModelError(
@@ -114,7 +115,7 @@ class PagedCache(DynamicCache):
 
         flex_attention is traced by torch.compile, which cannot look into handles: it gets dense tensors.
         """
-        if layer_idx < self.paged_layers[0].layer_idx:
+        if layer_idx < self._first_paged:
             # a layer of another kind comes first: find out now whether the paged ones will refuse
             self.group.check_append(key_states.shape[0], key_states.shape[2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -1,8 +1,5 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from ..errors import CacheMismatchError
@@ -12,14 +9,7 @@ from ..notices import warn_once
 from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, SideStorage
 from ..spec import PageSpec, page_capacity
-from .window import ExactWindow
-
-
-@contextmanager
-def storing() -> Iterator[None]:
-    """Make ordinary tensors without gradients: those made in inference mode could not be written to later."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+from .window import ExactWindow, storing
 
 
 class LayerStore:
@@ -81,24 +71,37 @@ class LayerStore:
             keys, values: [rows, num_kv_heads, q_len, head_dim], padding columns included.
             slots: room of a row's window.
         """
+        keys, values = keys.detach(), values.detach()
+        if step.seal is None and step.seal_first is None and not step.rebuild:
+            self.grow(step.num_ids)
+            return (
+                self.windows[0].append(step, keys, slots),
+                self.windows[1].append(step, values, slots),
+            )
         runs = []
         with storing():
-            for pages, window, new in zip(
-                self.pages.sides, self.windows, (keys.detach(), values.detach()), strict=True
+            self.grow(step.num_ids)
+            for side, window, new in zip(
+                self.pages.sides, self.windows, (keys, values), strict=True
             ):
-                pages.grow(page_capacity(step.num_ids))
                 if step.seal_first is not None:
-                    self._seal(step.seal_first, window.tokens, pages)
+                    self._seal(step.seal_first, window.tokens, side)
                     window.drop_pages([row.sealed_first for row in step.rows], self.sink_tokens)
                 if not step.rebuild:
                     runs.append(window.append(step, new, slots))
                     continue
                 run = window.run(step, new)
                 if step.seal is not None:
-                    self._seal(step.seal, run, pages)
+                    self._seal(step.seal, run, side)
                 window.keep_rest(step, run, slots, self.sink_tokens)
                 runs.append(run)
         return runs[0], runs[1]
+
+    def grow(self, num_ids: int) -> None:
+        """Make room for page ids below `num_ids`."""
+        if num_ids > self.pages.keys.capacity:
+            with storing():
+                self.pages.grow(page_capacity(num_ids))
 
     def _seal(self, jobs: SealJobs, tokens: torch.Tensor, side: SideStorage) -> None:
         self._note(self.kernel.seal(tokens, jobs.on(self.device), side.fields, side.spec))
@@ -131,7 +134,6 @@ class LayerStore:
         self, view: TableView, window_keys: torch.Tensor, window_values: torch.Tensor, seen: int
     ) -> PagedKV:
         """Return what a kernel reads: these pages and the given exact tokens, in the order of `view`."""
-        longest = int(view.exact_lens.max())  # on the CPU: no synchronisation
         table = view.on(self.device)
         return PagedKV(
             key_pages=self.pages.keys.fields,
@@ -139,8 +141,8 @@ class LayerStore:
             spec=self.spec,
             block_table=table.block_table,
             num_pages=table.num_pages,
-            window_keys=window_keys[:, :, :longest],
-            window_values=window_values[:, :, :longest],
+            window_keys=window_keys,
+            window_values=window_values,
             exact_lens=table.exact_lens,
             padding=table.padding,
             seen=seen,

@@ -1,11 +1,19 @@
 """The exact tokens of one layer: the first tokens and the open tail of each row, in the model's dtype."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from ..pages.step import Step
 from ..spec import SideSpec
+
+
+@contextmanager
+def storing() -> Iterator[None]:
+    """Make ordinary tensors without gradients: those made in inference mode could not be written to later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class ExactWindow:
@@ -22,7 +30,8 @@ class ExactWindow:
         old = self.tokens
         if old.shape[0] == rows and old.shape[2] == slots:
             return old
-        new = old.new_zeros((rows, old.shape[1], slots, old.shape[3]))
+        with storing():
+            new = old.new_zeros((rows, old.shape[1], slots, old.shape[3]))
         kept = (min(rows, old.shape[0]), min(slots, old.shape[2]))
         new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
         return new
@@ -30,12 +39,9 @@ class ExactWindow:
     def append(self, step: Step, new: torch.Tensor, slots: int) -> torch.Tensor:
         """Write the new tokens behind each row's window, in place, and return the window."""
         self.tokens = self._resized(len(step.rows), slots)
-        first = step.rows[0]
-        if all(
-            (row.exact_before, row.skip) == (first.exact_before, first.skip) for row in step.rows
-        ):
-            end = first.exact_before + first.new
-            self.tokens[:, :, first.exact_before : end] = new[:, :, first.skip :]
+        if step.uniform is not None:
+            start, skip, count = step.uniform
+            self.tokens.narrow(2, start, count).copy_(new[:, :, skip:] if skip else new)
         else:
             for index, row in enumerate(step.rows):
                 end = row.exact_before + row.new

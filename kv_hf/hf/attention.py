@@ -74,11 +74,9 @@ def kv_hf_attention(
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
     view = view_behind(key, value)
-    unknown = sorted(
-        name for name, given in kwargs.items() if given is not None and name not in _HARMLESS
-    )
     reason = None
     if view is not None and query.shape[2] <= MAX_DECODE_QUERIES:
+        unknown = [name for name in kwargs if name not in _HARMLESS and kwargs[name] is not None]
         if dropout:
             reason = f"dropout={dropout} needs the attention weights"
         elif kwargs.get("output_attentions"):
@@ -86,7 +84,7 @@ def kv_hf_attention(
         elif kwargs.get("is_causal") is False and query.shape[2] > 1 and attention_mask is None:
             reason = "the model asks for attention that is not causal"
         elif unknown:
-            reason = f"the model passes {', '.join(unknown)}, which paged attention does not know"
+            reason = f"the model passes {', '.join(sorted(unknown))}, which paged attention does not know"
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out = paged_attention(

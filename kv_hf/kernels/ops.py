@@ -35,13 +35,14 @@ def paged_attention(
         learns or query.dtype == torch.float64
     ):  # no kernel has a backward pass or keeps so many digits
         kernel = load("reference")
-    fits = query.ndim == 4 and (query.shape[0], query.shape[3]) == (kv.rows, keys.head_dim)
-    if not fits or query.shape[1] % keys.num_kv_heads:
+    shape = query.shape
+    fits = len(shape) == 4 and (shape[0], shape[3]) == (kv.rows, keys.head_dim)
+    if not fits or shape[1] % keys.num_kv_heads:
         raise CacheMismatchError(
             f"query must be [{kv.rows}, a multiple of {keys.num_kv_heads}, q_len, {keys.head_dim}], "
-            f"got {tuple(query.shape)}"
+            f"got {tuple(shape)}"
         )
-    rows, num_heads, q_len, _ = query.shape
+    rows, num_heads, q_len, _ = shape
     if sink_logits is not None and sink_logits.shape != (num_heads,):
         raise CacheMismatchError(
             f"sink_logits must be [{num_heads}], got {tuple(sink_logits.shape)}"
@@ -49,11 +50,11 @@ def paged_attention(
     if sliding_window is not None and sliding_window < 1:
         raise CacheMismatchError(f"sliding_window must be at least 1, got {sliding_window}")
     if mask is not None:
-        shape = (rows, num_heads, q_len, kv.seen)
+        whole = (rows, num_heads, q_len, kv.seen)
         if mask.ndim != 4 or any(
-            m not in (f, 1) for m, f in zip(mask.shape[:3], shape[:3], strict=True)
+            m not in (f, 1) for m, f in zip(mask.shape[:3], whole[:3], strict=True)
         ):
-            raise CacheMismatchError(f"mask must broadcast to {shape}, got {tuple(mask.shape)}")
+            raise CacheMismatchError(f"mask must broadcast to {whole}, got {tuple(mask.shape)}")
         if mask.shape[-1] < kv.seen:
             raise CacheMismatchError(
                 f"mask must have at least {kv.seen} columns, got {mask.shape[-1]}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -110,3 +111,11 @@ class Step:
     view: TableView | None = None  # append only
     seal_first: SealJobs | None = None  # pages sealed before the new tokens arrive
     seal: SealJobs | None = None  # pages sealed behind them
+
+    @cached_property
+    def uniform(self) -> tuple[int, int, int] | None:
+        """(exact_before, skip, new) where they are the same for all rows, else None."""
+        first = self.rows[0]
+        same = (first.exact_before, first.skip, first.new)
+        alike = all((row.exact_before, row.skip, row.new) == same for row in self.rows)
+        return same if alike else None

@@ -10,7 +10,9 @@ import triton.language as tl
 
 from .dequant import run_unit, tile_unit
 from .softmax import LN2, LOG2E, bend, weigh
-from .tiles import add_codes, add_exact, load_query, score_codes, score_exact
+from .tiles import (
+    add_codes, add_exact, load_key_factors, load_query, load_value_factors, score_codes, score_exact,
+)
 
 
 @triton.jit
@@ -124,15 +126,17 @@ def decode_kernel(
     queries = query + row.to(tl.int64) * query_row + query_head_of * query_head
     queries += (column % Q_LEN) * query_token
     # a power of two that brings each query near 1: float16 products then neither overflow nor vanish
-    whole = tl.arange(0, triton.next_power_of_2(K_DIM))
-    q = tl.load(
-        queries[None, :] + whole[:, None], mask=(whole < K_DIM)[:, None] & real[None, :], other=0.0
-    )
-    size = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 0), 1e-30)
+    channel = tl.arange(0, triton.next_power_of_2(K_DIM))
+    inside = (channel < K_DIM)[:, None] & real[None, :]
+    x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
+    size = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
     exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
     shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
     factor = exponent.to(tl.float32, bitcast=True) * (softmax_scale * LOG2E)
     q = load_query(queries, real, K_DIM, K_WIDTH, K_CHUNKS, shrink, K_DTYPE)
+    whole_q = q
+    if K_FOLD == "tile":
+        whole_q = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, shrink, K_DTYPE)
 
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
@@ -146,32 +150,46 @@ def decode_kernel(
 
     lane = tl.arange(0, TILE)
     table = block_table + row.to(tl.int64) * table_row
-    # the page's id is fetched one tile ahead: its loads then wait for nothing
+    # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
+    # copies that hide the latency of the codes' loads.
+    last = tl.maximum(end - 1, 0)
     page = tl.load(table + begin // TILES_PER_PAGE, mask=begin < end, other=0)
+    block = page.to(tl.int64) * HEADS + head
+    page = tl.load(
+        table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=begin < end, other=0
+    )
+    token = (begin % TILES_PER_PAGE) * TILE
+    key_offsets, key_scales = load_key_factors(
+        key_scale, key_offset, block, token, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS, K_FOLD
+    )
+    value_factors = load_value_factors(
+        value_scale, value_offset, block * PAGE + token + lane, V_DIM, V_GROUP, V_CODE, V_FOLD
+    )
     for tile in tl.range(begin, end, num_stages=STAGES):
-        block = page.to(tl.int64) * HEADS + head
-        page = tl.load(table + tl.minimum(tile + 1, end - 1) // TILES_PER_PAGE)
         token = (tile % TILES_PER_PAGE) * TILE
+        k_offsets = key_offsets
+        k_scales = key_scales
+        v_factors = value_factors
+        # carried as a sum: Triton does not pipeline loops that hand a value on for two rounds
+        next_block = page.to(tl.int64) * HEADS + head
+        page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
+        next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
+        key_offsets, key_scales = load_key_factors(
+            key_scale, key_offset, next_block, next_token, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
+            W_CHUNKS, K_FOLD,
+        )
+        value_factors = load_value_factors(
+            value_scale, value_offset, next_block * PAGE + next_token + lane, V_DIM, V_GROUP, V_CODE, V_FOLD
+        )
+
         keys = key_codes + block * (PAGE * K_WIDTH) + (token + lane) * K_WIDTH
         if K_FOLD == "none":
             scores = score_exact(keys, real, q, K_DIM, K_CHUNKS, False, PRECISION)
-        elif K_FOLD == "page":
-            offset = key_offset + block * K_DIM
-            scores = score_codes(
-                keys, key_scale + block, offset, q, K_DIM, K_WIDTH, K_CHUNKS,
-                K_CODE, K_BITS, K_FOLD, ISA, PRECISION,
-            )
-        elif K_FOLD == "tile":
-            at = (block * (PAGE // K_GROUP) + token // K_GROUP) * K_DIM
-            scores = score_codes(
-                keys, key_scale + at, key_offset + at, q, K_DIM, K_WIDTH, K_CHUNKS,
-                K_CODE, K_BITS, K_FOLD, ISA, PRECISION,
-            )
         else:
-            at = (block * (PAGE // K_GROUP) + (token + lane) // K_GROUP) * K_DIM
+            groups = block * (PAGE // K_GROUP) + (token + lane) // K_GROUP
             scores = score_codes(
-                keys, key_scale + at, key_offset + at, q, K_DIM, K_WIDTH, K_CHUNKS,
-                K_CODE, K_BITS, K_FOLD, 0, PRECISION,
+                keys, k_offsets, k_scales, key_offset, key_scale, groups, q, whole_q, K_DIM, K_WIDTH,
+                K_CHUNKS, W_CHUNKS, K_CODE, K_BITS, K_FOLD, 0 if K_FOLD == "element" else ISA, PRECISION,
             )
         scores = bend(
             scores, factor, sink_tokens + tile * TILE + lane, lane, query_at, softcap, sliding_window,
@@ -189,27 +207,27 @@ def decode_kernel(
             )
         else:
             values = value_codes + block * (PAGE * V_WIDTH) + token + lane
-            at = (block * PAGE + token + lane) * (V_DIM // V_GROUP)
             acc, offsets = add_codes(
-                values, value_scale + at, value_offset + at, weights, keep, acc, offsets, V_DIM, V_WIDTH,
-                PAGE, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD, V_BOOST, V_DTYPE,
+                values, v_factors, value_scale, value_offset, block * PAGE + token + lane, weights, keep, acc,
+                offsets, V_DIM, V_WIDTH, PAGE, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD, V_BOOST, V_DTYPE,
                 0 if V_FOLD == "element" else ISA, PRECISION,
             )
+
+        block = next_block
 
     total = tl.sum(totals, 0)
     plain = ()
     for p in tl.static_range(V_PARTS):
         part = acc[p]
         if V_FOLD == "token":
-            start = V_CHUNKS[p // V_RUNS][0]
             part = part * (1.0 / (V_BOOST * tile_unit(V_BITS, ISA) * run_unit(p % V_RUNS, V_BITS, ISA)))
             if V_CODE == "unsigned":
-                part += tl.sum(offsets[((p % V_RUNS) * V_WIDTH + start) // V_GROUP], 0)[None, :]
+                part += tl.sum(offsets[((p % V_RUNS) * V_WIDTH + V_CHUNKS[p // V_RUNS][0]) // V_GROUP], 0)[None, :]
         plain = plain + (part,)
     acc = plain
 
     if split == NUM_SPLITS - 1:
-        q = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, tl.full([COLUMNS], 1.0, tl.float32), W_KEY_DTYPE)
+        window_query = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, tl.full([COLUMNS], 1.0, tl.float32), W_KEY_DTYPE)
         exact_factor = tl.full([COLUMNS], softmax_scale * LOG2E, tl.float32)
         slot_keys = window_keys + row.to(tl.int64) * wk_row + head * wk_head
         slot_values = window_values + row.to(tl.int64) * wv_row + head * wv_head
@@ -217,7 +235,7 @@ def decode_kernel(
             slot = begin_slot + tl.arange(0, W_TILE)
             held = slot < exact
             at = slot + tl.where(slot < sink_tokens, 0, pages * PAGE)
-            scores = score_exact(slot_keys + slot * wk_slot, held, q, K_DIM, W_CHUNKS, True, PRECISION)
+            scores = score_exact(slot_keys + slot * wk_slot, held, window_query, K_DIM, W_CHUNKS, True, PRECISION)
             scores = bend(
                 scores, exact_factor, at, held, query_at, softcap, sliding_window, masks, left,
                 True, CAUSAL, WINDOWED, SOFTCAP, MASK,

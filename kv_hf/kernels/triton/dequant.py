@@ -10,17 +10,17 @@ import triton.language as tl
 # Where the PTX branch leaves a 4- or 2-bit code in place, run r holds code * 2^(r * bits) * UNIT: the bits of
 # a code are the low bits of a float16 subnormal. Matrix units take float16 subnormals exactly (Fasi et al.,
 # "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021), and the factor goes into scales that are there anyway.
-UNIT = tl.constexpr(2.0**-24)
+UNIT = 2.0**-24
 
 
-@triton.jit
-def run_unit(RUN: tl.constexpr, BITS: tl.constexpr, ISA: tl.constexpr):
+@triton.constexpr_function
+def run_unit(RUN, BITS, ISA):
     """Return what the codes of run `RUN` are multiplied by, relative to `tile_unit`."""
     return 2.0 ** (RUN * BITS) if ISA > 0 and BITS < 8 else 1.0
 
 
-@triton.jit
-def tile_unit(BITS: tl.constexpr, ISA: tl.constexpr):
+@triton.constexpr_function
+def tile_unit(BITS, ISA):
     """Return what all codes of a tile are multiplied by."""
     return UNIT if ISA > 0 and BITS < 8 else 1.0
 

@@ -11,6 +11,12 @@ import triton.language as tl
 from .dequant import run_unit, tile_unit, unpack
 
 
+@triton.constexpr_function
+def reaches_past(CHUNKS, c, WIDTH):
+    """Return whether chunk `c` reaches past `WIDTH` and must be masked."""
+    return sum(CHUNKS[c]) > WIDTH
+
+
 @triton.jit
 def load_query(
     pointers, held, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, scale, DTYPE: tl.constexpr
@@ -18,10 +24,8 @@ def load_query(
     """Load the query columns part by part, times `scale` [columns], as [size, columns] in DTYPE."""
     parts = ()
     for c in tl.static_range(len(CHUNKS)):
-        start: tl.constexpr = CHUNKS[c][0]
-        size: tl.constexpr = CHUNKS[c][1]
         for r in tl.static_range(DIM // WIDTH):
-            place = start + tl.arange(0, size)
+            place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
             inside = (place < WIDTH)[:, None] & held[None, :]
             part = tl.load(pointers[None, :] + (r * WIDTH + place)[:, None], mask=inside, other=0.0)
             parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
@@ -33,13 +37,11 @@ def score_exact(keys, held, query, DIM: tl.constexpr, CHUNKS: tl.constexpr, HELD
     """Scores of exact tokens: `keys` [tokens] points to each one's channels, read where `held`."""
     scores = tl.zeros([keys.shape[0], query[0].shape[1]], tl.float32)
     for c in tl.static_range(len(CHUNKS)):
-        start: tl.constexpr = CHUNKS[c][0]
-        size: tl.constexpr = CHUNKS[c][1]
-        place = start + tl.arange(0, size)
+        place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
         where = keys[:, None] + place[None, :]
         if HELD:
             x = tl.load(where, mask=held[:, None] & (place < DIM)[None, :], other=0.0)
-        elif start + size > DIM:
+        elif reaches_past(CHUNKS, c, DIM):
             x = tl.load(where, mask=(place < DIM)[None, :], other=0.0)
         else:
             x = tl.load(where)
@@ -56,14 +58,12 @@ def add_exact(
     w = weights.to(DTYPE)
     new = ()
     for c in tl.static_range(len(CHUNKS)):
-        start: tl.constexpr = CHUNKS[c][0]
-        size: tl.constexpr = CHUNKS[c][1]
         for r in tl.static_range(RUNS):
-            place = start + tl.arange(0, size)
+            place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
             where = values[None, :] + (r * WIDTH + place)[:, None]
             if HELD:
                 x = tl.load(where, mask=held[None, :] & (place < WIDTH)[:, None], other=0.0)
-            elif start + size > WIDTH:
+            elif reaches_past(CHUNKS, c, WIDTH):
                 x = tl.load(where, mask=(place < WIDTH)[:, None], other=0.0)
             else:
                 x = tl.load(where)
@@ -72,17 +72,78 @@ def add_exact(
 
 
 @triton.jit
+def _load_parts(pointers, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Load DIM numbers part by part, each [size]."""
+    parts = ()
+    for c in tl.static_range(len(CHUNKS)):
+        place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
+        for r in tl.static_range(DIM // WIDTH):
+            at = pointers + r * WIDTH + place
+            if reaches_past(CHUNKS, c, WIDTH):
+                parts = parts + (tl.load(at, mask=place < WIDTH, other=0.0),)
+            else:
+                parts = parts + (tl.load(at),)
+    return parts
+
+
+@triton.jit
+def load_key_factors(
+    scale, offset, block, token, PAGE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, D_CHUNKS: tl.constexpr, FOLD: tl.constexpr,
+):
+    """Load a tile's scales and offsets of keys, to be used one tile later.
+
+    Args:
+        scale, offset: FOLD "page": one scale and DIM offsets per block; else DIM of each per GROUP tokens.
+        block: page * heads + head; token: first token of the tile in its page.
+        CHUNKS, D_CHUNKS: how WIDTH and DIM are cut.
+    Returns: offsets (each chunk of DIM) and scales (FOLD "page": one; "tile": each part), or two empty tuples.
+    """
+    offsets = ()
+    scales = ()
+    if FOLD == "page" or FOLD == "tile":
+        first = (block * (PAGE // GROUP) + token // GROUP) * DIM
+        offsets = _load_parts(offset + first, DIM, DIM, D_CHUNKS)
+        if FOLD == "page":
+            scales = (tl.load(scale + block).to(tl.float32),)
+        else:
+            scales = _load_parts(scale + first, DIM, WIDTH, CHUNKS)
+    return offsets, scales
+
+
+@triton.jit
+def load_value_factors(
+    scale, offset, tokens, DIM: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, FOLD: tl.constexpr
+):
+    """Load a tile's scales (and offsets) of values, to be used one tile later.
+
+    Args:
+        scale, offset: DIM / GROUP numbers per token; tokens: [tokens], block * page size + place in the page.
+    Returns: FOLD "token": (scale of each group ..) or (scale, offset of each group ..), each [tokens]; else ().
+    """
+    factors = ()
+    if FOLD == "token":
+        for g in tl.static_range(DIM // GROUP):
+            factors = factors + (tl.load(scale + tokens * (DIM // GROUP) + g),)
+            if CODE == "unsigned":
+                factors = factors + (tl.load(offset + tokens * (DIM // GROUP) + g),)
+    return factors
+
+
+@triton.jit
 def score_codes(
-    codes, scale, offset, query, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
-    CODE: tl.constexpr, BITS: tl.constexpr, FOLD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
+    codes, offsets, scales, offset, scale, groups, query, whole_query, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, D_CHUNKS: tl.constexpr, CODE: tl.constexpr,
+    BITS: tl.constexpr, FOLD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Scores of one tile of encoded keys.
 
     Args:
         codes: [tokens], pointers to each token's bytes.
-        scale, offset: pointers, to numbers of the tile: FOLD "page" to one scale and DIM offsets; "tile" to DIM
-            of each; "element" [tokens] pointers to DIM of each.
+        offsets, scales: of `load_key_factors`.
+        offset, scale: as there, read here where FOLD is "element"; groups: [tokens], each one's row of DIM of them.
         query: parts of [size, columns]; with FOLD "tile" they get the scales as factors here.
+        whole_query: the same numbers in chunks of DIM.
     Returns: [tokens, columns] fp32.
     """
     DTYPE: tl.constexpr = query[0].dtype
@@ -90,46 +151,36 @@ def score_codes(
     RUNS: tl.constexpr = DIM // WIDTH
     COLUMNS: tl.constexpr = query[0].shape[1]
     scores = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    bias = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for c in tl.static_range(len(CHUNKS)):
-        start: tl.constexpr = CHUNKS[c][0]
-        size: tl.constexpr = CHUNKS[c][1]
-        MASKED: tl.constexpr = start + size > WIDTH
-        place = start + tl.arange(0, size)
+        place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
         where = codes[:, None] + place[None, :]
-        x = tl.load(where, mask=(place < WIDTH)[None, :], other=0) if MASKED else tl.load(where)
+        inside = (place < WIDTH)[None, :]
+        x = tl.load(where, mask=inside, other=0) if reaches_past(CHUNKS, c, WIDTH) else tl.load(where)
         runs = unpack(x, CODE, BITS, tl.float32 if FOLD == "element" else DTYPE, ISA)
         for r in tl.static_range(RUNS):
             q = query[c * RUNS + r]
-            channel = r * WIDTH + place
+            k = runs[r]
             if FOLD == "element":
-                inside = (place < WIDTH)[None, :]
-                s = tl.load(scale[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-                o = tl.load(offset[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-                k = (runs[r] * s + o).to(DTYPE)
-                scores = tl.dot(k, q, scores, input_precision=PRECISION)
-            else:
-                at = offset + channel
-                o = tl.load(at, mask=place < WIDTH, other=0.0) if MASKED else tl.load(at)
-                # as a matrix product of rows that are all equal: exact products, and no sums across threads
-                rows = tl.broadcast_to(o.to(DTYPE)[None, :], [TOKENS, size])
-                bias = tl.dot(rows, q, bias, input_precision=PRECISION)
-                if FOLD == "tile":
-                    at = scale + channel
-                    s = tl.load(at, mask=place < WIDTH, other=0.0) if MASKED else tl.load(at)
-                    q = (q * (1.0 / run_unit(r, BITS, ISA))) * s.to(DTYPE)[:, None]
-                scores = tl.dot(runs[r], q, scores, input_precision=PRECISION)
-    if FOLD == "element":
-        return scores
-    elif FOLD == "tile":
-        return tl.fma(scores, 1.0 / tile_unit(BITS, ISA), bias) if ISA > 0 else scores + bias
-    else:
-        return tl.fma(scores, tl.load(scale).to(tl.float32), bias)
+                at = (groups * DIM)[:, None] + (r * WIDTH + place)[None, :]
+                k = k * tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+                k = k + tl.load(offset + at, mask=inside, other=0.0).to(tl.float32)
+            elif FOLD == "tile":
+                q = (q * (1.0 / run_unit(r, BITS, ISA))) * scales[c * RUNS + r].to(DTYPE)[:, None]
+            scores = tl.dot(k.to(DTYPE), q, scores, input_precision=PRECISION)
+    if FOLD != "element":
+        # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
+        bias = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        for c in tl.static_range(len(D_CHUNKS)):
+            rows = tl.broadcast_to(offsets[c].to(DTYPE)[None, :], [TOKENS, D_CHUNKS[c][1]])
+            bias = tl.dot(rows, whole_query[c], bias, input_precision=PRECISION)
+        unit = tl.full([1, 1], 1.0 / tile_unit(BITS, ISA), tl.float32) if FOLD == "tile" else scales[0]
+        scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
+    return scores
 
 
 @triton.jit
 def add_codes(
-    codes, scale, offset, weights, keep, acc, offsets, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    codes, loaded, scale, offset, tokens, weights, keep, acc, offsets, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, CHUNKS: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr,
     BOOST: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -137,7 +188,7 @@ def add_codes(
 
     Args:
         codes: [tokens], pointers to each token's byte in the first row of bytes; rows lie PAGE bytes apart.
-        scale, offset: [tokens], pointers to each token's DIM / GROUP scales and offsets.
+        loaded: of `load_value_factors`; scale, offset, tokens: as there, read here where FOLD is "element".
         keep: [columns], what the earlier sums are multiplied by.
         acc: parts of [size, columns], in units of BOOST * tile_unit * run_unit.
         offsets: per group [tokens, columns], sums of weight * offset that are still to be added up over tokens.
@@ -152,19 +203,16 @@ def add_codes(
         sums = offsets
     else:
         for g in tl.static_range(DIM // GROUP):
-            s = tl.load(scale + g).to(tl.float32) * BOOST
+            s = loaded[2 * g if CODE == "unsigned" else g].to(tl.float32) * BOOST
             factors = factors + ((weights * s[:, None]).to(DTYPE),)
             if CODE == "unsigned":
-                o = tl.load(offset + g).to(tl.float32)
+                o = loaded[2 * g + 1].to(tl.float32)
                 sums = sums + (tl.fma(offsets[g], keep[None, :], weights * o[:, None]),)
     new = ()
     for c in tl.static_range(len(CHUNKS)):
-        start: tl.constexpr = CHUNKS[c][0]
-        size: tl.constexpr = CHUNKS[c][1]
-        MASKED: tl.constexpr = start + size > WIDTH
-        place = start + tl.arange(0, size)
+        place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
         where = codes[None, :] + (place * PAGE)[:, None]
-        x = tl.load(where, mask=(place < WIDTH)[:, None], other=0) if MASKED else tl.load(where)
+        x = tl.load(where, mask=(place < WIDTH)[:, None], other=0) if reaches_past(CHUNKS, c, WIDTH) else tl.load(where)
         runs = unpack(x, CODE, BITS, tl.float32 if FOLD == "element" else DTYPE, ISA)
         for r in tl.static_range(RUNS):
             v = runs[r]
@@ -172,13 +220,14 @@ def add_codes(
             if FOLD == "element":
                 group = (r * WIDTH + place) // GROUP
                 inside = (place < WIDTH)[:, None]
-                s = tl.load(scale[None, :] + group[:, None], mask=inside, other=0.0).to(tl.float32)
+                at = (tokens * (DIM // GROUP))[None, :] + group[:, None]
+                s = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
                 v = v * s
                 if CODE == "unsigned":
-                    o = tl.load(offset[None, :] + group[:, None], mask=inside, other=0.0)
+                    o = tl.load(offset + at, mask=inside, other=0.0)
                     v = v + o.to(tl.float32)
                 w = factors[0]
             else:
-                w = factors[(r * WIDTH + start) // GROUP]
+                w = factors[(r * WIDTH + CHUNKS[c][0]) // GROUP]
             new = new + (tl.dot(v.to(DTYPE), w, total, input_precision=PRECISION),)
     return new, sums

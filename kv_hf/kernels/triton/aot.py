@@ -14,7 +14,7 @@ from ...spec import PageSpec
 from .decode import decode_kernel
 from .launch import triton_constants
 from .table import warps_and_stages
-from .variant import column_block, constants, element_type
+from .variant import HIP, column_block, constants, element_type
 
 STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
            "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
@@ -46,8 +46,8 @@ def compile_decode(
 
     Returns: Triton's compiled kernel: `.asm["cubin"]` or `.asm["amdgcn"]`, `.metadata.shared`.
     """
-    isa = int(arch[3:]) if arch.startswith("sm_") else 0
-    warps, stages = warps_and_stages(spec, column_block(group, q_len), isa)
+    isa = int(arch[3:]) if arch.startswith("sm_") else HIP
+    warps, stages = warps_and_stages(spec, column_block(spec, group, q_len, isa), isa)
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     plain = constants(
         spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_splits=num_splits,

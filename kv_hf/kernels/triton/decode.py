@@ -58,6 +58,8 @@ def decode_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     W_TILE: tl.constexpr,
+    W_COST: tl.constexpr,
+    W_STAGES: tl.constexpr,
     K_CODE: tl.constexpr,
     K_BITS: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -120,8 +122,12 @@ def decode_kernel(
     if WINDOWED:
         first = (kv_len - Q_LEN + 1 - sliding_window - sink_tokens) // TILE
         first = tl.minimum(tl.maximum(first, 0), tiles)
-    begin = first + (tiles - first) * split // NUM_SPLITS
-    end = first + (tiles - first) * (split + 1) // NUM_SPLITS
+    # the window counts as W_COST times as much work per token as a page, so that the last split gets fewer tiles
+    work = tiles - first
+    if NUM_SPLITS > 1:
+        work += exact * W_COST // TILE
+    begin = tl.minimum(first + work * split // NUM_SPLITS, tiles)
+    end = tl.minimum(first + work * (split + 1) // NUM_SPLITS, tiles)
 
     queries = query + row.to(tl.int64) * query_row + query_head_of * query_head
     queries += (column % Q_LEN) * query_token
@@ -231,7 +237,7 @@ def decode_kernel(
         exact_factor = tl.full([COLUMNS], softmax_scale * LOG2E, tl.float32)
         slot_keys = window_keys + row.to(tl.int64) * wk_row + head * wk_head
         slot_values = window_values + row.to(tl.int64) * wv_row + head * wv_head
-        for begin_slot in tl.range(0, exact, W_TILE, num_stages=1):
+        for begin_slot in tl.range(0, exact, W_TILE, num_stages=W_STAGES):
             slot = begin_slot + tl.arange(0, W_TILE)
             held = slot < exact
             at = slot + tl.where(slot < sink_tokens, 0, pages * PAGE)

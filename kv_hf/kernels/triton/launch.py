@@ -10,7 +10,7 @@ from ..inputs import PagedKV
 from .combine import combine_kernel
 from .decode import decode_kernel
 from .table import Launch, launch_parameters
-from .variant import column_block, constants, power_of_two, tile_tokens
+from .variant import HIP, column_block, constants, power_of_two, tile_tokens
 
 TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 
@@ -41,7 +41,7 @@ def paged_attention(
     heads = spec.keys.num_kv_heads
     group = num_heads // heads
     isa = target_isa(query.device)
-    columns = column_block(group, q_len)
+    columns = column_block(spec, group, q_len, isa)
     blocks = -(-group * q_len // columns)
     tiles = kv.block_table.shape[1] * (kv.page_size // tile_tokens(spec))
     if launch is None:
@@ -123,9 +123,11 @@ def _stored(pages: dict[str, torch.Tensor], absent: torch.Tensor) -> tuple[torch
 
 
 def target_isa(device: torch.device) -> int:
-    """Return compute capability * 10 of an NVIDIA device, 0 for any other and for the interpreter."""
-    if device.type != "cuda" or torch.version.hip:
+    """Return compute capability * 10 of an NVIDIA device, HIP for an AMD one, 0 for the interpreter."""
+    if device.type != "cuda":
         return 0
+    if torch.version.hip:
+        return HIP
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

@@ -51,7 +51,8 @@ class Code:
 
 
 def read_cubin(kernel: Any) -> Code:
-    """Disassemble an NVIDIA kernel. The loop over pages is the first loop with matrix products."""
+    """Disassemble an NVIDIA kernel. The loop over pages is the first loop with matrix products (the first
+    loop of a kernel without)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])
@@ -75,9 +76,8 @@ def _page_loop(lines: list[tuple[int, str, str]]) -> tuple[str, ...]:
         if op == "BRA" and to and int(to.group(1), 16) < at:
             start = int(to.group(1), 16)
             body = tuple(o for a, o, _ in lines if start <= a <= at and o != "NOP")
-            if any(o.startswith(MATRIX) for o in body):
-                loops.append((start, body))
-    return min(loops)[1] if loops else ()
+            loops.append((not any(o.startswith(MATRIX) for o in body), start, body))
+    return min(loops)[2] if loops else ()
 
 
 def _run(tool: str, option: str, path: Path) -> str:

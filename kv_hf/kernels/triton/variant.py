@@ -11,7 +11,9 @@ from ...spec import PageSpec, SideSpec
 
 MAX_TILE = 64  # tokens
 MIN_SIZE = 16  # a matrix product's smallest inner size
-MAX_COLUMNS = 64  # query columns of one program; more are spread over programs
+MAX_COLUMNS = 32  # query columns of one program; more are spread over programs
+TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
+HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
 # The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
 BOOST = {"none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned4": 2.0**2, "unsigned2": 1.0}
 
@@ -42,12 +44,16 @@ def tile_tokens(spec: PageSpec) -> int:
     scheme = spec.keys.scheme
     if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] >= MIN_SIZE:
         tile = min(tile, scheme.scale_group[0])
+    token_bytes = sum(side.head_dim * side.code_bits for side in spec.sides) // 8
+    while tile > MIN_SIZE and tile * token_bytes > TILE_BYTES:
+        tile //= 2
     return tile
 
 
-def column_block(group: int, q_len: int) -> int:
-    """Return the query columns of a program: 8, 16, 32 or 64."""
-    return min(max(8, power_of_two(group * q_len)), MAX_COLUMNS)
+def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
+    """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape), 16 or 32."""
+    most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else MAX_COLUMNS // 2
+    return min(max(16 if isa == HIP else 8, power_of_two(group * q_len)), most)
 
 
 def element_type(dtype: torch.dtype) -> str:
@@ -115,7 +121,7 @@ def constants(
     Args:
         spec: layout "rows".
         group: query heads of a kv head.
-        isa: compute capability * 10 on NVIDIA, 0 elsewhere and in the interpreter.
+        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
         mask: "none", "bool" or "float".
     Dtypes are given by name; `launch` and `aot` replace them by Triton's.
     """
@@ -127,8 +133,9 @@ def constants(
     code = values.scheme.code
     boost = 1.0 if exact else BOOST[f"{code}{values.scheme.bits}" if code == "unsigned" else code]
     return {
-        "HEADS": keys.num_kv_heads, "GROUP": group, "Q_LEN": q_len, "COLUMNS": column_block(group, q_len),
+        "HEADS": keys.num_kv_heads, "GROUP": group, "Q_LEN": q_len, "COLUMNS": column_block(spec, group, q_len, isa),
         "PAGE": keys.page_size, "TILE": tile, "W_TILE": 32,
+        "W_COST": max(1, round(16 / spec.bits_per_element)), "W_STAGES": 2,
         "K_CODE": keys.scheme.code, "K_BITS": keys.scheme.bits, "K_DIM": keys.head_dim,
         "K_WIDTH": keys.head_dim // keys.scheme.codes_per_byte,
         "K_CHUNKS": chunks(keys.head_dim // keys.scheme.codes_per_byte),

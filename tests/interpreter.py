@@ -138,3 +138,21 @@ def _permute(a, b, selector):
         byte = (both >> np.uint64(8 * nibble)) & np.uint64(255)
         result = result | (byte.astype(np.uint32) << np.uint32(8 * place))
     return result
+
+
+# -- sealing and appending ------------------------------------------------------------------------------------------
+
+
+def seal(tokens, jobs, fields, spec):
+    """Seal in the worker; returns (fields, damaged), as the worker's tensors are copies."""
+    from kv_hf.kernels.triton.seal import seal_pages
+
+    return fields, seal_pages(tokens, jobs, fields, spec)
+
+
+def append(window, new, starts, skips):
+    """Append in the worker; returns the window."""
+    from kv_hf.kernels.triton.append import append_tokens
+
+    append_tokens(window, new, starts, skips)
+    return window

@@ -10,11 +10,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from ...spec import PageSpec
+from ...spec import PageSpec, SideSpec
+from .append import append_kernel
+from .combine import combine_kernel
 from .decode import decode_kernel
 from .launch import triton_constants
+from .seal import seal_constants, seal_kernel
 from .table import warps_and_stages
-from .variant import HIP, column_block, constants, element_type
+from .variant import HIP, column_block, constants, element_type, power_of_two
 
 STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
            "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
@@ -72,6 +75,41 @@ def compile_decode(
     )
 
 
+def compile_seal(side: SideSpec, arch: str) -> Any:
+    """Compile the seal kernel of one side for `arch`, as a launch would ask for it."""
+    types = {"tokens": "*" + element_type(side.dtype), "jobs": "*i32", "damaged": "*u8"}
+    types |= {"codes": "*" + _pointee(side.code_dtype), "scale": "*fp16", "offset": "*fp16"}
+    types |= dict.fromkeys(("row_stride", "head_stride", "slot_stride"), "i32")
+    aligned = ["tokens", "codes", "scale", "offset", "row_stride", "head_stride", "slot_stride"]
+    constexprs = seal_constants(side)
+    return compile_kernel(
+        seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False
+    )
+
+
+def compile_combine(
+    arch: str, *, value_dim: int, num_splits: int, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """Compile the kernel that merges splits for `arch`."""
+    types = {"partial": "*fp32", "partial_lse": "*fp32", "columns": "i32", "num_splits": "i32"}
+    types |= dict.fromkeys(("sink_logits", "out"), "*" + element_type(dtype))
+    plain = {"NUM_HEADS": 32, "Q_LEN": 1, "V_DIM": value_dim, "SINKS": True,
+             "SPLITS": power_of_two(num_splits), "DIM": power_of_two(value_dim)}  # fmt: skip
+    aligned = ["partial", "partial_lse", "out"]
+    return compile_kernel(combine_kernel, types, plain, arch, aligned, 4)
+
+
+def compile_append(arch: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Compile the kernel that appends tokens to windows for `arch`."""
+    types = dict.fromkeys(("window", "new"), "*" + element_type(dtype))
+    types |= dict.fromkeys(("starts", "skips"), "*i32")
+    strides = [f"window_{name}" for name in ("row", "head", "slot")]
+    strides += [f"new_{name}" for name in ("row", "head", "token")]
+    types |= dict.fromkeys((*strides, "slots", "q_len"), "i32")
+    plain = {"DIM": dim, "WIDE": power_of_two(dim), "TOKENS": 1}
+    return compile_kernel(append_kernel, types, plain, arch, ["window", "new", *strides], 4)
+
+
 def compile_kernel(
     kernel: Any,
     types: dict[str, str],
@@ -79,6 +117,7 @@ def compile_kernel(
     arch: str,
     aligned: list[str],
     num_warps: int,
+    **options: Any,
 ) -> Any:
     """Compile `kernel` for `arch`; `aligned` names the arguments that are multiples of 16."""
     names = kernel.arg_names
@@ -88,7 +127,7 @@ def compile_kernel(
         constexprs={(names.index(name),): value for name, value in constexprs.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": num_warps, "num_stages": constexprs.get("STAGES", 3)}
+    options |= {"num_warps": num_warps, "num_stages": constexprs.get("STAGES", 3)}
     return compile_source(source, target=target(arch), options=options)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from .dequant import run_unit, tile_unit
 from .softmax import LN2, LOG2E, bend, weigh
 from .tiles import (
-    add_codes, add_exact, load_key_factors, load_query, load_value_factors, score_codes, score_exact,
+    add_codes, add_exact, chunk_size, chunk_start, load_key_factors, load_query, load_value_factors, score_codes, score_exact,
 )
 
 
@@ -148,7 +148,7 @@ def decode_kernel(
     totals = tl.zeros([TILE, COLUMNS], tl.float32)
     acc = ()
     for p in tl.static_range(V_PARTS):
-        acc = acc + (tl.zeros([V_CHUNKS[p // V_RUNS][1], COLUMNS], tl.float32),)
+        acc = acc + (tl.zeros([chunk_size(V_CHUNKS, p // V_RUNS), COLUMNS], tl.float32),)
     offsets = ()
     if V_CODE == "unsigned" and V_FOLD == "token":
         for _ in tl.static_range(V_DIM // V_GROUP):
@@ -228,7 +228,7 @@ def decode_kernel(
         if V_FOLD == "token":
             part = part * (1.0 / (V_BOOST * tile_unit(V_BITS, ISA) * run_unit(p % V_RUNS, V_BITS, ISA)))
             if V_CODE == "unsigned":
-                part += tl.sum(offsets[((p % V_RUNS) * V_WIDTH + V_CHUNKS[p // V_RUNS][0]) // V_GROUP], 0)[None, :]
+                part += tl.sum(offsets[((p % V_RUNS) * V_WIDTH + chunk_start(V_CHUNKS, p // V_RUNS)) // V_GROUP], 0)[None, :]
         plain = plain + (part,)
     acc = plain
 
@@ -275,7 +275,7 @@ def decode_kernel(
         tl.store(out_lse + at, lse, mask=real)
         real = real & seen
     for p in tl.static_range(V_PARTS):
-        place = V_CHUNKS[p // V_RUNS][0] + tl.arange(0, V_CHUNKS[p // V_RUNS][1])
+        place = chunk_start(V_CHUNKS, p // V_RUNS) + tl.arange(0, chunk_size(V_CHUNKS, p // V_RUNS))
         where = out + at[None, :] * V_DIM + ((p % V_RUNS) * V_WIDTH + place)[:, None]
         result = acc[p] * norm[None, :]
         tl.store(

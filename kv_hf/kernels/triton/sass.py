@@ -73,7 +73,7 @@ def _page_loop(lines: list[tuple[int, str, str]]) -> tuple[str, ...]:
     loops = []
     for at, op, rest in lines:
         to = _BRANCH.search(rest)
-        if op == "BRA" and to and int(to.group(1), 16) < at:
+        if op.split(".")[0] == "BRA" and to and int(to.group(1), 16) < at:
             start = int(to.group(1), 16)
             body = tuple(o for a, o, _ in lines if start <= a <= at and o != "NOP")
             loops.append((not any(o.startswith(MATRIX) for o in body), start, body))

@@ -12,6 +12,18 @@ from .dequant import run_unit, tile_unit, unpack
 
 
 @triton.constexpr_function
+def chunk_start(CHUNKS, c):
+    """Return the first place of chunk `c`."""
+    return CHUNKS[c][0]
+
+
+@triton.constexpr_function
+def chunk_size(CHUNKS, c):
+    """Return the places of chunk `c`, a power of two."""
+    return CHUNKS[c][1]
+
+
+@triton.constexpr_function
 def reaches_past(CHUNKS, c, WIDTH):
     """Return whether chunk `c` reaches past `WIDTH` and must be masked."""
     return sum(CHUNKS[c]) > WIDTH
@@ -25,7 +37,7 @@ def load_query(
     parts = ()
     for c in tl.static_range(len(CHUNKS)):
         for r in tl.static_range(DIM // WIDTH):
-            place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
+            place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
             inside = (place < WIDTH)[:, None] & held[None, :]
             part = tl.load(pointers[None, :] + (r * WIDTH + place)[:, None], mask=inside, other=0.0)
             parts = parts + ((part.to(tl.float32) * scale[None, :]).to(DTYPE),)
@@ -37,7 +49,7 @@ def score_exact(keys, held, query, DIM: tl.constexpr, CHUNKS: tl.constexpr, HELD
     """Scores of exact tokens: `keys` [tokens] points to each one's channels, read where `held`."""
     scores = tl.zeros([keys.shape[0], query[0].shape[1]], tl.float32)
     for c in tl.static_range(len(CHUNKS)):
-        place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
+        place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
         where = keys[:, None] + place[None, :]
         if HELD:
             x = tl.load(where, mask=held[:, None] & (place < DIM)[None, :], other=0.0)
@@ -59,7 +71,7 @@ def add_exact(
     new = ()
     for c in tl.static_range(len(CHUNKS)):
         for r in tl.static_range(RUNS):
-            place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
+            place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
             where = values[None, :] + (r * WIDTH + place)[:, None]
             if HELD:
                 x = tl.load(where, mask=held[None, :] & (place < WIDTH)[:, None], other=0.0)
@@ -76,7 +88,7 @@ def _load_parts(pointers, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.con
     """Load DIM numbers part by part, each [size]."""
     parts = ()
     for c in tl.static_range(len(CHUNKS)):
-        place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
+        place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
         for r in tl.static_range(DIM // WIDTH):
             at = pointers + r * WIDTH + place
             if reaches_past(CHUNKS, c, WIDTH):
@@ -152,7 +164,7 @@ def score_codes(
     COLUMNS: tl.constexpr = query[0].shape[1]
     scores = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for c in tl.static_range(len(CHUNKS)):
-        place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
+        place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
         where = codes[:, None] + place[None, :]
         inside = (place < WIDTH)[None, :]
         x = tl.load(where, mask=inside, other=0) if reaches_past(CHUNKS, c, WIDTH) else tl.load(where)
@@ -171,7 +183,7 @@ def score_codes(
         # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
         bias = tl.zeros([TOKENS, COLUMNS], tl.float32)
         for c in tl.static_range(len(D_CHUNKS)):
-            rows = tl.broadcast_to(offsets[c].to(DTYPE)[None, :], [TOKENS, D_CHUNKS[c][1]])
+            rows = tl.broadcast_to(offsets[c].to(DTYPE)[None, :], [TOKENS, chunk_size(D_CHUNKS, c)])
             bias = tl.dot(rows, whole_query[c], bias, input_precision=PRECISION)
         unit = tl.full([1, 1], 1.0 / tile_unit(BITS, ISA), tl.float32) if FOLD == "tile" else scales[0]
         scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
@@ -210,7 +222,7 @@ def add_codes(
                 sums = sums + (tl.fma(offsets[g], keep[None, :], weights * o[:, None]),)
     new = ()
     for c in tl.static_range(len(CHUNKS)):
-        place = CHUNKS[c][0] + tl.arange(0, CHUNKS[c][1])
+        place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
         where = codes[None, :] + (place * PAGE)[:, None]
         x = tl.load(where, mask=(place < WIDTH)[:, None], other=0) if reaches_past(CHUNKS, c, WIDTH) else tl.load(where)
         runs = unpack(x, CODE, BITS, tl.float32 if FOLD == "element" else DTYPE, ISA)
@@ -228,6 +240,6 @@ def add_codes(
                     v = v + o.to(tl.float32)
                 w = factors[0]
             else:
-                w = factors[(r * WIDTH + CHUNKS[c][0]) // GROUP]
+                w = factors[(r * WIDTH + chunk_start(CHUNKS, c)) // GROUP]
             new = new + (tl.dot(v.to(DTYPE), w, total, input_precision=PRECISION),)
     return new, sums

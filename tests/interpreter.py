@@ -191,3 +191,44 @@ def append(window, new, starts, skips):
 
     append_tokens(window, new, starts, skips)
     return window
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+
+def attend_by_operator(query, kv, **options):
+    """The decode kernel through torch.ops."""
+    from kv_hf.kernels.triton import library
+
+    return library.paged_attention(query, kv, **options)
+
+
+def compiled_step(backend):
+    """Run a step of all three operators as it is and compiled; returns both states and the number of graphs."""
+    from paged_inputs import make_kv, make_query
+
+    from kv_hf.kernels.triton import library
+
+    def step(query, kv, new, starts, skips, jobs):
+        library.append_tokens(kv.window_keys, new + 1.0, starts, skips)
+        damaged = library.seal_pages(kv.window_keys, jobs, kv.key_pages, kv.spec.keys)
+        out = library.paged_attention(query * 2.0, kv, softmax_scale=0.125)
+        return out + 1.0, damaged
+
+    def state(run):
+        kv = make_kv("int4", rows=[(3, 17), (2, 5)])
+        query = make_query(kv, 3, dtype=torch.float32)
+        new = torch.ones(2, 2, 3, 64)
+        starts = torch.tensor([17, 5], dtype=torch.int32)
+        skips = torch.tensor([0, 1], dtype=torch.int32)
+        jobs = torch.tensor([[0, 4, 6]], dtype=torch.int32)
+        out, damaged = run(query, kv, new, starts, skips, jobs)
+        return {"out": out, "damaged": damaged, "window": kv.window_keys, **kv.key_pages}
+
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    expected = state(step)
+    got = state(torch.compile(step, fullgraph=True, backend=backend))
+    made = graphs["unique_graphs"] - before
+    torch._dynamo.reset()
+    return expected, got, made

@@ -63,4 +63,6 @@ def warps_and_stages(spec: PageSpec, columns: int, isa: int) -> tuple[int, int]:
         num_warps = 1
     else:
         num_warps = 2
-    return num_warps, 2 if isa == HIP else 3
+    # two bits at 256 channels: the third stage costs registers that are not there
+    tight = dim > 128 and any(side.scheme.bits == 2 for side in spec.sides)
+    return num_warps, 2 if isa == HIP or tight else 3

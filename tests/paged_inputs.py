@@ -32,6 +32,8 @@ def make_kv(
     page=PAGE,
     slots=SLOTS,
     layout=ROWS_LAYOUT,
+    key_group=None,
+    value_group=None,
 ):
     """Random pages and windows.
 
@@ -40,9 +42,9 @@ def make_kv(
     """
     value_dim = value_dim or key_dim
     # dimensions that a default group does not divide need a group of their own
-    group = 16 if value_dim % 32 else None
+    group = value_group or (16 if value_dim % 32 else None)
     spec = PageSpec.build(
-        key_scheme(keys),
+        key_scheme(keys, key_group),
         value_scheme(values or keys, group),
         num_kv_heads=heads,
         key_dim=key_dim,

@@ -1,0 +1,135 @@
+"""Compile the kernels for GPUs that are not here: what the tests count instructions of.
+
+Knows which arguments a kernel takes and how Triton compiles for a target; knows nothing of what the code should be.
+"""
+
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
+
+from ...spec import PageSpec, SideSpec
+from .append import append_kernel
+from .combine import combine_kernel
+from .decode import decode_kernel
+from .launch import triton_constants
+from .seal import seal_constants, seal_kernel
+from .table import warps_and_stages
+from .variant import HIP, column_block, constants, element_type, power_of_two
+
+STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
+           "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
+
+
+def target(arch: str) -> GPUTarget:
+    """Return the target of "sm_90" or "gfx942"."""
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch[3:]), 32)
+    return GPUTarget("hip", arch, 64)
+
+
+def compile_decode(
+    spec: PageSpec,
+    arch: str,
+    *,
+    query_dtype: torch.dtype = torch.bfloat16,
+    group: int = 4,
+    q_len: int = 1,
+    num_splits: int = 8,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    mask_dtype: torch.dtype | None = None,
+    softcap: bool = False,
+    sliding_window: bool = False,
+    sinks: bool = False,
+) -> Any:
+    """Compile one variant of the decode kernel for `arch` ("sm_90", "gfx942"), as a launch would ask for it.
+
+    Returns: Triton's compiled kernel: `.asm["cubin"]` or `.asm["amdgcn"]`, `.metadata.shared`.
+    """
+    isa = int(arch[3:]) if arch.startswith("sm_") else HIP
+    warps, stages = warps_and_stages(spec, column_block(spec, group, q_len, isa), isa)
+    mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
+    plain = constants(
+        spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_splits=num_splits,
+        num_stages=num_stages or stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
+    )  # fmt: skip
+    keys, values = spec.sides
+    pointers = {
+        "query": query_dtype, "key_codes": keys.code_dtype, "value_codes": values.code_dtype,
+        "window_keys": keys.dtype, "window_values": values.dtype, "mask": mask_dtype or query_dtype,
+        "sink_logits": query_dtype, "out": torch.float32 if num_splits > 1 else query_dtype,
+    }  # fmt: skip
+    types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
+    types |= dict.fromkeys(("key_scale", "key_offset", "value_scale", "value_offset"), "*fp16")
+    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
+    types |= dict.fromkeys((*STRIDES, "sliding_window", "sink_tokens"), "i32")
+    types |= {"out_lse": "*fp32", "softmax_scale": "fp32", "softcap": "fp32"}
+    aligned = [name for name, kind in types.items() if kind.startswith("*")]
+    # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
+    aligned += [n for n in STRIDES if n not in ("table_row", "mask_row", "mask_head", "mask_query")]
+    return compile_kernel(
+        decode_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
+    )
+
+
+def compile_seal(side: SideSpec, arch: str) -> Any:
+    """Compile the seal kernel of one side for `arch`, as a launch would ask for it."""
+    types = {"tokens": "*" + element_type(side.dtype), "jobs": "*i32", "damaged": "*u8"}
+    types |= {"codes": "*" + _pointee(side.code_dtype), "scale": "*fp16", "offset": "*fp16"}
+    types |= dict.fromkeys(("row_stride", "head_stride", "slot_stride"), "i32")
+    aligned = ["tokens", "codes", "scale", "offset", "row_stride", "head_stride", "slot_stride"]
+    constexprs = seal_constants(side)
+    return compile_kernel(
+        seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False
+    )
+
+
+def compile_combine(
+    arch: str, *, value_dim: int, num_splits: int, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """Compile the kernel that merges splits for `arch`."""
+    types = {"partial": "*fp32", "partial_lse": "*fp32", "columns": "i32", "num_splits": "i32"}
+    types |= dict.fromkeys(("sink_logits", "out"), "*" + element_type(dtype))
+    plain = {"NUM_HEADS": 32, "Q_LEN": 1, "V_DIM": value_dim, "SINKS": True,
+             "SPLITS": power_of_two(num_splits), "DIM": power_of_two(value_dim)}  # fmt: skip
+    aligned = ["partial", "partial_lse", "out"]
+    return compile_kernel(combine_kernel, types, plain, arch, aligned, 4)
+
+
+def compile_append(arch: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Compile the kernel that appends tokens to windows for `arch`."""
+    types = dict.fromkeys(("window", "new"), "*" + element_type(dtype))
+    types |= dict.fromkeys(("starts", "skips"), "*i32")
+    strides = [f"window_{name}" for name in ("row", "head", "slot")]
+    strides += [f"new_{name}" for name in ("row", "head", "token")]
+    types |= dict.fromkeys((*strides, "slots", "q_len"), "i32")
+    plain = {"DIM": dim, "WIDE": power_of_two(dim), "TOKENS": 1}
+    return compile_kernel(append_kernel, types, plain, arch, ["window", "new", *strides], 4)
+
+
+def compile_kernel(
+    kernel: Any,
+    types: dict[str, str],
+    constexprs: dict[str, Any],
+    arch: str,
+    aligned: list[str],
+    num_warps: int,
+    **options: Any,
+) -> Any:
+    """Compile `kernel` for `arch`; `aligned` names the arguments that are multiples of 16."""
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constexprs.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options |= {"num_warps": num_warps, "num_stages": constexprs.get("STAGES", 3)}
+    return compile_source(source, target=target(arch), options=options)
+
+
+def _pointee(dtype: torch.dtype) -> str:
+    return "u8" if dtype.itemsize == 1 else element_type(dtype)

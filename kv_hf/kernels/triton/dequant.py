@@ -1,0 +1,160 @@
+"""Turn bytes of codes into numbers that a matrix unit takes, without interleaving channels or tokens.
+
+Decides the instructions; knows nothing of pages, scales or softmax. A byte holds the codes of places i, i + n,
+.. (n = bytes of the run, see quant/packing.py), so a tile of bytes unpacks into one tile per place, its `runs`.
+"""
+
+import triton
+import triton.language as tl
+
+# Where the PTX branch leaves a 4- or 2-bit code in place, run r holds code * 2^(r * bits) * UNIT: the bits of
+# a code are the low bits of a float16 subnormal. Matrix units take float16 subnormals exactly (Fasi et al.,
+# "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021), and the factor goes into scales that are there anyway.
+UNIT = 2.0**-24
+
+
+@triton.constexpr_function
+def run_unit(RUN, BITS, ISA):
+    """Return what the codes of run `RUN` are multiplied by, relative to `tile_unit`."""
+    return 2.0 ** (RUN * BITS) if ISA > 0 and BITS < 8 else 1.0
+
+
+@triton.constexpr_function
+def tile_unit(BITS, ISA):
+    """Return what all codes of a tile are multiplied by."""
+    return UNIT if ISA > 0 and BITS < 8 else 1.0
+
+
+@triton.jit
+def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr):
+    """Unpack a tile into 8 / BITS runs of numbers.
+
+        run[r] = code of place r * tile_unit * run_unit(r)
+
+    Args:
+        x: uint8 codes, or the numbers themselves where CODE is "none"; any shape.
+        CODE, BITS: as in formats.Scheme.
+        DTYPE: dtype of the result; the PTX branch only knows float16.
+        ISA: 0 for code that any target (and the interpreter) takes, else NVIDIA's compute capability * 10.
+    Returns: tuple of tensors of x's shape.
+    """
+    if CODE == "none":
+        return (x.to(DTYPE),)
+    elif CODE == "float8":
+        return (_from_float8(x, DTYPE, ISA),)
+    elif CODE == "signed":
+        return (_from_signed(x, DTYPE, ISA),)
+    elif ISA > 0:
+        return _halves_in_place(x) if BITS == 4 else _quarters_in_place(x)
+    elif BITS == 4:
+        return ((x & 15).to(tl.float32).to(DTYPE), (x >> 4).to(tl.float32).to(DTYPE))
+    else:
+        return (
+            (x & 3).to(tl.float32).to(DTYPE),
+            ((x >> 2) & 3).to(tl.float32).to(DTYPE),
+            ((x >> 4) & 3).to(tl.float32).to(DTYPE),
+            (x >> 6).to(tl.float32).to(DTYPE),
+        )
+
+
+@triton.jit
+def _from_float8(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
+    """e4m3 bits (no nan among them) to numbers: float16 has the same subnormals, 8 exponents further down."""
+    if ISA >= 89:
+        return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif ISA > 0:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t, c;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            and.b32 s, a, 0x80008000;
+            and.b32 t, b, 0x80008000;
+            shr.u32 a, a, 1;
+            shr.u32 b, b, 1;
+            and.b32 a, a, 0x3f803f80;
+            and.b32 b, b, 0x3f803f80;
+            or.b32 a, a, s;
+            or.b32 b, b, t;
+            mov.b32 c, 0x5c005c00;
+            mul.rn.f16x2 $0, a, c;
+            mul.rn.f16x2 $1, b, c;
+            }""",
+            "=r,=r,r",
+            args=[x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        wide = x.to(tl.int32)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return (bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(DTYPE)
+
+
+@triton.jit
+def _from_signed(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
+    """int8 to numbers: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
+    if ISA > 0:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            xor.b32 a, $2, 0x80808080;
+            prmt.b32 b, a, 0x64646464, 0x4342;
+            prmt.b32 a, a, 0x64646464, 0x4140;
+            mov.b32 c, 0x64806480;
+            sub.rn.f16x2 $0, a, c;
+            sub.rn.f16x2 $1, b, c;
+            }""",
+            "=r,=r,r",
+            args=[x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return x.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def _halves_in_place(x):
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b;
+        prmt.b32 a, $4, 0, 0x4140;
+        prmt.b32 b, $4, 0, 0x4342;
+        and.b32 $0, a, 0x000f000f;
+        and.b32 $1, b, 0x000f000f;
+        and.b32 $2, a, 0x00f000f0;
+        and.b32 $3, b, 0x00f000f0;
+        }""",
+        "=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _quarters_in_place(x):
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b;
+        prmt.b32 a, $8, 0, 0x4140;
+        prmt.b32 b, $8, 0, 0x4342;
+        and.b32 $0, a, 0x00030003;
+        and.b32 $1, b, 0x00030003;
+        and.b32 $2, a, 0x000c000c;
+        and.b32 $3, b, 0x000c000c;
+        and.b32 $4, a, 0x00300030;
+        and.b32 $5, b, 0x00300030;
+        and.b32 $6, a, 0x00c000c0;
+        and.b32 $7, b, 0x00c000c0;
+        }""",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )

@@ -1,0 +1,212 @@
+"""The kernels as operators of torch, `torch.ops.kv_hf.*`, which torch.compile and CUDA graphs take as they are.
+
+Operators take tensors, numbers and strings; the specs are rebuilt from the tensors' shapes. Importing this module
+registers them (once per process) and imports triton.
+"""
+
+import torch
+from torch.library import Library, register_fake
+
+from ...errors import CacheOptionError
+from ...formats import Scheme
+from ...spec import PageSpec, SideSpec
+from ..inputs import PagedKV
+from . import append, launch, seal
+from .table import Launch
+
+_LIBRARY = Library("kv_hf", "FRAGMENT")
+_LIBRARY.define(
+    "paged_decode(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor value_codes, "
+    "Tensor? value_scale, Tensor? value_offset, Tensor block_table, Tensor num_pages, Tensor window_keys, "
+    "Tensor window_values, Tensor exact_lens, Tensor padding, Tensor? mask, Tensor? sink_logits, "
+    "float softmax_scale, float? softcap, int? sliding_window, int sink_tokens, int page_size, str key_code, "
+    "int key_bits, str value_code, int value_bits, int[]? launch=None) -> Tensor"
+)
+_LIBRARY.define(
+    "seal_pages(Tensor tokens, Tensor jobs, Tensor(a!) codes, Tensor(b!)? scale, Tensor(c!)? offset, str side, "
+    "int page_size, str code, int bits, float clip) -> Tensor"
+)
+_LIBRARY.define("append_tokens(Tensor(a!) window, Tensor new, Tensor starts, Tensor skips) -> ()")
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv: PagedKV,
+    *,
+    softmax_scale: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """Attend as `reference.paged_attention` does, through one operator.
+
+    Args:
+        launch: warps, stages and splits, or None for those of `table.launch_parameters`.
+    """
+    keys, values = kv.key_pages, kv.value_pages
+    key_scheme, value_scheme = (side.scheme for side in kv.spec.sides)
+    result: torch.Tensor = torch.ops.kv_hf.paged_decode(
+        query, keys["codes"], keys.get("scale"), keys.get("offset"),
+        values["codes"], values.get("scale"), values.get("offset"),
+        kv.block_table, kv.num_pages, kv.window_keys, kv.window_values, kv.exact_lens, kv.padding,
+        mask, sink_logits, softmax_scale, softcap, sliding_window, kv.sink_tokens, kv.page_size,
+        key_scheme.code, key_scheme.bits, value_scheme.code, value_scheme.bits,
+        None if launch is None else [launch.num_warps, launch.num_stages, launch.num_splits],
+    )  # fmt: skip
+    return result
+
+
+def seal_pages(
+    tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
+) -> torch.Tensor:
+    """Encode full pages in place as `reference.seal_pages` does, through one operator."""
+    scheme = spec.scheme
+    damaged: torch.Tensor = torch.ops.kv_hf.seal_pages(
+        tokens, jobs, fields["codes"], fields.get("scale"), fields.get("offset"),
+        spec.side, spec.page_size, scheme.code, scheme.bits, scheme.clip,
+    )  # fmt: skip
+    return damaged
+
+
+def append_tokens(
+    window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor
+) -> None:
+    """Append tokens to windows in place as `append.append_tokens` does, through one operator."""
+    torch.ops.kv_hf.append_tokens(window, new, starts, skips)
+
+
+# -- the operators -------------------------------------------------------------------------------------------------
+
+
+def _paged_decode(
+    query: torch.Tensor,
+    key_codes: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    key_offset: torch.Tensor | None,
+    value_codes: torch.Tensor,
+    value_scale: torch.Tensor | None,
+    value_offset: torch.Tensor | None,
+    block_table: torch.Tensor,
+    num_pages: torch.Tensor,
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    exact_lens: torch.Tensor,
+    padding: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    sink_tokens: int,
+    page_size: int,
+    key_code: str,
+    key_bits: int,
+    value_code: str,
+    value_bits: int,
+    parameters: list[int] | None = None,
+) -> torch.Tensor:
+    key_fields = _fields(key_codes, key_scale, key_offset)
+    value_fields = _fields(value_codes, value_scale, value_offset)
+    spec = PageSpec(
+        _side("keys", key_fields, page_size, window_keys, key_code, key_bits),
+        _side("values", value_fields, page_size, window_values, value_code, value_bits),
+    )
+    kv = PagedKV(
+        key_fields, value_fields, spec, block_table, num_pages, window_keys, window_values, exact_lens,
+        padding, 0, sink_tokens,
+    )  # fmt: skip
+    return launch.paged_attention(
+        query,
+        kv,
+        softmax_scale=softmax_scale,
+        mask=mask,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        sliding_window=sliding_window,
+        launch=None if parameters is None else Launch(*parameters),
+    )
+
+
+def _seal_pages(
+    tokens: torch.Tensor,
+    jobs: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    side: str,
+    page_size: int,
+    code: str,
+    bits: int,
+    clip: float,
+) -> torch.Tensor:
+    fields = _fields(codes, scale, offset)
+    return seal.seal_pages(
+        tokens, jobs, fields, _side(side, fields, page_size, tokens, code, bits, clip)
+    )
+
+
+def _fields(
+    codes: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    found = {"codes": codes, "scale": scale, "offset": offset}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _side(
+    side: str,
+    fields: dict[str, torch.Tensor],
+    page_size: int,
+    exact: torch.Tensor,
+    code: str,
+    bits: int,
+    clip: float = 1.0,
+) -> SideSpec:
+    """Rebuild the spec of stored tensors; `exact` holds the same side's tokens in the model's dtype."""
+    heads, dim = exact.shape[1], exact.shape[-1]
+    groups = {
+        name: (page_size // tensor.shape[2], dim // tensor.shape[3])
+        for name, tensor in fields.items()
+        if name != "codes"
+    }
+    name = {"none": "exact", "float8": "fp8"}.get(code, f"int{bits}")
+    scheme = Scheme(name, code, bits, groups.get("scale"), groups.get("offset"), clip)
+    return SideSpec(side, scheme, heads, dim, page_size, exact.dtype)
+
+
+def _on_cpu(name: str, function):  # type: ignore[no-untyped-def]
+    def refuse(*args, **options):  # type: ignore[no-untyped-def]
+        if not launch.interpreted():
+            raise CacheOptionError(
+                f"kv_hf.{name} needs a GPU, and its tensors are on the CPU; use another implementation, or set "
+                "TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
+            )
+        return function(*args, **options)
+
+    return refuse
+
+
+for _name, _function in {
+    "paged_decode": _paged_decode,
+    "seal_pages": _seal_pages,
+    "append_tokens": append.append_tokens,
+}.items():
+    _LIBRARY.impl(_name, _function, "CUDA")
+    _LIBRARY.impl(_name, _on_cpu(_name, _function), "CPU")
+
+
+@register_fake("kv_hf::paged_decode", lib=_LIBRARY)
+def _fake_paged_decode(query, key_codes, *others):  # type: ignore[no-untyped-def]
+    window_values = others[8]
+    return query.new_empty(*query.shape[:3], window_values.shape[-1])
+
+
+@register_fake("kv_hf::seal_pages", lib=_LIBRARY)
+def _fake_seal_pages(tokens, *others):  # type: ignore[no-untyped-def]
+    return tokens.new_empty((), dtype=torch.bool)
+
+
+@register_fake("kv_hf::append_tokens", lib=_LIBRARY)
+def _fake_append_tokens(window, new, starts, skips):  # type: ignore[no-untyped-def]
+    return None

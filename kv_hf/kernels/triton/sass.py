@@ -1,0 +1,86 @@
+"""Read compiled code: instructions of the loop over pages, registers, spills, shared memory.
+
+Uses the disassembler that Triton's wheel brings along; knows nothing of formats.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "WARPGROUP")
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?([A-Z][\w.]*)([^;]*);")
+_BRANCH = re.compile(r"0x([0-9a-f]+)")
+
+
+@dataclass(frozen=True)
+class Code:
+    """What was compiled.
+
+    Attributes:
+        loop: opcodes of the loop over pages in order, with their suffixes.
+        whole: opcodes of the kernel.
+        registers, shared: per thread, and bytes per program.
+        num_warps: of the compiled kernel.
+    """
+
+    loop: tuple[str, ...]
+    whole: tuple[str, ...]
+    registers: int
+    shared: int
+    num_warps: int
+
+    @property
+    def spills(self) -> int:
+        """Loads and stores of local memory, anywhere in the kernel."""
+        return sum(op.startswith(("LDL", "STL")) for op in self.whole)
+
+    def count(self, *starts: str) -> int:
+        """Instructions of the loop whose opcode starts with one of `starts`."""
+        return sum(op.startswith(starts) for op in self.loop)
+
+    def histogram(self) -> Counter[str]:
+        """Instructions of the loop by opcode without suffixes."""
+        return Counter(op.split(".")[0] for op in self.loop)
+
+
+def read_cubin(kernel: Any) -> Code:
+    """Disassemble an NVIDIA kernel. The loop over pages is the first loop with matrix products (the first
+    loop of a kernel without)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        text = _run("cuobjdump", "-sass", path)
+        usage = _run("cuobjdump", "-res-usage", path)
+    lines = [(int(at, 16), op, rest) for at, op, rest in _LINE.findall(text)]
+    registers = re.search(r"REG:(\d+)", usage)
+    return Code(
+        loop=_page_loop(lines),
+        whole=tuple(op for _, op, _ in lines),
+        registers=int(registers.group(1)) if registers else 0,
+        shared=kernel.metadata.shared,
+        num_warps=kernel.metadata.num_warps,
+    )
+
+
+def _page_loop(lines: list[tuple[int, str, str]]) -> tuple[str, ...]:
+    loops = []
+    for at, op, rest in lines:
+        to = _BRANCH.search(rest)
+        if op.split(".")[0] == "BRA" and to and int(to.group(1), 16) < at:
+            start = int(to.group(1), 16)
+            body = tuple(o for a, o, _ in lines if start <= a <= at and o != "NOP")
+            loops.append((not any(o.startswith(MATRIX) for o in body), start, body))
+    return min(loops)[2] if loops else ()
+
+
+def _run(tool: str, option: str, path: Path) -> str:
+    return subprocess.run(
+        [str(TOOLS / tool), option, str(path)], check=True, capture_output=True, text=True
+    ).stdout

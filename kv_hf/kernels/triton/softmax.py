@@ -1,0 +1,98 @@
+"""Scores to weights: softcap, masks and one step of the online softmax, in units of log2.
+
+Knows nothing of where keys and values come from. Tokens lie along the first axis, query columns along the second.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to about an ulp: by exp2 where that loses nothing, and below 1 by its continued fraction."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    s = tl.minimum(x * x, 1.0)
+    above = 135135.0 + s * (17325.0 + s * (378.0 + s))
+    below = 135135.0 + s * (62370.0 + s * (3150.0 + s * 28.0))
+    return tl.where(tl.abs(x) < 1.0, x * (above / below), tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def bend(
+    scores,
+    factor,
+    at,
+    held,
+    query_at,
+    softcap,
+    sliding_window,
+    mask,
+    padding,
+    HELD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Apply softcap, the mask and the sliding window; hidden scores become -inf.
+
+    Args:
+        scores: [tokens, columns] fp32, raw; factor: [columns], raw to log2.
+        at: [tokens], positions of the tokens; held: [tokens], which exist (read where HELD).
+        query_at: [columns], positions of the queries.
+        mask: [columns], pointers to column 0 of each query's mask; padding: column of token 0.
+    Returns: scores, in log2 where SOFTCAP or an additive MASK asked for it (`bent`), else still raw.
+    """
+    if SOFTCAP:
+        scores = _tanh(scores * (factor * (LN2 / softcap))[None, :]) * (softcap * LOG2E)
+    elif MASK == "float":
+        scores = scores * factor[None, :]
+    if MASK != "none":
+        where = mask[None, :] + (at + padding)[:, None]
+        if HELD:
+            chosen = tl.load(where, mask=held[:, None], other=0)
+        else:
+            chosen = tl.load(where)
+        if MASK == "float":
+            added = chosen.to(tl.float32)
+            # the lowest finite numbers stay finite in log2: a query that sees nothing else averages over them
+            finite = tl.maximum(added * LOG2E, -3.0e38)
+            scores += tl.where(added == float("-inf"), added, finite)
+        else:
+            scores = tl.where(chosen != 0, scores, float("-inf"))
+    elif CAUSAL:
+        scores = tl.where(at[:, None] <= query_at[None, :], scores, float("-inf"))
+    if WINDOWED:
+        near = at[:, None] > (query_at - sliding_window)[None, :]
+        scores = tl.where(near, scores, float("-inf"))
+    if HELD:
+        scores = tl.where(held[:, None], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr):
+    """Move the running maximum and turn scores into weights.
+
+    Args:
+        scores: [tokens, columns] fp32; log2 where BENT, else raw with `factor` [columns] > 0 to log2.
+        best: [columns] fp32, the running maximum in log2.
+        HIDES: whether some scores may be -inf.
+    Returns: weights [tokens, columns], keep [columns] (what to multiply earlier sums by), the new maximum.
+    """
+    top = tl.max(scores, 0)
+    if not BENT:
+        top = top * factor
+    top = tl.maximum(best, top)
+    shift = top
+    if HIDES:
+        shift = tl.where(top == float("-inf"), 0.0, top)
+    if BENT:
+        weights = tl.exp2(scores - shift[None, :])
+    else:
+        weights = tl.exp2(tl.fma(scores, factor[None, :], -shift[None, :]))
+    return weights, tl.exp2(best - shift), top

@@ -1,0 +1,72 @@
+"""Say whether the Triton kernels can serve a cache here, before anything is compiled; needs no Triton itself."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from packaging.version import Version
+
+from ...spec import ROWS, PageSpec
+
+OLDEST_TRITON = "3.6"
+OLDEST_CAPABILITY = (8, 0)
+MAX_QUERIES = 16
+MAX_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_not(
+    device: torch.device | str, dtype: torch.dtype, spec: PageSpec, q_len: int = 1
+) -> str | None:
+    """Return the reason why the Triton kernels cannot attend here, or None when they can.
+
+    Args:
+        device: where the cache and the queries lie; a device that is not a GPU is refused without importing triton.
+        dtype: of the queries.
+        spec: of the layer's pages.
+        q_len: queries per step.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the Triton kernels run on NVIDIA and AMD GPUs, and the cache is on {str(device)!r}"
+    return _why_not_sizes(dtype, spec, q_len) or _why_not_installed() or _why_not_gpu(device)
+
+
+def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None:
+    for what, have in (("queries", dtype), *((side.side, side.dtype) for side in spec.sides)):
+        if have not in DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            return f"the Triton kernels take {names}, and the {what} are {str(have).removeprefix('torch.')}"
+    page_size = spec.keys.page_size
+    if page_size < 16 or page_size & (page_size - 1):
+        return f"the Triton kernels take pages of a power of two of at least 16 tokens, got {page_size}"
+    for side in spec.sides:
+        if side.layout != ROWS:
+            return f"the Triton kernels read pages in layout {ROWS!r}, and the {side.side} are in {side.layout!r}"
+        if side.head_dim > MAX_DIM:
+            return f"the Triton kernels take head_dim up to {MAX_DIM}, and the {side.side} have {side.head_dim}"
+    if not 1 <= q_len <= MAX_QUERIES:
+        return f"the Triton kernels take 1 to {MAX_QUERIES} queries per row, got {q_len}"
+    return None
+
+
+def _why_not_installed() -> str | None:
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        return "triton is not installed; pip install 'kv_hf[gpu]'"
+    if Version(installed) < Version(OLDEST_TRITON):
+        return f"the Triton kernels need triton {OLDEST_TRITON} or newer, and {installed} is installed"
+    return None
+
+
+def _why_not_gpu(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU"
+    if torch.version.hip:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        need, have = (".".join(map(str, pair)) for pair in (OLDEST_CAPABILITY, capability))
+        return f"the Triton kernels need compute capability {need} or newer, and {name} has {have}"
+    return None

@@ -1,0 +1,68 @@
+"""Launch parameters by format, head size, query columns and architecture; no tuning at run time.
+
+The warps and stages come from counting instructions and shared memory of ahead-of-time compiled kernels
+(docs/kernels_gpu.md), not from measurements on a GPU.
+"""
+
+from dataclasses import dataclass
+
+from ...spec import PageSpec
+from .variant import HIP, tile_tokens
+
+PROGRAMS = 132 * 8  # programs that fill a large GPU: 132 multiprocessors with 8 resident programs each
+MIN_TILES = 4  # tiles that a split should have at least
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Launch parameters of the decode kernel.
+
+    Attributes:
+        num_warps, num_stages: of the compiled kernel.
+        num_splits: programs that share a row's tiles.
+    """
+
+    num_warps: int
+    num_stages: int
+    num_splits: int
+
+
+def launch_parameters(
+    spec: PageSpec, columns: int, isa: int, *, programs: int, tiles: int
+) -> Launch:
+    """Choose the launch parameters of a decode step from sizes that are known without its lengths.
+
+    Args:
+        columns: query columns of a program; isa: compute capability * 10, or 0.
+        programs: programs of one split; tiles: tiles that a row has room for.
+    """
+    num_splits = 1
+    while (
+        num_splits < MAX_SPLITS
+        and 2 * num_splits * programs <= 2 * PROGRAMS
+        and 2 * num_splits * MIN_TILES <= tiles
+    ):
+        num_splits *= 2
+    return Launch(*warps_and_stages(spec, columns, isa), num_splits)
+
+
+def warps_and_stages(spec: PageSpec, columns: int, isa: int) -> tuple[int, int]:
+    """Return (num_warps, num_stages).
+
+    Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
+    memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), four
+    where the accumulators of many columns would not fit into two warps' registers.
+    """
+    tile = tile_tokens(spec)
+    dim = max(side.head_dim for side in spec.sides)
+    packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
+    if columns > 16 or (columns == 16 and dim > 128):
+        num_warps = 4
+    elif tile == 16 or (packed and columns == 8 and (dim < 128 or (dim == 128 and tile == 32))):
+        num_warps = 1
+    else:
+        num_warps = 2
+    # two bits at 256 channels: the third stage costs registers that are not there
+    tight = dim > 128 and any(side.scheme.bits == 2 for side in spec.sides)
+    return num_warps, 2 if isa == HIP or tight else 3

@@ -1,0 +1,151 @@
+"""Which kernel serves a spec: tile sizes, chunks, foldings and dtypes as the kernels' compile-time arguments.
+
+Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation.
+"""
+
+from typing import Any
+
+import torch
+
+from ...spec import PageSpec, SideSpec
+
+MAX_TILE = 64  # tokens
+MIN_SIZE = 16  # a matrix product's smallest inner size
+MAX_COLUMNS = 32  # query columns of one program; more are spread over programs
+TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
+HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
+# The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
+BOOST = {"none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned4": 2.0**2, "unsigned2": 1.0}
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two of at least `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def chunks(width: int, first: int = 0) -> tuple[tuple[int, int], ...]:
+    """Cut `width` places from `first` on into (start, size) with sizes that are powers of two, at least 16.
+
+    The last may reach past the end; what two chunks would pad as much as one is one.
+    """
+    whole = power_of_two(width)
+    if width <= MIN_SIZE or whole == width:
+        return ((first, max(whole, MIN_SIZE)),)
+    half = whole // 2
+    rest = chunks(width - half, first + half)
+    if half + sum(size for _, size in rest) >= whole:
+        return ((first, whole),)
+    return ((first, half), *rest)
+
+
+def tile_tokens(spec: PageSpec) -> int:
+    """Return the tokens of a tile: a page, a part of it, or a token group of the keys' scales."""
+    tile = min(spec.keys.page_size, MAX_TILE)
+    scheme = spec.keys.scheme
+    if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] >= MIN_SIZE:
+        tile = min(tile, scheme.scale_group[0])
+    token_bytes = sum(side.head_dim * side.code_bits for side in spec.sides) // 8
+    while tile > MIN_SIZE and tile * token_bytes > TILE_BYTES:
+        tile //= 2
+    return tile
+
+
+def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
+    """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape), 16 or 32."""
+    most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else MAX_COLUMNS // 2
+    return min(max(16 if isa == HIP else 8, power_of_two(group * q_len)), most)
+
+
+def element_type(dtype: torch.dtype) -> str:
+    """Return Triton's name of a dtype (as in pointer types)."""
+    return {
+        torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8",
+        torch.bool: "u8", torch.int32: "i32",
+    }[dtype]  # fmt: skip
+
+
+def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
+    """Return the dtypes of the products with key pages, value pages, window keys and window values.
+
+    Codes are multiplied in float16, into which they fit exactly, whatever the model's dtype: it has three bits more
+    than bfloat16, and its range is kept by powers of two (see BOOST and the kernel's `shrink`). Exact numbers are
+    multiplied in their own dtype. float32 queries (or pages) are multiplied in float32.
+    """
+    window = [element_type(side.dtype) for side in spec.sides]
+    if "fp32" in (*window, element_type(query_dtype)):
+        return ("fp32",) * 4
+    pages = [own if s.scheme.is_exact else "fp16" for s, own in zip(spec.sides, window, strict=True)]
+    return pages[0], pages[1], window[0], window[1]
+
+
+def _key_fold(side: SideSpec, tile: int) -> str:
+    if side.scheme.is_exact:
+        return "none"
+    if side.scheme.code != "unsigned":
+        return "page"
+    assert side.scheme.scale_group is not None
+    return "tile" if side.scheme.scale_group[0] % tile == 0 else "element"
+
+
+def _value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, int], ...]]:
+    """How scales apply, channels of a scale, and the chunks: each part must lie within one scale's channels."""
+    width = side.head_dim // side.scheme.codes_per_byte
+    if side.scheme.is_exact:
+        return "none", side.head_dim, chunks(width)
+    assert side.scheme.scale_group is not None
+    group = side.scheme.scale_group[1]
+    if group % width == 0:
+        return "token", group, chunks(width)
+    if width % group == 0 and group >= MIN_SIZE:
+        starts = range(0, width, group)
+        return "token", group, tuple(c for start in starts for c in chunks(group, start))
+    return "element", group, chunks(width)
+
+
+def constants(
+    spec: PageSpec,
+    *,
+    query_dtype: torch.dtype,
+    group: int,
+    q_len: int,
+    isa: int,
+    num_splits: int,
+    num_stages: int,
+    mask: str = "none",
+    softcap: bool = False,
+    sliding_window: bool = False,
+    sinks: bool = False,
+) -> dict[str, Any]:
+    """Return the decode kernel's compile-time arguments.
+
+    Args:
+        spec: layout "rows".
+        group: query heads of a kv head.
+        isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
+        mask: "none", "bool" or "float".
+    Dtypes are given by name; `launch` and `aot` replace them by Triton's.
+    """
+    keys, values = spec.sides
+    tile = tile_tokens(spec)
+    types = compute_types(spec, query_dtype)
+    exact = types[0] == "fp32"
+    v_fold, v_group, v_chunks = _value_fold(values)
+    code = values.scheme.code
+    boost = 1.0 if exact else BOOST[f"{code}{values.scheme.bits}" if code == "unsigned" else code]
+    return {
+        "HEADS": keys.num_kv_heads, "GROUP": group, "Q_LEN": q_len, "COLUMNS": column_block(spec, group, q_len, isa),
+        "PAGE": keys.page_size, "TILE": tile, "W_TILE": 32,
+        "W_COST": max(1, round(16 / spec.bits_per_element)), "W_STAGES": 2,
+        "K_CODE": keys.scheme.code, "K_BITS": keys.scheme.bits, "K_DIM": keys.head_dim,
+        "K_WIDTH": keys.head_dim // keys.scheme.codes_per_byte,
+        "K_CHUNKS": chunks(keys.head_dim // keys.scheme.codes_per_byte),
+        "K_GROUP": keys.scheme.scale_group[0] if keys.scheme.scale_group else keys.page_size,
+        "K_FOLD": _key_fold(keys, tile), "K_DTYPE": types[0],
+        "V_CODE": code, "V_BITS": values.scheme.bits, "V_DIM": values.head_dim,
+        "V_WIDTH": values.head_dim // values.scheme.codes_per_byte, "V_CHUNKS": v_chunks,
+        "V_GROUP": v_group, "V_FOLD": v_fold, "V_BOOST": boost, "V_DTYPE": types[1],
+        "W_CHUNKS": chunks(keys.head_dim), "W_KEY_DTYPE": types[2], "W_VALUE_DTYPE": types[3],
+        "PRECISION": "ieee", "CAUSAL": q_len > 1 and mask == "none", "WINDOWED": sliding_window,
+        "SOFTCAP": softcap, "MASK": mask, "SINKS": sinks, "NUM_SPLITS": num_splits, "STAGES": num_stages,
+        "ISA": 0 if exact else isa,
+    }  # fmt: skip

@@ -1,0 +1,234 @@
+"""Run the Triton kernels in Triton's interpreter, in a process of its own.
+
+TRITON_INTERPRET is read when triton is imported, and the tests of compiled kernels need the compiler in the same
+pytest process. `call` therefore hands pickled arguments to a worker process that was started with the variable set.
+"""
+
+import multiprocessing
+import os
+import pickle
+import re
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import pytest
+import torch
+from packaging.version import Version
+
+_pool = None
+
+
+def why_not():
+    """The reason why the interpreter does not run here, or None."""
+    try:
+        triton = Version(version("triton"))
+    except PackageNotFoundError:
+        return "triton is not installed (pip install 'kv_hf[gpu]'; wheels exist for Linux)"
+    if triton < Version("3.9") and Version(version("numpy")) >= Version("2.4"):
+        return f"the interpreter of triton {triton} fails in loops of dynamic length with numpy 2.4"
+    return None
+
+
+needs_interpreter = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def _run(pickled):
+    function, args, options = pickle.loads(pickled)
+    return pickle.dumps(function(*args, **options))
+
+
+def call(function, *args, **options):
+    """Return function(*args, **options), computed in the worker; exceptions come through."""
+    global _pool
+    if _pool is None:
+        _pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        os.environ["TRITON_INTERPRET"] = "1"
+        try:
+            _pool.submit(torch.set_num_threads, 1).result()
+        finally:
+            del os.environ["TRITON_INTERPRET"]
+    return pickle.loads(_pool.submit(_run, pickle.dumps((function, args, options))).result())
+
+
+# -- functions that run in the worker --------------------------------------------------------------------------
+
+
+def attend(query, kv, *, splits=2, **options):
+    """The decode kernel as compiled for no GPU in particular."""
+    from kv_hf.kernels.triton import launch
+    from kv_hf.kernels.triton.table import Launch
+
+    return launch.paged_attention(query, kv, launch=Launch(1, 2, splits), **options)
+
+
+def attend_with_ptx(query, kv, *, isa, splits=2, **options):
+    """The decode kernel as compiled for an NVIDIA GPU, its PTX carried out by `ptx`."""
+    import triton.language as tl
+
+    from kv_hf.kernels.triton import launch
+    from kv_hf.kernels.triton.table import Launch
+
+    def inline_asm(text, constraints, args, dtype, is_pure, pack):
+        words = np.ascontiguousarray(args[0].handle.data).view(np.uint32)
+        runs = len(dtype) if isinstance(dtype, tuple) else 1
+        outs = ptx(text, words.ravel(), 2 * runs)
+        tiles = []
+        for run in range(runs):  # two words of two float16 per run of four bytes
+            pair = np.stack(outs[2 * run : 2 * run + 2], -1)
+            tile = np.ascontiguousarray(pair).view(np.float16).reshape(args[0].handle.data.shape)
+            tiles.append(tl.core.tensor(type(args[0].handle)(tile, tl.float16), _block(args[0], tl)))
+        return tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
+
+    def _block(x, tl):
+        return tl.block_type(tl.float16, x.type.shape)
+
+    kept = tl.inline_asm_elementwise
+    tl.inline_asm_elementwise = inline_asm
+    launch.target_isa, real = (lambda device: isa), launch.target_isa
+    try:
+        return launch.paged_attention(query, kv, launch=Launch(1, 2, splits), **options)
+    finally:
+        tl.inline_asm_elementwise = kept
+        launch.target_isa = real
+
+
+def unpack_every_byte(bits):
+    """Whether the PTX of each unpacking gives the right float16 bits for all 256 bytes."""
+    import inspect
+
+    from kv_hf.kernels.triton import dequant
+
+    every = np.arange(256, dtype=np.uint8)
+    words = every.view(np.uint32)
+
+    def text(function):
+        return inspect.getsource(function.fn).split('"""{')[1].split('}"""')[0]
+
+    def run(function, runs):
+        outs = ptx(text(function), words, 2 * runs)
+        pairs = [np.stack(outs[2 * r : 2 * r + 2], -1) for r in range(runs)]
+        return [np.ascontiguousarray(pair).view(np.float16).ravel() for pair in pairs]
+
+    if bits < 8:
+        function = dequant._halves_in_place if bits == 4 else dequant._quarters_in_place
+        runs = run(function, 8 // bits)
+        right = [
+            x.view(np.uint16) == ((every >> (bits * r)) & (2**bits - 1)) << (bits * r)
+            for r, x in enumerate(runs)
+        ]
+        return bool(np.all(right))
+    signed = run(dequant._from_signed, 1)[0]
+    float8 = run(dequant._from_float8, 1)[0]
+    wanted = torch.from_numpy(every).view(torch.float8_e4m3fn).half().numpy()
+    finite = (every & 0x7F) != 0x7F
+    return bool(
+        np.all(signed == every.view(np.int8))
+        and np.array_equal(float8[finite].view(np.uint16), wanted[finite].view(np.uint16))
+    )
+
+
+# -- a small PTX machine ---------------------------------------------------------------------------------------
+
+
+def ptx(text, word, outputs):
+    """Carry out the PTX of an inline assembly on one uint32 input; the operand after the outputs is the input."""
+    registers = {f"${outputs}": word}
+
+    def value(name):
+        name = name.strip()
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    def halves(name):
+        x = np.asarray(value(name), np.uint32)
+        return np.ascontiguousarray(np.broadcast_to(x, word.shape)).view(np.float16)
+
+    for line in re.findall(r"([a-z][\w.]*)\s+([^;{}]+);", text):
+        op, operands = line[0].split(".")[0], line[1].split(",")
+        if line[0].startswith("reg"):
+            continue
+        target, *rest = operands
+        if op == "mov":
+            result = value(rest[0])
+        elif op == "prmt":
+            result = _permute(value(rest[0]), value(rest[1]), int(rest[2], 0))
+        elif line[0].endswith("f16x2"):
+            function = {"sub": np.subtract, "mul": np.multiply}[op]
+            result = function(halves(rest[0]), halves(rest[1])).view(np.uint32)
+        else:
+            function = {
+                "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shr": np.right_shift
+            }[op]  # fmt: skip
+            result = function(value(rest[0]), value(rest[1]))
+        registers[target.strip()] = result
+    return [np.asarray(registers[f"${i}"], np.uint32) for i in range(outputs)]
+
+
+def _permute(a, b, selector):
+    both = np.uint64(a) | (np.uint64(b) << np.uint64(32))
+    result = np.uint32(0)
+    for place in range(4):
+        nibble = (selector >> (4 * place)) & 15
+        assert nibble < 8, "the sign replication of prmt is not emulated"
+        byte = (both >> np.uint64(8 * nibble)) & np.uint64(255)
+        result = result | (byte.astype(np.uint32) << np.uint32(8 * place))
+    return result
+
+
+# -- sealing and appending ------------------------------------------------------------------------------------------
+
+
+def seal(tokens, jobs, fields, spec):
+    """Seal in the worker; returns (fields, damaged), as the worker's tensors are copies."""
+    from kv_hf.kernels.triton.seal import seal_pages
+
+    return fields, seal_pages(tokens, jobs, fields, spec)
+
+
+def append(window, new, starts, skips):
+    """Append in the worker; returns the window."""
+    from kv_hf.kernels.triton.append import append_tokens
+
+    append_tokens(window, new, starts, skips)
+    return window
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+
+def attend_by_operator(query, kv, **options):
+    """The decode kernel through torch.ops."""
+    from kv_hf.kernels.triton import library
+
+    return library.paged_attention(query, kv, **options)
+
+
+def compiled_step(backend):
+    """Run a step of all three operators as it is and compiled; returns both states and the number of graphs."""
+    from paged_inputs import make_kv, make_query
+
+    from kv_hf.kernels.triton import library
+
+    def step(query, kv, new, starts, skips, jobs):
+        library.append_tokens(kv.window_keys, new + 1.0, starts, skips)
+        damaged = library.seal_pages(kv.window_keys, jobs, kv.key_pages, kv.spec.keys)
+        out = library.paged_attention(query * 2.0, kv, softmax_scale=0.125)
+        return out + 1.0, damaged
+
+    def state(run):
+        kv = make_kv("int4", rows=[(3, 17), (2, 5)])
+        query = make_query(kv, 3, dtype=torch.float32)
+        new = torch.ones(2, 2, 3, 64)
+        starts = torch.tensor([17, 5], dtype=torch.int32)
+        skips = torch.tensor([0, 1], dtype=torch.int32)
+        jobs = torch.tensor([[0, 4, 6]], dtype=torch.int32)
+        out, damaged = run(query, kv, new, starts, skips, jobs)
+        return {"out": out, "damaged": damaged, "window": kv.window_keys, **kv.key_pages}
+
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    expected = state(step)
+    got = state(torch.compile(step, fullgraph=True, backend=backend))
+    made = graphs["unique_graphs"] - before
+    torch._dynamo.reset()
+    return expected, got, made

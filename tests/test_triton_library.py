@@ -1,0 +1,225 @@
+"""The kernels as operators of torch (tracing, compiling, refusing), their launch table, and where they can run."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from interpreter import call, compiled_step, needs_interpreter
+from paged_inputs import check, make_kv, make_query
+
+from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
+from kv_hf.kernels.triton import support, table, variant
+from kv_hf.kernels.triton.support import why_not
+from kv_hf.spec import LANES, PageSpec
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+)
+
+
+def spec_of(name="int4", dim=128, page=64, dtype=torch.bfloat16, **options):
+    return PageSpec.build(
+        key_scheme(name),
+        value_scheme(name),
+        num_kv_heads=2,
+        key_dim=dim,
+        value_dim=dim,
+        page_size=page,
+        dtype=dtype,
+        **options,
+    )
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+
+@needs_interpreter
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_operators_compile_into_one_graph_each(backend):
+    """A decode step that appends, seals and attends, compiled without graph breaks; the buffers change in place."""
+    expected, got, graphs = call(compiled_step, backend)
+    assert graphs == 1
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_decode_operator_rebuilds_the_spec(name):
+    """Formats and groups are read from the tensors: every format gives what the specs of the test give."""
+    from interpreter import attend_by_operator
+
+    values = {"int4": "int8", "fp8": "exact"}.get(name, name)
+    kv = make_kv(name, values, key_dim=64, value_dim=32, rows=[(3, 5), (0, 2)])
+    query = make_query(kv, 3, dtype=torch.float32)
+    check(query, kv, lambda *args, **given: call(attend_by_operator, *args, **given))
+
+
+@needs_triton
+def test_operators_have_the_shapes_of_their_results():
+    """Without running: what torch.compile sees."""
+    from torch._subclasses import FakeTensorMode
+
+    from kv_hf.kernels.triton import library
+
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        query = torch.empty(2, 4, 3, 64, dtype=torch.bfloat16)
+        codes = torch.empty(5, 2, 16, 64, dtype=torch.bfloat16)
+        window = torch.empty(2, 2, 40, 64, dtype=torch.bfloat16)
+        narrow = torch.empty(2, 2, 40, 32, dtype=torch.bfloat16)
+        ints = torch.empty(2, dtype=torch.int32)
+        out = torch.ops.kv_hf.paged_decode(
+            query, codes, None, None, codes, None, None, torch.empty(2, 3, dtype=torch.int32), ints,
+            window, narrow, ints, ints, None, None, 0.1, None, None, 4, 16, "none", 0, "none", 0,
+        )  # fmt: skip
+        assert (out.shape, out.dtype) == ((2, 4, 3, 32), torch.bfloat16)
+        jobs = torch.empty(1, 3, dtype=torch.int32)
+        damaged = library.seal_pages(window, jobs, {"codes": codes}, spec_of("exact", 64, 16).keys)
+        assert (damaged.shape, damaged.dtype) == ((), torch.bool)
+
+
+@needs_triton
+def test_operators_refuse_cpu_tensors_outside_of_the_interpreter():
+    from kv_hf.errors import CacheOptionError
+    from kv_hf.kernels.triton import library
+
+    kv = make_kv("int4")
+    with pytest.raises(CacheOptionError, match=r"kv_hf.paged_decode needs a GPU.*TRITON_INTERPRET=1"):
+        library.paged_attention(make_query(kv, dtype=torch.float32), kv, softmax_scale=0.1)
+    with pytest.raises(CacheOptionError, match="kv_hf.append_tokens needs a GPU"):
+        ints = torch.zeros(5, dtype=torch.int32)
+        library.append_tokens(kv.window_keys, kv.window_keys[:, :, :1], ints, ints)
+
+
+@needs_triton
+def test_operators_declare_what_they_change():
+    from kv_hf.kernels.triton import library  # noqa: F401
+
+    def changed(name):
+        schema = getattr(torch.ops.kv_hf, name).default._schema
+        return {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+
+    assert changed("paged_decode") == set()
+    assert changed("seal_pages") == {"codes", "scale", "offset"}
+    assert changed("append_tokens") == {"window"}
+
+
+# -- support -------------------------------------------------------------------------------------------------------
+
+
+class Gpu:
+    """What torch says of a GPU that is not here."""
+
+    def __init__(self, monkeypatch, capability=(9, 0), hip=None, triton="3.9.0", available=True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(support, "version", lambda name: triton)
+
+
+def test_why_not_has_nothing_against_a_gpu(monkeypatch):
+    Gpu(monkeypatch)
+    for name in FORMAT_NAMES:
+        assert why_not("cuda", torch.bfloat16, spec_of(name), 16) is None
+    Gpu(monkeypatch, capability=(0, 0), hip="6.2")
+    assert why_not("cuda:1", torch.float32, spec_of()) is None
+
+
+WHY_NOT = {
+    "cpu": ({"device": "cpu"}, {}, "the cache is on 'cpu'"),
+    "fp64": ({"dtype": torch.float64}, {}, "the queries are float64"),
+    "fp64-pages": ({"spec": spec_of("exact", dtype=torch.float64)}, {}, "the keys are float64"),
+    "page-size": ({"spec": spec_of(page=8)}, {}, "at least 16 tokens, got 8"),
+    "odd-page": ({"spec": spec_of(page=48)}, {}, "at least 16 tokens, got 48"),
+    "head-dim": ({"spec": spec_of(dim=512)}, {}, "up to 256, and the keys have 512"),
+    "layout": ({"spec": spec_of(layout=LANES)}, {}, "the keys are in 'lanes'"),
+    "q-len": ({"q_len": 17}, {}, "1 to 16 queries per row, got 17"),
+    "old-gpu": ({}, {"capability": (7, 5)}, "8.0 or newer, and Some GPU has 7.5"),
+    "no-gpu": ({}, {"available": False}, "sees no GPU"),
+    "old-triton": ({}, {"triton": "3.5.1"}, "need triton 3.6 or newer, and 3.5.1"),
+}
+
+
+@pytest.mark.parametrize(("changes", "gpu", "says"), WHY_NOT.values(), ids=WHY_NOT)
+def test_why_not_names_the_reason(monkeypatch, changes, gpu, says):
+    Gpu(monkeypatch, **gpu)
+    asked = {"device": "cuda", "dtype": torch.bfloat16, "spec": spec_of(), **changes}
+    assert says in why_not(**asked)
+
+
+def test_why_not_says_when_triton_is_not_installed(monkeypatch):
+    def version(name):
+        raise support.PackageNotFoundError(name)
+
+    Gpu(monkeypatch)
+    monkeypatch.setattr(support, "version", version)
+    assert "pip install 'kv_hf[gpu]'" in why_not("cuda", torch.bfloat16, spec_of())
+
+
+def test_triton_is_imported_by_its_kernels_only():
+    """Importing kv_hf, asking why not and choosing launch parameters all work where triton is not installed."""
+    code = """
+import sys
+sys.modules["triton"] = None  # an import of it raises
+import torch, kv_hf
+from kv_hf.kernels.triton import ceiling, support, table, variant
+spec = ceiling.standard_spec("int4", 128)
+assert support.why_not("cpu", torch.float32, spec)
+assert table.launch_parameters(spec, 8, 90, programs=8, tiles=64).num_splits > 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- launch parameters ---------------------------------------------------------------------------------------------
+
+
+def test_chunks_cover_the_width_with_powers_of_two():
+    for width in range(1, 257):
+        cut = variant.chunks(width, 32)
+        assert cut[0][0] == 32
+        for (start, size), (following, _) in zip(cut, cut[1:], strict=False):
+            assert start + size == following
+        assert all(size >= 16 and size & (size - 1) == 0 for _, size in cut)
+        assert sum(size for _, size in cut) >= width
+        assert sum(size for _, size in cut) - width < max(16, cut[-1][1])
+    assert variant.chunks(128) == ((0, 128),)
+    assert variant.chunks(96) == ((0, 64), (64, 32))
+    assert variant.chunks(40) == ((0, 32), (32, 16))
+    assert variant.chunks(24) == ((0, 32),)
+
+
+def test_launch_parameters_fill_the_gpu_and_no_more():
+    def splits(programs, tiles):
+        return table.launch_parameters(spec_of(), 8, 90, programs=programs, tiles=tiles).num_splits
+
+    assert splits(8, 0) == 1
+    assert splits(8, 4096) == table.MAX_SPLITS
+    assert splits(8, 16) == 4
+    assert splits(4096, 4096) == 1
+    for programs in (1, 8, 64, 512):
+        assert splits(programs, 10**6) * programs <= 2 * table.PROGRAMS
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_tiles_fit_into_shared_memory(name):
+    for dim in (16, 64, 80, 128, 256):
+        for page in (16, 64, 256):
+            spec = spec_of(name, dim, page)
+            tile = variant.tile_tokens(spec)
+            assert page % tile == 0
+            bits = sum(side.head_dim * side.code_bits for side in spec.sides)
+            assert tile == 16 or tile * bits // 8 <= variant.TILE_BYTES
+
+
+def test_codes_are_multiplied_in_float16_and_exact_numbers_in_their_own_dtype():
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    assert variant.compute_types(spec_of("int4"), bf16) == ("fp16", "fp16", "bf16", "bf16")
+    assert variant.compute_types(spec_of("exact"), bf16) == ("bf16",) * 4
+    assert variant.compute_types(spec_of("exact", dtype=fp16), fp16) == ("fp16",) * 4
+    assert variant.compute_types(spec_of("int4"), fp32) == ("fp32",) * 4
+    mixed = PageSpec(spec_of("fp8").keys, replace(spec_of("exact").values, dtype=bf16))
+    assert variant.compute_types(mixed, bf16) == ("fp16", "bf16", "bf16", "bf16")

@@ -1,0 +1,157 @@
+"""The fused seal kernel against the bytes that quant/codec.py gives, and the append kernel; in the interpreter."""
+
+import pytest
+import torch
+from interpreter import append, call, needs_interpreter, seal
+from paged_inputs import DTYPES
+
+from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
+from kv_hf.kernels import reference
+from kv_hf.spec import PageSpec
+
+pytestmark = needs_interpreter
+
+SIZES = [(16, 16), (80, 32), (96, 16), (128, 64), pytest.param(256, 256, marks=pytest.mark.slow)]
+JOBS = torch.tensor([[0, 7, 3], [1, 0, 0], [2, 3, 4]], dtype=torch.int32)
+
+
+def side_of(name, side, dim=64, page=16, dtype=torch.float32, key_group=None, value_group=None):
+    spec = PageSpec.build(
+        key_scheme(name, key_group),
+        value_scheme(name, value_group or (16 if dim % 32 else None)),
+        num_kv_heads=2,
+        key_dim=dim,
+        value_dim=dim,
+        page_size=page,
+        dtype=dtype,
+    )
+    return getattr(spec, side)
+
+
+def numbers(spec, seed=0):
+    shape = (3, spec.num_kv_heads, spec.page_size + 7, spec.head_dim)
+    x = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x[..., 3] += 40  # a channel with a large common offset, as some models' keys have
+    return x.to(spec.dtype)
+
+
+def check_bytes(tokens, spec):
+    """Compare every stored byte; a zero's sign aside, as a minimum of both zeros may have either."""
+    empty = {
+        name: torch.full((5, *shape), 1, dtype=dtype)
+        for name, (shape, dtype) in spec.fields.items()
+    }
+    expected = {name: tensor.clone() for name, tensor in empty.items()}
+    damaged = reference.seal_pages(tokens, JOBS, expected, spec)
+    got, got_damaged = call(seal, tokens, JOBS, empty, spec)
+    for name, tensor in expected.items():
+        if name != "codes":
+            assert torch.equal(tensor + 0.0, got[name] + 0.0), name
+        else:
+            view = [t.contiguous().view(torch.uint8) for t in (tensor, got[name])]
+            assert torch.equal(*view), name
+    assert got_damaged.dtype == torch.bool
+    assert got_damaged.shape == ()
+    assert bool(got_damaged) == bool(damaged)
+    return bool(damaged)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_seal_writes_the_codecs_bytes(name, side, dtype):
+    spec = side_of(name, side, dtype=dtype)
+    assert not check_bytes(numbers(spec), spec)
+
+
+@pytest.mark.parametrize(("dim", "page"), SIZES)
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_seal_takes_every_size(name, side, dim, page):
+    spec = side_of(name, side, dim, page)
+    check_bytes(numbers(spec), spec)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", ["int4", "int2"])
+def test_seal_takes_every_group_size(name, side):
+    for group in (8, 16, 32):
+        spec = side_of(name, side, 64, 32, key_group=group, value_group=group)
+        check_bytes(numbers(spec), spec)
+
+
+HARD = {
+    "zeros": lambda x: x.zero_(),
+    "constant": lambda x: x.fill_(3.25),
+    "constant-channels": lambda x: x.copy_(x[:, :, :1].expand_as(x).clone()),
+    "tiny": lambda x: x.mul_(1e-6),
+    "large": lambda x: x.mul_(1e4).clamp_(-65504, 65504),
+    "largest": lambda x: x[..., 5].fill_(65504.0),
+    "half-steps": lambda x: x.copy_((x * 2).round() / 2),
+}
+
+
+@pytest.mark.parametrize("what", HARD)
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_seal_writes_the_codecs_bytes_for_hard_numbers(name, side, what):
+    spec = side_of(name, side)
+    tokens = numbers(spec)
+    HARD[what](tokens)
+    assert not check_bytes(tokens, spec)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 7e4], ids=str)
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "int2"])
+def test_seal_makes_numbers_finite_and_says_so(name, side, bad):
+    spec = side_of(name, side)
+    tokens = numbers(spec)
+    tokens[1, 1, 4, 9] = bad
+    assert check_bytes(tokens, spec)
+
+
+def test_seal_copies_exact_numbers_bit_by_bit():
+    spec = side_of("exact", "keys", dtype=torch.bfloat16)
+    tokens = numbers(spec)
+    tokens.view(torch.int16)[1, 1, 4, 9] = 0x7FA5  # a nan with a payload
+    assert not check_bytes(tokens, spec)
+
+
+def test_seal_reads_tokens_of_any_strides():
+    spec = side_of("int4", "values")
+    tokens = numbers(spec).transpose(1, 2).contiguous().transpose(1, 2)
+    assert not tokens.is_contiguous()
+    check_bytes(tokens, spec)
+
+
+def test_seal_without_jobs_writes_nothing():
+    spec = side_of("int4", "keys")
+    fields = {name: torch.full((2, *s), 1, dtype=d) for name, (s, d) in spec.fields.items()}
+    got, damaged = call(seal, numbers(spec), JOBS[:0], fields, spec)
+    assert not bool(damaged)
+    assert all(torch.equal(got[name], tensor) for name, tensor in fields.items())
+
+
+# -- appending -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("q_len", [1, 3, 20])
+def test_append_writes_each_rows_new_tokens_behind_its_old_ones(q_len, dim):
+    window = torch.randn(3, 2, 40, dim)
+    new = torch.randn(3, q_len, 2, dim).transpose(1, 2)
+    starts = torch.tensor([0, 7, 20], dtype=torch.int32)
+    skips = torch.tensor([0, min(2, q_len), q_len], dtype=torch.int32)
+    expected = window.clone()
+    for row in range(3):
+        start, skip = int(starts[row]), int(skips[row])
+        expected[row, :, start : start + q_len - skip] = new[row, :, skip:]
+    assert torch.equal(call(append, window, new, starts, skips), expected)
+
+
+def test_append_never_writes_past_the_window():
+    window, new = torch.zeros(2, 1, 8, 16), torch.ones(2, 1, 3, 16)
+    starts, skips = torch.tensor([6, 0], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    out = call(append, window, new, starts, skips)
+    assert out.sum((2, 3)).tolist() == [[2 * 16.0], [3 * 16.0]]

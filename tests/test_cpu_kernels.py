@@ -343,6 +343,22 @@ def test_seal_writes_the_bytes_of_the_codec(monkeypatch, isa, name, dtype):
                     assert torch.equal(stored.view(torch.uint8), others.view(torch.uint8))
 
 
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_append_tokens_writes_each_row_at_its_place(q_len):
+    window = torch.zeros(3, 2, 9, 4)
+    new = torch.randn(3, 2, q_len, 4)
+    for skips in ([0, 0, 0], [0, 1, q_len - 1]):
+        starts = [5, 0, 2]
+        reference.append_tokens(
+            window.zero_(), new, torch.tensor(starts).int(), torch.tensor(skips).int()
+        )
+        for row, (start, skip) in enumerate(zip(starts, skips, strict=True)):
+            count = q_len - skip
+            assert torch.equal(window[row, :, start : start + count], new[row, :, skip:])
+            assert not bool(window[row, :, :start].any())
+            assert not bool(window[row, :, start + count :].any())
+
+
 # -- choice ------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,8 @@ LAYERS = [
     {"kernels", "pages"},
     {"cache"},
     {"hf"},
-    {"evaluation", "gqa", "cli"},
+    {"evaluation", "gqa", "doctor"},
+    {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SIBLINGS = [{"kernels", "pages"}, {"evaluation", "gqa"}]
@@ -65,7 +66,7 @@ def test_outside_packages_are_imported_where_they_belong(path):
         if names[0] == "triton":
             assert path.parts[:2] == ("kernels", "triton"), f"{path} imports triton"
         if names[0] == "transformers":
-            assert part_of(path) in {"cache", "hf", "evaluation", "gqa", "cli"}, (
+            assert part_of(path) in {"cache", "hf", "evaluation", "gqa", "doctor"}, (
                 f"{path} imports transformers"
             )
         assert names[0] not in {"lm_eval", "datasets"} or part_of(path) == "evaluation"

@@ -6,7 +6,7 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..formats import Scheme
-from ..spec import PageSpec
+from ..spec import ROWS, PageSpec
 
 VARIES = "differs from layer to layer"
 _SIGNATURE = (
@@ -55,22 +55,28 @@ def _read(config: Any, name: str) -> Any:
         raise
 
 
-def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]], page_size: int) -> None:
-    """Check that the formats can store heads of the size that `config` states.
+def planned_specs(
+    config: Any,
+    schemes: list[tuple[Scheme, Scheme]],
+    page_size: int,
+    dtype: torch.dtype = torch.float32,
+    layout: str = ROWS,
+) -> list[PageSpec]:
+    """Return what the pages of each layer will be like, as far as `config` states the size of a head.
 
-    Models whose config states no single head size (latent attention, for one) are checked on their first
-    keys instead. Raises CacheOptionError.
+    Models whose config states no single head size (latent attention, for one) give an empty list: they are
+    checked on their first keys. Raises CacheOptionError where a format cannot store heads of that size.
     """
     num_heads = _read(config, "num_attention_heads")
     hidden = _read(config, "hidden_size")
     head_dim = _read(config, "head_dim")
     if head_dim == VARIES or _read(config, "kv_lora_rank") is not None:
-        return
+        return []
     if not isinstance(head_dim, int):
         if not isinstance(num_heads, int) or not isinstance(hidden, int):
-            return
+            return []
         head_dim = hidden // num_heads
-    for keys, values in schemes:
+    return [
         PageSpec.build(
             keys,
             values,
@@ -78,5 +84,8 @@ def check_formats(config: Any, schemes: list[tuple[Scheme, Scheme]], page_size: 
             key_dim=head_dim,
             value_dim=head_dim,
             page_size=page_size,
-            dtype=torch.float32,
+            dtype=dtype,
+            layout=layout,
         )
+        for keys, values in schemes
+    ]

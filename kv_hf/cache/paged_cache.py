@@ -10,11 +10,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ..config import CacheConfig, check_option_names
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
+from ..kernels.choice import choose, layout_for
 from ..pages.group import PageGroup
 from ..spec import TABLE_DTYPE, MemoryReport
 from .handle import view_behind, warn_dense
 from .layer import PagedLayer, chosen_rows
-from .model_shape import check_formats, decoder_config, signature
+from .model_shape import decoder_config, planned_specs, signature
 
 
 class MaskLength(int):
@@ -79,7 +80,7 @@ class PagedCache(DynamicCache):
             options.page_size, options.sink_tokens, options.recent_tokens, options.max_pages
         )
         schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
-        check_formats(decoder, schemes, options.page_size)
+        planned_specs(decoder, schemes, options.page_size)
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicLayer:
                 self.layers[index] = PagedLayer(index, self.group, *schemes[index], options.kernel)
@@ -184,6 +185,17 @@ class PagedCache(DynamicCache):
                 f"this cache was built for a model with {name}={self.model_signature[name]!r}, got a model with "
                 f"{name}={theirs[name]!r}; use one cache per model"
             )
+
+    def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model.
+
+        generate() asks before its first forward; the first update() asks again, about the tensors it gets.
+        """
+        if self.options.kernel != "auto":
+            schemes = [layer.schemes for layer in self.paged_layers]
+            layout = layout_for(device)
+            for spec in planned_specs(self._config, schemes, self.options.page_size, dtype, layout):
+                choose(self.options.kernel, device, spec)
 
     def observe_padding(self, attention_mask: torch.Tensor | None) -> None:
         """Learn the left padding of rows that hold no token yet, so that padding is never stored.

@@ -75,8 +75,8 @@ class LayerStore:
         if step.seal is None and step.seal_first is None and not step.rebuild:
             self.grow(step.num_ids)
             return (
-                self.windows[0].append(step, keys, slots),
-                self.windows[1].append(step, values, slots),
+                self.windows[0].append(step, keys, slots, self.kernel.append),
+                self.windows[1].append(step, values, slots, self.kernel.append),
             )
         runs = []
         with storing():
@@ -88,7 +88,7 @@ class LayerStore:
                     self._seal(step.seal_first, window.tokens, side)
                     window.drop_pages([row.sealed_first for row in step.rows], self.sink_tokens)
                 if not step.rebuild:
-                    runs.append(window.append(step, new, slots))
+                    runs.append(window.append(step, new, slots, self.kernel.append))
                     continue
                 run = window.run(step, new)
                 if step.seal is not None:

@@ -1,6 +1,6 @@
 """The exact tokens of one layer: the first tokens and the open tail of each row, in the model's dtype."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,16 +36,23 @@ class ExactWindow:
         new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
         return new
 
-    def append(self, step: Step, new: torch.Tensor, slots: int) -> torch.Tensor:
-        """Write the new tokens behind each row's window, in place, and return the window."""
+    def append(
+        self,
+        step: Step,
+        new: torch.Tensor,
+        slots: int,
+        append_tokens: Callable[..., None],
+    ) -> torch.Tensor:
+        """Write the new tokens behind each row's window, in place, and return the window.
+
+        `append_tokens` does it where rows differ, as reference.append_tokens.
+        """
         self.tokens = self._resized(len(step.rows), slots)
         if step.uniform is not None:
             start, skip, count = step.uniform
             self.tokens.narrow(2, start, count).copy_(new[:, :, skip:] if skip else new)
         else:
-            for index, row in enumerate(step.rows):
-                end = row.exact_before + row.new
-                self.tokens[index, :, row.exact_before : end] = new[index, :, row.skip :]
+            append_tokens(self.tokens, new, *step.offsets(new.device))
         return self.tokens
 
     def drop_pages(self, pages: Sequence[Sequence[int]], sinks: int) -> None:

@@ -108,6 +108,7 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache:
 
 
 def _make_ready(model: Any, cache: PagedCache, model_kwargs: dict[str, Any]) -> None:
+    cache.check_kernel(model.device, model.dtype)
     if cache.options.attention == "auto":
         use_paged_attention(model)
     cache.observe_padding(model_kwargs.get("attention_mask"))

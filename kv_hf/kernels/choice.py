@@ -17,11 +17,12 @@ NAMES = KERNEL_CHOICES[1:]  # without "auto"; the order in which "auto" tries th
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation: `attend` as reference.paged_attention, `seal` as reference.seal_pages."""
+    """One implementation: its functions do what those of the same meaning in `reference` do."""
 
     name: str
     attend: Callable[..., torch.Tensor]
     seal: Callable[..., torch.Tensor]
+    append: Callable[..., None] = reference.append_tokens
 
 
 def layout_for(device: torch.device) -> str:
@@ -34,7 +35,9 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
     if name == "reference":
         return None
     if name == "triton":
-        return "the Triton kernels are not part of this version"
+        from .triton import support  # which imports no triton
+
+        return support.why_not(device, spec.keys.dtype, spec)
     if device.type != "cpu":
         return f"it runs on the CPU, the pages are on {device}"
     if name == "c":
@@ -47,6 +50,12 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
 
 def load(name: str) -> Kernel:
     """Return implementation `name`; whether it can run is `why_not`'s to say."""
+    if name == "triton":
+        from .triton import library as operators
+
+        return Kernel(
+            name, operators.paged_attention, operators.seal_pages, operators.append_tokens
+        )
     if name == "c":
         from .cpu import decode, seal
 

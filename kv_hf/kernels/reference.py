@@ -39,6 +39,25 @@ def seal_pages(
     return damaged
 
 
+def append_tokens(
+    window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor
+) -> None:
+    """Write the new tokens of each row into its exact window, in place: window[b, :, starts[b] + i] = new[b, :, skips[b] + i].
+
+    Args:
+        window: [rows, num_kv_heads, slots, head_dim].
+        new: [rows, num_kv_heads, q_len, head_dim], with padding in front.
+        starts, skips: [rows], int32: first slot to write, and columns of padding that are not stored.
+    """
+    q_len = new.shape[2]
+    if q_len == 1 and not bool(skips.any()):
+        rows = torch.arange(window.shape[0], device=window.device)
+        window.transpose(1, 2)[rows, starts.long()] = new[:, :, 0]
+        return
+    for row, (start, skip) in enumerate(zip(starts.tolist(), skips.tolist(), strict=True)):
+        window[row, :, start : start + q_len - skip] = new[row, :, skip:]
+
+
 def decode_tile(
     pages: dict[str, torch.Tensor], spec: SideSpec, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -112,6 +112,18 @@ class Step:
     seal_first: SealJobs | None = None  # pages sealed before the new tokens arrive
     seal: SealJobs | None = None  # pages sealed behind them
 
+    _offsets: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, compare=False
+    )
+
+    def offsets(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return exact_before and skip of all rows, two int32 tensors on `device` (made once)."""
+        if device not in self._offsets:
+            both = torch.tensor([[row.exact_before, row.skip] for row in self.rows]).int()
+            both = both.to(device, non_blocking=True)
+            self._offsets[device] = (both[:, 0].contiguous(), both[:, 1].contiguous())
+        return self._offsets[device]
+
     @cached_property
     def uniform(self) -> tuple[int, int, int] | None:
         """(exact_before, skip, new) where they are the same for all rows, else None."""

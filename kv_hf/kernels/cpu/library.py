@@ -62,6 +62,11 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def threads() -> str:
+    """Return in words whose threads the kernels run on."""
+    return "threads of its own" if _torch_openmp() is None else "torch's OpenMP threads"
+
+
 def missing() -> str | None:
     """Return why there is no library, or None."""
     return _loaded()[1] or None

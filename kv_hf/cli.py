@@ -1,0 +1,49 @@
+"""The command line: `kv-hf doctor` says what would run here, and why."""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from .doctor import environment, report_formats
+from .errors import KVCacheError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(prog="kv-hf", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what would run here, and why")
+    doctor.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    doctor.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
+    doctor.add_argument("--head-dim", type=int, default=128)
+    doctor.add_argument("--page-size", type=int, default=64)
+    args = parser.parse_args(argv)
+    try:
+        print_doctor(torch.device(args.device), DTYPES[args.dtype], args.head_dim, args.page_size)
+    except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
+        parser.error(str(error).splitlines()[0])
+    return 0
+
+
+def print_doctor(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> None:
+    """Print the environment, then for every format the kernel that reads its pages on `device`."""
+    for what, found in environment():
+        print(f"{what:<14}{found}")
+    dtype_name = str(dtype).removeprefix("torch.")
+    print(f"\nPages on {device}: {dtype_name}, head_dim {head_dim}, page_size {page_size}")
+    reports = report_formats(device, dtype, head_dim, page_size)
+    for report in reports:
+        print(f"  paged_{report.format:<8}{report.kernel}")
+    print("\nWhy not another kernel:")
+    for name in {name: None for report in reports for name, _ in report.others}:
+        reasons = {
+            reason or "can run, but a faster one is there": None
+            for report in reports
+            for other, reason in report.others
+            if other == name
+        }
+        for reason in reasons:
+            print(f"  {name:<14}{reason}")

@@ -1,0 +1,84 @@
+"""What would run on this machine, and why: versions, devices, and the kernel of every format."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import transformers
+
+from .formats import FORMAT_NAMES, key_scheme, value_scheme
+from .kernels.choice import NAMES, layout_for, why_not
+from .kernels.cpu import library
+from .spec import PageSpec
+
+
+@dataclass(frozen=True)
+class FormatReport:
+    """Which kernel reads pages of one format.
+
+    Attributes:
+        format: exact, fp8, int8, int4 or int2.
+        kernel: the implementation that kernel="auto" takes.
+        others: (name, why it cannot run, or None where it merely was not the best) of the other implementations.
+    """
+
+    format: str
+    kernel: str
+    others: tuple[tuple[str, str | None], ...]
+
+
+def report_formats(
+    device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
+) -> list[FormatReport]:
+    """Return, for every format, the kernel that would read its pages on `device`, and why not another.
+
+    Raises: CacheOptionError where a format cannot store heads of `head_dim`.
+    """
+    reports = []
+    for name in FORMAT_NAMES:
+        spec = PageSpec.build(
+            key_scheme(name),
+            value_scheme(name),
+            num_kv_heads=1,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            layout=layout_for(device),
+        )
+        reasons = [(kernel, why_not(kernel, device, spec)) for kernel in NAMES]
+        chosen = next(kernel for kernel, reason in reasons if reason is None)
+        others = tuple(pair for pair in reasons if pair[0] != chosen)
+        reports.append(FormatReport(name, chosen, others))
+    return reports
+
+
+def environment() -> list[tuple[str, str]]:
+    """Return (what, found) for versions, devices and the C library."""
+    found = [
+        ("kv_hf", _version("kv_hf")),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("transformers", transformers.__version__),
+        ("triton", _version("triton")),
+        ("cpu threads", str(torch.get_num_threads())),
+        (
+            "C kernel",
+            library.missing() or f"{library.ISA_NAMES[library.isa()]}, {library.threads()}",
+        ),
+    ]
+    if not torch.cuda.is_available():
+        return [*found, ("gpu", "none that torch sees")]
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        found.append((f"gpu {index}", f"{name}, compute capability {major}.{minor}"))
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

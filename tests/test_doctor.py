@@ -1,0 +1,90 @@
+"""kv-hf doctor: the kernel of every format on this machine, with the reasons against the others."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+import kv_hf
+from kv_hf import cli, doctor
+from kv_hf.formats import FORMAT_NAMES
+from kv_hf.kernels.cpu import library
+
+CPU = torch.device("cpu")
+
+
+def test_report_names_the_kernel_that_a_cache_then_takes():
+    for report in doctor.report_formats(CPU, torch.float32, 16, 64):
+        model = tiny_models.make_model("llama", num_hidden_layers=1)
+        cache = kv_hf.PagedCache(model.config, keys=report.format)
+        model(tiny_models.tokens(1, 5), past_key_values=cache)
+        assert cache.layers[0].store.kernel.name == report.kernel
+
+
+def test_report_gives_a_reason_where_the_library_is_missing(monkeypatch):
+    monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
+    reports = doctor.report_formats(CPU, torch.bfloat16, 128, 64)
+    assert [report.format for report in reports] == list(FORMAT_NAMES)
+    for report in reports:
+        assert report.kernel == "sdpa"
+        assert dict(report.others)["c"] == "no compiler was there"
+        assert dict(report.others)["reference"] is None
+        assert "GPU" in str(dict(report.others)["triton"])
+    assert dict(doctor.environment())["C kernel"] == "no compiler was there"
+
+
+def test_doctor_prints_every_format_and_the_reasons(capsys):
+    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    for name in FORMAT_NAMES:
+        assert f"paged_{name} " in printed
+    assert torch.__version__ in printed
+    assert "triton" in printed.partition("Why not")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--head-dim", "63"], "head_dim must be a multiple of 2, got 63"),
+        (["--device", "gpu"], "gpu"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_doctor_refuses_what_cannot_be(capsys, arguments, says):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor", *arguments])
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_doctor_is_installed_as_a_command():
+    command = Path(sys.executable).with_name("kv-hf")
+    done = subprocess.run([command, "doctor"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "paged_int4" in done.stdout
+
+
+def test_generate_refuses_a_kernel_that_cannot_run_before_its_first_forward(monkeypatch):
+    model = tiny_models.make_model("llama", num_hidden_layers=1)
+    monkeypatch.setattr(
+        model.model, "embed_tokens", None
+    )  # a forward would fail with another error
+    with pytest.raises(kv_hf.CacheOptionError, match="kernel='triton' cannot run here: .*GPU"):
+        model.generate(
+            tiny_models.tokens(1, 5),
+            cache_implementation="paged_int4",
+            cache_config={"kernel": "triton"},
+        )
+
+
+def test_update_refuses_a_kernel_that_cannot_run_and_changes_nothing():
+    model = tiny_models.make_model("llama", num_hidden_layers=1)
+    cache = kv_hf.PagedCache(model.config, keys="int4", kernel="triton")
+    with pytest.raises(kv_hf.CacheOptionError, match="kernel='triton' cannot run here"):
+        cache.update(*torch.randn(2, 1, 2, 5, 16), 0)
+    assert cache.get_seq_length() == 0
+    assert not cache.layers[0].is_initialized

@@ -52,6 +52,8 @@ class CacheConfig:
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
         recent_tokens: tokens that stay exact on top of the page that is being filled.
         max_pages: upper bound of the pool over all rows, or None.
+        reserve_tokens: tokens of each row that storage has room for from the first forward on. Without it,
+            storage grows with the text, by one page's worth at a time at first: it is copied when it grows.
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
         attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
         kernel: implementation of attention over pages: "auto" takes the best that can run here, a name takes
@@ -66,6 +68,7 @@ class CacheConfig:
     sink_tokens: int = 4
     recent_tokens: int = 0
     max_pages: int | None = None
+    reserve_tokens: int = 0
     layers: Mapping[str, Any] | None = None
     attention: str = "auto"
     kernel: str = "auto"
@@ -90,6 +93,7 @@ class CacheConfig:
             _check_int("value_group_size", self.value_group_size, 1)
         _check_int("sink_tokens", self.sink_tokens, 0)
         _check_int("recent_tokens", self.recent_tokens, 0)
+        _check_int("reserve_tokens", self.reserve_tokens, 0)
         if self.max_pages is not None:
             _check_int("max_pages", self.max_pages, 1)
         if self.layers is not None:

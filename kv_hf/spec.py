@@ -229,13 +229,14 @@ def predict_memory(
     *,
     sink_tokens: int,
     recent_tokens: int,
+    reserve_tokens: int = 0,
 ) -> MemoryReport:
     """Predict the bytes of a cache whose rows hold `row_tokens` real tokens, without allocating.
 
     Args:
         specs: one per paged layer.
         row_tokens: real tokens of each row of the batch (left padding not counted).
-        sink_tokens, recent_tokens: as in CacheConfig.
+        sink_tokens, recent_tokens, reserve_tokens: as in CacheConfig.
     """
     if not specs:
         return MemoryReport(0, 0, 0, 0, 0, 0, 0, sum(row_tokens))
@@ -246,8 +247,8 @@ def predict_memory(
     }
     per_row = [sealed_pages(tokens, **sizes) for tokens in row_tokens]
     held = sum(per_row)
-    capacity = page_capacity(held)
     rows = len(row_tokens)
+    capacity = max(page_capacity(held), rows * sealed_pages(reserve_tokens, **sizes))
     return MemoryReport(
         payload=capacity * sum(side.payload_bytes for spec in specs for side in spec.sides),
         scales=capacity * sum(side.scale_bytes for spec in specs for side in spec.sides),

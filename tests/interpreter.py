@@ -77,7 +77,9 @@ def attend_with_ptx(query, kv, *, isa, splits=2, **options):
         for run in range(runs):  # two words of two float16 per run of four bytes
             pair = np.stack(outs[2 * run : 2 * run + 2], -1)
             tile = np.ascontiguousarray(pair).view(np.float16).reshape(args[0].handle.data.shape)
-            tiles.append(tl.core.tensor(type(args[0].handle)(tile, tl.float16), _block(args[0], tl)))
+            tiles.append(
+                tl.core.tensor(type(args[0].handle)(tile, tl.float16), _block(args[0], tl))
+            )
         return tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
 
     def _block(x, tl):

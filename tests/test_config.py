@@ -60,6 +60,7 @@ BAD_OPTIONS = {
     "sink_tokens-negative": ({"sink_tokens": -1}, ["sink_tokens", "at least 0", "-1"]),
     "sink_tokens-none": ({"sink_tokens": None}, ["sink_tokens", "integer", "None"]),
     "recent_tokens-negative": ({"recent_tokens": -5}, ["recent_tokens", "at least 0", "-5"]),
+    "reserve_tokens-negative": ({"reserve_tokens": -1}, ["reserve_tokens", "at least 0", "-1"]),
     "recent_tokens-true": ({"recent_tokens": True}, ["recent_tokens", "integer", "True"]),
     "max_pages-0": ({"max_pages": 0}, ["max_pages", "at least 1", "0"]),
     "max_pages-negative": ({"max_pages": -3}, ["max_pages", "at least 1", "-3"]),
@@ -351,7 +352,7 @@ def test_cache_config_kernel_decides_who_reads_the_pages(kernel, monkeypatch):
 
 def test_cache_config_documents_and_tests_every_field():
     names = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert names == {*EFFECTS, "max_pages", "attention", "kernel"}
+    assert names == {*EFFECTS, "max_pages", "reserve_tokens", "attention", "kernel"}
     assert [
         name for name in names if name not in CacheConfig.__doc__.partition("Attributes")[2]
     ] == []

@@ -26,11 +26,21 @@ def predicted(cache):
         [cache.group.tokens(row) for row in cache.group.rows],
         sink_tokens=options.sink_tokens,
         recent_tokens=options.recent_tokens,
+        reserve_tokens=options.reserve_tokens,
     )
 
 
 @pytest.mark.parametrize("implementation", kv_hf.IMPLEMENTATIONS)
-@pytest.mark.parametrize("options", [{}, {"page_size": 16, "sink_tokens": 0, "recent_tokens": 24}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 16, "sink_tokens": 0, "recent_tokens": 24},
+        {"page_size": 16, "reserve_tokens": 300},
+        {"reserve_tokens": 70},
+    ],
+    ids=str,
+)
 def test_memory_equals_tensors_and_prediction_after_generation(implementation, options):
     model = shared_model("qwen2")
     for inputs in ({"input_ids": tokens(1, 3)}, left_padded([150, 4, 77])):
@@ -68,6 +78,22 @@ def test_stored_part_of_bf16_at_head_dim_128(keys, limit, length):
             made.update(*states[:, :, :, first:last], 0)
     stored = dynamic.layers[0].keys.nbytes + dynamic.layers[0].values.nbytes
     assert cache.memory().total <= limit * stored
+
+
+def test_reserved_storage_never_moves_while_it_is_filled():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16, reserve_tokens=200)
+    places = set()
+    for _ in range(50):
+        model(tokens(2, 4), past_key_values=cache)
+        side = cache.layers[0].storage.keys
+        places.add((side.capacity, side.fields["codes"].data_ptr()))
+    assert places == {(2 * ((200 - 4) // 16), next(iter(places))[1])}
+    for _ in range(10):
+        model(tokens(2, 4), past_key_values=cache)
+    assert cache.layers[0].storage.keys.capacity == cache.group.pool.num_held == 2 * 14
+    cache.reset()
+    assert cache.memory().total == 0
 
 
 def test_padding_allocates_no_page():

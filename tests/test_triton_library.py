@@ -87,7 +87,9 @@ def test_operators_refuse_cpu_tensors_outside_of_the_interpreter():
     from kv_hf.kernels.triton import library
 
     kv = make_kv("int4")
-    with pytest.raises(CacheOptionError, match=r"kv_hf.paged_decode needs a GPU.*TRITON_INTERPRET=1"):
+    with pytest.raises(
+        CacheOptionError, match=r"kv_hf.paged_decode needs a GPU.*TRITON_INTERPRET=1"
+    ):
         library.paged_attention(make_query(kv, dtype=torch.float32), kv, softmax_scale=0.1)
     with pytest.raises(CacheOptionError, match="kv_hf.append_tokens needs a GPU"):
         ints = torch.zeros(5, dtype=torch.int32)

@@ -77,7 +77,11 @@ class PagedCache(DynamicCache):
         self._config = decoder
         self.model_signature = signature(decoder)
         self.group = PageGroup(
-            options.page_size, options.sink_tokens, options.recent_tokens, options.max_pages
+            options.page_size,
+            options.sink_tokens,
+            options.recent_tokens,
+            options.max_pages,
+            options.reserve_tokens,
         )
         schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
         planned_specs(decoder, schemes, options.page_size)

@@ -73,14 +73,14 @@ class LayerStore:
         """
         keys, values = keys.detach(), values.detach()
         if step.seal is None and step.seal_first is None and not step.rebuild:
-            self.grow(step.num_ids)
+            self.grow(step)
             return (
                 self.windows[0].append(step, keys, slots, self.kernel.append),
                 self.windows[1].append(step, values, slots, self.kernel.append),
             )
         runs = []
         with storing():
-            self.grow(step.num_ids)
+            self.grow(step)
             for side, window, new in zip(
                 self.pages.sides, self.windows, (keys, values), strict=True
             ):
@@ -97,11 +97,11 @@ class LayerStore:
                 runs.append(run)
         return runs[0], runs[1]
 
-    def grow(self, num_ids: int) -> None:
-        """Make room for page ids below `num_ids`."""
-        if num_ids > self.pages.keys.capacity:
+    def grow(self, step: Step) -> None:
+        """Make room for the pages of `step`, and for those that it reserves."""
+        if max(step.num_ids, step.reserved) > self.pages.keys.capacity:
             with storing():
-                self.pages.grow(page_capacity(num_ids))
+                self.pages.grow(max(page_capacity(step.num_ids), step.reserved))
 
     def _seal(self, jobs: SealJobs, tokens: torch.Tensor, side: SideStorage) -> None:
         self._note(self.kernel.seal(tokens, jobs.on(self.device), side.fields, side.spec))

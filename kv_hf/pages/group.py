@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import CacheMismatchError, InterruptedForwardError
-from ..spec import TABLE_DTYPE
+from ..spec import TABLE_DTYPE, sealed_pages
 from .pool import PagePool
 from .step import Row, RowStep, SealJobs, Step, TableView
 
@@ -26,16 +26,27 @@ class PageGroup:
     """Bookkeeping of the layers that share one block table.
 
     Args:
-        page_size, sink_tokens, recent_tokens, max_pages: as in CacheConfig.
+        page_size, sink_tokens, recent_tokens, max_pages, reserve_tokens: as in CacheConfig.
     """
 
     def __init__(
-        self, page_size: int, sink_tokens: int, recent_tokens: int, max_pages: int | None
+        self,
+        page_size: int,
+        sink_tokens: int,
+        recent_tokens: int,
+        max_pages: int | None,
+        reserve_tokens: int = 0,
     ) -> None:
         self.page_size = page_size
         self.sink_tokens = sink_tokens
         self.recent_tokens = recent_tokens
         self.pool = PagePool(max_pages)
+        self.reserve = sealed_pages(
+            reserve_tokens,
+            page_size=page_size,
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
+        )
         self.recording = False
         self._clear()
 
@@ -182,6 +193,7 @@ class PageGroup:
             self.view(found),
             first_jobs,
             jobs,
+            batch * self.reserve,
         )
         return step, tuple(rows)
 

@@ -107,10 +107,11 @@ class Step:
     seen_before: int
     seen_after: int
     rebuild: bool  # the window cannot be appended to in place: the forward's own tokens are sealed
-    num_ids: int  # pages that storage must have room for
+    num_ids: int  # ids handed out so far: pages that storage must have room for
     view: TableView | None = None  # append only
     seal_first: SealJobs | None = None  # pages sealed before the new tokens arrive
     seal: SealJobs | None = None  # pages sealed behind them
+    reserved: int = 0  # pages that storage shall have room for beyond need
 
     _offsets: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, compare=False

@@ -82,9 +82,7 @@ def compile_seal(side: SideSpec, arch: str) -> Any:
     types |= dict.fromkeys(("row_stride", "head_stride", "slot_stride"), "i32")
     aligned = ["tokens", "codes", "scale", "offset", "row_stride", "head_stride", "slot_stride"]
     constexprs = seal_constants(side)
-    return compile_kernel(
-        seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False
-    )
+    return compile_kernel(seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False)
 
 
 def compile_combine(

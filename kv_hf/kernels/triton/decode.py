@@ -11,7 +11,15 @@ import triton.language as tl
 from .dequant import run_unit, tile_unit
 from .softmax import LN2, LOG2E, bend, weigh
 from .tiles import (
-    add_codes, add_exact, chunk_size, chunk_start, load_key_factors, load_query, load_value_factors, score_codes, score_exact,
+    add_codes,
+    add_exact,
+    chunk_size,
+    chunk_start,
+    load_key_factors,
+    load_query,
+    load_value_factors,
+    score_codes,
+    score_exact,
 )
 
 
@@ -161,12 +169,20 @@ def decode_kernel(
     last = tl.maximum(end - 1, 0)
     page = tl.load(table + begin // TILES_PER_PAGE, mask=begin < end, other=0)
     block = page.to(tl.int64) * HEADS + head
-    page = tl.load(
-        table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=begin < end, other=0
-    )
+    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=begin < end, other=0)
     token = (begin % TILES_PER_PAGE) * TILE
     key_offsets, key_scales = load_key_factors(
-        key_scale, key_offset, block, token, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS, K_FOLD
+        key_scale,
+        key_offset,
+        block,
+        token,
+        PAGE,
+        K_GROUP,
+        K_DIM,
+        K_WIDTH,
+        K_CHUNKS,
+        W_CHUNKS,
+        K_FOLD,
     )
     value_factors = load_value_factors(
         value_scale, value_offset, block * PAGE + token + lane, V_DIM, V_GROUP, V_CODE, V_FOLD
@@ -181,11 +197,26 @@ def decode_kernel(
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
         key_offsets, key_scales = load_key_factors(
-            key_scale, key_offset, next_block, next_token, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
-            W_CHUNKS, K_FOLD,
+            key_scale,
+            key_offset,
+            next_block,
+            next_token,
+            PAGE,
+            K_GROUP,
+            K_DIM,
+            K_WIDTH,
+            K_CHUNKS,
+            W_CHUNKS,
+            K_FOLD,
         )
         value_factors = load_value_factors(
-            value_scale, value_offset, next_block * PAGE + next_token + lane, V_DIM, V_GROUP, V_CODE, V_FOLD
+            value_scale,
+            value_offset,
+            next_block * PAGE + next_token + lane,
+            V_DIM,
+            V_GROUP,
+            V_CODE,
+            V_FOLD,
         )
 
         keys = key_codes + block * (PAGE * K_WIDTH) + (token + lane) * K_WIDTH
@@ -194,12 +225,39 @@ def decode_kernel(
         else:
             groups = block * (PAGE // K_GROUP) + (token + lane) // K_GROUP
             scores = score_codes(
-                keys, k_offsets, k_scales, key_offset, key_scale, groups, q, whole_q, K_DIM, K_WIDTH,
-                K_CHUNKS, W_CHUNKS, K_CODE, K_BITS, K_FOLD, 0 if K_FOLD == "element" else ISA, PRECISION,
+                keys,
+                k_offsets,
+                k_scales,
+                key_offset,
+                key_scale,
+                groups,
+                q,
+                whole_q,
+                K_DIM,
+                K_WIDTH,
+                K_CHUNKS,
+                W_CHUNKS,
+                K_CODE,
+                K_BITS,
+                K_FOLD,
+                0 if K_FOLD == "element" else ISA,
+                PRECISION,
             )
         scores = bend(
-            scores, factor, sink_tokens + tile * TILE + lane, lane, query_at, softcap, sliding_window,
-            masks, left, False, CAUSAL, WINDOWED, SOFTCAP, MASK,
+            scores,
+            factor,
+            sink_tokens + tile * TILE + lane,
+            lane,
+            query_at,
+            softcap,
+            sliding_window,
+            masks,
+            left,
+            False,
+            CAUSAL,
+            WINDOWED,
+            SOFTCAP,
+            MASK,
         )
         weights, keep, best = weigh(scores, factor, best, BENT, HIDES)
         totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
@@ -214,9 +272,27 @@ def decode_kernel(
         else:
             values = value_codes + block * (PAGE * V_WIDTH) + token + lane
             acc, offsets = add_codes(
-                values, v_factors, value_scale, value_offset, block * PAGE + token + lane, weights, keep, acc,
-                offsets, V_DIM, V_WIDTH, PAGE, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD, V_BOOST, V_DTYPE,
-                0 if V_FOLD == "element" else ISA, PRECISION,
+                values,
+                v_factors,
+                value_scale,
+                value_offset,
+                block * PAGE + token + lane,
+                weights,
+                keep,
+                acc,
+                offsets,
+                V_DIM,
+                V_WIDTH,
+                PAGE,
+                V_CHUNKS,
+                V_CODE,
+                V_BITS,
+                V_GROUP,
+                V_FOLD,
+                V_BOOST,
+                V_DTYPE,
+                0 if V_FOLD == "element" else ISA,
+                PRECISION,
             )
 
         block = next_block
@@ -226,14 +302,23 @@ def decode_kernel(
     for p in tl.static_range(V_PARTS):
         part = acc[p]
         if V_FOLD == "token":
-            part = part * (1.0 / (V_BOOST * tile_unit(V_BITS, ISA) * run_unit(p % V_RUNS, V_BITS, ISA)))
+            part = part * (
+                1.0 / (V_BOOST * tile_unit(V_BITS, ISA) * run_unit(p % V_RUNS, V_BITS, ISA))
+            )
             if V_CODE == "unsigned":
-                part += tl.sum(offsets[((p % V_RUNS) * V_WIDTH + chunk_start(V_CHUNKS, p // V_RUNS)) // V_GROUP], 0)[None, :]
+                part += tl.sum(
+                    offsets[
+                        ((p % V_RUNS) * V_WIDTH + chunk_start(V_CHUNKS, p // V_RUNS)) // V_GROUP
+                    ],
+                    0,
+                )[None, :]
         plain = plain + (part,)
     acc = plain
 
     if split == NUM_SPLITS - 1:
-        window_query = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, tl.full([COLUMNS], 1.0, tl.float32), W_KEY_DTYPE)
+        window_query = load_query(
+            queries, real, K_DIM, K_DIM, W_CHUNKS, tl.full([COLUMNS], 1.0, tl.float32), W_KEY_DTYPE
+        )
         exact_factor = tl.full([COLUMNS], softmax_scale * LOG2E, tl.float32)
         slot_keys = window_keys + row.to(tl.int64) * wk_row + head * wk_head
         slot_values = window_values + row.to(tl.int64) * wv_row + head * wv_head
@@ -241,10 +326,24 @@ def decode_kernel(
             slot = begin_slot + tl.arange(0, W_TILE)
             held = slot < exact
             at = slot + tl.where(slot < sink_tokens, 0, pages * PAGE)
-            scores = score_exact(slot_keys + slot * wk_slot, held, window_query, K_DIM, W_CHUNKS, True, PRECISION)
+            scores = score_exact(
+                slot_keys + slot * wk_slot, held, window_query, K_DIM, W_CHUNKS, True, PRECISION
+            )
             scores = bend(
-                scores, exact_factor, at, held, query_at, softcap, sliding_window, masks, left,
-                True, CAUSAL, WINDOWED, SOFTCAP, MASK,
+                scores,
+                exact_factor,
+                at,
+                held,
+                query_at,
+                softcap,
+                sliding_window,
+                masks,
+                left,
+                True,
+                CAUSAL,
+                WINDOWED,
+                SOFTCAP,
+                MASK,
             )
             weights, keep, best = weigh(scores, exact_factor, best, BENT, True)
             total = total * keep + tl.sum(weights, 0)
@@ -252,8 +351,16 @@ def decode_kernel(
             for p in tl.static_range(V_PARTS):
                 scaled = scaled + (acc[p] * keep[None, :],)
             acc = add_exact(
-                slot_values + slot * wv_slot, held, weights, scaled, V_WIDTH, V_RUNS, V_CHUNKS, True,
-                W_VALUE_DTYPE, PRECISION,
+                slot_values + slot * wv_slot,
+                held,
+                weights,
+                scaled,
+                V_WIDTH,
+                V_RUNS,
+                V_CHUNKS,
+                True,
+                W_VALUE_DTYPE,
+                PRECISION,
             )
 
     if SINKS and NUM_SPLITS == 1:

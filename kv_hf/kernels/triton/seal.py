@@ -52,8 +52,17 @@ def _float8_bits(x):
 
 @triton.jit
 def _ranges_over_tokens(
-    source, slot_stride, scale, offset, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, CODE: tl.constexpr, TOP: tl.constexpr, CUT: tl.constexpr,
+    source,
+    slot_stride,
+    scale,
+    offset,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    CODE: tl.constexpr,
+    TOP: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Find the ranges of every channel over GROUP tokens; signed and float8 codes share one scale per page."""
     most = tl.zeros([1], tl.float32)
@@ -80,8 +89,17 @@ def _ranges_over_tokens(
 
 @triton.jit
 def _ranges_over_channels(
-    source, slot_stride, scale, offset, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    TOKENS: tl.constexpr, CODE: tl.constexpr, TOP: tl.constexpr, CUT: tl.constexpr,
+    source,
+    slot_stride,
+    scale,
+    offset,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CODE: tl.constexpr,
+    TOP: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Find the ranges of every token over GROUP channels."""
     place = tl.arange(0, triton.next_power_of_2(GROUP))
@@ -170,7 +188,9 @@ def seal_kernel(
             else:
                 target = codes + (token * WIDTH)[:, None] + place[None, :]
             if CODE == "none":
-                x = tl.load(source + token[:, None] * slot_stride + place[None, :], mask=inside, other=0)
+                x = tl.load(
+                    source + token[:, None] * slot_stride + place[None, :], mask=inside, other=0
+                )
                 tl.store(target, x, mask=inside)
             else:
                 packed = tl.zeros([T_TILE, WIDE], tl.int32)

@@ -31,7 +31,13 @@ def reaches_past(CHUNKS, c, WIDTH):
 
 @triton.jit
 def load_query(
-    pointers, held, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, scale, DTYPE: tl.constexpr
+    pointers,
+    held,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    scale,
+    DTYPE: tl.constexpr,
 ):
     """Load the query columns part by part, times `scale` [columns], as [size, columns] in DTYPE."""
     parts = ()
@@ -45,7 +51,15 @@ def load_query(
 
 
 @triton.jit
-def score_exact(keys, held, query, DIM: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr):
+def score_exact(
+    keys,
+    held,
+    query,
+    DIM: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HELD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Scores of exact tokens: `keys` [tokens] points to each one's channels, read where `held`."""
     scores = tl.zeros([keys.shape[0], query[0].shape[1]], tl.float32)
     for c in tl.static_range(len(CHUNKS)):
@@ -63,8 +77,16 @@ def score_exact(keys, held, query, DIM: tl.constexpr, CHUNKS: tl.constexpr, HELD
 
 @triton.jit
 def add_exact(
-    values, held, weights, acc, WIDTH: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    values,
+    held,
+    weights,
+    acc,
+    WIDTH: tl.constexpr,
+    RUNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HELD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Add weights [tokens, columns] times exact values to the parts of acc; `values` [tokens] points to channels."""
     w = weights.to(DTYPE)
@@ -100,8 +122,17 @@ def _load_parts(pointers, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.con
 
 @triton.jit
 def load_key_factors(
-    scale, offset, block, token, PAGE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, D_CHUNKS: tl.constexpr, FOLD: tl.constexpr,
+    scale,
+    offset,
+    block,
+    token,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    D_CHUNKS: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
     """Load a tile's scales and offsets of keys, to be used one tile later.
 
@@ -125,7 +156,13 @@ def load_key_factors(
 
 @triton.jit
 def load_value_factors(
-    scale, offset, tokens, DIM: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, FOLD: tl.constexpr
+    scale,
+    offset,
+    tokens,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
     """Load a tile's scales (and offsets) of values, to be used one tile later.
 
@@ -144,9 +181,23 @@ def load_value_factors(
 
 @triton.jit
 def score_codes(
-    codes, offsets, scales, offset, scale, groups, query, whole_query, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, D_CHUNKS: tl.constexpr, CODE: tl.constexpr,
-    BITS: tl.constexpr, FOLD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
+    codes,
+    offsets,
+    scales,
+    offset,
+    scale,
+    groups,
+    query,
+    whole_query,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    D_CHUNKS: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    FOLD: tl.constexpr,
+    ISA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Scores of one tile of encoded keys.
 
@@ -167,7 +218,11 @@ def score_codes(
         place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
         where = codes[:, None] + place[None, :]
         inside = (place < WIDTH)[None, :]
-        x = tl.load(where, mask=inside, other=0) if reaches_past(CHUNKS, c, WIDTH) else tl.load(where)
+        x = (
+            tl.load(where, mask=inside, other=0)
+            if reaches_past(CHUNKS, c, WIDTH)
+            else tl.load(where)
+        )
         runs = unpack(x, CODE, BITS, tl.float32 if FOLD == "element" else DTYPE, ISA)
         for r in tl.static_range(RUNS):
             q = query[c * RUNS + r]
@@ -185,16 +240,36 @@ def score_codes(
         for c in tl.static_range(len(D_CHUNKS)):
             rows = tl.broadcast_to(offsets[c].to(DTYPE)[None, :], [TOKENS, chunk_size(D_CHUNKS, c)])
             bias = tl.dot(rows, whole_query[c], bias, input_precision=PRECISION)
-        unit = tl.full([1, 1], 1.0 / tile_unit(BITS, ISA), tl.float32) if FOLD == "tile" else scales[0]
+        unit = (
+            tl.full([1, 1], 1.0 / tile_unit(BITS, ISA), tl.float32) if FOLD == "tile" else scales[0]
+        )
         scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
     return scores
 
 
 @triton.jit
 def add_codes(
-    codes, loaded, scale, offset, tokens, weights, keep, acc, offsets, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, CHUNKS: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr,
-    BOOST: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
+    codes,
+    loaded,
+    scale,
+    offset,
+    tokens,
+    weights,
+    keep,
+    acc,
+    offsets,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FOLD: tl.constexpr,
+    BOOST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ISA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Add weights [tokens, columns] times one tile of encoded values to the parts of acc.
 
@@ -224,7 +299,11 @@ def add_codes(
     for c in tl.static_range(len(CHUNKS)):
         place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
         where = codes[None, :] + (place * PAGE)[:, None]
-        x = tl.load(where, mask=(place < WIDTH)[:, None], other=0) if reaches_past(CHUNKS, c, WIDTH) else tl.load(where)
+        x = (
+            tl.load(where, mask=(place < WIDTH)[:, None], other=0)
+            if reaches_past(CHUNKS, c, WIDTH)
+            else tl.load(where)
+        )
         runs = unpack(x, CODE, BITS, tl.float32 if FOLD == "element" else DTYPE, ISA)
         for r in tl.static_range(RUNS):
             v = runs[r]

@@ -189,8 +189,7 @@ def main() -> None:
         )
     console.print(
         "Agreement is counted against paged_exact: in bf16 the order of sums alone changes close calls, also between "
-        "transformers' own attentions.\nDecoding walks the pages in plain torch on every device so far; compiled kernels are the next step. "
-        "What counts here is memory and agreement."
+        "transformers' own attentions.\nkv-hf doctor tells which kernel reads the pages here. "
     )
     if args.record:
         append_rows(RESULTS, rows)

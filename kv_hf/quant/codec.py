@@ -81,6 +81,11 @@ def _safe(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """x / by, rounded once: on a GPU torch multiplies by the reciprocal of a plain number instead."""
+    return x / torch.full_like(x, by)
+
+
 def _encode_unsigned(
     x: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,7 +94,7 @@ def _encode_unsigned(
     top = float((1 << scheme.bits) - 1)
     cut = (high - low) * (0.5 * (1.0 - scheme.clip))
     low, high = low + cut, high - cut
-    scale = ((high - low) / top).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
+    scale = _divided(high - low, top).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
     offset = low.to(SCALE_DTYPE)
     steps = (groups - _over_group(offset)) / _over_group(_safe(scale))
     codes = steps.round().clamp(0.0, top).to(torch.uint8)
@@ -107,7 +112,7 @@ def _encode_around_offset(
         x = (groups - _over_group(offset)).flatten(-2).flatten(-3, -2)
     groups = _split(x, scheme.scale_group)
     top = FLOAT8_MAX if scheme.code == "float8" else float((1 << (scheme.bits - 1)) - 1)
-    scale = (groups.abs().amax((-3, -1)) / top).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
+    scale = _divided(groups.abs().amax((-3, -1)), top).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
     steps = (groups / _over_group(_safe(scale))).clamp(-top, top)
     if scheme.code == "float8":
         codes = steps.to(torch.float8_e4m3fn).view(torch.uint8)

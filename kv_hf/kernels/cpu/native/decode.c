@@ -14,7 +14,7 @@ typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
-    int64_t weights, scales;  /* floats of scratch */
+    int64_t weights, scales, tile_keys; /* floats of scratch */
     int integers;             /* 16-bit queries: sums over codes may use 15-bit integers */
     int8_t *bytes;
 } Sizes;
@@ -82,26 +82,23 @@ static void merge(const Call *call, int64_t row, int64_t head, int64_t splits) {
 
 #define VNNI 0
 #if X86
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+TARGET(AVX2_FEATURES)
 #define NAME(x) CAT(avx2_, x)
 #define VL 8
 #include "lanes.inc"
 #undef NAME
 #undef VL
-#pragma GCC pop_options
+END_TARGET
 
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")
+TARGET(AVX512_FEATURES)
 #define NAME(x) CAT(avx512_, x)
 #define VL 16
 #include "lanes.inc"
 #undef NAME
 #undef VNNI
-#pragma GCC pop_options
+END_TARGET
 
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")
+TARGET(VNNI_FEATURES)
 #define NAME(x) CAT(vnni_, x)
 #define VNNI 1
 #include "integers.inc"
@@ -109,7 +106,7 @@ static void merge(const Call *call, int64_t row, int64_t head, int64_t splits) {
 #undef NAME
 #undef VL
 #undef VNNI
-#pragma GCC pop_options
+END_TARGET
 #define VNNI 0
 #endif
 
@@ -149,6 +146,7 @@ int64_t kv_hf_decode(const Decode *a) {
     z->lanes = largest_of(page, WINDOW_TILE);
     z->weights = largest_of(z->queries * z->lanes, a->keys.dim);
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
+    z->tile_keys = largest_of(a->keys.dim * WINDOW_TILE, z->scales); /* also where scales change places */
     z->integers = a->query_dtype != F32;
     for (int64_t row = 0; row < a->rows; row++) {
         Splits s = splits_of(((const int32_t *)a->num_pages)[row], ((const int32_t *)a->exact_lens)[row], page);
@@ -157,7 +155,7 @@ int64_t kv_hf_decode(const Decode *a) {
     call.partial_floats = z->queries * (a->values.dim + 2);
     call.partial_floats += -call.partial_floats & 15;
     call.scratch_floats = 2 * z->queries * z->row + z->queries * z->lanes + z->weights + 2 * z->scales +
-                          (a->keys.dim + a->values.dim) * WINDOW_TILE + 2 * largest_of(a->keys.dim, page) + 64;
+                          z->tile_keys + a->values.dim * WINDOW_TILE + 2 * largest_of(a->keys.dim, page) + 64;
     int64_t pairs = a->rows * a->heads;
     call.splits = largest_of(call.splits, 1);
     /* kept between calls, so that a step allocates nothing; one call at a time uses it */

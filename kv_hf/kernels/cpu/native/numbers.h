@@ -14,6 +14,21 @@
 #define X86 0
 #endif
 
+/* Functions between TARGET(features) and END_TARGET are compiled for these features of x86 processors. */
+#define PRAGMA(x) _Pragma(#x)
+#if defined(__clang__)
+#define TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END_TARGET PRAGMA(clang attribute pop)
+#define WIDE ""
+#else
+#define TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define END_TARGET PRAGMA(GCC pop_options)
+#define WIDE ",prefer-vector-width=512"
+#endif
+#define AVX2_FEATURES "avx2,fma,f16c"
+#define AVX512_FEATURES "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c" WIDE
+#define VNNI_FEATURES "avx512vnni," AVX512_FEATURES
+
 #define INLINE static inline __attribute__((always_inline))
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)

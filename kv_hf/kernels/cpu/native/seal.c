@@ -41,19 +41,17 @@ INLINE uint32_t float_to_e4m3(float x) {
 INLINE float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; } /* |x| < 2^22, to nearest even */
 
 #if X86
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+TARGET(AVX2_FEATURES)
 #define NAME(x) CAT(seal_avx2_, x)
 #include "seal.inc"
 #undef NAME
-#pragma GCC pop_options
+END_TARGET
 
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")
+TARGET(AVX512_FEATURES)
 #define NAME(x) CAT(seal_avx512_, x)
 #include "seal.inc"
 #undef NAME
-#pragma GCC pop_options
+END_TARGET
 #endif
 
 #define NAME(x) CAT(seal_portable_, x)

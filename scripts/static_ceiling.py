@@ -16,9 +16,13 @@ BUDGETS = Path(__file__).parent.parent / "tests" / "triton_budgets.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="rows of this triton version are replaced")
     parser.add_argument(
-        "--budgets", action="store_true", help="raise the tests' budgets to 3 %% above what was counted where they are lower"
+        "--out", type=Path, default=RESULTS, help="rows of this triton version are replaced"
+    )
+    parser.add_argument(
+        "--budgets",
+        action="store_true",
+        help="raise the tests' budgets to 3 %% above what was counted where they are lower",
     )
     args = parser.parse_args()
     print("arch    format  dim group  loop  instr/number  regs spills shared KiB  ceiling")

@@ -77,7 +77,9 @@ def attend_with_ptx(query, kv, *, isa, splits=2, **options):
         for run in range(runs):  # two words of two float16 per run of four bytes
             pair = np.stack(outs[2 * run : 2 * run + 2], -1)
             tile = np.ascontiguousarray(pair).view(np.float16).reshape(args[0].handle.data.shape)
-            tiles.append(tl.core.tensor(type(args[0].handle)(tile, tl.float16), _block(args[0], tl)))
+            tiles.append(
+                tl.core.tensor(type(args[0].handle)(tile, tl.float16), _block(args[0], tl))
+            )
         return tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
 
     def _block(x, tl):
@@ -180,14 +182,14 @@ def _permute(a, b, selector):
 
 def seal(tokens, jobs, fields, spec):
     """Seal in the worker; returns (fields, damaged), as the worker's tensors are copies."""
-    from kv_hf.kernels.triton.seal import seal_pages
+    from kv_hf.kernels.triton.write import seal_pages
 
     return fields, seal_pages(tokens, jobs, fields, spec)
 
 
 def append(window, new, starts, skips):
     """Append in the worker; returns the window."""
-    from kv_hf.kernels.triton.append import append_tokens
+    from kv_hf.kernels.triton.write import append_tokens
 
     append_tokens(window, new, starts, skips)
     return window

@@ -19,7 +19,6 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-
 def check_kernel(query, kv, **options):
     return check(query, kv, lambda *args, **given: call(attend, *args, **given), **options)
 

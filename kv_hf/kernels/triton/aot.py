@@ -15,9 +15,10 @@ from .append import append_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
 from .launch import triton_constants
-from .seal import seal_constants, seal_kernel
+from .seal import seal_kernel
 from .table import warps_and_stages
 from .variant import HIP, column_block, constants, element_type, power_of_two
+from .write import seal_constants
 
 STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
            "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
@@ -82,9 +83,7 @@ def compile_seal(side: SideSpec, arch: str) -> Any:
     types |= dict.fromkeys(("row_stride", "head_stride", "slot_stride"), "i32")
     aligned = ["tokens", "codes", "scale", "offset", "row_stride", "head_stride", "slot_stride"]
     constexprs = seal_constants(side)
-    return compile_kernel(
-        seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False
-    )
+    return compile_kernel(seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False)
 
 
 def compile_combine(

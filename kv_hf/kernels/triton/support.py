@@ -55,7 +55,9 @@ def _why_not_installed() -> str | None:
     except PackageNotFoundError:
         return "triton is not installed; pip install 'kv_hf[gpu]'"
     if Version(installed) < Version(OLDEST_TRITON):
-        return f"the Triton kernels need triton {OLDEST_TRITON} or newer, and {installed} is installed"
+        return (
+            f"the Triton kernels need triton {OLDEST_TRITON} or newer, and {installed} is installed"
+        )
     return None
 
 

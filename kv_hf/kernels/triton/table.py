@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from ...spec import PageSpec
 from .variant import HIP, tile_tokens
 
-PROGRAMS = 132 * 8  # programs that fill a large GPU: 132 multiprocessors with 8 resident programs each
+PROGRAMS = (
+    132 * 8
+)  # programs that fill a large GPU: 132 multiprocessors with 8 resident programs each
 MIN_TILES = 4  # tiles that a split should have at least
 MAX_SPLITS = 64
 

@@ -74,7 +74,9 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
     window = [element_type(side.dtype) for side in spec.sides]
     if "fp32" in (*window, element_type(query_dtype)):
         return ("fp32",) * 4
-    pages = [own if s.scheme.is_exact else "fp16" for s, own in zip(spec.sides, window, strict=True)]
+    pages = [
+        own if s.scheme.is_exact else "fp16" for s, own in zip(spec.sides, window, strict=True)
+    ]
     return pages[0], pages[1], window[0], window[1]
 
 

@@ -63,7 +63,7 @@ def test_decode_loop_keeps_its_budget(arch, name, dim, group, budget):
     bytewise = [op for op in code.loop if op.startswith(("LDG", "LDS")) and ".U8" in op]
     assert bytewise == []
     assert code.count("I2F") == 0
-    assert instructions_per_number(code, spec) <= budget
+    assert instructions_per_number(code, spec, group) <= budget
 
 
 @pytest.mark.parametrize("pair", [("int8", "int4"), ("exact", "int4"), ("fp8", "exact")], ids=str)

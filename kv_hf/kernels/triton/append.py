@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "q_len"])
 def append_kernel(
     window,  # [rows, heads, slots, DIM]
     window_row,

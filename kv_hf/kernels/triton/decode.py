@@ -15,7 +15,17 @@ from .values import add_codes, add_exact, load_value_factors, settle
 from .window import attend_window
 
 
-@triton.jit
+# not specialized: numbers that change while a sequence grows must not make new kernels
+@triton.jit(
+    do_not_specialize=[
+        "table_row",
+        "mask_row",
+        "mask_head",
+        "mask_query",
+        "sliding_window",
+        "sink_tokens",
+    ]
+)
 def decode_kernel(
     query,  # [rows, heads * GROUP, Q_LEN, K_DIM]
     query_row,
@@ -159,16 +169,17 @@ def decode_kernel(
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the codes' loads.
     last = tl.maximum(end - 1, 0)
-    page = tl.load(table + begin // TILES_PER_PAGE, mask=begin < end, other=0)
+    live = begin < end
+    page = tl.load(table + begin // TILES_PER_PAGE, mask=live, other=0)
     block = page.to(tl.int64) * HEADS + head
-    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=begin < end, other=0)
+    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live, other=0)
     token = (begin % TILES_PER_PAGE) * TILE
     key_offsets, key_scales = load_key_factors(
-        key_scale, key_offset, block, token, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS,
+        key_scale, key_offset, block, token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS,
         K_FOLD,
     )  # fmt: skip
     value_factors = load_value_factors(
-        value_scale, value_offset, block * PAGE + token + lane, V_DIM, V_GROUP, V_CODE, V_FOLD
+        value_scale, value_offset, block * PAGE + token + lane, live, V_DIM, V_GROUP, V_CODE, V_FOLD
     )
     for tile in tl.range(begin, end, num_stages=STAGES):
         token = (tile % TILES_PER_PAGE) * TILE
@@ -180,11 +191,11 @@ def decode_kernel(
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
         key_offsets, key_scales = load_key_factors(
-            key_scale, key_offset, next_block, next_token, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
+            key_scale, key_offset, next_block, next_token, True, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
             W_CHUNKS, K_FOLD,
         )  # fmt: skip
         value_factors = load_value_factors(
-            value_scale, value_offset, next_block * PAGE + next_token + lane, V_DIM, V_GROUP,
+            value_scale, value_offset, next_block * PAGE + next_token + lane, True, V_DIM, V_GROUP,
             V_CODE, V_FOLD,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ def load_key_factors(
     offset,
     block,
     token,
+    live,
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -29,6 +30,7 @@ def load_key_factors(
     Args:
         scale, offset: FOLD "page": one scale and DIM offsets per block; else DIM of each per GROUP tokens.
         block: page * heads + head; token: first token of the tile in its page.
+        live: whether there is such a tile; without, nothing is read.
         CHUNKS, D_CHUNKS: how WIDTH and DIM are cut.
     Returns: offsets (each chunk of DIM) and scales (FOLD "page": one; "tile": each part), or two empty tuples.
     """
@@ -36,11 +38,11 @@ def load_key_factors(
     scales = ()
     if FOLD == "page" or FOLD == "tile":
         first = (block * (PAGE // GROUP) + token // GROUP) * DIM
-        offsets = load_parts(offset + first, DIM, DIM, D_CHUNKS)
+        offsets = load_parts(offset + first, live, DIM, DIM, D_CHUNKS)
         if FOLD == "page":
-            scales = (tl.load(scale + block).to(tl.float32),)
+            scales = (tl.load(scale + block, mask=live, other=0.0).to(tl.float32),)
         else:
-            scales = load_parts(scale + first, DIM, WIDTH, CHUNKS)
+            scales = load_parts(scale + first, live, DIM, WIDTH, CHUNKS)
     return offsets, scales
 
 

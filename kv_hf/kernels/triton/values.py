@@ -15,6 +15,7 @@ def load_value_factors(
     scale,
     offset,
     tokens,
+    live,
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
     CODE: tl.constexpr,
@@ -24,14 +25,16 @@ def load_value_factors(
 
     Args:
         scale, offset: DIM / GROUP numbers per token; tokens: [tokens], block * page size + place in the page.
+        live: whether there is such a tile; without, nothing is read.
     Returns: FOLD "token": (scale of each group ..) or (scale, offset of each group ..), each [tokens]; else ().
     """
     factors = ()
     if FOLD == "token":
         for g in tl.static_range(DIM // GROUP):
-            factors = factors + (tl.load(scale + tokens * (DIM // GROUP) + g),)
+            at = tokens * (DIM // GROUP) + g
+            factors = factors + (tl.load(scale + at, mask=live, other=0.0),)
             if CODE == "unsigned":
-                factors = factors + (tl.load(offset + tokens * (DIM // GROUP) + g),)
+                factors = factors + (tl.load(offset + at, mask=live, other=0.0),)
     return factors
 
 

@@ -6,6 +6,7 @@ import torch
 
 from ...spec import SideSpec
 from .append import append_kernel
+from .device import on_device
 from .seal import seal_kernel
 from .variant import power_of_two
 
@@ -48,11 +49,12 @@ def seal_pages(
         if not spec.scheme.is_exact:
             codes = codes.view(torch.uint8)
         tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
-        seal_kernel[(jobs.shape[0], spec.num_kv_heads)](
-            tokens, *tokens.stride()[:3], jobs.contiguous(), codes, fields.get("scale", codes),
-            fields.get("offset", codes), damaged, **seal_constants(spec), num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        with on_device(tokens):
+            seal_kernel[(jobs.shape[0], spec.num_kv_heads)](
+                tokens, *tokens.stride()[:3], jobs.contiguous(), codes, fields.get("scale", codes),
+                fields.get("offset", codes), damaged, **seal_constants(spec), num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
     return damaged.bool()
 
 
@@ -69,7 +71,8 @@ def append_tokens(
     """
     rows, heads, slots, dim = window.shape
     q_len = new.shape[2]
-    append_kernel[(rows, heads, -(-q_len // APPENDED))](
-        window, *window.stride()[:3], new, *new.stride()[:3], starts, skips, slots, q_len,
-        DIM=dim, WIDE=power_of_two(dim), TOKENS=min(APPENDED, power_of_two(q_len)), num_warps=4,
-    )  # fmt: skip
+    with on_device(window):
+        append_kernel[(rows, heads, -(-q_len // APPENDED))](
+            window, *window.stride()[:3], new, *new.stride()[:3], starts, skips, slots, q_len,
+            DIM=dim, WIDE=power_of_two(dim), TOKENS=min(APPENDED, power_of_two(q_len)), num_warps=4,
+        )  # fmt: skip

@@ -169,18 +169,19 @@ def decode_kernel(
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the codes' loads.
     last = tl.maximum(end - 1, 0)
-    live = begin < end
-    page = tl.load(table + begin // TILES_PER_PAGE, mask=live, other=0)
+    live = tl.where(begin < end, 1, 0)
+    page = tl.load(table + begin // TILES_PER_PAGE, mask=live > 0, other=0)
     block = page.to(tl.int64) * HEADS + head
-    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live, other=0)
+    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live > 0, other=0)
     token = (begin % TILES_PER_PAGE) * TILE
     key_offsets, key_scales = load_key_factors(
         key_scale, key_offset, block, token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS,
-        K_FOLD,
+        K_FOLD, True,
     )  # fmt: skip
     value_factors = load_value_factors(
-        value_scale, value_offset, block * PAGE + token + lane, live, V_DIM, V_GROUP, V_CODE, V_FOLD
-    )
+        value_scale, value_offset, block * PAGE + token + lane, live, V_DIM, V_GROUP, V_CODE, V_FOLD,
+        True,
+    )  # fmt: skip
     for tile in tl.range(begin, end, num_stages=STAGES):
         token = (tile % TILES_PER_PAGE) * TILE
         k_offsets = key_offsets
@@ -191,12 +192,12 @@ def decode_kernel(
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
         key_offsets, key_scales = load_key_factors(
-            key_scale, key_offset, next_block, next_token, True, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
-            W_CHUNKS, K_FOLD,
+            key_scale, key_offset, next_block, next_token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
+            W_CHUNKS, K_FOLD, False,
         )  # fmt: skip
         value_factors = load_value_factors(
-            value_scale, value_offset, next_block * PAGE + next_token + lane, True, V_DIM, V_GROUP,
-            V_CODE, V_FOLD,
+            value_scale, value_offset, next_block * PAGE + next_token + lane, live, V_DIM, V_GROUP,
+            V_CODE, V_FOLD, False,
         )  # fmt: skip
 
         keys = key_codes + block * (PAGE * K_WIDTH) + (token + lane) * K_WIDTH

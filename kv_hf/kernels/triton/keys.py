@@ -24,13 +24,14 @@ def load_key_factors(
     CHUNKS: tl.constexpr,
     D_CHUNKS: tl.constexpr,
     FOLD: tl.constexpr,
+    GUARD: tl.constexpr,
 ):
     """Load a tile's scales and offsets of keys, to be used one tile later.
 
     Args:
         scale, offset: FOLD "page": one scale and DIM offsets per block; else DIM of each per GROUP tokens.
         block: page * heads + head; token: first token of the tile in its page.
-        live: whether there is such a tile; without, nothing is read.
+        live: where GUARD, 1 if there is such a tile and 0 if nothing is to be read.
         CHUNKS, D_CHUNKS: how WIDTH and DIM are cut.
     Returns: offsets (each chunk of DIM) and scales (FOLD "page": one; "tile": each part), or two empty tuples.
     """
@@ -38,11 +39,12 @@ def load_key_factors(
     scales = ()
     if FOLD == "page" or FOLD == "tile":
         first = (block * (PAGE // GROUP) + token // GROUP) * DIM
-        offsets = load_parts(offset + first, live, DIM, DIM, D_CHUNKS)
+        offsets = load_parts(offset + first, live, DIM, DIM, D_CHUNKS, GUARD)
         if FOLD == "page":
-            scales = (tl.load(scale + block, mask=live, other=0.0).to(tl.float32),)
+            one = tl.load(scale + block, mask=live > 0, other=0.0) if GUARD else tl.load(scale + block)
+            scales = (one.to(tl.float32),)
         else:
-            scales = load_parts(scale + first, live, DIM, WIDTH, CHUNKS)
+            scales = load_parts(scale + first, live, DIM, WIDTH, CHUNKS, GUARD)
     return offsets, scales
 
 

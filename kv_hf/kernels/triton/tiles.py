@@ -54,17 +54,21 @@ def load_query(
 
 
 @triton.jit
-def load_parts(pointers, live, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """Load DIM numbers part by part, each [size]; zeros unless `live`."""
+def load_parts(
+    pointers, live, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, GUARD: tl.constexpr
+):  # fmt: skip
+    """Load DIM numbers part by part, each [size]; where GUARD, zeros if `live` is 0 (else 1)."""
     parts = ()
     for c in tl.static_range(len(CHUNKS)):
         place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
         for r in tl.static_range(DIM // WIDTH):
             at = pointers + r * WIDTH + place
-            if reaches_past(CHUNKS, c, WIDTH):
-                parts = parts + (tl.load(at, mask=(place < WIDTH) & live, other=0.0),)
+            if GUARD:
+                parts = parts + (tl.load(at, mask=place < WIDTH * live, other=0.0),)
+            elif reaches_past(CHUNKS, c, WIDTH):
+                parts = parts + (tl.load(at, mask=place < WIDTH, other=0.0),)
             else:
-                parts = parts + (tl.load(at, mask=live, other=0.0),)
+                parts = parts + (tl.load(at),)
     return parts
 
 

@@ -20,21 +20,28 @@ def load_value_factors(
     GROUP: tl.constexpr,
     CODE: tl.constexpr,
     FOLD: tl.constexpr,
+    GUARD: tl.constexpr,
 ):
     """Load a tile's scales (and offsets) of values, to be used one tile later.
 
     Args:
         scale, offset: DIM / GROUP numbers per token; tokens: [tokens], block * page size + place in the page.
-        live: whether there is such a tile; without, nothing is read.
+        live: where GUARD, 1 if there is such a tile and 0 if nothing is to be read.
     Returns: FOLD "token": (scale of each group ..) or (scale, offset of each group ..), each [tokens]; else ().
     """
     factors = ()
     if FOLD == "token":
         for g in tl.static_range(DIM // GROUP):
             at = tokens * (DIM // GROUP) + g
-            factors = factors + (tl.load(scale + at, mask=live, other=0.0),)
-            if CODE == "unsigned":
-                factors = factors + (tl.load(offset + at, mask=live, other=0.0),)
+            if GUARD:
+                held = tl.zeros(tokens.shape, tl.int32) < live
+                factors = factors + (tl.load(scale + at, mask=held, other=0.0),)
+                if CODE == "unsigned":
+                    factors = factors + (tl.load(offset + at, mask=held, other=0.0),)
+            else:
+                factors = factors + (tl.load(scale + at),)
+                if CODE == "unsigned":
+                    factors = factors + (tl.load(offset + at),)
     return factors
 
 

@@ -41,7 +41,11 @@ def load_key_factors(
         first = (block * (PAGE // GROUP) + token // GROUP) * DIM
         offsets = load_parts(offset + first, live, DIM, DIM, D_CHUNKS, GUARD)
         if FOLD == "page":
-            one = tl.load(scale + block, mask=live > 0, other=0.0) if GUARD else tl.load(scale + block)
+            one = (
+                tl.load(scale + block, mask=live > 0, other=0.0)
+                if GUARD
+                else tl.load(scale + block)
+            )
             scales = (one.to(tl.float32),)
         else:
             scales = load_parts(scale + first, live, DIM, WIDTH, CHUNKS, GUARD)

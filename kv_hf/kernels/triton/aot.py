@@ -126,6 +126,7 @@ def compile_kernel(
         constexprs={(names.index(name),): value for name, value in constexprs.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
+    options.setdefault("enable_fp_fusion", True)
     options |= {"num_warps": num_warps, "num_stages": constexprs.get("STAGES", 3)}
     return compile_source(source, target=target(arch), options=options)
 

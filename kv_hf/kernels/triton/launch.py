@@ -78,7 +78,9 @@ def paged_attention(
     )
     grid = (rows, heads * blocks, splits)
     with on_device(query):
-        decode_kernel[grid](*arguments, **triton_constants(plain), num_warps=launch.num_warps)
+        decode_kernel[grid](
+            *arguments, **triton_constants(plain), num_warps=launch.num_warps, enable_fp_fusion=True
+        )
         if splits == 1:
             return out
         total = rows * num_heads * q_len
@@ -86,6 +88,7 @@ def paged_attention(
             partial, lse, query if sink_logits is None else sink_logits, out, total, splits,
             NUM_HEADS=num_heads, Q_LEN=q_len, V_DIM=dim, SINKS=sink_logits is not None,
             SPLITS=power_of_two(splits), DIM=power_of_two(dim), num_warps=4 if dim >= 64 else 1,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

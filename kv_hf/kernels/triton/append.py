@@ -1,15 +1,10 @@
 """Append new tokens to the exact windows of all rows in one launch."""
 
-import torch
 import triton
 import triton.language as tl
 
-from .variant import power_of_two
 
-TOKENS = 16  # new tokens of one program
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "q_len"])
 def append_kernel(
     window,  # [rows, heads, slots, DIM]
     window_row,
@@ -41,22 +36,3 @@ def append_kernel(
     target = window + row.to(tl.int64) * window_row + head * window_head
     x = tl.load(source + token[:, None] * new_token + channel[None, :], mask=held, other=0.0)
     tl.store(target + slot[:, None] * window_slot + channel[None, :], x, mask=held)
-
-
-def append_tokens(
-    window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor
-) -> None:
-    """Write window[b, :, starts[b] : starts[b] + q_len - skips[b]] = new[b, :, skips[b] :], in place.
-
-    Args:
-        window: [rows, heads, slots, dim]; new: [rows, heads, q_len, dim] in its dtype; the last dimension of both
-            is contiguous.
-        starts: [rows], int32, first free slot of each row.
-        skips: [rows], int32, leading tokens of `new` that are padding in each row.
-    """
-    rows, heads, slots, dim = window.shape
-    q_len = new.shape[2]
-    append_kernel[(rows, heads, -(-q_len // TOKENS))](
-        window, *window.stride()[:3], new, *new.stride()[:3], starts, skips, slots, q_len,
-        DIM=dim, WIDE=power_of_two(dim), TOKENS=min(TOKENS, power_of_two(q_len)), num_warps=4,
-    )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 
 from ...formats import key_scheme, value_scheme
 from ...spec import PageSpec
-from .variant import tile_tokens
+from .variant import column_block, tile_tokens
 
 ISSUE = 4  # warp instructions per clock and multiprocessor
 COPY_BYTES = 4.3e12  # bytes per second, measured copy on an H200
@@ -27,7 +27,7 @@ VARIANTS = (
     *(("sm_90", name, dim, 4) for name in FORMATS for dim in (64, 128, 256)),
     *(("sm_90", name, dim, 4) for name in ("int4", "int8") for dim in (80, 96, 192)),
     *(("sm_90", name, 128, 16) for name in FORMATS),
-    *(("sm_90", name, 128, 32) for name in ("exact", "int4")),
+    *(("sm_90", name, dim, 16) for name in ("exact", "int4") for dim in (64, 256)),
     *((arch, name, 128, 4) for arch in ("sm_80", "sm_89", "sm_100") for name in FORMATS),
 )  # (architecture, format, head_dim, query heads of a kv head)
 
@@ -45,17 +45,19 @@ def standard_spec(name: str, dim: int) -> PageSpec:
     )
 
 
-def instructions_per_number(code: Any, spec: PageSpec) -> float:
-    """Return warp instructions of the loop over pages per stored number.
+def instructions_per_number(code: Any, spec: PageSpec, group: int) -> float:
+    """Return warp instructions of the loop over pages per stored number, for one query per query head.
 
     Args:
-        code: sass.Code of a decode kernel for `spec`.
+        code: sass.Code of a decode kernel for `spec` and `group` query heads of a kv head; query heads beyond a
+            program's columns are other programs, which count as well.
     """
     numbers = tile_tokens(spec) * sum(side.head_dim for side in spec.sides)
-    return len(code.loop) * code.num_warps / numbers
+    programs = -(-group // column_block(spec, group, 1, isa=90))
+    return programs * len(code.loop) * code.num_warps / numbers
 
 
-def ceiling(code: Any, spec: PageSpec) -> float:
+def ceiling(code: Any, spec: PageSpec, group: int) -> float:
     """Return the issue ceiling as a part of an H200's copy bandwidth (1.0 = as fast as memory)."""
     delivered = COPY_BYTES * 8 / spec.bits_per_element / (MULTIPROCESSORS * CLOCK)
-    return ISSUE / instructions_per_number(code, spec) / delivered
+    return ISSUE / instructions_per_number(code, spec, group) / delivered

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "num_splits"])
 def combine_kernel(
     partial,  # [num_splits, columns, V_DIM] fp32; undefined where lse is -inf
     partial_lse,  # [num_splits, columns] fp32

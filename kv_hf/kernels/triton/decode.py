@@ -8,22 +8,24 @@ for 8 columns or fewer. Knows nothing of launch sizes and devices.
 import triton
 import triton.language as tl
 
-from .dequant import run_unit, tile_unit
+from .keys import load_key_factors, score_codes, score_exact
 from .softmax import LN2, LOG2E, bend, weigh
-from .tiles import (
-    add_codes,
-    add_exact,
-    chunk_size,
-    chunk_start,
-    load_key_factors,
-    load_query,
-    load_value_factors,
-    score_codes,
-    score_exact,
+from .tiles import chunk_size, chunk_start, load_query, rescale
+from .values import add_codes, add_exact, load_value_factors, settle
+from .window import attend_window
+
+
+# not specialized: numbers that change while a sequence grows must not make new kernels
+@triton.jit(
+    do_not_specialize=[
+        "table_row",
+        "mask_row",
+        "mask_head",
+        "mask_query",
+        "sliding_window",
+        "sink_tokens",
+    ]
 )
-
-
-@triton.jit
 def decode_kernel(
     query,  # [rows, heads * GROUP, Q_LEN, K_DIM]
     query_row,
@@ -167,26 +169,19 @@ def decode_kernel(
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the codes' loads.
     last = tl.maximum(end - 1, 0)
-    page = tl.load(table + begin // TILES_PER_PAGE, mask=begin < end, other=0)
+    live = tl.where(begin < end, 1, 0)
+    page = tl.load(table + begin // TILES_PER_PAGE, mask=live > 0, other=0)
     block = page.to(tl.int64) * HEADS + head
-    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=begin < end, other=0)
+    page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live > 0, other=0)
     token = (begin % TILES_PER_PAGE) * TILE
     key_offsets, key_scales = load_key_factors(
-        key_scale,
-        key_offset,
-        block,
-        token,
-        PAGE,
-        K_GROUP,
-        K_DIM,
-        K_WIDTH,
-        K_CHUNKS,
-        W_CHUNKS,
-        K_FOLD,
-    )
+        key_scale, key_offset, block, token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS,
+        K_FOLD, True,
+    )  # fmt: skip
     value_factors = load_value_factors(
-        value_scale, value_offset, block * PAGE + token + lane, V_DIM, V_GROUP, V_CODE, V_FOLD
-    )
+        value_scale, value_offset, block * PAGE + token + lane, live, V_DIM, V_GROUP, V_CODE, V_FOLD,
+        True,
+    )  # fmt: skip
     for tile in tl.range(begin, end, num_stages=STAGES):
         token = (tile % TILES_PER_PAGE) * TILE
         k_offsets = key_offsets
@@ -197,27 +192,13 @@ def decode_kernel(
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
         key_offsets, key_scales = load_key_factors(
-            key_scale,
-            key_offset,
-            next_block,
-            next_token,
-            PAGE,
-            K_GROUP,
-            K_DIM,
-            K_WIDTH,
-            K_CHUNKS,
-            W_CHUNKS,
-            K_FOLD,
-        )
+            key_scale, key_offset, next_block, next_token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
+            W_CHUNKS, K_FOLD, False,
+        )  # fmt: skip
         value_factors = load_value_factors(
-            value_scale,
-            value_offset,
-            next_block * PAGE + next_token + lane,
-            V_DIM,
-            V_GROUP,
-            V_CODE,
-            V_FOLD,
-        )
+            value_scale, value_offset, next_block * PAGE + next_token + lane, live, V_DIM, V_GROUP,
+            V_CODE, V_FOLD, False,
+        )  # fmt: skip
 
         keys = key_codes + block * (PAGE * K_WIDTH) + (token + lane) * K_WIDTH
         if K_FOLD == "none":
@@ -225,143 +206,43 @@ def decode_kernel(
         else:
             groups = block * (PAGE // K_GROUP) + (token + lane) // K_GROUP
             scores = score_codes(
-                keys,
-                k_offsets,
-                k_scales,
-                key_offset,
-                key_scale,
-                groups,
-                q,
-                whole_q,
-                K_DIM,
-                K_WIDTH,
-                K_CHUNKS,
-                W_CHUNKS,
-                K_CODE,
-                K_BITS,
-                K_FOLD,
-                0 if K_FOLD == "element" else ISA,
-                PRECISION,
-            )
+                keys, k_offsets, k_scales, key_offset, key_scale, groups, q, whole_q, K_DIM,
+                K_WIDTH, K_CHUNKS, W_CHUNKS, K_CODE, K_BITS, K_FOLD,
+                0 if K_FOLD == "element" else ISA, PRECISION,
+            )  # fmt: skip
         scores = bend(
-            scores,
-            factor,
-            sink_tokens + tile * TILE + lane,
-            lane,
-            query_at,
-            softcap,
-            sliding_window,
-            masks,
-            left,
-            False,
-            CAUSAL,
-            WINDOWED,
-            SOFTCAP,
-            MASK,
-        )
+            scores, factor, sink_tokens + tile * TILE + lane, lane, query_at, softcap,
+            sliding_window, masks, left, False, CAUSAL, WINDOWED, SOFTCAP, MASK,
+        )  # fmt: skip
         weights, keep, best = weigh(scores, factor, best, BENT, HIDES)
         totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
         if V_FOLD == "none":
             values = value_codes + block * (PAGE * V_DIM) + (token + lane) * V_DIM
-            scaled = ()
-            for p in tl.static_range(V_PARTS):
-                scaled = scaled + (acc[p] * keep[None, :],)
             acc = add_exact(
-                values, real, weights, scaled, V_WIDTH, V_RUNS, V_CHUNKS, False, V_DTYPE, PRECISION
-            )
+                values, real, weights, rescale(acc, keep), V_WIDTH, V_RUNS, V_CHUNKS, False, V_DTYPE, PRECISION
+            )  # fmt: skip
         else:
             values = value_codes + block * (PAGE * V_WIDTH) + token + lane
             acc, offsets = add_codes(
-                values,
-                v_factors,
-                value_scale,
-                value_offset,
-                block * PAGE + token + lane,
-                weights,
-                keep,
-                acc,
-                offsets,
-                V_DIM,
-                V_WIDTH,
-                PAGE,
-                V_CHUNKS,
-                V_CODE,
-                V_BITS,
-                V_GROUP,
-                V_FOLD,
-                V_BOOST,
-                V_DTYPE,
-                0 if V_FOLD == "element" else ISA,
-                PRECISION,
-            )
+                values, v_factors, value_scale, value_offset, block * PAGE + token + lane, weights,
+                keep, acc, offsets, V_DIM, V_WIDTH, PAGE, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD,
+                V_BOOST, V_DTYPE, 0 if V_FOLD == "element" else ISA, PRECISION,
+            )  # fmt: skip
 
         block = next_block
 
     total = tl.sum(totals, 0)
-    plain = ()
-    for p in tl.static_range(V_PARTS):
-        part = acc[p]
-        if V_FOLD == "token":
-            part = part * (
-                1.0 / (V_BOOST * tile_unit(V_BITS, ISA) * run_unit(p % V_RUNS, V_BITS, ISA))
-            )
-            if V_CODE == "unsigned":
-                part += tl.sum(
-                    offsets[
-                        ((p % V_RUNS) * V_WIDTH + chunk_start(V_CHUNKS, p // V_RUNS)) // V_GROUP
-                    ],
-                    0,
-                )[None, :]
-        plain = plain + (part,)
-    acc = plain
-
+    acc = settle(
+        acc, offsets, V_WIDTH, V_RUNS, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD, V_BOOST, ISA
+    )
     if split == NUM_SPLITS - 1:
-        window_query = load_query(
-            queries, real, K_DIM, K_DIM, W_CHUNKS, tl.full([COLUMNS], 1.0, tl.float32), W_KEY_DTYPE
-        )
-        exact_factor = tl.full([COLUMNS], softmax_scale * LOG2E, tl.float32)
-        slot_keys = window_keys + row.to(tl.int64) * wk_row + head * wk_head
-        slot_values = window_values + row.to(tl.int64) * wv_row + head * wv_head
-        for begin_slot in tl.range(0, exact, W_TILE, num_stages=W_STAGES):
-            slot = begin_slot + tl.arange(0, W_TILE)
-            held = slot < exact
-            at = slot + tl.where(slot < sink_tokens, 0, pages * PAGE)
-            scores = score_exact(
-                slot_keys + slot * wk_slot, held, window_query, K_DIM, W_CHUNKS, True, PRECISION
-            )
-            scores = bend(
-                scores,
-                exact_factor,
-                at,
-                held,
-                query_at,
-                softcap,
-                sliding_window,
-                masks,
-                left,
-                True,
-                CAUSAL,
-                WINDOWED,
-                SOFTCAP,
-                MASK,
-            )
-            weights, keep, best = weigh(scores, exact_factor, best, BENT, True)
-            total = total * keep + tl.sum(weights, 0)
-            scaled = ()
-            for p in tl.static_range(V_PARTS):
-                scaled = scaled + (acc[p] * keep[None, :],)
-            acc = add_exact(
-                slot_values + slot * wv_slot,
-                held,
-                weights,
-                scaled,
-                V_WIDTH,
-                V_RUNS,
-                V_CHUNKS,
-                True,
-                W_VALUE_DTYPE,
-                PRECISION,
-            )
+        best, total, acc = attend_window(
+            queries, real, window_keys + row.to(tl.int64) * wk_row + head * wk_head, wk_slot,
+            window_values + row.to(tl.int64) * wv_row + head * wv_head, wv_slot, exact, pages * PAGE,
+            sink_tokens, query_at, masks, left, softmax_scale, softcap, sliding_window, best, total, acc,
+            K_DIM, V_WIDTH, V_RUNS, V_CHUNKS, W_CHUNKS, W_TILE, W_STAGES, W_KEY_DTYPE, W_VALUE_DTYPE,
+            PRECISION, CAUSAL, WINDOWED, SOFTCAP, MASK,
+        )  # fmt: skip
 
     if SINKS and NUM_SPLITS == 1:
         sink = tl.load(sink_logits + query_head_of).to(tl.float32) * LOG2E
@@ -369,7 +250,6 @@ def decode_kernel(
         shift = tl.where(top == float("-inf"), 0.0, top)
         keep = tl.exp2(best - shift)
         total = total * keep + tl.exp2(sink - shift)
-        best = top
     else:
         keep = tl.full([COLUMNS], 1.0, tl.float32)
     # nothing seen: zeros from the only split, nothing at all from one of many
@@ -384,7 +264,5 @@ def decode_kernel(
     for p in tl.static_range(V_PARTS):
         place = chunk_start(V_CHUNKS, p // V_RUNS) + tl.arange(0, chunk_size(V_CHUNKS, p // V_RUNS))
         where = out + at[None, :] * V_DIM + ((p % V_RUNS) * V_WIDTH + place)[:, None]
-        result = acc[p] * norm[None, :]
-        tl.store(
-            where, result.to(out.dtype.element_ty), mask=(place < V_WIDTH)[:, None] & real[None, :]
-        )
+        result = (acc[p] * norm[None, :]).to(out.dtype.element_ty)
+        tl.store(where, result, mask=(place < V_WIDTH)[:, None] & real[None, :])

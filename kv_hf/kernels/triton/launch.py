@@ -9,8 +9,9 @@ import triton.language as tl
 from ..inputs import PagedKV
 from .combine import combine_kernel
 from .decode import decode_kernel
+from .device import on_device, target_isa
 from .table import Launch, launch_parameters
-from .variant import HIP, column_block, constants, power_of_two, tile_tokens
+from .variant import column_block, constants, power_of_two, tile_tokens
 
 TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 
@@ -76,13 +77,18 @@ def paged_attention(
         query, kv, mask, sink_logits, partial, lse, softmax_scale, softcap, sliding_window
     )
     grid = (rows, heads * blocks, splits)
-    decode_kernel[grid](*arguments, **triton_constants(plain), num_warps=launch.num_warps)
-    if splits > 1:
+    with on_device(query):
+        decode_kernel[grid](
+            *arguments, **triton_constants(plain), num_warps=launch.num_warps, enable_fp_fusion=True
+        )
+        if splits == 1:
+            return out
         total = rows * num_heads * q_len
         combine_kernel[(total,)](
             partial, lse, query if sink_logits is None else sink_logits, out, total, splits,
             NUM_HEADS=num_heads, Q_LEN=q_len, V_DIM=dim, SINKS=sink_logits is not None,
             SPLITS=power_of_two(splits), DIM=power_of_two(dim), num_warps=4 if dim >= 64 else 1,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -120,16 +126,6 @@ def _stored(pages: dict[str, torch.Tensor], absent: torch.Tensor) -> tuple[torch
     if codes.dtype.itemsize == 1:
         codes = codes.view(torch.uint8)
     return codes, pages.get("scale", absent), pages.get("offset", absent)
-
-
-def target_isa(device: torch.device) -> int:
-    """Return compute capability * 10 of an NVIDIA device, HIP for an AMD one, 0 for the interpreter."""
-    if device.type != "cuda":
-        return 0
-    if torch.version.hip:
-        return HIP
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def interpreted() -> bool:

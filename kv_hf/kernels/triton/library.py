@@ -11,7 +11,7 @@ from ...errors import CacheOptionError
 from ...formats import Scheme
 from ...spec import PageSpec, SideSpec
 from ..inputs import PagedKV
-from . import append, launch, seal
+from . import launch, write
 from .table import Launch
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
@@ -73,7 +73,7 @@ def seal_pages(
 def append_tokens(
     window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor
 ) -> None:
-    """Append tokens to windows in place as `append.append_tokens` does, through one operator."""
+    """Append tokens to windows in place as `write.append_tokens` does, through one operator."""
     torch.ops.kv_hf.append_tokens(window, new, starts, skips)
 
 
@@ -142,7 +142,7 @@ def _seal_pages(
     clip: float,
 ) -> torch.Tensor:
     fields = _fields(codes, scale, offset)
-    return seal.seal_pages(
+    return write.seal_pages(
         tokens, jobs, fields, _side(side, fields, page_size, tokens, code, bits, clip)
     )
 
@@ -190,7 +190,7 @@ def _on_cpu(name: str, function):  # type: ignore[no-untyped-def]
 for _name, _function in {
     "paged_decode": _paged_decode,
     "seal_pages": _seal_pages,
-    "append_tokens": append.append_tokens,
+    "append_tokens": write.append_tokens,
 }.items():
     _LIBRARY.impl(_name, _function, "CUDA")
     _LIBRARY.impl(_name, _on_cpu(_name, _function), "CPU")

@@ -4,18 +4,11 @@ One program per (job, kv head): it finds the ranges of all groups, writes scales
 and writes codes. Launched without fusion of multiplications and additions, every step rounds as the definition's.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from ...spec import SideSpec
-from .variant import power_of_two
-
 SCALE_MAX = tl.constexpr(65504.0)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves integers, rounded half to even
-TILE_NUMBERS = 4096  # numbers of one tile: what four warps hold without spilling
 
 
 @triton.jit
@@ -223,46 +216,3 @@ def seal_kernel(
     if CODE != "none":
         any_bad = tl.max(tl.max(bad, 1), 0)
         tl.store(damaged, 1, mask=any_bad > 0)
-
-
-def seal_constants(spec: SideSpec) -> dict[str, Any]:
-    """Return the seal kernel's compile-time arguments."""
-    scheme = spec.scheme
-    width = spec.head_dim // scheme.codes_per_byte
-    wide = min(power_of_two(width), 64)
-    scale = scheme.scale_group or (1, 1)
-    offset = scheme.offset_group or (0, 0)
-    top = {"none": 0.0, "float8": 448.0, "signed": float((1 << max(0, scheme.bits - 1)) - 1)}
-    by_channel = scheme.offset_group is not None and scheme.offset_group[1] == 1
-    along = offset[0] if by_channel else power_of_two(scale[1])
-    across = power_of_two(spec.head_dim) if by_channel else spec.page_size
-    return {
-        "HEADS": spec.num_kv_heads, "PAGE": spec.page_size, "DIM": spec.head_dim,
-        "CODE": scheme.code, "BITS": scheme.bits,
-        "TOP": top.get(scheme.code, float((1 << scheme.bits) - 1)), "CUT": 0.5 * (1.0 - scheme.clip),
-        "S_TOKENS": scale[0], "S_CHANNELS": scale[1], "O_TOKENS": offset[0], "O_CHANNELS": offset[1],
-        "BY_CHANNEL": by_channel, "TOKEN_CONTIGUOUS": spec.token_contiguous, "WIDTH": width, "WIDE": wide,
-        "T_TILE": min(spec.page_size, TILE_NUMBERS // wide // max(1, scheme.codes_per_byte // 2)),
-        "R_TILE": min(across, max(1, TILE_NUMBERS // along)),
-    }  # fmt: skip
-
-
-def seal_pages(
-    tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
-) -> torch.Tensor:
-    """Encode full pages in place as `reference.seal_pages` does, with equal bytes and without waiting.
-
-    Args and returns: as there. `fields` are contiguous.
-    """
-    damaged = torch.zeros((), dtype=torch.uint8, device=tokens.device)
-    if jobs.shape[0]:
-        codes = fields["codes"]
-        if not spec.scheme.is_exact:
-            codes = codes.view(torch.uint8)
-        tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
-        seal_kernel[(jobs.shape[0], spec.num_kv_heads)](
-            tokens, *tokens.stride()[:3], jobs.contiguous(), codes, fields.get("scale", codes),
-            fields.get("offset", codes), damaged, **seal_constants(spec), num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    return damaged.bool()

@@ -53,13 +53,13 @@ def warps_and_stages(spec: PageSpec, columns: int, isa: int) -> tuple[int, int]:
     """Return (num_warps, num_stages).
 
     Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
-    memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), four
-    where the accumulators of many columns would not fit into two warps' registers.
+    memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads);
+    four where the accumulators of 16 columns would not fit into two warps' registers.
     """
     tile = tile_tokens(spec)
     dim = max(side.head_dim for side in spec.sides)
     packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
-    if columns > 16 or (columns == 16 and dim > 128):
+    if columns == 16 and dim > 128:
         num_warps = 4
     elif tile == 16 or (packed and columns == 8 and (dim < 128 or (dim == 128 and tile == 32))):
         num_warps = 1

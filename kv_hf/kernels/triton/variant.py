@@ -11,7 +11,7 @@ from ...spec import PageSpec, SideSpec
 
 MAX_TILE = 64  # tokens
 MIN_SIZE = 16  # a matrix product's smallest inner size
-MAX_COLUMNS = 32  # query columns of one program; more are spread over programs
+MAX_COLUMNS = 16  # query columns of one program; more are spread over programs
 TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
 # The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
@@ -51,9 +51,15 @@ def tile_tokens(spec: PageSpec) -> int:
 
 
 def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
-    """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape), 16 or 32."""
-    most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else MAX_COLUMNS // 2
-    return min(max(16 if isa == HIP else 8, power_of_two(group * q_len)), most)
+    """Return the query columns of a program: 8 (not on AMD, whose matrix units have no such shape) or 16.
+
+    More columns need more than two warps' registers, and four warps unpack through shared memory: programs that
+    read the same pages from the second-level cache issue no more instructions altogether.
+    """
+    if isa == HIP:
+        return 16
+    most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else 8
+    return min(max(8, power_of_two(group * q_len)), most)
 
 
 def element_type(dtype: torch.dtype) -> str:

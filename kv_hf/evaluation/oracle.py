@@ -69,14 +69,12 @@ def judge(
         keys, values: [num_kv_heads, tokens, head_dim] of that row, as they are stored.
     """
     expected = softmax_attention(query, keys, values, scale)
-    plain = F.scaled_dot_product_attention(
-        query[None, :, None],
-        *(
-            t[None].to(query.dtype).repeat_interleave(len(query) // len(t), 1)
-            for t in (keys, values)
-        ),
-        scale=scale,
-    )[0, :, 0]
+    all_keys, all_values = (
+        t[None].to(query.dtype).repeat_interleave(len(query) // len(t), 1) for t in (keys, values)
+    )
+    plain = F.scaled_dot_product_attention(query[None, :, None], all_keys, all_values, scale=scale)[
+        0, :, 0
+    ]
     size = float(expected.abs().max())
     plain_error = float((plain.double() - expected).abs().max())
     budget = 2 * (plain_error + torch.finfo(query.dtype).eps * size)

@@ -40,7 +40,7 @@ console = Console(width=130)
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["llama-8b", "smollm2"], choices=SHAPES)
-    parser.add_argument("--context", nargs="+", type=int, default=[2048, 8192])
+    parser.add_argument("--context", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--formats", nargs="+", default=list(FORMAT_NAMES), choices=FORMAT_NAMES)
@@ -204,23 +204,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     if copy:
         console.print(f"copying large buffers on {args.device}: {copy:.1f} GB/s read plus written")
     recorded: list[dict[str, Any]] = []
+    try:
+        right = all_workloads(args, copy, budget, recorded)
+    except BaseException:  # what is measured is right, and stays
+        record(args, recorded)
+        raise
+    if not right:
+        console.print("[bold red]wrong results: nothing is recorded[/]")
+        return 1
+    record(args, recorded)
+    return 0
+
+
+def all_workloads(
+    args: argparse.Namespace, copy: float, budget: Budget, recorded: list[dict[str, Any]]
+) -> bool:
+    """Measure every shape at every context, adding to `recorded`; False at the first wrong result."""
     for name in args.shapes:
         for context in args.context:
             if budget.spent:
                 console.print(f"the budget is spent: {name} at {context} tokens is left out")
                 continue
-            rows, right = measure(name, context, args, copy, budget)
+            try:
+                rows, right = measure(name, context, args, copy, budget)
+            except torch.OutOfMemoryError:
+                console.print(f"{name} at {context} tokens is left out: not enough memory")
+                continue
             if not right:
-                console.print("[bold red]wrong results: nothing is recorded[/]")
-                return 1
+                return False
             if args.gate_only:
                 console.print(f"{name} at {context} tokens: all contenders are right")
                 continue
             show(rows)
             recorded += rows
-    if args.record:
-        append_rows(args.out, recorded)
-    return 0
+    return True
+
+
+def record(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Append the rows where that was asked for."""
+    if args.record and rows:
+        append_rows(args.out, rows)
 
 
 if __name__ == "__main__":

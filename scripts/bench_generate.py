@@ -123,26 +123,31 @@ def fill_of(args: argparse.Namespace, context: int) -> str:
     return "prompt" if context <= LONGEST_PROMPT.get(args.device[:4], 2048) else "random"
 
 
-def contexts(args: argparse.Namespace, model: Any, budget: Budget) -> list[dict[str, Any]]:
-    """Time all caches at every context length."""
+def contexts(
+    args: argparse.Namespace, model: Any, budget: Budget, rows: list[dict[str, Any]]
+) -> None:
+    """Time all caches at every context length, adding to `rows`."""
     kinds = able_kinds(args.caches, args)
-    rows: list[dict[str, Any]] = []
     for context in args.context:
         if budget.spent:
             console.print(f"the budget is spent: {context} tokens are left out")
             continue
         fill = fill_of(args, context)
-        results = compare_steps(
-            model,
-            kinds,
-            context,
-            batch=args.batch,
-            fill=fill,
-            steps=args.steps,
-            prefills=args.prefills,
-            budget=budget,
-            say=console.print,
-        )
+        try:
+            results = compare_steps(
+                model,
+                kinds,
+                context,
+                batch=args.batch,
+                fill=fill,
+                steps=args.steps,
+                prefills=args.prefills,
+                budget=budget,
+                say=console.print,
+            )
+        except torch.OutOfMemoryError:
+            console.print(f"{context} tokens are left out: not enough memory")
+            continue
         title = f"{args.random or args.model}, {context} tokens ({fill}), batch {args.batch}, {args.dtype}"
         show(title, results)
         rows += rows_of(args, "generate", results, context=context, batch=args.batch, fill=fill)
@@ -154,13 +159,13 @@ def contexts(args: argparse.Namespace, model: Any, budget: Budget) -> list[dict[
                 [row["context"] for row in found], [row["step_ms_p50"] for row in found]
             )
             console.print(f"  {name}: {slope:.3f} ms per step and 1,000 tokens of context")
-    return rows
 
 
-def scaling(args: argparse.Namespace, model: Any, budget: Budget) -> list[dict[str, Any]]:
-    """Time ragged batches and every step of a long decode, with a few caches."""
+def scaling(
+    args: argparse.Namespace, model: Any, budget: Budget, rows: list[dict[str, Any]]
+) -> None:
+    """Time ragged batches and every step of a long decode, with a few caches, adding to `rows`."""
     kinds = able_kinds([name for name in args.caches if name in GROWING], args)
-    rows: list[dict[str, Any]] = []
     for context in args.context:
         jobs: dict[str, Callable[[], list[dict[str, Any]]]] = {
             "ragged": lambda c=context: ragged_steps(  # type: ignore[misc]
@@ -178,7 +183,6 @@ def scaling(args: argparse.Namespace, model: Any, budget: Budget) -> list[dict[s
             show(f"{kind}, {args.random or args.model}, {context} tokens", results)
             rows += rows_of(args, kind, results, context=context, fill="random")
             gc.collect()
-    return rows
 
 
 # field of a result -> (column, format); a table shows the fields that its results have
@@ -229,9 +233,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not right(args, model):
         console.print("[bold red]wrong results: nothing is timed or recorded[/]")
         return 1
-    rows = (scaling if args.scaling else contexts)(args, model, budget)
-    if args.record:
-        append_rows(args.out, rows)
+    rows: list[dict[str, Any]] = []
+    try:
+        (scaling if args.scaling else contexts)(args, model, budget, rows)
+    finally:  # a run that breaks off leaves what it has: the gate was passed
+        if args.record and rows:
+            append_rows(args.out, rows)
     return 0
 
 

@@ -5,7 +5,7 @@ keys in a processor cache, and walks through all of them as a model does.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,7 +167,11 @@ def paged(
     views: list[Any] = []
 
     def prepare() -> None:
-        views[:] = [layer.current_kv() for layer in cache.paged_layers]
+        # own dicts: a CUDA graph reads these very tensors, also after the cache has grown into larger ones
+        views[:] = [
+            replace(kv, key_pages=dict(kv.key_pages), value_pages=dict(kv.value_pages))
+            for kv in (layer.current_kv() for layer in cache.paged_layers)
+        ]
 
     def run() -> list[torch.Tensor]:
         return [

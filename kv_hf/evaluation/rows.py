@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,36 @@ def commit() -> str:
         return ""
 
 
+# what the rows of one run have in common
+RUN = ("date", "commit", "machine", "threads", "dtype")
+# packages beside torch and transformers whose versions change a measurement, where they are installed
+COUNTED = ("triton", "optimum-quanto", "hqq")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that a measurement depends on."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    for name in COUNTED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def make_row(**measured: Any) -> dict[str, Any]:
     """Return a row of `measured` with date, commit, machine and versions."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         **measured,
     }
 
@@ -65,3 +85,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+
+
+def latest_run(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """Return the rows with these values that belong to the newest run: one date, commit, machine and thread count.
+
+    Figures of different machines or versions never meet in one table.
+    """
+    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    if not found:
+        return []
+    run = [found[-1].get(name) for name in RUN]
+    return [row for row in found if [row.get(name) for name in RUN] == run]

@@ -47,7 +47,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=24, help="timed steps per cache")
     parser.add_argument("--prefills", type=int, default=3, help="timed prefills per cache")
-    parser.add_argument("--fill", default="auto", choices=("auto", "prompt", "random"))
+    parser.add_argument(
+        "--fill",
+        default="auto",
+        choices=("auto", "prompt", "random"),
+        help="auto: a real prefill up to 2,048 tokens on a CPU and 32,768 on a GPU",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernel", default="auto", choices=KERNEL_CHOICES)

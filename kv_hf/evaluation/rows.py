@@ -1,10 +1,12 @@
 """Rows of results/*.jsonl: one line per measurement, with what is needed to repeat it."""
 
 import datetime
+import functools
 import json
 import os
 import platform
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,48 @@ def machine() -> str:
     return name
 
 
+@functools.cache
 def commit() -> str:
-    """Return the commit of the working tree, with "+" when it has changes; "" outside of a checkout."""
+    """Return the commit of the working tree, with "+" when its code has changes; "" outside of a checkout.
+
+    Rows and tables that an earlier part of the same run has written are no changes of the code.
+    """
     folder = Path(__file__).parent
-    try:
-        args = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    code = ["--", ":/", ":(top,exclude)results", ":(top,exclude)README.md"]
+
+    def git(*args: str) -> str:
         return subprocess.run(
-            args, cwd=folder, check=True, capture_output=True, text=True, timeout=10
+            ["git", *args], cwd=folder, check=True, capture_output=True, text=True, timeout=10
         ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", *code)
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+# what the rows of one run have in common
+RUN = ("date", "commit", "machine", "threads", "dtype")
+# packages beside torch and transformers whose versions change a measurement, where they are installed
+COUNTED = ("triton", "optimum-quanto", "hqq")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that a measurement depends on."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    for name in COUNTED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def make_row(**measured: Any) -> dict[str, Any]:
@@ -43,11 +77,7 @@ def make_row(**measured: Any) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         **measured,
     }
 
@@ -65,3 +95,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+
+
+def latest_run(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """Return the rows with these values that belong to the newest run: one date, commit, machine and thread count.
+
+    Figures of different machines or versions never meet in one table.
+    """
+    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    if not found:
+        return []
+    run = [found[-1].get(name) for name in RUN]
+    return [row for row in found if [row.get(name) for name in RUN] == run]

@@ -1,0 +1,97 @@
+"""Every cache that a user of transformers can choose, by name, with the reason where one cannot run here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+from ..cache.paged_cache import PagedCache
+from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
+from .shapes import SHAPES
+
+# name -> arguments of transformers' QuantizedCache
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "quanto_int4": {"backend": "quanto", "nbits": 4},
+    "hqq_int4": {"backend": "hqq", "nbits": 4},
+    "quantized_fp8": {"backend": "fp8"},
+}
+STOCK = ("dynamic", "static", "offloaded", *QUANTIZED)
+CACHE_NAMES = (*STOCK, *IMPLEMENTATIONS)
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """A way to cache.
+
+    Attributes:
+        attention: attention implementation of the model that it is measured with.
+        make: (model config, most tokens that will be held) -> an empty cache.
+    """
+
+    name: str
+    attention: str
+    make: Callable[[Any, int], Any]
+
+
+def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
+    """Return the cache called `name` (CACHE_NAMES); `kernel` is kv_hf's option of that name."""
+    if name in IMPLEMENTATIONS:
+        return CacheKind(
+            name,
+            ATTENTION_NAME,
+            lambda config, _: PagedCache.from_implementation(config, name, {"kernel": kernel}),
+        )
+    if name in QUANTIZED:
+        options = QUANTIZED[name]
+        return CacheKind(name, "sdpa", lambda config, _: QuantizedCache(config=config, **options))
+    if name == "static":
+        return CacheKind(
+            name, "sdpa", lambda config, most: StaticCache(config=config, max_cache_len=most)
+        )
+    offloads = name == "offloaded"
+    return CacheKind(
+        name, "sdpa", lambda config, _: DynamicCache(config=config, offloading=offloads)
+    )
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Return why the cache `name` cannot be measured on `device`, or None.
+
+    A quantized cache is tried: some need a package, a newer transformers, or a compiler at their first step.
+    """
+    if name == "offloaded" and device.type != "cuda":
+        return "it moves layers from the GPU to the CPU, and there is no GPU"
+    if name not in QUANTIZED:
+        return None
+    states = torch.randn(1, 8, 64, 128, dtype=torch.bfloat16, device=device)
+    try:
+        cache = cache_kind(name).make(SHAPES["llama-8b"].config(1), 0)
+        for _ in range(2):  # what was quantized is read at the second call
+            cache.update(states, states, 0)
+    except Exception as error:  # whatever a missing or broken package raises
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{type(error).__name__}: {lines[0][:120]}"
+    return None
+
+
+def held_bytes(cache: Any) -> int:
+    """Return the bytes of all keys and values that a cache holds, with scales, wherever they lie."""
+    if isinstance(cache, PagedCache):
+        return cache.memory().total
+    return sum(_tensor_bytes(vars(layer)) for layer in cache.layers)
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in lists, dicts and tensor subclasses (quanto's are made of other tensors)."""
+    if isinstance(value, torch.Tensor):
+        parts = getattr(value, "__tensor_flatten__", None)
+        if parts is None:
+            return value.nbytes
+        return sum(_tensor_bytes(getattr(value, name)) for name in parts()[0])
+    if isinstance(value, Mapping):
+        return sum(_tensor_bytes(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(_tensor_bytes(item) for item in value)
+    return 0

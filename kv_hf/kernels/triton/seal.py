@@ -13,8 +13,8 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves integers, round
 
 @triton.jit
 def _finite(x):
-    """Replace nan by 0 and clamp to float16's range."""
-    return tl.where(x == x, tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX), 0.0)
+    """Replace nan by 0 and clamp to float16's range; -0 becomes 0, so that a minimum has one bit pattern."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -SCALE_MAX), SCALE_MAX), 0.0) + 0.0
 
 
 @triton.jit

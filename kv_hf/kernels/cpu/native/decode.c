@@ -38,6 +38,16 @@ static Splits splits_of(int64_t pages, int64_t exact, int64_t page_size) {
     return (Splits){(pages + per - 1) / per, per, (exact + WINDOW_SPLIT - 1) / WINDOW_SPLIT};
 }
 
+/* The pages of one head lie apart, a few kilobytes each: too short for the processor's own prefetching. */
+static void fetch(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i);
+}
+
+static void fetch_scales(const Side *side, int64_t at) {
+    if (side->scale) fetch((const uint16_t *)side->scale + at * side->scale_stride, side->scale_stride * 2);
+    if (side->offset) fetch((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2);
+}
+
 /* Token `slot` of the window, as floats. */
 static void load_floats(const Side *side, int64_t row, int64_t head, int64_t slot, float *to) {
     int64_t from = row * side->window_row + head * side->window_head + slot * side->window_slot;

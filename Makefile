@@ -24,7 +24,10 @@ $(BIN)/python:
 # torch first and alone, so that the machine's own build (CPU or CUDA) is taken and kept
 $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard kv_hf/kernels/cpu/native/*) | $(BIN)/python
 	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	@rm -f kv_hf/kernels/cpu/_native*.so
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,test]'
+	@$(BIN)/python -c "import shutil, sys; from kv_hf.kernels.cpu import library; reason = library.missing(); \
+	reason and print('C kernel:', reason); sys.exit(bool(reason and shutil.which('cc')))"
 	@touch $@
 
 $(VENV)/.weights: $(VENV)/.installed
@@ -37,8 +40,9 @@ demo: $(VENV)/.weights ## install, then generate with every cache on a real mode
 test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-test-all: $(VENV)/.weights ## test, the slow tests on a real model, and the suite on the oldest transformers
+test-all: $(VENV)/.weights ## test, the slow tests, the suite without the C kernel, and on the oldest transformers
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	KV_HF_ISA=none $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'

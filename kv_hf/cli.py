@@ -36,7 +36,7 @@ def print_doctor(device: torch.device, dtype: torch.dtype, head_dim: int, page_s
     print(f"\nPages on {device}: {dtype_name}, head_dim {head_dim}, page_size {page_size}")
     reports = report_formats(device, dtype, head_dim, page_size)
     for report in reports:
-        print(f"  paged_{report.format:<8}{report.kernel}")
+        print(f"  paged_{report.format:<8}{report.kernel or 'none'}")
     print("\nWhy not another kernel:")
     for name in {name: None for report in reports for name, _ in report.others}:
         reasons = {

@@ -52,8 +52,8 @@ class CacheConfig:
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
         recent_tokens: tokens that stay exact on top of the page that is being filled.
         max_pages: upper bound of the pool over all rows, or None.
-        reserve_tokens: tokens of each row that storage has room for from the first forward on. Without it,
-            storage grows with the text, by one page's worth at a time at first: it is copied when it grows.
+        reserve_tokens: tokens of each row that storage has room for from the first forward on (within max_pages).
+            Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
         attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
         kernel: implementation of attention over pages: "auto" takes the best that can run here, a name takes

@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import transformers
 
+from .config import CacheConfig
+from .errors import CacheOptionError
 from .formats import FORMAT_NAMES, key_scheme, value_scheme
 from .kernels.choice import NAMES, layout_for, why_not
 from .kernels.cpu import library
@@ -19,12 +21,12 @@ class FormatReport:
 
     Attributes:
         format: exact, fp8, int8, int4 or int2.
-        kernel: the implementation that kernel="auto" takes.
+        kernel: the implementation that kernel="auto" takes, or None when the format cannot store such heads.
         others: (name, why it cannot run, or None where it merely was not the best) of the other implementations.
     """
 
     format: str
-    kernel: str
+    kernel: str | None
     others: tuple[tuple[str, str | None], ...]
 
 
@@ -33,20 +35,32 @@ def report_formats(
 ) -> list[FormatReport]:
     """Return, for every format, the kernel that would read its pages on `device`, and why not another.
 
-    Raises: CacheOptionError where a format cannot store heads of `head_dim`.
+    Raises: CacheOptionError for a page_size or head_dim that no cache has, or a device that torch does not see.
     """
+    CacheConfig(page_size=page_size)
+    if head_dim < 1:
+        raise CacheOptionError(f"head_dim must be at least 1, got {head_dim}")
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise CacheOptionError(f"device {str(device)!r} cannot be used here: {reason}") from error
     reports = []
     for name in FORMAT_NAMES:
-        spec = PageSpec.build(
-            key_scheme(name),
-            value_scheme(name),
-            num_kv_heads=1,
-            key_dim=head_dim,
-            value_dim=head_dim,
-            page_size=page_size,
-            dtype=dtype,
-            layout=layout_for(device),
-        )
+        try:
+            spec = PageSpec.build(
+                key_scheme(name),
+                value_scheme(name),
+                num_kv_heads=1,
+                key_dim=head_dim,
+                value_dim=head_dim,
+                page_size=page_size,
+                dtype=dtype,
+                layout=layout_for(device),
+            )
+        except CacheOptionError as error:
+            reports.append(FormatReport(name, None, (("any", str(error)),)))
+            continue
         reasons = [(kernel, why_not(kernel, device, spec)) for kernel in NAMES]
         chosen = next(kernel for kernel, reason in reasons if reason is None)
         others = tuple(pair for pair in reasons if pair[0] != chosen)

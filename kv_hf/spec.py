@@ -218,6 +218,12 @@ def sealed_pages(tokens: int, *, page_size: int, sink_tokens: int, recent_tokens
     return max(0, tokens - sink_tokens - recent_tokens) // page_size
 
 
+def reserved_pages(rows: int, pages_per_row: int, max_pages: int | None) -> int:
+    """Return the pages that storage makes room for at once: never more than `max_pages`."""
+    reserved = rows * pages_per_row
+    return reserved if max_pages is None else min(reserved, max_pages)
+
+
 def window_slots(*, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
     """Return the exact tokens that a row has room for: its sinks and its open tail."""
     return sink_tokens + page_size + recent_tokens
@@ -230,13 +236,14 @@ def predict_memory(
     sink_tokens: int,
     recent_tokens: int,
     reserve_tokens: int = 0,
+    max_pages: int | None = None,
 ) -> MemoryReport:
     """Predict the bytes of a cache whose rows hold `row_tokens` real tokens, without allocating.
 
     Args:
         specs: one per paged layer.
         row_tokens: real tokens of each row of the batch (left padding not counted).
-        sink_tokens, recent_tokens, reserve_tokens: as in CacheConfig.
+        sink_tokens, recent_tokens, reserve_tokens, max_pages: as in CacheConfig.
     """
     if not specs:
         return MemoryReport(0, 0, 0, 0, 0, 0, 0, sum(row_tokens))
@@ -248,7 +255,8 @@ def predict_memory(
     per_row = [sealed_pages(tokens, **sizes) for tokens in row_tokens]
     held = sum(per_row)
     rows = len(row_tokens)
-    capacity = max(page_capacity(held), rows * sealed_pages(reserve_tokens, **sizes))
+    reserved = reserved_pages(rows, sealed_pages(reserve_tokens, **sizes), max_pages)
+    capacity = max(page_capacity(held), reserved)
     return MemoryReport(
         payload=capacity * sum(side.payload_bytes for spec in specs for side in spec.sides),
         scales=capacity * sum(side.scale_bytes for spec in specs for side in spec.sides),

@@ -1,11 +1,15 @@
 """The kernels that run on a CPU against the fp64 oracle: the C library in every instruction set, and SDPA."""
 
+import os
+import pickle
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from paged_inputs import DTYPES, ROWS, budget, dense_attention, make_kv, make_query
 
@@ -410,14 +414,116 @@ def test_float64_is_read_by_the_reference():
 
 
 @needs_library
-def test_isa_variable_must_name_what_the_processor_has(monkeypatch):
-    library.isa.cache_clear()
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("9", "KV_HF_ISA must be between 0 and"),
+        ("x", "got 'x'"),
+        ("none", "turns the C kernel off"),
+    ],
+)
+def test_isa_variable_is_checked_before_a_kernel_is_chosen(monkeypatch, value, says):
+    monkeypatch.setenv(library.ISA_VARIABLE, value)
+    library._loaded.cache_clear()
     try:
-        monkeypatch.setenv(library.ISA_VARIABLE, "0")
-        assert library.isa() == 0
-        library.isa.cache_clear()
-        monkeypatch.setenv(library.ISA_VARIABLE, "9")
-        with pytest.raises(ValueError, match="KV_HF_ISA must be between 0 and"):
-            library.isa()
+        with pytest.raises(CacheOptionError, match=f"kernel='c' cannot run here: .*{says}"):
+            choice.choose("c", torch.device("cpu"), spec_of())
+        with pytest.warns(kv_hf.KVCacheWarning, match=says):
+            assert choice.choose("auto", torch.device("cpu"), spec_of()).name == "sdpa"
     finally:
-        library.isa.cache_clear()
+        library._loaded.cache_clear()
+
+
+@needs_library
+def test_library_older_than_its_sources_is_refused(monkeypatch, tmp_path):
+    built = min(library.FOLDER.glob("_native*.so"))
+    folder = tmp_path / "kv_hf" / "kernels" / "cpu"
+    (folder / "native").mkdir(parents=True)
+    source = folder / "native" / "seal.c"
+    source.write_text("")
+    (folder / built.name).write_bytes(built.read_bytes())
+    monkeypatch.setattr(library, "FOLDER", folder)
+    for changed, checkout, refused in ((0, True, False), (4e9, False, False), (4e9, True, True)):
+        os.utime(source, (changed, changed))
+        if checkout:
+            (tmp_path / "pyproject.toml").write_text("")
+        else:
+            (tmp_path / "pyproject.toml").unlink(missing_ok=True)
+        library._loaded.cache_clear()
+        try:
+            assert ("older than its sources" in str(library.missing())) == refused
+        finally:
+            library._loaded.cache_clear()
+
+
+@needs_library
+def test_threads_that_end_give_their_memory_back():
+    """generate() in a thread per request is how streaming servers work."""
+    kv = make_kv("int8", rows=[(500, 9)], heads=8, key_dim=128, layout=LANES)
+    query = make_query(kv, 16, 8, torch.float32)
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        pytest.skip("needs /proc")
+
+    def resident():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def in_threads(count):
+        for _ in range(count):
+            thread = threading.Thread(
+                target=decode.paged_attention, args=(query, kv), kwargs={"softmax_scale": 0.1}
+            )
+            thread.start()
+            thread.join()
+
+    before_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        in_threads(5)
+        before = resident()
+        in_threads(30)
+        grown = resident() - before
+    finally:
+        torch.set_num_threads(before_threads)
+    partials = 32 * 8 * 128 * (128 + 2) * 4  # splits, kv heads, queries, floats: what a call keeps
+    assert grown < 5 * partials, f"30 threads left {grown} bytes"
+
+
+def test_pickled_cache_chooses_its_kernel_where_it_is_read(monkeypatch):
+    model = tiny_models.make_model("llama", num_hidden_layers=1)
+    model.set_attn_implementation("kv_hf")
+    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16)
+    ids = tiny_models.tokens(1, 50)
+    model(ids, past_key_values=cache)
+    pickled = pickle.dumps(cache)
+    with torch.no_grad():
+        expected = model(ids[:, :1], past_key_values=cache).logits
+        monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
+        again = pickle.loads(pickled)
+        assert again.layers[0].store.kernel.name == "sdpa"
+        got = model(ids[:, :1], past_key_values=again).logits
+    assert torch.allclose(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa", pytest.param("c", marks=needs_library)])
+def test_kernels_keep_their_precision_under_autocast(name):
+    kv = make_kv("int8", layout=LANES)
+    query = make_query(kv, 1, 2, torch.float32)
+    kernel = choice.load(name)
+    expected = kernel.attend(query, kv, softmax_scale=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = kernel.attend(query, kv, softmax_scale=0.1)
+    assert torch.equal(out, expected)
+
+
+def test_kernel_of_a_query_that_sees_only_the_lowest_numbers_attends_to_all_tokens_alike(attend):
+    kv = make_kv("exact", layout=LANES, rows=[(20, 8)])
+    mask = torch.full((1, 1, 1, kv.seen), torch.finfo(torch.float32).min)
+    check(attend, make_query(kv, 1, 2, torch.float32), kv, mask=mask)
+
+
+@pytest.mark.parametrize(("head_dim", "page"), [(24, 4096), (40, 2048), (8, 1024), (72, 64)])
+@pytest.mark.parametrize("name", ["exact", "int8", "fp8"])
+def test_kernel_takes_lanes_that_fill_no_vector(attend, name, head_dim, page):
+    kv = make_kv(name, key_dim=head_dim, layout=LANES, page=page, slots=24, rows=[(1, 9), (0, 3)])
+    check(attend, make_query(kv, 2, 2, torch.float32), kv)

@@ -48,8 +48,10 @@ def test_doctor_prints_every_format_and_the_reasons(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--head-dim", "63"], "head_dim must be a multiple of 2, got 63"),
+        (["--head-dim", "0"], "head_dim must be at least 1, got 0"),
+        (["--page-size", "24"], "page_size must be a power of two of at least 16, got 24"),
         (["--device", "gpu"], "gpu"),
+        (["--device", "meta"], "device 'meta' cannot be used here"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -59,6 +61,14 @@ def test_doctor_refuses_what_cannot_be(capsys, arguments, says):
         cli.main(["doctor", *arguments])
     assert stop.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(capsys):
+    assert cli.main(["doctor", "--device", "cpu", "--head-dim", "6"]) == 0
+    printed = capsys.readouterr().out
+    assert "paged_int2    none" in printed
+    assert "head_dim must be a multiple of 4, got 6" in printed
+    assert "keys of head_dim 6 as 'int4' do not fill whole words" in printed
 
 
 def test_doctor_is_installed_as_a_command():

@@ -7,7 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.kernels.reference import TILE_TOKENS
+from kv_hf.kernels import packed, reference
+
+TILE_TOKENS = max(packed.TILE_TOKENS, reference.TILE_TOKENS)
 
 
 def tensor_bytes(cache):
@@ -27,6 +29,7 @@ def predicted(cache):
         sink_tokens=options.sink_tokens,
         recent_tokens=options.recent_tokens,
         reserve_tokens=options.reserve_tokens,
+        max_pages=options.max_pages,
     )
 
 
@@ -38,6 +41,7 @@ def predicted(cache):
         {"page_size": 16, "sink_tokens": 0, "recent_tokens": 24},
         {"page_size": 16, "reserve_tokens": 300},
         {"reserve_tokens": 70},
+        {"reserve_tokens": 100_000, "max_pages": 30},
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
+from typing import Any
+
 import torch
 
 from ..errors import CacheMismatchError
@@ -31,6 +33,7 @@ class LayerStore:
         device: torch.device,
         kernel: str = "auto",
     ) -> None:
+        self.asked_kernel = kernel
         self.kernel = choose(kernel, device, spec)
         self.layer_idx = layer_idx
         self.spec = spec
@@ -40,6 +43,15 @@ class LayerStore:
         with storing():
             self.pages = PageStorage(spec, device)
             self.windows = (ExactWindow(spec.keys, device), ExactWindow(spec.values, device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
+        return {name: value for name, value in vars(self).items() if name != "kernel"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Choose a kernel for this place."""
+        vars(self).update(state)
+        self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether keys and values have this layer's heads, dtype and device."""

@@ -26,14 +26,16 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend to pages by SDPA, row by row; CPU tensors only. See `reference.paged_attention`.
 
-    What SDPA cannot express (softcap, values of another head_dim than keys, float64) goes to the reference.
+    What SDPA cannot express (softcap, values of another head_dim than keys, float64, masks of the lowest number)
+    goes to the reference. Decoded keys and values are rounded to the query's dtype.
     """
     spec = kv.spec
-    if (
-        softcap is not None
-        or spec.keys.head_dim != spec.values.head_dim
-        or query.dtype.itemsize > 4
-    ):
+    # a query that sees nothing but such a mask attends to all tokens alike, which log-sum-exps cannot tell
+    lowest = False
+    if mask is not None and mask.is_floating_point():
+        lowest = bool((mask == torch.finfo(mask.dtype).min).any())
+    differing = spec.keys.head_dim != spec.values.head_dim
+    if lowest or softcap is not None or differing or query.dtype.itemsize > 4:
         return reference_attention(
             query,
             kv,

@@ -3,6 +3,10 @@
 Refuses to be clever: it walks the block table, decodes one tile at a time, and keeps a running softmax.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ..quant.codec import decode, encode
@@ -69,6 +73,16 @@ def decode_tile(
     return tokens.flatten(2, 3)
 
 
+def _without_autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def run(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        with torch.autocast(query.device.type, enabled=False):
+            return function(query, *args, **options)
+
+    return run
+
+
+@_without_autocast
 def paged_attention(
     query: torch.Tensor,
     kv: PagedKV,

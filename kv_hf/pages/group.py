@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import CacheMismatchError, InterruptedForwardError
-from ..spec import TABLE_DTYPE, sealed_pages
+from ..spec import TABLE_DTYPE, reserved_pages, sealed_pages
 from .pool import PagePool
 from .step import Row, RowStep, SealJobs, Step, TableView
 
@@ -193,7 +193,7 @@ class PageGroup:
             self.view(found),
             first_jobs,
             jobs,
-            batch * self.reserve,
+            reserved_pages(batch, self.reserve, self.pool.max_pages),
         )
         return step, tuple(rows)
 

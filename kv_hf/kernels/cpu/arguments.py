@@ -19,7 +19,10 @@ def unsupported(spec: PageSpec) -> str | None:
     """Return what the C kernel does not know about these pages, or None."""
     for side in spec.sides:
         if side.layout != LANES:
-            return f"the layout of the {side.side} is {side.layout!r}, the C kernel reads {LANES!r}"
+            return (
+                f"{side.side} of head_dim {side.head_dim} as {side.scheme.name!r} do not fill whole words of 32 bits; "
+                "use another format, or kernel='sdpa' or 'reference'"
+            )
         if side.dtype not in DTYPES:
             return f"{side.side} of {side.dtype} are not among {', '.join(map(str, DTYPES))}"
         if side.scheme.is_exact:

@@ -7,35 +7,54 @@ from pathlib import Path
 
 import torch
 
-ABI = 2  # KV_HF_ABI of native/kv_hf.h
+ABI = 3  # KV_HF_ABI of native/kv_hf.h
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")
-ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: use a lesser instruction set than the processor has
+ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
+FOLDER = Path(__file__).parent
 
 
 @functools.cache
 def _loaded() -> tuple[ctypes.CDLL | None, str]:
     """Return (library, "") or (None, reason)."""
-    found = sorted(Path(__file__).parent.glob("_native*.so"))
+    if os.environ.get(ISA_VARIABLE) == "none":
+        return None, f"{ISA_VARIABLE}=none turns the C kernel off"
+    found = sorted(FOLDER.glob("_native*.so"), key=lambda path: ".abi3." not in path.name)
     if not found:
         return None, (
             "the C kernel was not compiled when kv_hf was installed; install a C compiler (gcc or clang) and "
             "install kv_hf again"
         )
+    path = found[0]
+    if _is_checkout() and any(
+        source.stat().st_mtime > path.stat().st_mtime for source in (FOLDER / "native").iterdir()
+    ):
+        return None, f"{path.name} is older than its sources; install kv_hf again"
     try:
-        library = ctypes.CDLL(str(found[-1]))
+        library = ctypes.CDLL(str(path))
         if library.kv_hf_abi() != ABI:
-            return None, (
-                f"{found[-1].name} was compiled from other sources than these; install kv_hf again"
+            return (
+                None,
+                f"{path.name} was compiled from other sources than these; install kv_hf again",
             )
     except (OSError, AttributeError) as error:
-        return None, f"{found[-1].name} cannot be loaded ({error}); install kv_hf again"
+        return None, f"{path.name} cannot be loaded ({error}); install kv_hf again"
     for name in ("kv_hf_decode", "kv_hf_seal"):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     library.kv_hf_isa.restype = ctypes.c_int64
+    asked, best = os.environ.get(ISA_VARIABLE), int(library.kv_hf_isa())
+    if asked is not None and asked not in map(str, range(best + 1)):
+        return None, (
+            f"{ISA_VARIABLE} must be between 0 and {best} ({ISA_NAMES[best]}) on this processor, or none, got {asked!r}"
+        )
     library.kv_hf_use_openmp.argtypes = [ctypes.c_void_p]
     library.kv_hf_use_openmp(_torch_openmp())
     return library, ""
+
+
+def _is_checkout() -> bool:
+    """Say whether the sources are worked on here: an installed copy has file times of no meaning."""
+    return (FOLDER.parents[2] / "pyproject.toml").is_file()
 
 
 def _torch_openmp() -> int | None:
@@ -76,11 +95,4 @@ def missing() -> str | None:
 def isa() -> int:
     """Return the instruction set in use, an index of ISA_NAMES."""
     best = int(library().kv_hf_isa())
-    asked = os.environ.get(ISA_VARIABLE)
-    if asked is None:
-        return best
-    if asked not in map(str, range(best + 1)):
-        raise ValueError(
-            f"{ISA_VARIABLE} must be between 0 and {best} here ({ISA_NAMES[best]}), got {asked!r}"
-        )
-    return int(asked)
+    return int(os.environ.get(ISA_VARIABLE, best))

@@ -25,4 +25,7 @@ def seal_pages(
         isa(),
         spec.scheme.clip,
     )
-    return torch.tensor(bool(library().kv_hf_seal(block)))
+    result = library().kv_hf_seal(block)
+    if result < 0:
+        raise MemoryError("no memory for encoding a page")
+    return torch.tensor(bool(result))

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_WORDS 1024  /* words of a padded stretch of lanes */
+#define MAX_WORDS 256   /* words of a padded stretch of lanes at a time */
 #define WINDOW_TILE 64  /* exact tokens laid out at a time */
 #define WINDOW_SPLIT 256
 typedef struct {
@@ -24,7 +24,7 @@ typedef struct {
     Sizes z;
     int64_t splits, partial_floats, scratch_floats;
     float *partials;
-    atomic_int *done;
+    atomic_int *done, failed;
 } Call;
 
 typedef struct {
@@ -146,7 +146,7 @@ int64_t kv_hf_abi(void) { return KV_HF_ABI; }
 
 static int64_t largest_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Returns 0, or 1 when memory is short (nothing is written then). */
+/* Returns 0, or 1 when memory is short: the output is then not complete. */
 int64_t kv_hf_decode(const Decode *a) {
     Call call = {.a = a};
     Sizes *z = &call.z;
@@ -168,22 +168,14 @@ int64_t kv_hf_decode(const Decode *a) {
                           z->tile_keys + a->values.dim * WINDOW_TILE + 2 * largest_of(a->keys.dim, page) + 64;
     int64_t pairs = a->rows * a->heads;
     call.splits = largest_of(call.splits, 1);
-    /* kept between calls, so that a step allocates nothing; one call at a time uses it */
-    static _Thread_local float *held;
-    static _Thread_local int64_t held_floats;
-    int64_t floats = pairs * call.splits * call.partial_floats + pairs;
-    if (floats > held_floats) {
-        free(held);
-        held = NULL, held_floats = 0;
-        if (posix_memalign((void **)&held, 64, floats * sizeof(float))) return 1;
-        held_floats = floats;
-    }
-    call.partials = held;
-    call.done = (atomic_int *)(held + pairs * call.splits * call.partial_floats);
+    call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
+    if (!call.partials) return 1;
+    call.done = (atomic_int *)(call.partials + pairs * call.splits * call.partial_floats);
+    atomic_init(&call.failed, 0);
     for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);
     for (int64_t row = 0; row < a->rows; row++) /* rows without any token have no task that could write */
         if (((const int32_t *)a->num_pages)[row] + ((const int32_t *)a->exact_lens)[row] == 0)
             for (int64_t head = 0; head < a->heads; head++) merge(&call, row, head, 0);
     kv_hf_parallel(tasks[a->isa], &call, pairs * call.splits, a->threads);
-    return 0;
+    return atomic_load(&call.failed);
 }

@@ -1,11 +1,11 @@
 /* What Python and C agree on: argument blocks of 64-bit fields, in this order, and the numbers of formats.
- * kernels/cpu/library.py fills the blocks; KV_HF_ABI rises whenever a field moves. */
+ * kernels/cpu/arguments.py packs the blocks; KV_HF_ABI rises whenever a field moves. */
 #ifndef KV_HF_H
 #define KV_HF_H
 
 #include <stdint.h>
 
-#define KV_HF_ABI 2
+#define KV_HF_ABI 3
 
 enum Format { F32, BF16, F16, INT8, UINT4, UINT2, FLOAT8, NUM_FORMATS };
 enum MaskKind { MASK_NONE, MASK_BOOL, MASK_FLOAT };
@@ -45,5 +45,9 @@ typedef struct {
 /* Run task(context, index) for index in [0, tasks) on at most `threads` threads. */
 typedef void (*Task)(void *context, int64_t index);
 void kv_hf_parallel(Task task, void *context, int64_t tasks, int64_t threads);
+
+/* Memory of the calling thread, kept for its next call and freed when it ends; NULL when memory is short. */
+enum Purpose { FOR_CALLS, FOR_TASKS, NUM_PURPOSES };
+float *kv_hf_scratch(int purpose, int64_t floats);
 
 #endif

@@ -89,21 +89,12 @@ INLINE void store_float(void *to, int dtype, int64_t i, float x) {
 
 INLINE int places_of(int format) { return format == UINT4 ? 2 : format == UINT2 ? 4 : 1; }
 
+/* Neighbouring codes in a word (codes of other places lie a run further on). */
+INLINE int codes_in_word(int format) { return format == F32 ? 1 : format <= F16 ? 2 : 4; }
+
 INLINE int64_t words_in(int format, int64_t codes) {
     static const int bits[NUM_FORMATS] = {32, 16, 16, 8, 4, 2, 8};
     return codes * bits[format] / 32;
-}
-
-/* Per-thread memory, kept between calls. */
-INLINE float *scratch(int64_t floats) {
-    static _Thread_local float *held;
-    static _Thread_local int64_t size;
-    if (floats > size) {
-        free(held);
-        if (posix_memalign((void **)&held, 64, floats * sizeof(float))) abort();
-        size = floats;
-    }
-    return held;
 }
 
 #endif

@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdlib.h>
 
 #define MAX_WORKERS 256
 
@@ -73,6 +74,41 @@ static void start_workers(int count) {
         pthread_detach(thread);
         started++;
     }
+}
+
+typedef struct {
+    float *held[NUM_PURPOSES];
+    int64_t floats[NUM_PURPOSES];
+} Memory;
+
+static pthread_key_t memory_key;
+
+static void free_memory(void *memory) {
+    for (int i = 0; i < NUM_PURPOSES; i++) free(((Memory *)memory)->held[i]);
+    free(memory);
+}
+
+__attribute__((constructor)) static void make_key(void) { pthread_key_create(&memory_key, free_memory); }
+
+float *kv_hf_scratch(int purpose, int64_t floats) {
+    Memory *memory = pthread_getspecific(memory_key);
+    if (!memory) {
+        memory = calloc(1, sizeof(Memory));
+        if (!memory || pthread_setspecific(memory_key, memory)) {
+            free(memory);
+            return NULL;
+        }
+    }
+    if (floats > memory->floats[purpose]) {
+        free(memory->held[purpose]);
+        memory->floats[purpose] = 0;
+        if (posix_memalign((void **)&memory->held[purpose], 64, floats * sizeof(float))) {
+            memory->held[purpose] = NULL;
+            return NULL;
+        }
+        memory->floats[purpose] = floats;
+    }
+    return memory->held[purpose];
 }
 
 void kv_hf_use_openmp(void *gomp_parallel) { openmp_region = (Region)gomp_parallel; }

@@ -17,7 +17,7 @@
 typedef struct {
     const Seal *a;
     int64_t scratch_floats;
-    atomic_int damaged;
+    atomic_int damaged, failed;
 } SealCall;
 
 INLINE float round_to_half(float x) { return half_to_float(float_to_half(x)); }
@@ -63,10 +63,11 @@ static const Task tasks[NUM_ISAS] = {seal_portable_task, seal_avx2_task, seal_av
 static const Task tasks[NUM_ISAS] = {seal_portable_task, seal_portable_task, seal_portable_task, seal_portable_task};
 #endif
 
-/* Returns 1 when a number had to be made finite, else 0. */
+/* Returns 1 when a number had to be made finite, -1 when memory is short, else 0. */
 int64_t kv_hf_seal(const Seal *a) {
     SealCall call = {.a = a, .scratch_floats = 2 * a->page_size * a->side.dim + 4 * a->side.dim + 4 * a->page_size};
     atomic_init(&call.damaged, 0);
+    atomic_init(&call.failed, 0);
     kv_hf_parallel(tasks[a->isa], &call, a->num_jobs * a->heads, a->threads);
-    return atomic_load(&call.damaged);
+    return atomic_load(&call.failed) ? -1 : atomic_load(&call.damaged);
 }

@@ -49,7 +49,9 @@ def test_family_with_an_attention_interface_reads_pages(family, recwarn):
     model = shared_model(family)
     model.generate(tokens(1, 70), cache_implementation="paged_int4", max_new_tokens=3)
     assert model.config._attn_implementation == "kv_hf"
-    assert not [w for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
+    said = [str(w.message) for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
+    # without a C compiler another kernel reads the pages, and says so
+    assert not [message for message in said if "'c' would" not in message]
 
 
 @pytest.mark.parametrize("family", NO_INTERFACE)

@@ -95,12 +95,13 @@ def paged_attention(
                 decode_tile(kv.value_pages, spec.values, ids, q.dtype),
                 torch.arange(start, start + ids.shape[1] * kv.page_size),
             )
-        if exact:
-            slots = torch.arange(exact)
+        for first in range(0, exact, TILE_TOKENS):
+            last = min(first + TILE_TOKENS, exact)
+            slots = torch.arange(first, last)
             behind = count * kv.page_size * (slots >= kv.sink_tokens)
             add(
-                kv.window_keys[row : row + 1, :, :exact],
-                kv.window_values[row : row + 1, :, :exact],
+                kv.window_keys[row : row + 1, :, first:last],
+                kv.window_values[row : row + 1, :, first:last],
                 slots + behind,
             )
         if sink_logits is not None:

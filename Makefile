@@ -73,7 +73,7 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,bench]'
 	@touch $@
 
-bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU beside other caches, about 10 minutes
+bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU beside other caches, about 6 minutes
 	$(BIN)/python scripts/bench_decode.py --device cpu --record
 	$(BIN)/python scripts/bench_generate.py --device cpu --record
 	$(BIN)/python scripts/plots.py

@@ -42,7 +42,11 @@ def report_formats(
         raise CacheOptionError(f"head_dim must be at least 1, got {head_dim}")
     try:
         torch.zeros(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # by device and build of torch
         reason = str(error).splitlines()[0]
         raise CacheOptionError(f"device {str(device)!r} cannot be used here: {reason}") from error
     reports = []

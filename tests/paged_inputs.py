@@ -1,5 +1,7 @@
 """Random pages and windows for kernel tests, and an fp64 softmax over their decoded tokens as the oracle."""
 
+from dataclasses import replace
+
 import torch
 
 from kv_hf.formats import key_scheme, value_scheme
@@ -105,6 +107,21 @@ def make_kv(
         padding=torch.tensor([seen - count for count in tokens], dtype=torch.int32),
         seen=seen,
         sink_tokens=sinks,
+    )
+
+
+def row_alone(kv, row):
+    """The same row as a batch of one, without its padding."""
+    only = slice(row, row + 1)
+    return replace(
+        kv,
+        block_table=kv.block_table[only, : int(kv.num_pages[row])],
+        num_pages=kv.num_pages[only],
+        window_keys=kv.window_keys[only],
+        window_values=kv.window_values[only],
+        exact_lens=kv.exact_lens[only],
+        padding=torch.zeros(1, dtype=torch.int32),
+        seen=kv.seen - int(kv.padding[row]),
     )
 
 

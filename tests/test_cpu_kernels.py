@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from paged_inputs import DTYPES, ROWS, budget, dense_attention, make_kv, make_query
+from paged_inputs import DTYPES, ROWS, budget, dense_attention, make_kv, make_query, row_alone
 
 import kv_hf
 from kv_hf.errors import CacheOptionError
@@ -195,16 +195,7 @@ def test_kernel_result_of_a_row_does_not_depend_on_its_batch(attend, name):
     together = attend(query, kv, softmax_scale=0.1)
     for row in range(kv.rows):
         only = slice(row, row + 1)
-        alone = replace(
-            kv,
-            block_table=kv.block_table[only, : int(kv.num_pages[row])],
-            num_pages=kv.num_pages[only],
-            window_keys=kv.window_keys[only],
-            window_values=kv.window_values[only],
-            exact_lens=kv.exact_lens[only],
-            padding=torch.zeros(1, dtype=torch.int32),
-            seen=kv.seen - int(kv.padding[row]),
-        )
+        alone = row_alone(kv, row)
         assert torch.equal(attend(query[only], alone, softmax_scale=0.1), together[only])
 
 
@@ -527,3 +518,23 @@ def test_kernel_of_a_query_that_sees_only_the_lowest_numbers_attends_to_all_toke
 def test_kernel_takes_lanes_that_fill_no_vector(attend, name, head_dim, page):
     kv = make_kv(name, key_dim=head_dim, layout=LANES, page=page, slots=24, rows=[(1, 9), (0, 3)])
     check(attend, make_query(kv, 2, 2, torch.float32), kv)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"softcap": 3.0}, "leaves softcap to"), ({}, "leaves values of another head_dim")],
+)
+def test_sdpa_says_what_it_leaves_to_the_reference(options, says):
+    kv = make_kv("int8", layout=LANES, value_dim=64 if options else 32)
+    with pytest.warns(kv_hf.KVCacheWarning, match=says):
+        packed.paged_attention(
+            make_query(kv, 1, 2, torch.float32), kv, softmax_scale=0.1, **options
+        )
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_ops_say_why_they_take_the_reference(learns):
+    kv = make_kv("int8", layout=LANES)
+    query = make_query(kv, 1, 2, torch.float32 if learns else torch.float64).requires_grad_(learns)
+    with pytest.warns(kv_hf.KVCacheWarning, match="backward" if learns else "float64"):
+        ops.paged_attention(query, kv, softmax_scale=0.1, kernel="sdpa")

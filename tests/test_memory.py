@@ -155,14 +155,15 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("implementation", kv_hf.IMPLEMENTATIONS)
-def test_largest_temporary_of_a_decode_step_is_one_tile(implementation):
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])
+def test_largest_temporary_of_a_decode_step_is_one_tile(implementation, kernel):
     """The cache is many tiles long, so a dense copy of even one side of one layer would show."""
     model = make_model("llama", max_position_embeddings=8192)
     model.set_attn_implementation("kv_hf")
     config = model.config
     heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     length = 10 * TILE_TOKENS + 40  # the step seals no page, so no storage grows
-    cache = kv_hf.PagedCache.from_implementation(config, implementation)
+    cache = kv_hf.PagedCache.from_implementation(config, implementation, {"kernel": kernel})
     with torch.no_grad():
         model(tokens(1, length), past_key_values=cache)
         with LargestTensor() as largest:
@@ -211,10 +212,11 @@ def test_padding_that_was_observed_but_not_used_does_not_reach_the_next_batch():
 
 
 @pytest.mark.parametrize("options", [{"recent_tokens": 4096}, {"sink_tokens": 4096}])
-def test_largest_temporary_does_not_grow_with_the_window(options):
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])
+def test_largest_temporary_does_not_grow_with_the_window(options, kernel):
     model = make_model("llama", max_position_embeddings=8192)
     model.set_attn_implementation("kv_hf")
-    cache = kv_hf.PagedCache(model.config, keys="int4", **options)
+    cache = kv_hf.PagedCache(model.config, keys="int4", kernel=kernel, **options)
     with torch.no_grad():
         model(tokens(1, 5000), past_key_values=cache)
         windows = [window.tokens for layer in cache.paged_layers for window in layer.windows]

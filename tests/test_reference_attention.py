@@ -1,10 +1,18 @@
 """Paged attention against an fp64 softmax over tokens that were decoded and laid out by `paged_inputs`."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from paged_inputs import DTYPES, PAGE, ROWS, check, dense_attention, make_kv, make_query, tokens_of
+from paged_inputs import (
+    DTYPES,
+    PAGE,
+    ROWS,
+    check,
+    dense_attention,
+    make_kv,
+    make_query,
+    row_alone,
+    tokens_of,
+)
 
 from kv_hf.errors import CacheMismatchError, CacheOptionError
 from kv_hf.formats import FORMAT_NAMES
@@ -141,16 +149,7 @@ def test_paged_attention_of_a_row_does_not_depend_on_its_batch(name):
     together = reference.paged_attention(query, kv, softmax_scale=0.1)
     for row in range(kv.rows):
         only = slice(row, row + 1)
-        alone = replace(
-            kv,
-            block_table=kv.block_table[only, : int(kv.num_pages[row])],
-            num_pages=kv.num_pages[only],
-            window_keys=kv.window_keys[only],
-            window_values=kv.window_values[only],
-            exact_lens=kv.exact_lens[only],
-            padding=torch.zeros(1, dtype=torch.int32),
-            seen=kv.seen - int(kv.padding[row]),
-        )
+        alone = row_alone(kv, row)
         out = reference.paged_attention(query[only], alone, softmax_scale=0.1)
         assert torch.allclose(out, together[only], rtol=0, atol=1e-13)
 

@@ -242,7 +242,9 @@ class PagedCache(DynamicCache):
             tail=tail,
             tables=len(rows) * width * TABLE_DTYPE.itemsize,
             other=sum(
-                _tensor_bytes(layer) for layer in self.layers if not isinstance(layer, PagedLayer)
+                tensor_bytes(vars(layer))
+                for layer in self.layers
+                if not isinstance(layer, PagedLayer)
             ),
             pages_held=self.group.pool.num_held,
             pages_allocated=allocated,
@@ -284,16 +286,15 @@ class PagedCache(DynamicCache):
         )
 
 
-def _tensor_bytes(layer: Any) -> int:
-    """Bytes of the tensors that a layer of another kind holds (directly, or in lists and dicts)."""
-
-    def walk(value: Any) -> int:
-        if isinstance(value, torch.Tensor):
+def tensor_bytes(value: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors in lists and dicts; subclasses count the tensors they are made of."""
+    if isinstance(value, torch.Tensor):
+        parts = getattr(value, "__tensor_flatten__", None)
+        if parts is None:
             return value.nbytes
-        if isinstance(value, Mapping):
-            return sum(walk(item) for item in value.values())
-        if isinstance(value, (list, tuple)):
-            return sum(walk(item) for item in value)
-        return 0
-
-    return sum(walk(value) for value in vars(layer).values())
+        return sum(tensor_bytes(getattr(value, name)) for name in parts()[0])
+    if isinstance(value, Mapping):
+        return sum(tensor_bytes(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(tensor_bytes(item) for item in value)
+    return 0

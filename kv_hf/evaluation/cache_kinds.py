@@ -1,13 +1,13 @@
 """Every cache that a user of transformers can choose, by name, with the reason where one cannot run here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from ..cache.paged_cache import PagedCache
+from ..cache.paged_cache import PagedCache, tensor_bytes
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from .shapes import SHAPES
 
@@ -80,18 +80,4 @@ def held_bytes(cache: Any) -> int:
     """Return the bytes of all keys and values that a cache holds, with scales, wherever they lie."""
     if isinstance(cache, PagedCache):
         return cache.memory().total
-    return sum(_tensor_bytes(vars(layer)) for layer in cache.layers)
-
-
-def _tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors in lists, dicts and tensor subclasses (quanto's are made of other tensors)."""
-    if isinstance(value, torch.Tensor):
-        parts = getattr(value, "__tensor_flatten__", None)
-        if parts is None:
-            return value.nbytes
-        return sum(_tensor_bytes(getattr(value, name)) for name in parts()[0])
-    if isinstance(value, Mapping):
-        return sum(_tensor_bytes(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(_tensor_bytes(item) for item in value)
-    return 0
+    return sum(tensor_bytes(vars(layer)) for layer in cache.layers)

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from .cache_kinds import CacheKind
-from .decode_steps import Decoding, kernel_of, predicted_bytes, random_prompt
-from .timing import Budget, Spread, interleave, spread
+from .decode_steps import WARMUP, Decoding, kernel_of, predicted_bytes, random_prompt, step_times
+from .timing import Budget, Spread, spread
 
 MAX_STEPS = 60  # so that the context stays within a page of the nominal one, warm-up included
-WARMUP = 2
 
 
 def start_all(
@@ -81,14 +80,7 @@ def compare_steps(
         say=say,
         budget=budget,
     )
-    times = interleave(
-        {name: decoding.step for name, decoding in found.items()},
-        steps,
-        model.device,
-        warmup=WARMUP,
-        budget=budget,
-        before=lambda name: found[name].before(),
-    )
+    times = step_times(found, steps, budget)
     results = []
     for name, decoding in found.items():
         decoding.before()

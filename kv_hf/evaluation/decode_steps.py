@@ -1,6 +1,7 @@
 """Whole decode steps of a model with one cache: filling it, stepping, and what it holds."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from ..cache.paged_cache import PagedCache
 from ..spec import predict_memory
 from .cache_kinds import CacheKind, held_bytes
-from .timing import timed
+from .timing import Budget, interleave, timed
+
+WARMUP = 2
 
 
 def kv_shape(config: Any) -> tuple[int, int]:
@@ -168,3 +171,18 @@ def _rss() -> int:
     if not path.is_file():
         return 0
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def step_times(
+    found: Mapping[str, Decoding], steps: int, budget: Budget | None = None
+) -> dict[str, list[float]]:
+    """Return the milliseconds of `steps` interleaved decode steps of each, behind WARMUP others."""
+    device = next((decoding.device for decoding in found.values()), torch.device("cpu"))
+    return interleave(
+        {name: decoding.step for name, decoding in found.items()},
+        steps,
+        device,
+        warmup=WARMUP,
+        budget=budget,
+        before=lambda name: found[name].before(),
+    )

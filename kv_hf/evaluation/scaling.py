@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from .cache_kinds import CacheKind
-from .compare_steps import WARMUP
-from .decode_steps import Decoding, predicted_bytes, random_prompt
-from .timing import Budget, interleave, quantile, spread
+from .decode_steps import WARMUP, Decoding, predicted_bytes, random_prompt, step_times
+from .timing import Budget, quantile, spread
 
 
 def left_padding(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -47,14 +46,7 @@ def ragged_steps(
                 room=steps + WARMUP,
                 mask=left_padding(lengths, model.device),
             )
-    times = interleave(
-        {name: decoding.step for name, decoding in found.items()},
-        steps,
-        model.device,
-        warmup=WARMUP,
-        budget=budget,
-        before=lambda name: found[name].before(),
-    )
+    times = step_times(found, steps, budget)
     return [
         {
             "cache": name.split("/")[0],
@@ -85,14 +77,7 @@ def growth(
         kind.name: Decoding(model, kind, prompt, fill="random", room=steps + WARMUP)
         for kind in kinds
     }
-    times = interleave(
-        {name: decoding.step for name, decoding in found.items()},
-        steps,
-        model.device,
-        warmup=WARMUP,
-        budget=budget,
-        before=lambda name: found[name].before(),
-    )
+    times = step_times(found, steps, budget)
     results = []
     for name, decoding in found.items():
         samples = times[name]

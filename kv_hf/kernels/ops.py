@@ -3,6 +3,7 @@
 import torch
 
 from ..errors import CacheMismatchError
+from ..notices import warn_once
 from .choice import Kernel, choose, load
 from .inputs import PagedKV
 
@@ -31,9 +32,12 @@ def paged_attention(
     if not isinstance(kernel, Kernel):
         kernel = choose(kernel, query.device, kv.spec)
     learns = query.requires_grad and torch.is_grad_enabled()
-    if (
-        learns or query.dtype == torch.float64
-    ):  # no kernel has a backward pass or keeps so many digits
+    if kernel.name != "reference" and (learns or query.dtype == torch.float64):
+        reason = "has a backward pass" if learns else "keeps the digits of float64"
+        warn_once(
+            f"reference: {reason}",
+            f"Paged attention runs as 'reference', slower than {kernel.name!r}: only the reference {reason}",
+        )
         kernel = load("reference")
     shape = query.shape
     fits = len(shape) == 4 and (shape[0], shape[3]) == (kv.rows, keys.head_dim)

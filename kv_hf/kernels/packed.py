@@ -7,6 +7,7 @@ the tiles are merged by their log-sum-exps. Nothing larger than a tile is ever d
 
 import torch
 
+from ..notices import warn_once
 from .inputs import PagedKV
 from .reference import decode_tile
 from .reference import paged_attention as reference_attention
@@ -35,7 +36,18 @@ def paged_attention(
     if mask is not None and mask.is_floating_point():
         lowest = bool((mask == torch.finfo(mask.dtype).min).any())
     differing = spec.keys.head_dim != spec.values.head_dim
-    if lowest or softcap is not None or differing or query.dtype.itemsize > 4:
+    reasons = {
+        "a mask of the lowest number": lowest,
+        "softcap": softcap is not None,
+        "values of another head_dim than keys": differing,
+        "float64": query.dtype.itemsize > 4,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason:
+        warn_once(
+            f"sdpa {reason}",
+            f"kernel 'sdpa' leaves {reason} to 'reference', which is slower: SDPA cannot express it",
+        )
         return reference_attention(
             query,
             kv,

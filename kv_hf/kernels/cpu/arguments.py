@@ -10,7 +10,7 @@ from ...spec import LANES, PageSpec, SideSpec
 _FORMATS = {"int8": 3, "int4": 4, "int2": 5, "fp8": 6}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-SIDE_FIELDS = 16
+SIDE_FIELDS = 15
 DECODE_BLOCK = struct.Struct(f"={2 * SIDE_FIELDS + 30}q2d")
 SEAL_BLOCK = struct.Struct(f"={SIDE_FIELDS + 7}q1d")
 
@@ -57,7 +57,6 @@ def side_fields(
         spec.head_dim,
         groups[0],
         groups[1],
-        (scheme.offset_group or (0, 1))[1],
         codes.data_ptr(),
         0 if scale is None else scale.data_ptr(),
         0 if offset is None else offset.data_ptr(),

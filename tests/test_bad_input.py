@@ -237,9 +237,11 @@ def test_pool_limit_is_found_before_a_layer_of_another_kind_is_changed():
 
 
 def test_layer_override_of_a_layer_that_is_not_paged_is_refused():
-    config = mixed_model().config
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    )
     with pytest.raises(
-        kv_hf.CacheOptionError, match="0-0 holds no paged layer.*DynamicSlidingWindowLayer"
+        kv_hf.CacheOptionError, match="0-0 holds no paged layer.*LinearAttentionLayer"
     ):
         kv_hf.PagedCache(config, keys="int4", layers={"0": "int8"})
     kv_hf.PagedCache(config, keys="int4", layers={"0-1": "int8"})

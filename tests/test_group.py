@@ -305,7 +305,7 @@ def test_crop_of_a_shared_page_leaves_it_to_the_other_rows():
 def test_crop_of_a_forwards_own_tokens_never_reopens_while_recording(count):
     """Even behind a prefill, whose pages have to be sealed: a page of it stays in the window."""
     group, (layer,) = make_group()
-    group.recording = True
+    group.record_past()
     at = 0
     for q_len in (200, 17, 16, 33, 100, 20):
         layer.append(columns_of([0], q_len, at))
@@ -322,7 +322,8 @@ def test_crop_right_behind_a_forward_leaves_no_trace_while_recording(recent, rej
     """Assisted decoding must give the tokens of plain decoding: a rejected draft may not change a byte."""
     plain, (layer,) = make_group(recent=recent)
     drafting, (drafting_layer,) = make_group(recent=recent)
-    plain.recording = drafting.recording = True
+    plain.record_past()
+    drafting.record_past()
     for at in range(100):
         step, _ = layer.append([[at]])
         drafted, _ = drafting_layer.append([[at] + [-1] * rejected])
@@ -547,10 +548,10 @@ def test_check_integrity_finds_damage(damage, says):
 
 def test_check_integrity_finds_a_window_that_is_too_long():
     group, (layer,) = make_group()
-    group.recording = True
+    group.record_past()
     layer.append(columns_of([0], 4 + 2 * PAGE - 1))
     group.check_integrity()
-    group.recording = False
+    group.end_recording()
     with pytest.raises(ValueError, match="exact tokens in 20 slots"):
         group.check_integrity()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import left_padded, make_config, make_model, shared_model, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 import kv_hf
 from kv_hf.kernels import packed, reference
@@ -61,12 +61,10 @@ def test_memory_equals_tensors_and_prediction_after_generation(implementation, o
         assert report == predicted(cache)
 
 
-def test_model_with_sliding_layers_only_is_refused():
-    model = make_model("mistral", sliding_window=8)
-    cache = None
-    with pytest.raises(kv_hf.UnsupportedModelError, match="DynamicSlidingWindowLayer"):
-        cache = kv_hf.PagedCache(model.config)
-    assert cache is None
+def test_model_without_attention_layers_is_refused():
+    config = LlamaConfig(layer_types=["linear_attention"] * 32)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="no attention layer.*LinearAttention"):
+        kv_hf.PagedCache(config)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,16 @@ from ..notices import warn_once
 class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
-    def __init__(self, kv: PagedKV, layer: Any, revision: int, kernel: Kernel) -> None:
+    def __init__(
+        self,
+        kv: PagedKV,
+        layer: Any,
+        revision: int,
+        kernel: Kernel,
+        sliding_window: int | None = None,
+    ) -> None:
         self.kernel = kernel
+        self.sliding_window = sliding_window  # tokens that a query sees, itself included
         self._kv = kv
         self._layer = layer
         self._revision = revision

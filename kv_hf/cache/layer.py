@@ -27,16 +27,16 @@ def chosen_rows(indices: torch.Tensor, rows: int) -> list[int]:
 
 
 class PagedLayer(DynamicLayer):
-    """A full-attention layer whose tokens live in pages.
+    """An attention layer whose tokens live in pages: full attention, or a sliding window.
 
     Args:
         layer_idx: position in the model, for messages.
         group: bookkeeping shared with the other paged layers of the cache.
         key_scheme, value_scheme: formats of this layer.
         kernel: CacheConfig.kernel.
+        window: tokens that a query of this layer sees, itself included; None for all.
     """
 
-    is_sliding = False
     is_croppable = True
     is_compileable = False
 
@@ -47,8 +47,11 @@ class PagedLayer(DynamicLayer):
         key_scheme: Scheme,
         value_scheme: Scheme,
         kernel: str = "auto",
+        window: int | None = None,
     ) -> None:
         self.layer_idx = layer_idx
+        self.sliding_window = window
+        self.is_sliding = window is not None
         self.kernel = kernel
         self.group = group
         self.schemes = (key_scheme, value_scheme)
@@ -106,7 +109,9 @@ class PagedLayer(DynamicLayer):
         step = self.group.append(self.layer_idx, self._epoch, rows, q_len)
         runs = store.append(step, key_states, value_states, self.group.slots)
         self._joined(step)
-        if step.seen_before == 0:
+        if (
+            step.seen_before == 0
+        ):  # a sliding layer too: the mask hides what its queries must not see
             return key_states, value_states
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_once(
@@ -115,9 +120,7 @@ class PagedLayer(DynamicLayer):
                 "Use torch.no_grad() for generation, or a DynamicCache for training through the cache",
             )
         assert step.view is not None
-        view = KVView(
-            store.kv(step.view, *runs, step.seen_after), self, self.revision, store.kernel
-        )
+        view = self._view(store.kv(step.view, *runs, step.seen_after))
         return KVHandle(view, "keys"), KVHandle(view, "values")
 
     def get_seq_length(self) -> int:
@@ -126,7 +129,12 @@ class PagedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns."""
-        return self._seen + query_length, 0
+        offset = self.group.offset
+        return self._seen - offset + query_length, offset
+
+    def get_max_length(self) -> int:
+        """Return the tokens that a query sees at most, -1 for all (transformers' convention)."""
+        return self.sliding_window or -1
 
     def reset(self) -> None:
         """Forget all tokens of the whole cache and give the memory back."""
@@ -188,7 +196,10 @@ class PagedLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys as a dense tensor [batch, num_kv_heads, seen, key_dim] (a copy), or None when empty."""
+        """All keys as a dense tensor [batch, num_kv_heads, seen, key_dim] (a copy), or None when empty.
+
+        A sliding layer gives the last window - 1 tokens, as transformers' layer does.
+        """
         return self._dense("keys")
 
     @keys.setter
@@ -254,7 +265,16 @@ class PagedLayer(DynamicLayer):
     def _dense(self, side: str) -> torch.Tensor | None:
         if self.store is None or not self._seen:
             return None
-        return KVView(self.current_kv(), self, self.revision, self.store.kernel).dense(side)
+        dense = self._view(self.current_kv()).dense(side)
+        return (
+            dense
+            if self.sliding_window is None
+            else dense[:, :, max(0, dense.shape[2] - self.sliding_window + 1) :]
+        )
+
+    def _view(self, kv: PagedKV) -> KVView:
+        assert self.store is not None
+        return KVView(kv, self, self.revision, self.store.kernel, self.sliding_window)
 
     def _refuse(self, value: Any) -> None:
         if value is not None:

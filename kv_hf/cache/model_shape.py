@@ -55,6 +55,11 @@ def _read(config: Any, name: str) -> Any:
         raise
 
 
+def is_chunked(config: Any) -> bool:
+    """Say whether layers attend within chunks of the text (llama4): a pattern that only a mask describes."""
+    return getattr(config, "attention_chunk_size", None) is not None
+
+
 def planned_specs(
     config: Any,
     schemes: list[tuple[Scheme, Scheme]],

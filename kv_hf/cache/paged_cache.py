@@ -1,44 +1,22 @@
-"""The cache that transformers sees: a DynamicCache whose full-attention layers live in pages."""
+"""The cache that transformers sees: a DynamicCache whose attention layers live in pages."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..config import CacheConfig, check_option_names
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
 from ..pages.group import PageGroup
-from ..spec import TABLE_DTYPE, MemoryReport
+from ..spec import MemoryReport
 from .handle import view_behind, warn_dense
 from .layer import PagedLayer, chosen_rows
-from .model_shape import decoder_config, planned_specs, signature
-
-
-class MaskLength(int):
-    """A kv_length that knows its group, so that a mask function can tell the group of left padding."""
-
-    group: PageGroup
-
-    def __new__(cls, length: int, group: PageGroup) -> "MaskLength":
-        """Make the length `length` that belongs to `group`."""
-        self = super().__new__(cls, length)
-        self.group = group
-        return self
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """How one layer of the model is cached: its formats, or why transformers' own layer was kept."""
-
-    layer_idx: int
-    kind: str
-    keys: str | None
-    values: str | None
-    reason: str | None
+from .mask_length import MaskLength
+from .model_shape import decoder_config, is_chunked, planned_specs, signature
+from .report import LayerReport, measure_memory, report_layers
 
 
 class PagedCache(DynamicCache):
@@ -76,26 +54,53 @@ class PagedCache(DynamicCache):
         self.options = options
         self._config = decoder
         self.model_signature = signature(decoder)
-        self.group = PageGroup(
+        schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
+        planned_specs(decoder, schemes, options.page_size)
+        groups: dict[int | None, PageGroup] = {}
+        for index, layer in enumerate(self.layers):
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+                window = getattr(layer, "sliding_window", None)
+                if window not in groups:
+                    groups[window] = self._new_group(window)
+                self.layers[index] = PagedLayer(
+                    index, groups[window], *schemes[index], options.kernel, window
+                )
+        self._check_overrides()
+        if not groups:
+            kinds = sorted({type(layer).__name__ for layer in self.layers})
+            raise UnsupportedModelError(
+                f"{getattr(config, 'model_type', config)!r} has no attention layer that pages could hold "
+                f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
+            )
+        self._join_groups(groups)
+
+    def _new_group(self, window: int | None) -> PageGroup:
+        options = self.options
+        return PageGroup(
             options.page_size,
             options.sink_tokens,
             options.recent_tokens,
             options.max_pages,
             options.reserve_tokens,
+            window,
         )
-        schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
-        planned_specs(decoder, schemes, options.page_size)
-        for index, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer:
-                self.layers[index] = PagedLayer(index, self.group, *schemes[index], options.kernel)
-        self._check_overrides()
-        self._first_paged = min((layer.layer_idx for layer in self.paged_layers), default=0)
-        if not self.paged_layers:
-            kinds = sorted({type(layer).__name__ for layer in self.layers})
-            raise UnsupportedModelError(
-                f"{getattr(config, 'model_type', config)!r} has no full-attention layer that pages could hold "
-                f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
-            )
+
+    def _join_groups(self, groups: Mapping[int | None, PageGroup]) -> None:
+        """Keep the groups, the one of full attention first, and let each know the others."""
+        self.groups = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
+        for group in self.groups:
+            group.peers = tuple(peer for peer in self.groups if peer is not group)
+        self._first_paged = self.paged_layers[0].layer_idx
+        kinds = zip(self.layers, self.is_linear, self.is_dummy, strict=True)
+        # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
+        self._masks_skippable = not is_chunked(self._config) and all(
+            isinstance(layer, PagedLayer) or linear or dummy for layer, linear, dummy in kinds
+        )
+
+    @property
+    def group(self) -> PageGroup:
+        """The group of the full-attention layers, or the first of the sliding ones: its rows stand for all."""
+        return self.groups[0]
 
     def _check_overrides(self) -> None:
         """Raise CacheOptionError where `layers` names only layers that transformers keeps."""
@@ -120,9 +125,12 @@ class PagedCache(DynamicCache):
 
         flex_attention is traced by torch.compile, which cannot look into handles: it gets dense tensors.
         """
-        if layer_idx < self._first_paged:
-            # a layer of another kind comes first: find out now whether the paged ones will refuse
-            self.group.check_append(key_states.shape[0], key_states.shape[2])
+        if layer_idx <= self._first_paged:
+            # find out now whether layers that come later will refuse; this layer's own group asks by itself
+            own = getattr(self.layers[layer_idx], "group", None)
+            for group in self.groups:
+                if group is not own:
+                    group.check_append(key_states.shape[0], key_states.shape[2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._config._attn_implementation == "flex_attention":
             view = view_behind(keys, values)
@@ -138,7 +146,7 @@ class PagedCache(DynamicCache):
         """
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if self._config._attn_implementation == ATTENTION_NAME:
-            return MaskLength(length, self.group), offset
+            return MaskLength(length, self.groups, self._masks_skippable), offset
         return length, offset
 
     @property
@@ -154,6 +162,18 @@ class PagedCache(DynamicCache):
                 # 5.17 zeroes these instead of dropping them, so that the next update would append to zeros
                 layer.keys = layer.values = None
                 layer.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens of all layers, or of none where some layer cannot; see `PagedLayer.crop`."""
+        if tokens_to_remove < 0:
+            for group in self.groups:
+                group.check_crop(-int(tokens_to_remove))
+        super().crop(tokens_to_remove)
+
+    def end_recording(self) -> None:
+        """Turn past recording off: full pages are sealed at once again, pages out of sight given back."""
+        for group in self.groups:
+            group.end_recording()
 
     # -- rows: one list of row numbers for all layers, read from the device once ---------------------------
 
@@ -211,7 +231,8 @@ class PagedCache(DynamicCache):
             attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
         """
         if attention_mask is not None:
-            self.group.observe_padding(attention_mask)
+            for group in self.groups:
+                group.observe_padding(attention_mask)
 
     @property
     def bits_per_element(self) -> float:
@@ -221,58 +242,21 @@ class PagedCache(DynamicCache):
 
     def memory(self) -> MemoryReport:
         """Return the bytes of all tensors that this cache holds, by part."""
-        payload = scales = tail = 0
-        for layer in self.paged_layers:
-            store = layer.store
-            if store is None:
-                continue
-            store.report_damage()
-            for side in store.pages.sides:
-                payload += side.nbytes["codes"]
-                scales += sum(size for name, size in side.nbytes.items() if name != "codes")
-            tail += sum(window.tokens.nbytes for window in store.windows)
-        rows = self.group.rows
-        width = max((len(row.pages) for row in rows), default=0)
-        allocated = max(
-            (layer.storage.keys.capacity for layer in self.paged_layers if layer.storage), default=0
-        )
-        return MemoryReport(
-            payload=payload,
-            scales=scales,
-            tail=tail,
-            tables=len(rows) * width * TABLE_DTYPE.itemsize,
-            other=sum(
-                tensor_bytes(vars(layer))
-                for layer in self.layers
-                if not isinstance(layer, PagedLayer)
-            ),
-            pages_held=self.group.pool.num_held,
-            pages_allocated=allocated,
-            tokens=sum(self.group.tokens(row) for row in rows),
-        )
+        return measure_memory(self.layers, self.groups)
 
     def report(self) -> list[LayerReport]:
         """Return, for each layer, how it is cached and why."""
-        rows = []
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, PagedLayer):
-                keys, values = (scheme.name for scheme in layer.schemes)
-                rows.append(LayerReport(index, "paged", keys, values, None))
-            else:
-                kind = type(layer).__name__
-                reason = (
-                    f"pages hold full attention only; transformers' {kind} is kept for this layer"
-                )
-                rows.append(LayerReport(index, kind, None, None, reason))
-        return rows
+        return report_layers(self.layers)
 
     def check_integrity(self) -> None:
         """Raise ValueError unless counts, lengths, storage and layers agree."""
-        self.group.check_integrity()
+        for group in self.groups:
+            group.check_integrity()
+            if group.seen != self.group.seen:
+                raise ValueError(f"groups have seen {group.seen} and {self.group.seen} columns")
         for layer in self.paged_layers:
-            if layer.storage is not None and layer.storage.keys.capacity < max(
-                (page + 1 for row in self.group.rows for page in row.pages), default=0
-            ):
+            most = max((page + 1 for row in layer.group.rows for page in row.pages), default=0)
+            if layer.storage is not None and layer.storage.keys.capacity < most:
                 raise ValueError(
                     f"layer {layer.layer_idx} has no room for a page of the block table"
                 )
@@ -284,17 +268,3 @@ class PagedCache(DynamicCache):
             f"page_size={self.options.page_size}, rows={len(self.group.rows)}, tokens={memory.tokens}, "
             f"pages={memory.pages_held}, bytes={memory.total})"
         )
-
-
-def tensor_bytes(value: Any) -> int:
-    """Return the bytes of a tensor, or of all tensors in lists and dicts; subclasses count the tensors they are made of."""
-    if isinstance(value, torch.Tensor):
-        parts = getattr(value, "__tensor_flatten__", None)
-        if parts is None:
-            return value.nbytes
-        return sum(tensor_bytes(getattr(value, name)) for name in parts()[0])
-    if isinstance(value, Mapping):
-        return sum(tensor_bytes(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(tensor_bytes(item) for item in value)
-    return 0

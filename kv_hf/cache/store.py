@@ -157,7 +157,7 @@ class LayerStore:
             window_values=window_values,
             exact_lens=table.exact_lens,
             padding=table.padding,
-            seen=seen,
+            seen=seen - table.offset,
             sink_tokens=self.sink_tokens,
         )
 

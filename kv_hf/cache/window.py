@@ -85,7 +85,7 @@ class ExactWindow:
         page_size = self.spec.page_size
         for index, row in enumerate(step.rows):
             head = min(sinks, row.exact_after)
-            behind = head + len(row.sealed) * page_size
+            behind = head + (row.passed + len(row.sealed)) * page_size
             kept[index, :, :head] = run[index, :, :head]
             kept[index, :, head : row.exact_after] = run[
                 index, :, behind : behind + row.exact_after - head

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from ..cache.paged_cache import PagedCache, tensor_bytes
+from ..cache.paged_cache import PagedCache
+from ..cache.report import tensor_bytes
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from .shapes import SHAPES
 

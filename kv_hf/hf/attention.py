@@ -8,8 +8,8 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..cache.handle import view_behind
-from ..cache.paged_cache import MaskLength
+from ..cache.handle import KVView, view_behind
+from ..cache.mask_length import MaskLength
 from ..kernels.ops import MAX_DECODE_QUERIES, paged_attention
 from ..notices import warn_once
 
@@ -38,17 +38,30 @@ _HARMLESS = {
 def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Make the mask that sdpa would get, and tell the cache which columns are left padding.
 
-    The cache cannot see the 2D mask by itself: `update()` gets keys and values only. The kv_length that a
-    paged layer returns knows its group, and reaches this function before any layer runs.
+    The kv_length that a paged layer returns knows its cache, and reaches this function before any layer runs.
+    A step of one query gets no mask where the kernels hide by themselves what it would hide.
     """
     length, mask = kwargs.get("kv_length"), kwargs.get("attention_mask")
     if isinstance(length, MaskLength):
-        if mask is None:
-            length.group.forget_padding()
-        else:
-            length.group.observe_padding(mask)
+        length.observe(mask)
         kwargs["kv_length"] = int(length)
+        plain = kwargs.get("q_length") == 1 and kwargs.get("allow_is_causal_skip", True)
+        if plain and length.needs_no_mask(mask):
+            return None
     return sdpa_mask(*args, **kwargs)
+
+
+def _plain_mask(view: KVView, q_len: int) -> torch.Tensor | None:
+    """Return the mask of what a kernel does without one, [rows, 1, q_len, seen]; None where it hides nothing."""
+    kv, window = view.kv, view.sliding_window
+    columns = torch.arange(kv.seen, device=kv.padding.device)
+    queries = kv.seen - q_len + torch.arange(q_len, device=kv.padding.device)[:, None]
+    visible = columns <= queries
+    if window is not None:
+        visible = visible & (columns > queries - window)
+    padded = columns >= kv.padding[:, None, None, None]
+    mask = visible & padded
+    return None if bool(mask.all()) else mask
 
 
 def kv_hf_attention(
@@ -94,6 +107,7 @@ def kv_hf_attention(
                 mask=attention_mask,
                 softcap=softcap,
                 sink_logits=s_aux,
+                sliding_window=view.sliding_window,
                 kernel=view.kernel,
             )
             return out.transpose(1, 2).contiguous(), None
@@ -103,6 +117,8 @@ def kv_hf_attention(
         )
     if view is not None:
         key, value = view.dense("keys"), view.dense("values")
+        if attention_mask is None and kwargs.get("is_causal") is not False:
+            attention_mask = _plain_mask(view, query.shape[2])
     dense = _dense_attention(module, softcap, s_aux, kwargs)
     extra = {"softcap": softcap, "s_aux": s_aux}
     kwargs.update({name: given for name, given in extra.items() if given is not None})

@@ -68,7 +68,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         given = model_kwargs.get("past_key_values")
         if isinstance(given, PagedCache) and name is None:
             given.check_model(self.config)
-            given.group.end_recording()  # assisted decoding, if it is that, turns it on again
+            given.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs)
         elif isinstance(given, PagedCache) and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call

@@ -23,8 +23,11 @@ class PagedKV:
         window_keys, window_values: [rows, num_kv_heads, slots, head_dim], model dtype; slots at and past
             exact_lens may hold anything.
         exact_lens: [rows], int32, tokens in the window; num_pages * page_size + exact_lens = tokens.
-        padding: [rows], int32, columns of left padding in front of the row's first token.
+        padding: [rows], int32, columns in front of the row's first token.
         seen: columns (padding + tokens), the same for all rows.
+
+    In a sliding layer that has given pages back, columns begin with the first that a query may see, the pages
+    given back are left out, and the sinks are stale: a kernel hides them, as they lie before the sliding window.
         sink_tokens: window slots that hold the first tokens of the row.
     """
 

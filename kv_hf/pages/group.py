@@ -1,10 +1,7 @@
 """Rows of a batch and the pages that they hold, planned once per forward for all layers of a group.
 
-A group is a set of layers that see the same tokens; they share rows, page ids and reference counts, and
-each owns its storage. A row's real tokens lie, in order, in three places:
-
-    [ sinks: first `sink_tokens` ][ sealed pages of page_size tokens ][ tail: open, exact ]
-      exact window, slots 0 ..      page ids in `Row.pages`             exact window, behind the sinks
+A group is a set of layers that see the same tokens: all with full attention, or all with the same sliding
+window. They share rows, page ids and reference counts, and each owns its storage (plan.py draws a row).
 
 Every change (append, reorder of rows, crop) is a step. The first layer that asks for it opens the step and
 changes the bookkeeping; the others join the same step and follow with their own tensors. A forward reads
@@ -18,8 +15,9 @@ import torch
 
 from ..errors import CacheMismatchError, InterruptedForwardError
 from ..spec import TABLE_DTYPE, reserved_pages, sealed_pages
+from .plan import RowPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .pool import PagePool
-from .step import Row, RowStep, SealJobs, Step, TableView
+from .step import Row, SealJobs, Step, TableView
 
 
 class PageGroup:
@@ -27,6 +25,8 @@ class PageGroup:
 
     Args:
         page_size, sink_tokens, recent_tokens, max_pages, reserve_tokens: as in CacheConfig.
+        window: tokens that a query of these layers sees, itself included; pages behind it are given back. None
+            keeps all.
     """
 
     def __init__(
@@ -36,19 +36,40 @@ class PageGroup:
         recent_tokens: int,
         max_pages: int | None,
         reserve_tokens: int = 0,
+        window: int | None = None,
     ) -> None:
-        self.page_size = page_size
-        self.sink_tokens = sink_tokens
-        self.recent_tokens = recent_tokens
+        self.sizes = RowSizes(page_size, sink_tokens, recent_tokens, window)
         self.pool = PagePool(max_pages)
-        self.reserve = sealed_pages(
-            reserve_tokens,
-            page_size=page_size,
-            sink_tokens=sink_tokens,
-            recent_tokens=recent_tokens,
-        )
-        self.recording = False
+        sizes = {
+            "page_size": page_size,
+            "sink_tokens": sink_tokens,
+            "recent_tokens": recent_tokens,
+        }
+        self.reserve = sealed_pages(reserve_tokens, **sizes)
+        if window is not None:
+            self.reserve = min(self.reserve, window // page_size + 2)
+        self.peers: tuple[PageGroup, ...] = ()  # the other groups of the cache
         self._clear()
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.sizes.page_size
+
+    @property
+    def sink_tokens(self) -> int:
+        """First tokens of each row, which stay exact."""
+        return self.sizes.sink_tokens
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees, itself included; None for all."""
+        return self.sizes.window
+
+    @property
+    def recording(self) -> bool:
+        """Whether past recording is on."""
+        return self.sizes.recording
 
     def _clear(self) -> None:
         self.rows: tuple[Row, ...] = ()
@@ -63,22 +84,28 @@ class PageGroup:
 
     @property
     def slots(self) -> int:
-        """Exact tokens that a row's window has room for; a page more while past recording is on."""
-        pages = 2 if self.recording else 1
-        return self.sink_tokens + self.recent_tokens + pages * self.page_size
+        """Exact tokens that a row's window has room for."""
+        return self.sizes.slots
+
+    @property
+    def offset(self) -> int:
+        """Columns in front of the first one that the next forward may see; 0 until a page was dropped."""
+        if not any(row.dropped for row in self.rows):
+            return 0
+        return min(row.padding + row.dropped * self.page_size for row in self.rows)
 
     def tokens(self, row: Row) -> int:
-        """Return the real tokens of a row."""
-        return row.exact + len(row.pages) * self.page_size
+        """Return the real tokens of a row, those of dropped pages included."""
+        return self.sizes.tokens(row)
 
     def record_past(self) -> None:
         """Turn past recording on: from now on only columns that a crop has left standing are sealed."""
         if not self.recording:
-            self.recording, self.confirmed = True, self.seen
+            self.sizes, self.confirmed = replace(self.sizes, recording=True), self.seen
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again."""
-        self.recording = False
+        self.sizes = replace(self.sizes, recording=False)
 
     def forget_padding(self) -> None:
         """Drop padding that was observed but not used yet (a forward without any mask follows)."""
@@ -93,7 +120,7 @@ class PageGroup:
         for row in self.rows:
             self.pool.release(row.pages)
         self._clear()
-        self.recording = False
+        self.end_recording()
 
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""
@@ -124,7 +151,7 @@ class PageGroup:
 
     def _enter(self, layer: int, layer_epoch: int, op: tuple) -> Step:
         if layer_epoch == self.epoch:
-            self._check_all_joined()
+            self._check_in_step(op)
             planned, rows = self._plan(op)
             self._commit(planned, rows)
         elif (
@@ -141,6 +168,18 @@ class PageGroup:
         self._joined.add(layer)
         assert self.step is not None
         return self.step
+
+    def _check_in_step(self, op: tuple) -> None:
+        """Raise InterruptedForwardError unless a new step may begin: an earlier one must not be half done."""
+        self._check_all_joined()
+        for peer in self.peers:
+            if peer.epoch == self.epoch:
+                peer._check_all_joined()
+            elif peer.epoch != self.epoch + 1 or peer.step is None or peer.step.op != op:
+                raise InterruptedForwardError(
+                    "the layers of this cache have not taken part in the same steps: an earlier forward stopped "
+                    "half-way; call reset() and start again"
+                )
 
     def _check_all_joined(self) -> None:
         if self._members is None and self.epoch == 1:
@@ -169,28 +208,35 @@ class PageGroup:
     def _plan_append(self, op: tuple, batch: int, q_len: int) -> tuple[Step, tuple[Row, ...]]:
         before, plans = self._plan_rows_of_append(batch, q_len)
         seen_after = self.seen + q_len
-        ids = iter(self.pool.allocate(sum(first + last for _, first, last in plans)))
+        ids = iter(self.pool.allocate(sum(plan.first + plan.last for plan in plans)))
         steps, found, rows = [], [], []
-        for row, (plan, first, last) in zip(before, plans, strict=True):
-            sealed_first = tuple(next(ids) for _ in range(first))
-            sealed = tuple(next(ids) for _ in range(last))
-            steps.append(replace(plan, sealed_first=sealed_first, sealed=sealed))
-            padding = min(row.padding, seen_after)
-            found.append(Row(padding, row.pages + sealed_first, plan.exact_before + plan.new))
-            rows.append(Row(padding, row.pages + sealed_first + sealed, plan.exact_after))
-        rebuild = any(plan.sealed for plan in steps) or max(r.exact for r in found) > self.slots
+        for row, plan in zip(before, plans, strict=True):
+            sealed_first = tuple(next(ids) for _ in range(plan.first))
+            sealed = tuple(next(ids) for _ in range(plan.last))
+            row_step = replace(plan.step, sealed_first=sealed_first, sealed=sealed)
+            steps.append(row_step)
+            held = row.pages + sealed_first
+            found.append(Row(plan.padding, held, row_step.exact_before + row_step.new, row.dropped))
+            # this forward may still read what it drops: a page's bytes change at the earliest one step later
+            gone = plan.dropped - row.dropped - row_step.passed
+            self.pool.release(held[:gone])
+            rows.append(Row(plan.padding, held[gone:] + sealed, row_step.exact_after, plan.dropped))
+        rebuild = any(step.sealed or step.passed for step in steps)
         first_jobs, jobs = (
-            SealJobs.build(pages, self.page_size, self.sink_tokens)
-            for pages in ([row.sealed_first for row in steps], [row.sealed for row in steps])
+            SealJobs.build(pages, self.page_size, self.sink_tokens, passed)
+            for pages, passed in (
+                ([step.sealed_first for step in steps], None),
+                ([step.sealed for step in steps], [step.passed for step in steps]),
+            )
         )
         step = Step(
             op,
             tuple(steps),
             self.seen,
             seen_after,
-            rebuild,
+            rebuild or max(row.exact for row in found) > self.slots,
             self.pool.num_ids,
-            self.view(found),
+            self.view(found, self.offset),
             first_jobs,
             jobs,
             reserved_pages(batch, self.reserve, self.pool.max_pages),
@@ -200,12 +246,10 @@ class PageGroup:
     def check_append(self, batch: int, q_len: int) -> None:
         """Raise what appending `q_len` columns to `batch` rows would raise; change nothing."""
         _, plans = self._plan_rows_of_append(batch, q_len)
-        self.pool.check_room(sum(first + last for _, first, last in plans))
+        self.pool.check_room(sum(plan.first + plan.last for plan in plans))
 
-    def _plan_rows_of_append(
-        self, batch: int, q_len: int
-    ) -> tuple[tuple[Row, ...], list[tuple[RowStep, int, int]]]:
-        """Return the rows as they are found, and for each its step and the pages to seal before and behind."""
+    def _plan_rows_of_append(self, batch: int, q_len: int) -> tuple[tuple[Row, ...], list[RowPlan]]:
+        """Return the rows as they are found, and the plan of each."""
         if batch < 1:
             raise CacheMismatchError("keys must have at least one row, got a batch of 0")
         if self.rows and batch != len(self.rows):
@@ -214,100 +258,72 @@ class PageGroup:
                 "reset() this one, for another batch size"
             )
         before = self._padded_rows(batch)
-        seen_after = self.seen + q_len
-        plans = []
-        for index, row in enumerate(before):
-            skip = max(0, min(row.padding, seen_after) - self.seen)
-            first, last = self._pages_to_seal(row, q_len - skip)
-            exact = row.exact - first * self.page_size
-            run = exact + q_len - skip
-            after = run - last * self.page_size
-            plans.append((RowStep(index, exact, after, skip, q_len - skip), first, last))
+        plans = [
+            plan_append(self.sizes, index, row, self.seen, q_len, self.confirmed)
+            for index, row in enumerate(before)
+        ]
         return before, plans
-
-    def _pages_to_seal(self, row: Row, new: int) -> tuple[int, int]:
-        """Return the pages of `row` to seal (before, behind) the append of `new` tokens.
-
-        Behind the append every full page is sealed at once. While past recording is on, tokens may be taken
-        back: then only confirmed ones are sealed, before the append, and others when the window would overflow.
-        """
-        held = self.sink_tokens + self.recent_tokens
-        if not self.recording:
-            return 0, max(0, row.exact + new - held) // self.page_size
-        doubtful = min(row.exact, max(0, self.seen - max(self.confirmed, row.padding)))
-        first = max(0, row.exact - doubtful - held) // self.page_size
-        over = row.exact - first * self.page_size + new - self.slots
-        return first, max(0, -(-over // self.page_size))
 
     def _padded_rows(self, batch: int) -> tuple[Row, ...]:
         """Return the rows as the step finds them, with the padding that was learnt since."""
         known = self._padding_seen
-        usable = known is not None and len(known) == batch
-        rows = []
-        for index in range(batch):
-            row = self.rows[index] if self.rows else Row(0, (), 0)
-            if self.tokens(row) == 0:
-                row = replace(row, padding=max(self.seen, known[index] if usable and known else 0))
-            rows.append(row)
-        return tuple(rows)
+        padding = known if known is not None and len(known) == batch else [0] * batch
+        rows = self.rows or (Row(0, (), 0),) * batch
+        return tuple(
+            row if self.tokens(row) else replace(row, padding=max(self.seen, columns))
+            for row, columns in zip(rows, padding, strict=True)
+        )
 
     def _plan_rows(self, op: tuple, sources: Sequence[int]) -> tuple[Step, tuple[Row, ...]]:
-        if not sources:
-            raise CacheMismatchError("at least one row must be kept, got an empty selection")
-        wrong = [source for source in sources if not -len(self.rows) <= source < len(self.rows)]
-        if wrong:
-            raise CacheMismatchError(
-                f"row index {wrong[0]} is out of range for a batch of {len(self.rows)} rows"
-            )
-        rows = tuple(self.rows[source] for source in sources)
+        steps, rows = plan_rows(self.rows, sources)
         for row in rows:
             self.pool.share(row.pages)
         for row in self.rows:
             self.pool.release(row.pages)
-        steps = tuple(
-            RowStep(source % len(self.rows), row.exact, row.exact)
-            for source, row in zip(sources, rows, strict=True)
-        )
         self._padding_seen = None
         return Step(op, steps, self.seen, self.seen, False, self.pool.num_ids), rows
 
-    def _plan_crop(self, op: tuple, count: int) -> tuple[Step, tuple[Row, ...]]:
+    def check_crop(self, count: int) -> None:
+        """Raise CacheMismatchError when a crop of `count` columns needs pages that left the sliding window."""
         seen = max(0, self.seen - count)
-        steps, rows = [], []
-        for index, row in enumerate(self.rows):
-            kept = max(0, seen - row.padding)
-            pages, reopened = row.pages, None
-            paged = len(pages) * self.page_size
-            if kept < self.sink_tokens + paged:
-                behind_sinks = max(0, kept - self.sink_tokens)
-                whole, rest = divmod(behind_sinks, self.page_size)
-                if rest:
-                    reopened = (pages[whole], rest)
-                self.pool.release(pages[whole:])
-                pages = pages[:whole]
-            exact = kept - len(pages) * self.page_size
-            steps.append(RowStep(index, row.exact, exact, reopened=reopened))
-            rows.append(Row(min(row.padding, seen), pages, exact))
+        if not all(crop_fits(self.sizes, row, seen) for row in self.rows):
+            raise CacheMismatchError(
+                f"a crop of {count} tokens needs tokens that have left the sliding window of {self.window} and "
+                "were given back; call cache.activate_past_recording() before forwards that may be rolled back"
+            )
+
+    def _plan_crop(self, op: tuple, count: int) -> tuple[Step, tuple[Row, ...]]:
+        self.check_crop(count)
+        seen = max(0, self.seen - count)
+        planned = [plan_crop(self.sizes, i, row, seen) for i, row in enumerate(self.rows)]
+        for row, (_, kept) in zip(self.rows, planned, strict=True):
+            self.pool.release(row.pages[len(kept.pages) :])
         if seen == 0:
             self._padding_seen = None
-        return Step(op, tuple(steps), self.seen, seen, False, self.pool.num_ids), tuple(rows)
+        steps, rows = (tuple(part) for part in zip(*planned, strict=True))
+        return Step(op, steps, self.seen, seen, False, self.pool.num_ids), rows
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def view(self, rows: Sequence[Row]) -> TableView:
+    def view(self, rows: Sequence[Row], offset: int | None = None) -> TableView:
         """Return where the tokens of `rows` lie, as tensors on the CPU.
 
+        Dropped pages are left out: a kernel that knows the sliding window reads the pages behind them as if they
+        followed the sinks. That hides the sinks too, as the first page held begins in or before the window.
         Pages change once per page_size tokens: between two changes the same table is handed out again.
         """
+        offset = self.offset if offset is None else offset
         pages = tuple(row.pages for row in rows)
         if self._table is None or self._table[0] != pages:
             counts = torch.tensor([len(row.pages) for row in rows], dtype=TABLE_DTYPE)
             self._table = (pages, self.block_table(rows), counts)
+        skipped = [row.padding + row.dropped * self.page_size - offset for row in rows]
         return TableView(
             block_table=self._table[1],
             num_pages=self._table[2],
             exact_lens=torch.tensor([row.exact for row in rows], dtype=TABLE_DTYPE),
-            padding=torch.tensor([row.padding for row in rows], dtype=TABLE_DTYPE),
+            padding=torch.tensor(skipped, dtype=TABLE_DTYPE),
+            offset=offset,
         )
 
     def block_table(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -326,3 +342,5 @@ class PageGroup:
                 )
             if row.exact > self.slots:
                 raise ValueError(f"row {index} has {row.exact} exact tokens in {self.slots} slots")
+            if row.dropped > self.sizes.out_of_sight(row.padding, self.seen):
+                raise ValueError(f"row {index} has given back a page that its next query can see")

@@ -9,11 +9,19 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of the batch: columns of padding, page ids, and tokens in the exact window."""
+    """One sequence of the batch.
+
+    Attributes:
+        padding: columns of left padding.
+        pages: ids of the sealed pages that it holds, in order.
+        exact: tokens in the exact window.
+        dropped: sealed pages in front of `pages` that left the sliding window and were given back.
+    """
 
     padding: int
     pages: tuple[int, ...]
     exact: int
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class RowStep:
         new: real tokens appended.
         sealed: ids of the pages sealed behind the step's own forward, in order.
         exact_after: tokens in the window when the step ends.
+        passed: pages behind the step's forward that no later query can see: not sealed, in front of `sealed`.
         reopened: (page id, tokens) to decode back into the window (crop only), or None.
     """
 
@@ -39,6 +48,7 @@ class RowStep:
     sealed: tuple[int, ...] = ()
     reopened: tuple[int, int] | None = None
     sealed_first: tuple[int, ...] = ()
+    passed: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,13 +59,15 @@ class TableView:
         block_table: [rows, max pages of a row], int32; entries past a row's last page are 0.
         num_pages: [rows], int32, sealed pages that the forward reads.
         exact_lens: [rows], int32, tokens in the window, the forward's own included.
-        padding: [rows], int32, columns of left padding.
+        padding: [rows], int32, columns in front of the row's first held token, counted from `offset`.
+        offset: columns in front of the first one that the forward may see (sliding windows), else 0.
     """
 
     block_table: torch.Tensor
     num_pages: torch.Tensor
     exact_lens: torch.Tensor
     padding: torch.Tensor
+    offset: int = 0
     _moved: dict[torch.device, "TableView"] = field(default_factory=dict, compare=False)
 
     def on(self, device: torch.device) -> "TableView":
@@ -64,9 +76,8 @@ class TableView:
             return self
         if device not in self._moved:
             names = ("block_table", "num_pages", "exact_lens", "padding")
-            self._moved[device] = TableView(
-                *(getattr(self, name).to(device, non_blocking=True) for name in names)
-            )
+            moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+            self._moved[device] = TableView(**moved, offset=self.offset)
         return self._moved[device]
 
 
@@ -79,13 +90,21 @@ class SealJobs:
 
     @classmethod
     def build(
-        cls, pages: Sequence[Sequence[int]], page_size: int, sink_tokens: int
+        cls,
+        pages: Sequence[Sequence[int]],
+        page_size: int,
+        sink_tokens: int,
+        passed: Sequence[int] | None = None,
     ) -> "SealJobs | None":
-        """Seal `pages` (for each row, in the order of its tokens) behind the sinks; None without any."""
+        """Seal `pages` (for each row, in the order of its tokens) behind the sinks; None without any.
+
+        `passed`: for each row, pages behind the sinks that are left out.
+        """
+        starts = passed or [0] * len(pages)
         jobs = [
             (row, sink_tokens + place * page_size, page)
-            for row, row_pages in enumerate(pages)
-            for place, page in enumerate(row_pages)
+            for row, (row_pages, start) in enumerate(zip(pages, starts, strict=True))
+            for place, page in enumerate(row_pages, start)
         ]
         return cls(torch.tensor(jobs, dtype=torch.int32)) if jobs else None
 

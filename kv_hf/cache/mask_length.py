@@ -1,0 +1,50 @@
+"""A kv_length that knows its cache: the road by which a mask function reaches the pages."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..pages.group import PageGroup
+
+
+class MaskLength(int):
+    """The kv_length of a mask, with what a mask function needs to tell the cache and to know from it.
+
+    The cache cannot see the 2D mask by itself: `update()` gets keys and values only.
+
+    Attributes:
+        groups: all page groups of the cache, which learn the left padding.
+        skippable: whether a mask of one query may be left out: the kernels of all layers that it is made for apply
+            causality, left padding and their sliding window by themselves.
+    """
+
+    groups: Sequence[PageGroup]
+    skippable: bool
+
+    def __new__(cls, length: int, groups: Sequence[PageGroup], skippable: bool) -> "MaskLength":
+        """Make the length `length` that belongs to `groups`."""
+        self = super().__new__(cls, length)
+        self.groups = groups
+        self.skippable = skippable
+        return self
+
+    def observe(self, attention_mask: torch.Tensor | None) -> None:
+        """Tell the groups which columns are left padding; None: there is no padding."""
+        for group in self.groups:
+            if attention_mask is None:
+                group.forget_padding()
+            else:
+                group.observe_padding(attention_mask)
+
+    def needs_no_mask(self, attention_mask: torch.Tensor | None) -> bool:
+        """Say whether `attention_mask` [rows, columns] hides nothing but the padding that the rows know."""
+        if not self.skippable:
+            return False
+        if attention_mask is None:
+            return True
+        padding = [row.padding for row in self.groups[0].rows]
+        if attention_mask.ndim != 2 or attention_mask.shape[0] != len(padding):
+            return False
+        known = torch.tensor(padding, device=attention_mask.device)[:, None]
+        columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+        return torch.equal(attention_mask.bool(), columns >= known)

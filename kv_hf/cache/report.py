@@ -1,0 +1,89 @@
+"""What a cache tells about itself: the bytes that it holds, and how each layer is kept."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..pages.group import PageGroup
+from ..spec import MemoryReport
+from .layer import PagedLayer
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """How one layer of the model is cached: its formats, or why transformers' own layer was kept.
+
+    Attributes:
+        layer_idx: position in the model.
+        kind: "paged", "paged, sliding window of N", or the name of transformers' layer class.
+        keys, values: formats, None for layers of transformers.
+        reason: why the layer is not paged, else None.
+    """
+
+    layer_idx: int
+    kind: str
+    keys: str | None
+    values: str | None
+    reason: str | None
+
+
+def report_layers(layers: Iterable[Any]) -> list[LayerReport]:
+    """Return, for each layer, how it is cached and why."""
+    rows = []
+    for index, layer in enumerate(layers):
+        if isinstance(layer, PagedLayer):
+            keys, values = (scheme.name for scheme in layer.schemes)
+            window = layer.sliding_window
+            kind = "paged" if window is None else f"paged, sliding window of {window}"
+            rows.append(LayerReport(index, kind, keys, values, None))
+        else:
+            kind = type(layer).__name__
+            reason = f"pages hold keys and values of attention; transformers' {kind} is kept for this layer"
+            rows.append(LayerReport(index, kind, None, None, reason))
+    return rows
+
+
+def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> MemoryReport:
+    """Return the bytes of all tensors that the layers hold, by part."""
+    payload = scales = tail = held = allocated = tables = 0
+    paged = [layer for layer in layers if isinstance(layer, PagedLayer)]
+    for layer in paged:
+        store = layer.store
+        if store is None:
+            continue
+        store.report_damage()
+        for side in store.pages.sides:
+            payload += side.nbytes["codes"]
+            scales += sum(size for name, size in side.nbytes.items() if name != "codes")
+        tail += sum(window.tokens.nbytes for window in store.windows)
+    for group in groups:
+        storages = [layer.storage for layer in paged if layer.group is group]
+        held += group.pool.num_held
+        allocated += max((one.keys.capacity for one in storages if one is not None), default=0)
+        tables += group.block_table(group.rows).nbytes
+    return MemoryReport(
+        payload=payload,
+        scales=scales,
+        tail=tail,
+        tables=tables,
+        other=sum(tensor_bytes(vars(one)) for one in layers if not isinstance(one, PagedLayer)),
+        pages_held=held,
+        pages_allocated=allocated,
+        tokens=sum(groups[0].tokens(row) for row in groups[0].rows),
+    )
+
+
+def tensor_bytes(value: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors in lists and dicts; subclasses count the tensors they are made of."""
+    if isinstance(value, torch.Tensor):
+        parts = getattr(value, "__tensor_flatten__", None)
+        if parts is None:
+            return value.nbytes
+        return sum(tensor_bytes(getattr(value, name)) for name in parts()[0])
+    if isinstance(value, Mapping):
+        return sum(tensor_bytes(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(tensor_bytes(item) for item in value)
+    return 0

@@ -137,7 +137,7 @@ def state_of(group):
     """Everything that a refused step must leave alone."""
     pool = group.pool
     counts = [pool.count(page) for page in range(pool.num_ids)]
-    return group.rows, group.seen, group.epoch, group.step, counts, list(pool._free)
+    return group.rows, group.seen, group.epoch, group.lockstep.step, counts, list(pool._free)
 
 
 # -- single steps --------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_crop_reopens_a_page_only_when_it_must(count):
     whole, rest = divmod(max(0, left - 4), PAGE)
     assert group.rows[0].pages == pages[: min(2, whole)]
     reopened = (pages[whole], rest) if whole < 2 and rest else None
-    assert group.step.rows[0].reopened == reopened
+    assert group.lockstep.step.rows[0].reopened == reopened
     assert layer.tokens() == [list(range(left))]
     assert group.seen == left
     group.check_integrity()
@@ -311,7 +311,7 @@ def test_crop_of_a_forwards_own_tokens_never_reopens_while_recording(count):
         layer.append(columns_of([0], q_len, at))
         layer.crop(count)
         at += q_len - count
-        assert group.step.rows[0].reopened is None
+        assert group.lockstep.step.rows[0].reopened is None
         assert layer.tokens() == [list(range(at))]
     assert group.pool.num_held > 10
 
@@ -329,7 +329,7 @@ def test_crop_right_behind_a_forward_leaves_no_trace_while_recording(recent, rej
         drafted, _ = drafting_layer.append([[at] + [-1] * rejected])
         assert drafted.view.num_pages.tolist() == step.view.num_pages.tolist()
         drafting_layer.crop(rejected)
-        assert drafting.step.rows[0].reopened is None
+        assert drafting.lockstep.step.rows[0].reopened is None
         assert drafting.rows == plain.rows
         assert drafting_layer.windows == layer.windows
         assert drafting_layer.pages == layer.pages

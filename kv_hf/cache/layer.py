@@ -11,6 +11,7 @@ from ..formats import Scheme
 from ..kernels.choice import layout_for
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
+from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from ..pages.step import Step
 from ..pages.storage import PageStorage
@@ -31,7 +32,8 @@ class PagedLayer(DynamicLayer):
 
     Args:
         layer_idx: position in the model, for messages.
-        group: bookkeeping shared with the other paged layers of the cache.
+        group: bookkeeping shared with the other paged layers of the same window.
+        arena: where the sealed pages live.
         key_scheme, value_scheme: formats of this layer.
         kernel: CacheConfig.kernel.
         window: tokens that a query of this layer sees, itself included; None for all.
@@ -44,6 +46,7 @@ class PagedLayer(DynamicLayer):
         self,
         layer_idx: int,
         group: PageGroup,
+        arena: PageArena,
         key_scheme: Scheme,
         value_scheme: Scheme,
         kernel: str = "auto",
@@ -54,6 +57,7 @@ class PagedLayer(DynamicLayer):
         self.is_sliding = window is not None
         self.kernel = kernel
         self.group = group
+        self.arena = arena
         self.schemes = (key_scheme, value_scheme)
         self._forget()
         super().__init__()
@@ -80,9 +84,8 @@ class PagedLayer(DynamicLayer):
             value_dtype=value_states.dtype,
             layout=layout_for(self.device),
         )
-        self.store = LayerStore(
-            self.layer_idx, spec, self.group.sink_tokens, self.device, self.kernel
-        )
+        pages = self.arena.storage(self.layer_idx, spec, self.device)
+        self.store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
         self.is_initialized = True
 
     def update(
@@ -137,8 +140,9 @@ class PagedLayer(DynamicLayer):
         return self.sliding_window or -1
 
     def reset(self) -> None:
-        """Forget all tokens of the whole cache and give the memory back."""
+        """Forget all tokens of the whole cache and give the memory back, unless another cache shares it."""
         self.group.reset()
+        self.arena.clear()
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:

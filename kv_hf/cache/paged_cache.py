@@ -1,6 +1,8 @@
 """The cache that transformers sees: a DynamicCache whose attention layers live in pages."""
 
-from collections.abc import Mapping
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from ..config import CacheConfig, check_option_names
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
+from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from ..spec import MemoryReport
 from .handle import view_behind, warn_dense
@@ -48,6 +51,8 @@ class PagedCache(DynamicCache):
         self._build(config, CacheConfig.from_options(implementation, options))
         return self
 
+    _releases = False
+
     def _build(self, config: Any, options: CacheConfig) -> None:
         decoder = decoder_config(config)
         super().__init__(config=decoder)
@@ -56,6 +61,7 @@ class PagedCache(DynamicCache):
         self.model_signature = signature(decoder)
         schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
         planned_specs(decoder, schemes, options.page_size)
+        self.arena = PageArena(options.max_pages)
         groups: dict[int | None, PageGroup] = {}
         for index, layer in enumerate(self.layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -63,7 +69,7 @@ class PagedCache(DynamicCache):
                 if window not in groups:
                     groups[window] = self._new_group(window)
                 self.layers[index] = PagedLayer(
-                    index, groups[window], *schemes[index], options.kernel, window
+                    index, groups[window], self.arena, *schemes[index], options.kernel, window
                 )
         self._check_overrides()
         if not groups:
@@ -83,13 +89,15 @@ class PagedCache(DynamicCache):
             options.max_pages,
             options.reserve_tokens,
             window,
+            self.arena.pool(window),
         )
 
     def _join_groups(self, groups: Mapping[int | None, PageGroup]) -> None:
         """Keep the groups, the one of full attention first, and let each know the others."""
         self.groups = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
         for group in self.groups:
-            group.peers = tuple(peer for peer in self.groups if peer is not group)
+            others = (peer for peer in self.groups if peer is not group)
+            group.lockstep.peers = tuple(peer.lockstep for peer in others)
         self._first_paged = self.paged_layers[0].layer_idx
         kinds = zip(self.layers, self.is_linear, self.is_dummy, strict=True)
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
@@ -248,6 +256,38 @@ class PagedCache(DynamicCache):
         """Return, for each layer, how it is cached and why."""
         return report_layers(self.layers)
 
+    # -- copies share the sealed pages ---------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PagedCache":
+        """Return an independent cache that shares this one's sealed pages, which never change.
+
+        The exact windows are copied. Both caches draw new pages from one pool: `max_pages` bounds them together.
+        """
+        memo.update((id(part), part) for part in self.arena.shared_parts())
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        for group in copied.groups:
+            for row in group.rows:
+                group.pool.share(row.pages)
+        copied._releases = False
+        for cache in (self, copied):
+            cache.release_when_gone()
+        return copied
+
+    def release_when_gone(self) -> None:
+        """See to it that pages are freed with this cache although others share their storage."""
+        if not self._releases:
+            self._releases = True
+            weakref.finalize(self, _release, self.groups)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a pickle: pages that other caches held in it are free here."""
+        vars(self).update(state)
+        self._releases = False
+        for group in self.groups:
+            group.pool.recount()
+
     def check_integrity(self) -> None:
         """Raise ValueError unless counts, lengths, storage and layers agree."""
         for group in self.groups:
@@ -268,3 +308,9 @@ class PagedCache(DynamicCache):
             f"page_size={self.options.page_size}, rows={len(self.group.rows)}, tokens={memory.tokens}, "
             f"pages={memory.pages_held}, bytes={memory.total})"
         )
+
+
+def _release(groups: Sequence[PageGroup]) -> None:
+    for group in groups:
+        for row in group.rows:
+            group.pool.release_later(row.pages)

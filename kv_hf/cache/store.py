@@ -10,7 +10,7 @@ from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, SideStorage
-from ..spec import PageSpec, page_capacity
+from ..spec import page_capacity
 from .window import ExactWindow, storing
 
 
@@ -19,29 +19,26 @@ class LayerStore:
 
     Args:
         layer_idx: position in the model, for messages.
-        spec: shapes and formats of both sides.
         sink_tokens: slots at the front of the windows that are never sealed.
-        device: where the tensors live.
+        pages: storage of the sealed pages, which other caches may share.
         kernel: CacheConfig.kernel. Raises CacheOptionError when that one cannot run on these pages.
     """
 
     def __init__(
         self,
         layer_idx: int,
-        spec: PageSpec,
+        pages: PageStorage,
         sink_tokens: int,
-        device: torch.device,
         kernel: str = "auto",
     ) -> None:
+        self.spec, self.device = spec, device = pages.spec, pages.device
         self.asked_kernel = kernel
         self.kernel = choose(kernel, device, spec)
         self.layer_idx = layer_idx
-        self.spec = spec
+        self.pages = pages
         self.sink_tokens = sink_tokens
-        self.device = device
         self.damaged: torch.Tensor | None = None
         with storing():
-            self.pages = PageStorage(spec, device)
             self.windows = (ExactWindow(spec.keys, device), ExactWindow(spec.values, device))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,7 +88,7 @@ class LayerStore:
                 self.windows[1].append(step, values, slots, self.kernel.append),
             )
         runs = []
-        with storing():
+        with storing(), self.pages.lock:
             self.grow(step)
             for side, window, new in zip(
                 self.pages.sides, self.windows, (keys, values), strict=True
@@ -112,7 +109,7 @@ class LayerStore:
     def grow(self, step: Step) -> None:
         """Make room for the pages of `step`, and for those that it reserves."""
         if max(step.num_ids, step.reserved) > self.pages.keys.capacity:
-            with storing():
+            with storing(), self.pages.lock:
                 self.pages.grow(max(page_capacity(step.num_ids), step.reserved))
 
     def _seal(self, jobs: SealJobs, tokens: torch.Tensor, side: SideStorage) -> None:
@@ -148,8 +145,9 @@ class LayerStore:
         """Return what a kernel reads: these pages and the given exact tokens, in the order of `view`."""
         table = view.on(self.device)
         return PagedKV(
-            key_pages=self.pages.keys.fields,
-            value_pages=self.pages.values.fields,
+            # copies: another cache that shares the storage may replace its tensors by larger ones at any time
+            key_pages=dict(self.pages.keys.fields),
+            value_pages=dict(self.pages.values.fields),
             spec=self.spec,
             block_table=table.block_table,
             num_pages=table.num_pages,

@@ -10,11 +10,13 @@ as sealed exactly the pages that were full when it began: its own new tokens are
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ..errors import CacheMismatchError, InterruptedForwardError
+from ..errors import CacheMismatchError
 from ..spec import TABLE_DTYPE, reserved_pages, sealed_pages
+from .lockstep import Lockstep
 from .plan import RowPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .pool import PagePool
 from .step import Row, SealJobs, Step, TableView
@@ -27,6 +29,7 @@ class PageGroup:
         page_size, sink_tokens, recent_tokens, max_pages, reserve_tokens: as in CacheConfig.
         window: tokens that a query of these layers sees, itself included; pages behind it are given back. None
             keeps all.
+        pool: page ids shared with other caches, in place of a pool of its own with `max_pages`.
     """
 
     def __init__(
@@ -37,9 +40,11 @@ class PageGroup:
         max_pages: int | None,
         reserve_tokens: int = 0,
         window: int | None = None,
+        pool: PagePool | None = None,
     ) -> None:
         self.sizes = RowSizes(page_size, sink_tokens, recent_tokens, window)
-        self.pool = PagePool(max_pages)
+        self.pool = PagePool(max_pages) if pool is None else pool
+        self.pool.holders.add(self)
         sizes = {
             "page_size": page_size,
             "sink_tokens": sink_tokens,
@@ -48,7 +53,7 @@ class PageGroup:
         self.reserve = sealed_pages(reserve_tokens, **sizes)
         if window is not None:
             self.reserve = min(self.reserve, window // page_size + 2)
-        self.peers: tuple[PageGroup, ...] = ()  # the other groups of the cache
+        self.lockstep = Lockstep()
         self._clear()
 
     @property
@@ -67,6 +72,11 @@ class PageGroup:
         return self.sizes.window
 
     @property
+    def epoch(self) -> int:
+        """Steps opened so far."""
+        return self.lockstep.epoch
+
+    @property
     def recording(self) -> bool:
         """Whether past recording is on."""
         return self.sizes.recording
@@ -75,10 +85,7 @@ class PageGroup:
         self.rows: tuple[Row, ...] = ()
         self.seen = 0
         self.confirmed = 0  # columns that a crop has left standing (past recording)
-        self.epoch = 0
-        self.step: Step | None = None
-        self._joined: set[int] = set()
-        self._members: set[int] | None = None
+        self.lockstep.clear()
         self._padding_seen: list[int] | None = None
         self._table: tuple[tuple[tuple[int, ...], ...], torch.Tensor, torch.Tensor] | None = None
 
@@ -115,6 +122,15 @@ class PageGroup:
         """Declare all columns seen so far final (a crop that removes nothing)."""
         self.confirmed = self.seen
 
+    def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:
+        """Return the page ids that the rows hold (see PageHolder)."""
+        return [row.pages for row in self.rows] if pool is self.pool else []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Register as a holder again: the pool may be another one here."""
+        vars(self).update(state)
+        self.pool.holders.add(self)
+
     def reset(self) -> None:
         """Give back all pages and forget rows, lengths and padding."""
         for row in self.rows:
@@ -150,46 +166,15 @@ class PageGroup:
         return self._enter(layer, layer_epoch, ("crop", count))
 
     def _enter(self, layer: int, layer_epoch: int, op: tuple) -> Step:
-        if layer_epoch == self.epoch:
-            self._check_in_step(op)
-            planned, rows = self._plan(op)
-            self._commit(planned, rows)
-        elif (
-            layer_epoch != self.epoch - 1
-            or self.step is None
-            or self.step.op != op
-            or layer in self._joined  # it joined, but its own work on this step failed
-        ):
-            raise InterruptedForwardError(
-                f"layer {layer} cannot {op[0]} here: it has taken part in {layer_epoch} of {self.epoch} steps of "
-                "this cache. An earlier forward stopped half-way, or layers were changed one without the others; "
-                "call reset() and start again"
-            )
-        self._joined.add(layer)
-        assert self.step is not None
-        return self.step
+        return self.lockstep.enter(layer, layer_epoch, op, self._open)
 
-    def _check_in_step(self, op: tuple) -> None:
-        """Raise InterruptedForwardError unless a new step may begin: an earlier one must not be half done."""
-        self._check_all_joined()
-        for peer in self.peers:
-            if peer.epoch == self.epoch:
-                peer._check_all_joined()
-            elif peer.epoch != self.epoch + 1 or peer.step is None or peer.step.op != op:
-                raise InterruptedForwardError(
-                    "the layers of this cache have not taken part in the same steps: an earlier forward stopped "
-                    "half-way; call reset() and start again"
-                )
-
-    def _check_all_joined(self) -> None:
-        if self._members is None and self.epoch == 1:
-            self._members = set(self._joined)
-        missing = (self._members or set()) - self._joined
-        if missing:
-            raise InterruptedForwardError(
-                f"the last step of this cache stopped before layers {sorted(missing)} took part in it; "
-                "the cache cannot be used further: call reset() and start again"
-            )
+    def _open(self, op: tuple) -> Step:
+        with self.pool.lock:
+            step, rows = self._plan(op)
+            self.rows, self.seen = rows, step.seen_after
+            if op[0] == "crop":
+                self.confirmed = step.seen_after
+        return step
 
     def _plan(self, op: tuple) -> tuple[Step, tuple[Row, ...]]:
         if op[0] == "append":
@@ -197,13 +182,6 @@ class PageGroup:
         if op[0] == "rows":
             return self._plan_rows(op, op[1:])
         return self._plan_crop(op, op[1])
-
-    def _commit(self, step: Step, rows: tuple[Row, ...]) -> None:
-        self.rows, self.seen, self.step = rows, step.seen_after, step
-        if step.op[0] == "crop":
-            self.confirmed = step.seen_after
-        self.epoch += 1
-        self._joined = set()
 
     def _plan_append(self, op: tuple, batch: int, q_len: int) -> tuple[Step, tuple[Row, ...]]:
         before, plans = self._plan_rows_of_append(batch, q_len)
@@ -334,7 +312,7 @@ class PageGroup:
 
     def check_integrity(self) -> None:
         """Raise ValueError unless reference counts equal what the rows hold and lengths add up."""
-        self.pool.check_integrity(row.pages for row in self.rows)
+        self.pool.check_integrity()
         for index, row in enumerate(self.rows):
             if self.tokens(row) != max(0, self.seen - row.padding):
                 raise ValueError(

@@ -1,5 +1,8 @@
 """The tensors of one layer's sealed pages, growing by steps. Knows ids, not rows."""
 
+import threading
+from typing import Any
+
 import torch
 
 from ..quant.codec import decode
@@ -53,8 +56,18 @@ class PageStorage:
 
     def __init__(self, spec: PageSpec, device: torch.device) -> None:
         self.spec = spec
+        self.device = device
+        self.lock = threading.RLock()  # held while pages are written or storage grows
         self.keys = SideStorage(spec.keys, device)
         self.values = SideStorage(spec.values, device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the lock."""
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock = threading.RLock()
 
     @property
     def sides(self) -> tuple[SideStorage, SideStorage]:

@@ -1,0 +1,63 @@
+"""Page ids and storage that caches may share: the place where sealed pages live.
+
+A cache makes an arena of its own. Copies of it, and all caches of one prefix store, share one: a page is then
+held by several of them, and freed when the last lets go.
+"""
+
+from typing import Any
+
+import torch
+
+from ..errors import CacheMismatchError
+from ..spec import PageSpec
+from .pool import PagePool
+from .storage import PageStorage
+
+
+class PageArena:
+    """Pools of page ids, one for each group, and storage, one for each layer.
+
+    Args:
+        max_pages: bound of each pool, as in CacheConfig.
+    """
+
+    def __init__(self, max_pages: int | None = None) -> None:
+        self.max_pages = max_pages
+        self.pools: dict[int | None, PagePool] = {}
+        self.storages: dict[int, PageStorage] = {}
+
+    def pool(self, window: int | None) -> PagePool:
+        """Return the pool of the group with this sliding window (None: full attention)."""
+        return self.pools.setdefault(window, PagePool(self.max_pages))
+
+    def storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
+        """Return the storage of a layer, made on first use.
+
+        Raises: CacheMismatchError where pages of another spec or device are held there.
+        """
+        found = self.storages.get(layer_idx)
+        if found is not None and (found.spec, found.device) == (spec, device):
+            return found
+        if found is not None and self.num_held:
+            raise CacheMismatchError(
+                f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds "
+                f"{found.spec.keys} on {found.device}, this one needs {spec.keys} on {device}"
+            )
+        self.storages[layer_idx] = PageStorage(spec, device)
+        return self.storages[layer_idx]
+
+    @property
+    def num_held(self) -> int:
+        """Pages that somebody holds, over all pools."""
+        return sum(pool.num_held for pool in self.pools.values())
+
+    def clear(self) -> None:
+        """Give all memory back where nobody holds a page."""
+        if not self.num_held:
+            self.storages.clear()
+            for pool in self.pools.values():
+                pool.clear()
+
+    def shared_parts(self) -> list[Any]:
+        """Return the objects that a copy of a cache shares with it."""
+        return [self, *self.pools.values(), *self.storages.values()]

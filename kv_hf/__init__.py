@@ -9,6 +9,7 @@ transformers, and an attention implementation "kv_hf"; `uninstall()` takes them 
 
 from .cache import compat as _compat  # noqa: F401  (an old transformers is named first)
 from .cache.paged_cache import PagedCache
+from .cache.prefix_store import PrefixStats, PrefixStore
 from .config import CacheConfig
 from .errors import (
     CacheMismatchError,
@@ -38,6 +39,8 @@ __all__ = [
     "PagePoolExhaustedError",
     "PageSpec",
     "PagedCache",
+    "PrefixStats",
+    "PrefixStore",
     "StaleHandleError",
     "UnsupportedModelError",
     "install",

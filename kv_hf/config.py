@@ -56,6 +56,7 @@ class CacheConfig:
             Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
         attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
+        prefix_store: a kv_hf.PrefixStore, with which rows and later calls share the pages of common prefixes.
         kernel: implementation of attention over pages: "auto" takes the best that can run here, a name takes
             that one or raises ("triton", "c", "sdpa", "reference").
     """
@@ -72,6 +73,7 @@ class CacheConfig:
     layers: Mapping[str, Any] | None = None
     attention: str = "auto"
     kernel: str = "auto"
+    prefix_store: Any = None
 
     def __post_init__(self) -> None:
         check_choice("keys", self.keys, FORMAT_NAMES)

@@ -1,5 +1,7 @@
 """What differs between the transformers versions that the cache supports, each with where it was read."""
 
+from typing import Any
+
 import transformers
 from packaging.version import Version
 
@@ -13,3 +15,8 @@ if Version(MINIMUM) > VERSION:
 
 # 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises
 CROP_TAKES_LENGTHS = Version("5.18.0.dev0") > VERSION
+
+
+def is_dummy(layer: Any) -> bool:
+    """Say whether a layer of a cache holds nothing; the class came after 5.17 (read in 5.23 cache_utils)."""
+    return type(layer).__name__ == "DummyLayer"

@@ -102,7 +102,7 @@ class PagedLayer(DynamicLayer):
             `max_pages`, with the cache unchanged; InterruptedForwardError after a forward that stopped half-way.
         """
         if self.store is None or (
-            self._epoch == 0 and not self.store.fits(key_states, value_states)
+            self._seen == 0 and not self.store.fits(key_states, value_states)
         ):
             self.lazy_initialization(key_states, value_states)
         store = self.store
@@ -248,6 +248,29 @@ class PagedLayer(DynamicLayer):
         step = self.group.select_rows(self.layer_idx, self._epoch, sources)
         self.store.select_rows(step)
         self._joined(step)
+
+    def adopt(self, sinks: Sequence[tuple[torch.Tensor, torch.Tensor] | None], seen: int) -> None:
+        """Begin with rows whose pages are in storage already.
+
+        Args:
+            sinks: for each row its exact first keys and values [num_kv_heads, sink_tokens, ..]; None: it is empty.
+            seen: columns that the layer then has seen.
+        """
+        pages = self.arena.storages[self.layer_idx]
+        self.dtype, self.device = pages.spec.keys.dtype, pages.device
+        self.store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
+        for side, window in enumerate(self.store.windows):
+            window.begin([None if one is None else one[side] for one in sinks], self.group.slots)
+        self.is_initialized = True
+        self._seen = seen
+
+    def sinks_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, ..]."""
+        assert self.store is not None
+        keys, values = (
+            window.tokens[row, :, : self.group.sink_tokens].clone() for window in self.store.windows
+        )
+        return keys, values
 
     def current_kv(self) -> PagedKV:
         """Return pages and window as they are now. Raises InterruptedForwardError when they are behind."""

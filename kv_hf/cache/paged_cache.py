@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..config import CacheConfig, check_option_names
-from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
+from ..errors import CacheMismatchError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
-from ..pages.arena import PageArena
-from ..pages.group import PageGroup
 from ..spec import MemoryReport
+from .build import page_layers
+from .compat import is_dummy
 from .handle import view_behind, warn_dense
 from .layer import PagedLayer, chosen_rows
 from .mask_length import MaskLength
 from .model_shape import decoder_config, is_chunked, planned_specs, signature
+from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, report_layers
 
 
@@ -32,7 +33,7 @@ class PagedCache(DynamicCache):
         config: the model's config (`model.config`).
         keys, values: exact, fp8, int8, int4 or int2; `values` defaults to the format of `keys`.
         **options: the other fields of `kv_hf.CacheConfig`.
-    Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without full-attention layers.
+    Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
     """
 
     def __init__(
@@ -59,67 +60,31 @@ class PagedCache(DynamicCache):
         self.options = options
         self._config = decoder
         self.model_signature = signature(decoder)
-        schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
-        planned_specs(decoder, schemes, options.page_size)
-        self.arena = PageArena(options.max_pages)
-        groups: dict[int | None, PageGroup] = {}
-        for index, layer in enumerate(self.layers):
-            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-                window = getattr(layer, "sliding_window", None)
-                if window not in groups:
-                    groups[window] = self._new_group(window)
-                self.layers[index] = PagedLayer(
-                    index, groups[window], self.arena, *schemes[index], options.kernel, window
-                )
-        self._check_overrides()
-        if not groups:
-            kinds = sorted({type(layer).__name__ for layer in self.layers})
-            raise UnsupportedModelError(
-                f"{getattr(config, 'model_type', config)!r} has no attention layer that pages could hold "
-                f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
-            )
-        self._join_groups(groups)
-
-    def _new_group(self, window: int | None) -> PageGroup:
-        options = self.options
-        return PageGroup(
-            options.page_size,
-            options.sink_tokens,
-            options.recent_tokens,
-            options.max_pages,
-            options.reserve_tokens,
-            window,
-            self.arena.pool(window),
-        )
-
-    def _join_groups(self, groups: Mapping[int | None, PageGroup]) -> None:
-        """Keep the groups, the one of full attention first, and let each know the others."""
-        self.groups = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
-        for group in self.groups:
-            others = (peer for peer in self.groups if peer is not group)
-            group.lockstep.peers = tuple(peer.lockstep for peer in others)
+        self.layers, self.groups, self.arena = page_layers(self.layers, decoder, options)
+        if options.prefix_store is not None:
+            self.release_when_gone()
         self._first_paged = self.paged_layers[0].layer_idx
-        kinds = zip(self.layers, self.is_linear, self.is_dummy, strict=True)
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
-        self._masks_skippable = not is_chunked(self._config) and all(
-            isinstance(layer, PagedLayer) or linear or dummy for layer, linear, dummy in kinds
+        self._masks_skippable = not is_chunked(decoder) and all(
+            isinstance(layer, PagedLayer) or linear or is_dummy(layer)
+            for layer, linear in zip(self.layers, self.is_linear, strict=True)
         )
 
     @property
-    def group(self) -> PageGroup:
+    def prefix_store(self) -> PrefixStore | None:
+        """The store that this cache shares prefixes with, or None."""
+        return self.options.prefix_store
+
+    def fresh(self) -> "PagedCache":
+        """Return an empty cache of the same options for the same model."""
+        made = type(self).__new__(type(self))
+        made._build(self._config, self.options)
+        return made
+
+    @property
+    def group(self) -> Any:
         """The group of the full-attention layers, or the first of the sliding ones: its rows stand for all."""
         return self.groups[0]
-
-    def _check_overrides(self) -> None:
-        """Raise CacheOptionError where `layers` names only layers that transformers keeps."""
-        paged = {layer.layer_idx for layer in self.paged_layers}
-        for low, high, _ in self.options.layer_overrides() if paged else []:
-            if not paged & set(range(low, high + 1)):
-                kind = type(self.layers[low]).__name__
-                raise CacheOptionError(
-                    f"layers: {low}-{high} holds no paged layer; transformers' {kind} is kept there, which has no "
-                    "formats"
-                )
 
     def update(
         self,
@@ -279,7 +244,7 @@ class PagedCache(DynamicCache):
         """See to it that pages are freed with this cache although others share their storage."""
         if not self._releases:
             self._releases = True
-            weakref.finalize(self, _release, self.groups)
+            weakref.finalize(self, _release, self.layers)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a pickle: pages that other caches held in it are free here."""
@@ -310,7 +275,7 @@ class PagedCache(DynamicCache):
         )
 
 
-def _release(groups: Sequence[PageGroup]) -> None:
-    for group in groups:
+def _release(layers: Sequence[Any]) -> None:
+    for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
         for row in group.rows:
             group.pool.release_later(row.pages)

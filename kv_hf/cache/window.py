@@ -25,6 +25,14 @@ class ExactWindow:
             (0, spec.num_kv_heads, 0, spec.head_dim), dtype=spec.dtype, device=device
         )
 
+    def begin(self, tokens: Sequence[torch.Tensor | None], slots: int) -> None:
+        """Make room for `slots` tokens of each row, and put `tokens` [num_kv_heads, n, head_dim] in front."""
+        with storing():
+            self.tokens = self._resized(len(tokens), slots)
+            for index, first in enumerate(tokens):
+                if first is not None:
+                    self.tokens[index, :, : first.shape[1]] = first
+
     def _resized(self, rows: int, slots: int) -> torch.Tensor:
         """Return the tokens in a tensor of at least these sizes; new slots are zero."""
         old = self.tokens

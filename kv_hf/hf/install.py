@@ -1,8 +1,9 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches anything.
 
-Two seams are patched, both idempotently: the closed list of cache implementations that
-GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23), and
-GenerationMixin._prepare_cache_for_generation, which makes the cache (generation/utils.py, 5.17 to 5.23).
+Three seams are patched, all idempotently: the closed list of cache implementations that
+GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23), and two methods of
+GenerationMixin (generation/utils.py, 5.17 to 5.23): _prepare_cache_for_generation, which makes the cache, and
+_prefill, which runs the first forward and is where a prefix store comes in.
 The attention and mask functions are registered through transformers' public interfaces.
 """
 
@@ -17,35 +18,38 @@ from transformers.generation.utils import GenerationMixin
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
-from ..notices import forget
+from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
 from .models import restore_attention, use_paged_attention
+from .prefix import share_prefill
 
-_original_prepare: Callable[..., Any] | None = None
+_originals: dict[str, Callable[..., Any]] = {}
 
 
 def install() -> None:
     """Register the cache names and the attention; a second call changes nothing."""
-    global _original_prepare
     AttentionInterface.register(ATTENTION_NAME, kv_hf_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, kv_hf_mask)
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
     _set_names(tuple(known) + missing)
-    if _original_prepare is None:
-        _original_prepare = GenerationMixin._prepare_cache_for_generation
-        _patch_generation(_wrap(_original_prepare))
+    if not _originals:
+        for name, wrap in (
+            ("_prepare_cache_for_generation", _wrap),
+            ("_prefill", share_prefill),
+        ):
+            _originals[name] = getattr(GenerationMixin, name)
+            setattr(GenerationMixin, name, wrap(_originals[name]))
 
 
 def uninstall() -> None:
     """Take the names back, unpatch generate() and give switched models their attention back."""
-    global _original_prepare
     restore_attention()
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     _set_names(tuple(name for name in known if name not in IMPLEMENTATIONS))
-    if _original_prepare is not None:
-        _patch_generation(_original_prepare)
-        _original_prepare = None
+    for name, original in _originals.items():
+        setattr(GenerationMixin, name, original)
+    _originals.clear()
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(ATTENTION_NAME, None)
     forget()
@@ -53,10 +57,6 @@ def uninstall() -> None:
 
 def _set_names(names: tuple[str, ...]) -> None:
     vars(configuration_utils)["ALL_CACHE_IMPLEMENTATIONS"] = names
-
-
-def _patch_generation(function: Callable[..., Any]) -> None:
-    setattr(GenerationMixin, "_prepare_cache_for_generation", function)  # noqa: B010
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +82,11 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(self, cache, model_kwargs)
+            if cache.prefix_store is not None and "ASSISTED" in str(args[:1]):
+                warn_once(
+                    "prefix_store assisted",
+                    "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
+                )
             model_kwargs["past_key_values"] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)

@@ -151,6 +151,21 @@ class PageGroup:
             padded = attention_mask.to(torch.bool).cumsum(-1) == 0
             self._padding_seen = padded.sum(-1).tolist()
 
+    def adopt(self, rows: Sequence[Row], seen: int) -> None:
+        """Begin with rows whose pages others hold too, as if `seen` columns had gone through an empty group."""
+        for row in rows:
+            self.pool.share(row.pages)
+        self.rows, self.seen = tuple(rows), seen
+
+    def replace_pages(self, index: int, pages: tuple[int, ...]) -> None:
+        """Let row `index` hold `pages`, which contain the same tokens, in place of its own; between two steps."""
+        row = self.rows[index]
+        self.pool.share(pages)
+        self.pool.release(row.pages)
+        rows = list(self.rows)
+        rows[index] = replace(row, pages=pages)
+        self.rows = tuple(rows)
+
     # -- steps -----------------------------------------------------------------------------------------
 
     def append(self, layer: int, layer_epoch: int, rows: int, q_len: int) -> Step:
@@ -198,7 +213,8 @@ class PageGroup:
             # this forward may still read what it drops: a page's bytes change at the earliest one step later
             gone = plan.dropped - row.dropped - row_step.passed
             self.pool.release(held[:gone])
-            rows.append(Row(plan.padding, held[gone:] + sealed, row_step.exact_after, plan.dropped))
+            kept = held[gone:] + sealed
+            rows.append(Row(plan.padding, kept, row_step.exact_after, plan.dropped, plan.ahead))
         rebuild = any(step.sealed or step.passed for step in steps)
         first_jobs, jobs = (
             SealJobs.build(pages, self.page_size, self.sink_tokens, passed)
@@ -314,7 +330,7 @@ class PageGroup:
         """Raise ValueError unless reference counts equal what the rows hold and lengths add up."""
         self.pool.check_integrity()
         for index, row in enumerate(self.rows):
-            if self.tokens(row) != max(0, self.seen - row.padding):
+            if self.tokens(row) != max(0, self.seen - row.padding + row.ahead):
                 raise ValueError(
                     f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
                 )

@@ -61,6 +61,7 @@ class RowPlan:
         first, last: pages to seal before and behind the append.
         padding: columns of padding afterwards.
         dropped: pages that are dropped when the step ends.
+        ahead: tokens that the row then still holds beyond the columns seen.
     """
 
     step: RowStep
@@ -68,6 +69,7 @@ class RowPlan:
     last: int
     padding: int
     dropped: int
+    ahead: int
 
 
 def plan_append(
@@ -86,7 +88,7 @@ def plan_append(
     """
     seen_after = seen + q_len
     padding = min(row.padding, seen_after)
-    skip = max(0, padding - seen)
+    skip = max(0, padding - seen, min(row.ahead, q_len))
     new = q_len - skip
     first = 0
     if sizes.recording:
@@ -103,7 +105,7 @@ def plan_append(
     passed = max(0, dropped - before)
     after = exact + new - last * sizes.page_size
     step = RowStep(index, exact, after, skip, new, passed=passed)
-    return RowPlan(step, first, last - passed, padding, dropped)
+    return RowPlan(step, first, last - passed, padding, dropped, max(0, row.ahead - q_len))
 
 
 def plan_rows(

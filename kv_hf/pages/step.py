@@ -16,12 +16,15 @@ class Row:
         pages: ids of the sealed pages that it holds, in order.
         exact: tokens in the exact window.
         dropped: sealed pages in front of `pages` that left the sliding window and were given back.
+        ahead: columns beyond those seen up to the last token that it holds (a prefix that was shared, until the first
+            forward has reached its end).
     """
 
     padding: int
     pages: tuple[int, ...]
     exact: int
     dropped: int = 0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class RowStep:
         source: index of the row that this row continues.
         exact_before: tokens in the window when the new ones arrive (without those of `sealed_first`).
         sealed_first: ids of pages sealed before the new tokens are appended (past recording only).
-        skip: leading columns of the new tokens that are padding.
+        skip: leading columns of the new tokens that are padding, or are held already.
         new: real tokens appended.
         sealed: ids of the pages sealed behind the step's own forward, in order.
         exact_after: tokens in the window when the step ends.

@@ -1,0 +1,96 @@
+"""Which layers of a model are paged, in which groups, and where their pages live."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..config import CacheConfig
+from ..errors import CacheOptionError, UnsupportedModelError
+from ..pages.arena import PageArena
+from ..pages.group import PageGroup
+from .compat import is_dummy
+from .layer import PagedLayer
+from .model_shape import planned_specs, signature
+from .prefix_store import PrefixStore
+
+_PAGED = (DynamicLayer, DynamicSlidingWindowLayer)  # subclasses hold more than keys and values
+
+
+def page_layers(
+    layers: Sequence[Any], config: Any, options: CacheConfig
+) -> tuple[list[Any], tuple[PageGroup, ...], PageArena]:
+    """Replace the layers that pages can hold; return all layers, the groups (full attention first) and the arena.
+
+    Args:
+        layers: those of a DynamicCache of the same model.
+        config: the decoder's config.
+    Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
+    """
+    schemes = [options.schemes(index, len(layers)) for index in range(len(layers))]
+    planned_specs(config, schemes, options.page_size)
+    paged = [index for index, layer in enumerate(layers) if type(layer) in _PAGED]
+    if not paged:
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        raise UnsupportedModelError(
+            f"{getattr(config, 'model_type', config)!r} has no attention layer that pages could hold "
+            f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
+        )
+    _check_overrides(layers, set(paged), options)
+    arena = _arena(layers, config, options)
+    groups: dict[int | None, PageGroup] = {}
+    made = list(layers)
+    for index in paged:
+        window = getattr(layers[index], "sliding_window", None)
+        # a prefix may be shared up to any of its pages: then sliding layers keep all of them
+        kept = window if options.prefix_store is None else None
+        if kept not in groups:
+            groups[kept] = _new_group(kept, options, arena)
+        made[index] = PagedLayer(
+            index, groups[kept], arena, *schemes[index], options.kernel, window
+        )
+    ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
+    for group in ordered:
+        others = (peer for peer in ordered if peer is not group)
+        group.lockstep.peers = tuple(peer.lockstep for peer in others)
+    return made, ordered, arena
+
+
+def _new_group(window: int | None, options: CacheConfig, arena: PageArena) -> PageGroup:
+    return PageGroup(
+        options.page_size,
+        options.sink_tokens,
+        options.recent_tokens,
+        options.max_pages,
+        options.reserve_tokens,
+        window,
+        arena.pool(window),
+    )
+
+
+def _arena(layers: Sequence[Any], config: Any, options: CacheConfig) -> PageArena:
+    """Return an arena of the cache's own, or the one that its prefix store shares among caches."""
+    store = options.prefix_store
+    if store is None:
+        return PageArena(options.max_pages)
+    if not isinstance(store, PrefixStore):
+        raise CacheOptionError(
+            f"prefix_store must be a kv_hf.PrefixStore, got {type(store).__name__}"
+        )
+    for index, layer in enumerate(layers):
+        if type(layer) not in _PAGED and not is_dummy(layer):
+            raise CacheOptionError(
+                f"prefix_store needs all layers in pages; layer {index} is kept by transformers' "
+                f"{type(layer).__name__}, whose state belongs to the whole text"
+            )
+    return store.bind(options, signature(config))
+
+
+def _check_overrides(layers: Sequence[Any], paged: set[int], options: CacheConfig) -> None:
+    """Raise CacheOptionError where `layers` names only layers that transformers keeps."""
+    for low, high, _ in options.layer_overrides():
+        if not paged & set(range(low, high + 1)):
+            raise CacheOptionError(
+                f"layers: {low}-{high} holds no paged layer; transformers' {type(layers[low]).__name__} is kept there, "
+                "which has no formats"
+            )

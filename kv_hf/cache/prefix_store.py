@@ -1,0 +1,251 @@
+"""Prompts that begin alike share their sealed pages: within a batch, and from one call to the next."""
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..config import CacheConfig
+from ..errors import CacheMismatchError, CacheOptionError
+from ..pages.arena import PageArena
+from ..pages.prefix_tree import Prefix, PrefixTree
+from ..pages.step import Row
+
+if TYPE_CHECKING:
+    from .paged_cache import PagedCache
+
+# options that decide the bytes of a page
+_FORMAT = (
+    "keys",
+    "values",
+    "page_size",
+    "key_group_size",
+    "value_group_size",
+    "sink_tokens",
+    "layers",
+)
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """What a store has done and holds.
+
+    Attributes:
+        rows, rows_hit: prompts asked for, and those of which at least a page was there.
+        tokens, tokens_computed: tokens of those prompts, and tokens that went through the model for them.
+        pages, bytes: what the store holds now, shared pages once.
+        evictions: pages given up because the store was full.
+    """
+
+    rows: int
+    rows_hit: int
+    tokens: int
+    tokens_computed: int
+    pages: int
+    bytes: int
+    evictions: int
+
+    @property
+    def skipped(self) -> float:
+        """Part of the prompts' tokens that did not go through the model; 0.0 before the first prompt."""
+        return 1 - self.tokens_computed / self.tokens if self.tokens else 0.0
+
+
+class PrefixStore:
+    """Sealed pages of earlier prompts of one model, found by their tokens.
+
+        store = kv_hf.PrefixStore(max_bytes=2**30)
+        model.generate(**inputs, cache_implementation="paged_int4", cache_config={"prefix_store": store})
+
+    A store belongs to the first model and formats that use it. Several caches may use it at once, in several
+    threads too. Pages are given up least recently used first, never while a cache holds them.
+
+    Args:
+        max_bytes: bound of the pages that the store keeps, over all layers.
+    """
+
+    def __init__(self, max_bytes: int = 2**30) -> None:
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+            raise CacheOptionError(f"max_bytes must be an integer of at least 1, got {max_bytes!r}")
+        self.max_bytes = max_bytes
+        self.arena = PageArena()
+        self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._model: weakref.ref[Any] | None = None
+        self._tree: PrefixTree | None = None
+        self._rows = self._hits = self._tokens = self._computed = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PrefixStore":
+        """Return the store itself: generate() copies its options, and the copy must share the same pages."""
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError("a PrefixStore cannot be pickled; save single caches with cache.save()")
+
+    # -- whose pages these are ---------------------------------------------------------------------------
+
+    def bind(self, options: CacheConfig, signature: dict[str, Any]) -> PageArena:
+        """Return the arena for caches of these options and of a model of these sizes.
+
+        Raises: CacheOptionError where the store holds pages of others.
+        """
+        asked = {name: getattr(options, name) for name in _FORMAT}
+        if self._bound is None:
+            self._bound = (asked, signature)
+            pool = self.arena.pool(None)
+            self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
+        for ours, theirs in zip(self._bound, (asked, signature), strict=True):
+            for name, value in ours.items():
+                if theirs[name] != value:
+                    raise CacheOptionError(
+                        f"prefix_store holds pages of {name}={value!r}, this cache has {name}={theirs[name]!r}; use "
+                        "one store per model and format"
+                    )
+        return self.arena
+
+    def bind_model(self, model: Any) -> None:
+        """Remember the model. Raises CacheMismatchError for another one: equal tokens have other keys there."""
+        if self._model is None:
+            self._model = weakref.ref(model)
+        elif self._model() is not model:
+            raise CacheMismatchError(
+                f"prefix_store holds keys and values of another {type(model).__name__}; use one store per model"
+            )
+
+    @property
+    def tree(self) -> PrefixTree:
+        """The pages by their tokens. Raises CacheOptionError before a cache uses the store."""
+        if self._tree is None:
+            raise CacheOptionError("prefix_store is not used by any cache yet")
+        return self._tree
+
+    # -- sharing -----------------------------------------------------------------------------------------
+
+    def known(self, space: Hashable, tokens: Sequence[int]) -> int:
+        """Return how many of the first of `tokens` lie in pages of the store (0 or sinks + whole pages)."""
+        with self.tree.pool.lock:
+            return self._held(self.tree.find(space, tokens))
+
+    def _held(self, nodes: Sequence[Prefix]) -> int:
+        tree = self.tree
+        return tree.sink_tokens + (len(nodes) - 1) * tree.page_size if len(nodes) > 1 else 0
+
+    def attach(
+        self,
+        cache: "PagedCache",
+        space: Hashable,
+        rows: Sequence[Sequence[int]],
+        padding: Sequence[int],
+        chunk: int | None = None,
+        counted: bool = True,
+    ) -> int:
+        """Let an empty cache begin with the pages known of its rows; return the columns that it has then seen.
+
+        All rows begin at one column, that of the row with the least. A row that has more computes some tokens once
+        more; they are not stored again.
+
+        Args:
+            space: what besides tokens the keys and values depend on.
+            rows: the tokens of each row, without padding.
+            padding: columns of left padding of each row.
+            chunk: columns of the first forward, where that is not all of them.
+            counted: whether the rows count in `stats`.
+        """
+        tree = self.tree
+        with tree.pool.lock:
+            found = [
+                tree.find(space, tokens[:-1]) for tokens in rows
+            ]  # the last one has to be computed
+            seen = self._first_column(found, padding, chunk)
+            hits = sum(len(nodes) > 1 for nodes in found) if seen else 0
+            if counted:
+                to_compute = len(rows[0]) + padding[0] - seen
+                self._rows += len(rows)
+                self._hits += hits
+                self._tokens += sum(map(len, rows))
+                self._computed += sum(min(len(tokens), to_compute) for tokens in rows)
+            if not hits:
+                return 0
+            adopted = []
+            for nodes, columns in zip(found, padding, strict=True):
+                held = self._held(nodes)
+                pages = tuple(node.page for node in nodes[1:] if node.page is not None)
+                exact, ahead = (tree.sink_tokens, columns + held - seen) if pages else (0, 0)
+                adopted.append(Row(columns, pages, exact, ahead=ahead))
+            cache.group.adopt(adopted, seen)
+        sinks = [nodes[0].sinks if len(nodes) > 1 else None for nodes in found]
+        for place, layer in enumerate(cache.paged_layers):
+            layer.adopt([None if one is None else one[place] for one in sinks], seen)
+        return seen
+
+    def _first_column(
+        self, found: list[list[Prefix]], padding: Sequence[int], chunk: int | None
+    ) -> int:
+        """Return the column to begin at, 0 for none; shorten `found` so that no row is a whole chunk ahead of it."""
+        while True:
+            ends = [
+                columns + self._held(nodes) for nodes, columns in zip(found, padding, strict=True)
+            ]
+            seen = min(ends)
+            if all(columns >= seen for columns in padding):
+                return 0
+            late = [
+                index
+                for index, nodes in enumerate(found)
+                if chunk is not None and self._held(nodes) and ends[index] - seen >= chunk
+            ]
+            if not late:
+                return seen
+            for index in late:
+                found[index].pop()
+
+    def add(self, cache: "PagedCache", space: Hashable, rows: Sequence[Sequence[int]]) -> None:
+        """Keep the sealed pages of `cache`, whose rows begin with the tokens `rows`.
+
+        Rows that hold pages of the same tokens twice let go of theirs and share the store's.
+        """
+        tree, group = self.tree, cache.group
+        with tree.pool.lock:
+            page_bytes = sum(storage.spec.page_bytes for storage in self.arena.storages.values())
+            tree.max_pages = self.max_bytes // max(1, page_bytes)
+            for index, tokens in enumerate(rows):
+                pages = group.rows[index].pages
+
+                def sinks(index: int = index) -> list[Any]:
+                    return [layer.sinks_of(index) for layer in cache.paged_layers]
+
+                nodes = tree.add(space, tokens, pages, sinks)
+                shared = tuple(node.page for node in nodes[1:] if node.page is not None)
+                if shared != pages[: len(shared)]:
+                    group.replace_pages(index, shared + pages[len(shared) :])
+            tree.shrink()
+
+    # -- what it holds -----------------------------------------------------------------------------------
+
+    def stats(self) -> PrefixStats:
+        """Return what the store has done so far and holds now."""
+        pages = size = evictions = 0
+        if self._tree is not None:
+            with self._tree.pool.lock:
+                specs = [storage.spec for storage in self.arena.storages.values()]
+                pages, evictions = self._tree.num_pages, self._tree.evictions
+                size = pages * sum(spec.page_bytes for spec in specs)
+                sinks = sum(spec.window_bytes(1, self._tree.sink_tokens) for spec in specs)
+                size += len(self._tree.roots) * sinks
+        return PrefixStats(
+            self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
+        )
+
+    def count_computed(self, tokens: int) -> None:
+        """Count `tokens` that went through the model for a prefix before its rows did."""
+        self._computed += tokens
+
+    def clear(self) -> None:
+        """Let go of all pages; caches that hold some keep them."""
+        if self._tree is not None:
+            with self._tree.pool.lock:
+                self._tree.clear()
+                self.arena.clear()
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return f"PrefixStore(max_bytes={self.max_bytes}, pages={stats.pages}, bytes={stats.bytes})"

@@ -1,0 +1,140 @@
+"""Prompts that share a prefix skip its prefill: what happens before and behind generate()'s first forward."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cache.paged_cache import PagedCache
+from ..notices import warn_once
+
+# tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
+_KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The rows of a batch of prompts, without their padding.
+
+    Attributes:
+        rows: token ids of each row.
+        padding: columns of left padding of each row.
+    """
+
+    rows: list[list[int]]
+    padding: list[int]
+
+
+def read_prompt(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, inputs: dict[str, Any]
+) -> Prompt | str:
+    """Return the prompt, or why its keys and values do not follow from its tokens alone.
+
+    Args:
+        input_ids: [batch, columns].
+        attention_mask: [batch, columns], 0 or False = padding; None: no padding.
+        inputs: the other inputs of the model.
+    """
+    if input_ids.ndim != 2 or not input_ids.numel():
+        return f"input_ids have shape {tuple(input_ids.shape)}"
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and name not in _KNOWN_INPUTS:
+            return f"the prompt holds {name} beside its tokens"
+    columns = input_ids.shape[1]
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        return f"the attention_mask has shape {tuple(attention_mask.shape)}, the tokens {tuple(input_ids.shape)}"
+    real = attention_mask.to("cpu", torch.bool)
+    padding = columns - real.sum(-1)
+    if not torch.equal(real, torch.arange(columns) >= padding[:, None]):
+        return "the attention_mask hides more than left padding"
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        counted = (real.long().cumsum(-1) - 1).clamp(min=0)
+        given = positions.cpu()
+        if given.shape[-1] != columns or not bool(((given == counted) | ~real).all()):
+            return "the position_ids do not count the tokens"
+    ids, starts = input_ids.tolist(), padding.tolist()
+    return Prompt([row[start:] for row, start in zip(ids, starts, strict=True)], starts)
+
+
+def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap GenerationMixin._prefill: known prefixes are attached before it, new pages kept behind it."""
+
+    def prefill(
+        self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any],
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        cache: Any = model_kwargs.get("past_key_values")
+        store = cache.prefix_store if isinstance(cache, PagedCache) else None
+        if store is None or cache.get_seq_length():
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        prompt = read_prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs)
+        if isinstance(prompt, str):
+            warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        store.bind_model(self)
+        space = adapters_of(self)
+        skipped = attach_prefix(
+            self, cache, prompt, space, getattr(generation_config, "prefill_chunk_size", None)
+        )
+        outputs = original(
+            self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
+        )
+        store.add(cache, space, prompt.rows)
+        return outputs
+
+    return prefill
+
+
+def attach_prefix(
+    model: Any, cache: PagedCache, prompt: Prompt, space: Hashable, chunk: int | None = None
+) -> int:
+    """Let an empty cache begin with what the store knows of `prompt`; return the columns that may be skipped.
+
+    What all rows have in common goes through the model once, as a row of its own, and into the store.
+    """
+    store = cache.prefix_store
+    assert store is not None
+    common = common_tokens(prompt.rows, cache.options.page_size, cache.options.sink_tokens)
+    known = store.known(space, common)
+    if len(prompt.rows) > 1 and len(common) > known:
+        lead = cache.fresh()
+        alone = Prompt([[*common, prompt.rows[0][len(common)]]], [0])
+        store.attach(lead, space, alone.rows, alone.padding, counted=False)
+        ids = torch.tensor([common[lead.get_seq_length() :]], device=model.device)
+        for part in ids.split(chunk or ids.shape[1], dim=1):
+            model(input_ids=part, past_key_values=lead, use_cache=True, **_last_logit(model))
+        store.add(lead, space, [common])
+        store.count_computed(ids.shape[1])
+    return store.attach(cache, space, prompt.rows, prompt.padding, chunk)
+
+
+def common_tokens(rows: Sequence[Sequence[int]], page_size: int, sink_tokens: int) -> list[int]:
+    """Return the longest common prefix of all rows that fills whole pages and leaves each row a token to compute."""
+    shortest = min(rows, key=len)
+    longest = len(shortest) - 1
+    for row in rows:
+        alike = 0
+        while alike < longest and row[alike] == shortest[alike]:
+            alike += 1
+        longest = alike
+    pages = (longest - sink_tokens) // page_size
+    return list(shortest[: sink_tokens + pages * page_size]) if pages > 0 else []
+
+
+def adapters_of(model: Any) -> tuple[str, ...]:
+    """Return the names of the adapters that are active in `model`: keys and values depend on them too."""
+    found: set[str] = set()
+    for module in model.modules():
+        names = vars(module).get("_active_adapter")
+        if names:
+            found.update([names] if isinstance(names, str) else names)
+    return tuple(sorted(found))
+
+
+def _last_logit(model: Any) -> dict[str, int]:
+    """Return the argument that keeps a forward from computing logits of all tokens, where the model has it."""
+    return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}

@@ -1,0 +1,324 @@
+"""Shared prefixes: the tokens of a run without sharing, pages stored once, counted, bounded and given up in order."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from test_sliding import make as make_sliding
+from tiny_models import make_model, shared_model, tokens
+
+import kv_hf
+from kv_hf.pages.pool import PagePool
+from kv_hf.pages.prefix_tree import PrefixTree
+
+PAGE = 16
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+KEPT = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+
+
+def words(length, seed):
+    return tokens(1, length, seed=seed)[0].tolist()
+
+
+def batch(rows):
+    width = max(map(len, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = torch.tensor(row)
+        mask[index, width - len(row) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(model, rows, store, implementation="paged_exact", config=None, **options):
+    config = {"page_size": PAGE, "prefix_store": store, **(config or {})}
+    return model.generate(
+        **batch(rows),
+        **{**KEPT, **options},
+        cache_implementation=implementation,
+        cache_config=config,
+    )
+
+
+def check(found, expected):
+    assert torch.equal(found.sequences, expected.sequences)
+    for a, b in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+SYSTEM = words(200, 1)
+BATCHES = {
+    "one row": [SYSTEM + words(9, 2)],
+    "ragged": [SYSTEM + words(n, n) for n in (5, 17, 40, 33, 1)],
+    "equal": [SYSTEM + words(8, 3)] * 3,
+    "one stranger": [SYSTEM + words(7, 4), words(30, 5), SYSTEM[:100] + words(90, 6)],
+    "short rows": [words(3, 7), words(1, 8)],
+    "a row that is a prefix": [SYSTEM, SYSTEM + words(64, 9)],
+    "nothing in common": [words(50, 10), words(80, 11)],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("chunk", [None, 7, 50])
+def test_tokens_are_those_of_a_run_without_sharing(name, chunk):
+    model, rows = shared_model("llama"), BATCHES[name]
+    expected = model.generate(**batch(rows), **KEPT)
+    store = kv_hf.PrefixStore()
+    options = {} if chunk is None else {"prefill_chunk_size": chunk}
+    for _ in range(2):
+        found = run(model, rows, store, **options)
+        check(found, expected)
+        found.past_key_values.check_integrity()
+    del found
+    gc.collect()
+    assert store.arena.num_held == store.stats().pages
+
+
+@pytest.mark.parametrize("chunk", [None, 13, 40])
+def test_row_whose_padding_ends_behind_the_first_computed_column(chunk):
+    """Its pages are known, but the other row makes the forward begin inside of its padding."""
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    run(model, [SYSTEM], store)
+    rows = [SYSTEM[:25] + words(80, 12), SYSTEM[:60], words(33, 13)]
+    run(model, [rows[2]], store)
+    options = {} if chunk is None else {"prefill_chunk_size": chunk}
+    found = run(model, rows, store, **options)
+    check(found, model.generate(**batch(rows), **KEPT))
+    found.past_key_values.check_integrity()
+    assert store.stats().rows_hit == (
+        3 if chunk is None else 1
+    )  # a chunk is too short for the others
+
+
+def test_later_calls_share_and_compute_only_what_is_new():
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    run(model, [SYSTEM + words(20, 2)], store)
+    assert store.stats().tokens_computed == store.stats().tokens == 220
+    pages = store.stats().pages
+    assert pages == (220 - 4) // PAGE
+    kept = [run(model, [SYSTEM + words(20, seed)], store).past_key_values for seed in range(3, 8)]
+    stats = store.stats()
+    assert (stats.rows, stats.rows_hit) == (6, 5)
+    assert stats.tokens_computed == 220 + 5 * (220 - 4 - 12 * PAGE)
+    first = kept[0].group.rows[0].pages[:12]
+    assert all(cache.group.rows[0].pages[:12] == first for cache in kept)
+    # one of the store, one of each cache
+    assert {kept[0].group.pool.count(page) for page in first} == {6}
+
+
+def test_rows_of_one_batch_store_a_common_prefix_once():
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    out = run(model, [SYSTEM + words(10, seed) for seed in range(2, 10)], store)
+    group = out.past_key_values.group
+    assert len({row.pages[:12] for row in group.rows}) == 1
+    assert store.stats().tokens_computed == 196 + 8 * 14
+    assert group.pool.num_held == 12 + 8 * 2
+
+
+@pytest.mark.parametrize("keys", ["int8", "int4", "fp8", "int2"])
+def test_quantized_prefix_equals_a_chat_that_went_on(keys):
+    """With quantized pages a shared prompt reads its prefix as any later turn reads an earlier one: bit for bit."""
+    model, tail = shared_model("llama"), words(9, 3)
+    implementation = f"paged_{keys}"
+    store = kv_hf.PrefixStore()
+    run(model, [SYSTEM[:196] + words(5, seed) for seed in (6, 7)], store, implementation)
+    found = run(model, [SYSTEM[:196] + tail], store, implementation)
+    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=PAGE)
+    with torch.no_grad():
+        model(torch.tensor([SYSTEM[:196]]), past_key_values=cache)
+    expected = model.generate(**batch([SYSTEM[:196] + tail]), **KEPT, past_key_values=cache)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(map(torch.equal, found.logits, expected.logits))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"num_return_sequences": 3, "do_sample": True},
+    ],
+    ids=str,
+)
+def test_beams_and_several_sequences(options):
+    model, rows = shared_model("qwen2"), [SYSTEM + words(9, 2), SYSTEM + words(4, 3)]
+    store = kv_hf.PrefixStore()
+    plain = {**GREEDY, **options}
+    torch.manual_seed(0)
+    expected = model.generate(**batch(rows), **plain)
+    torch.manual_seed(0)
+    config = {"page_size": PAGE, "prefix_store": store}
+    found = model.generate(
+        **batch(rows), **plain, cache_implementation="paged_exact", cache_config=config
+    )
+    assert torch.equal(found, expected)
+    assert store.stats().skipped > 0.6
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_sliding_layers_keep_their_pages_and_share_them(name):
+    model, store = make_sliding(name, 24), kv_hf.PrefixStore()
+    for rows in ([SYSTEM + words(30, 2)], [SYSTEM[:120] + words(12, 3), SYSTEM + words(3, 4)]):
+        found = run(model, rows, store)
+        check(found, model.generate(**batch(rows), **KEPT))
+    assert store.stats().rows_hit == 2
+    assert {row.kind for row in found.past_key_values.report()} <= {
+        "paged", "paged, sliding window of 24",
+    }  # fmt: skip
+
+
+def test_generated_text_is_kept_when_asked_for():
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    prompt = SYSTEM + words(9, 2)
+    out = run(model, [prompt], store, max_new_tokens=60)
+    before = store.stats().pages
+    store.add(out.past_key_values, (), [out.sequences[0, :-1].tolist()])
+    assert store.stats().pages == before + 4
+    longer = out.sequences[0].tolist() + words(5, 3)
+    found = run(model, [longer], store)
+    check(found, model.generate(**batch([longer]), **KEPT))
+    assert store.known((), longer) == 4 + PAGE * ((len(longer) - 4) // PAGE)
+
+
+def test_full_store_gives_up_the_least_recently_used():
+    model = shared_model("llama")
+    page_bytes = 2 * 2 * 2 * PAGE * 16 * 4  # layers, sides, heads, tokens, channels, bytes
+    store = kv_hf.PrefixStore(max_bytes=20 * page_bytes)
+    texts = [words(4 + 6 * PAGE + 1, seed) for seed in range(20, 25)]
+    for text in texts[:3]:
+        run(model, [text], store)
+    assert [store.known((), text) for text in texts[:3]] == [100] * 3
+    assert store.known((), texts[0]) == 100  # used: now texts[1] is the oldest
+    run(model, [texts[3]], store)
+    gc.collect()
+    run(model, [texts[4]], store)
+    known = [store.known((), text) for text in texts]
+    assert known[0] == known[4] == 100 and known[1] == 0
+    stats = store.stats()
+    assert stats.pages <= 20 and stats.evictions > 0
+    assert stats.bytes <= 20 * page_bytes + 4 * 2 * 2 * 2 * 4 * 16 * 4
+    store.arena.pool(None).check_integrity()
+
+
+def test_pages_that_a_cache_reads_are_not_given_up():
+    model = shared_model("llama")
+    store = kv_hf.PrefixStore(max_bytes=1)
+    out = run(model, [SYSTEM], store, max_new_tokens=2)
+    cache = out.past_key_values
+    cache.check_integrity()
+    alone = kv_hf.PagedCache(model.config, page_size=PAGE)
+    with torch.no_grad():
+        model(out.sequences[:, :-1], past_key_values=alone)
+        run(model, [words(100, 4)], store)
+        step = torch.tensor([[5]])
+        found, expected = (model(step, past_key_values=one).logits for one in (cache, alone))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    del cache, out
+    gc.collect()
+    run(model, [words(100, 5)], store)
+    gc.collect()
+    run(model, [words(3, 5)], store)
+    assert store.stats().pages <= 6
+
+
+def test_max_pages_makes_the_store_give_up_pages_first():
+    pool = PagePool(max_pages=4)
+    tree = PrefixTree(pool, 2, 0, 100)
+    pages = pool.allocate(4)
+    tree.add((), [1, 2, 3, 4], pages[:2], lambda: None)
+    tree.add((), [1, 2, 5, 6], [pages[0], pages[2]], lambda: None)
+    pool.release(pages[:3])
+    assert len(pool.allocate(1)) == 1
+    assert [len(tree.find((), text)) for text in ([1, 2, 3, 4], [1, 2, 5, 6])] == [2, 3]
+    pool.allocate(2)
+    assert not tree.find((), [1, 2])
+    with pytest.raises(kv_hf.PagePoolExhaustedError):
+        pool.allocate(1)
+
+
+def test_store_of_another_model_or_format_is_refused():
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    run(model, [SYSTEM], store)
+    with pytest.raises(kv_hf.CacheOptionError, match="keys='exact', this cache has keys='int4'"):
+        run(model, [SYSTEM], store, "paged_int4")
+    with pytest.raises(kv_hf.CacheOptionError, match="page_size=16, this cache has page_size=32"):
+        run(model, [SYSTEM], store, config={"page_size": 32})
+    with pytest.raises(kv_hf.CacheOptionError, match="model_type='llama'.*model_type='qwen2'"):
+        run(shared_model("qwen2"), [SYSTEM], store)
+    with pytest.raises(kv_hf.CacheMismatchError, match="another LlamaForCausalLM"):
+        run(make_model("llama"), [SYSTEM], store)
+    with pytest.raises(kv_hf.CacheOptionError, match="must be a kv_hf.PrefixStore, got dict"):
+        run(model, [SYSTEM], {})
+    with pytest.raises(kv_hf.CacheOptionError, match="max_bytes must be an integer"):
+        kv_hf.PrefixStore(max_bytes=0.5)
+    with pytest.raises(kv_hf.CacheOptionError, match="not used by any cache yet"):
+        kv_hf.PrefixStore().known((), [1])
+    assert copy.deepcopy(store) is store
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda i: i["attention_mask"].__setitem__((0, 100), 0), "more than left padding"),
+        (lambda i: i.update(position_ids=torch.arange(220)[None] + 1), "position_ids do not count"),
+        (lambda i: i.update(inputs_embeds=torch.randn(1, 220, 64)), "holds inputs_embeds"),
+    ],
+)
+def test_prompts_that_tokens_do_not_describe_are_not_shared_and_say_so(change, reason):
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    run(model, [SYSTEM + words(20, 2)], store)
+    before = store.stats()
+    inputs = batch([SYSTEM + words(20, 2)])
+    change(inputs)
+    expected = model.generate(**inputs, **KEPT)
+    with pytest.warns(kv_hf.KVCacheWarning, match=reason):
+        found = model.generate(
+            **inputs,
+            **KEPT,
+            cache_implementation="paged_exact",
+            cache_config={"page_size": PAGE, "prefix_store": store},
+        )
+    check(found, expected)
+    assert store.stats() == before
+
+
+def test_adapters_have_prefixes_of_their_own():
+    from kv_hf.hf.prefix import adapters_of
+
+    model = make_model("llama")
+    assert adapters_of(model) == ()
+    model.model.layers[0].self_attn.q_proj._active_adapter = ["tuned"]
+    assert adapters_of(model) == ("tuned",)
+
+
+def test_threads_share_one_store():
+    model, store = shared_model("llama"), kv_hf.PrefixStore(max_bytes=60 * 8192)
+    prompts = [SYSTEM[: 40 * k] + words(30, k) for k in range(1, 5)]
+    expected = [model.generate(**batch([prompt]), **GREEDY) for prompt in prompts]
+    wrong = []
+
+    def work(index):
+        for turn in range(4):
+            place = (index + turn) % len(prompts)
+            found = run(model, [prompts[place]], store).sequences
+            if not torch.equal(found, expected[place]):
+                wrong.append((index, turn))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    gc.collect()
+    store.arena.pool(None).check_integrity()
+
+
+def test_saved_options_and_model_with_linear_layers():
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(kv_hf.CacheOptionError, match="layer 0 is kept by transformers' Linear"):
+        kv_hf.PagedCache(config, prefix_store=kv_hf.PrefixStore())

@@ -16,6 +16,7 @@ from ..spec import TABLE_DTYPE, MemoryReport
 from .handle import view_behind, warn_dense
 from .layer import PagedLayer, chosen_rows
 from .model_shape import decoder_config, planned_specs, signature
+from .stages import answering_layer
 
 
 class MaskLength(int):
@@ -131,12 +132,17 @@ class PagedCache(DynamicCache):
                 return view.dense("keys"), view.dense("values")
         return keys, values
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns seen by a layer, padding included; of a layer run by another process, its neighbour's."""
+        return super().get_seq_length(answering_layer(self.layers, layer_idx))
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.
 
         For the "kv_hf" attention the length also says where its mask function reports left padding.
         """
-        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        answering = answering_layer(self.layers, layer_idx)
+        length, offset = super().get_mask_sizes(query_length, answering)
         if self._config._attn_implementation == ATTENTION_NAME:
             return MaskLength(length, self.group), offset
         return length, offset

@@ -228,11 +228,13 @@ class PagedCache(DynamicCache):
     def memory(self) -> MemoryReport:
         """Return the bytes of all tensors that this cache holds, by part."""
         payload = scales = tail = 0
+        devices = set()
         for layer in self.paged_layers:
             store = layer.store
             if store is None:
                 continue
             store.report_damage()
+            devices.add(store.device)
             for side in store.pages.sides:
                 payload += side.nbytes["codes"]
                 scales += sum(size for name, size in side.nbytes.items() if name != "codes")
@@ -246,7 +248,7 @@ class PagedCache(DynamicCache):
             payload=payload,
             scales=scales,
             tail=tail,
-            tables=len(rows) * width * TABLE_DTYPE.itemsize,
+            tables=max(1, len(devices)) * len(rows) * width * TABLE_DTYPE.itemsize,
             other=sum(
                 tensor_bytes(vars(layer))
                 for layer in self.layers

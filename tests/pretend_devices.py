@@ -14,45 +14,42 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from kv_hf.cache.handle import KVHandle
+
 FIRST, SECOND = torch.device("privateuseone", 0), torch.device("privateuseone", 1)
 CROSSING = ("aten::copy_", "aten::_to_copy")
+UNASKED = ("scaled_dot_product_attention", "where", "__setitem__")
 INDEXING = ("aten::index", "aten::index_put_", "aten::index_put")
 
 
 class Pretended(torch.Tensor):
-    """A CPU tensor `inner` that claims to lie on another device."""
+    """A CPU tensor `held` that claims to lie on another device."""
 
-    inner: torch.Tensor
+    held: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> "Pretended":
         options = {"strides": inner.stride(), "dtype": inner.dtype, "device": device}
         self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **options)
-        self.inner = inner
+        self.held = inner
         return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         name = func._schema.name
-        pretended = [x for x in leaves if isinstance(x, cls)]
-        devices = {x.device for x in pretended}
-        strangers = [x for x in leaves if not isinstance(x, cls) and x.ndim]
-        if name in INDEXING:
-            strangers = [x for x in strangers if x.dtype not in (torch.int64, torch.bool)]
-        if name not in CROSSING and (len(devices) > 1 or strangers):
-            found = sorted(str(x.device) for x in leaves)
-            raise RuntimeError(f"Expected all tensors to be on the same device, got {found}: {name}")
+        if name not in CROSSING:
+            refuse_strangers(name, (args, kwargs))
+        pretended = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
         device = kwargs["device"] if kwargs.get("device") is not None else pretended[0].device
         device = torch.device(device)
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
-        known = {id(x.inner): x for x in pretended}
+        known = {id(x.held): x for x in pretended}
         result = func(
-            *tree_map_only(cls, lambda x: x.inner, args),
-            **tree_map_only(cls, lambda x: x.inner, kwargs),
+            *tree_map_only(cls, lambda x: x.held, args),
+            **tree_map_only(cls, lambda x: x.held, kwargs),
         )
         if name == "aten::copy_":
             return args[0]
@@ -63,16 +60,28 @@ class Pretended(torch.Tensor):
         return tree_map_only(torch.Tensor, back, result)
 
     def __deepcopy__(self, memo: Any) -> "Pretended":
-        return Pretended(self.inner.clone(), self.device)
+        return Pretended(self.held.clone(), self.device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Pretended({self.inner}, device={self.device})"
+        return f"Pretended({self.held}, device={self.device})"
+
+
+def refuse_strangers(name: str, arguments: Any) -> None:
+    """Raise RuntimeError where tensors of two devices meet, as torch does."""
+    leaves = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    devices = {x.device for x in leaves if isinstance(x, Pretended)}
+    strangers = [x for x in leaves if not isinstance(x, Pretended) and x.ndim]
+    if name in INDEXING:
+        strangers = [x for x in strangers if x.dtype not in (torch.int64, torch.bool)]
+    if len(devices) > 1 or (devices and strangers):
+        found = sorted(str(x.device) for x in leaves)
+        raise RuntimeError(f"Expected all tensors to be on the same device, got {found}: {name}")
 
 
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `tensor` (on the CPU) as one on `device`."""
     if isinstance(tensor, Pretended):
-        tensor = tensor.inner
+        tensor = tensor.held
     return tensor if device.type == "cpu" else Pretended(tensor, device)
 
 
@@ -84,10 +93,10 @@ class _Devices(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("to", "cpu") and args and isinstance(args[0], torch.Tensor):
             return self._move(func, name, args, kwargs)
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attend(*args, **kwargs)
+        if name in UNASKED and any(isinstance(x, Pretended) for x in args):
+            return _compute_inside(func, name, args, kwargs)
         if name == "tolist" and isinstance(args[0], Pretended):
-            return args[0].inner.tolist()
+            return args[0].held.tolist()
         device = kwargs.get("device")
         if device is None or torch.device(device).type == "cpu":
             return func(*args, **kwargs)
@@ -107,7 +116,7 @@ class _Devices(TorchFunctionMode):
                 wanted = torch.device(value)
             else:
                 others.append(value)
-        inner = tensor.inner if isinstance(tensor, Pretended) else tensor
+        inner = tensor.held if isinstance(tensor, Pretended) else tensor
         wanted = tensor.device if wanted is None else torch.device(wanted)
         kwargs.pop("non_blocking", None)
         moved = inner.to(*others, **kwargs) if others or kwargs else inner
@@ -118,15 +127,14 @@ class _Devices(TorchFunctionMode):
         return place(moved, wanted)
 
 
-def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """SDPA on the CPU tensors inside: it makes its result without going through the dispatch above."""
-    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    devices = {x.device for x in leaves}
-    if len(devices) > 1:
-        raise RuntimeError(f"Expected all tensors to be on the same device, got {devices}: sdpa")
-    inside = tree_map_only(Pretended, lambda x: x.inner, (args, kwargs))
-    return place(
-        torch.nn.functional.scaled_dot_product_attention(*inside[0], **inside[1]), devices.pop()
+def _compute_inside(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Compute on the tensors held, where torch makes a tensor of the device without asking the dispatch above."""
+    args, kwargs = tree_map_only(KVHandle, KVHandle.dense, (args, kwargs))
+    refuse_strangers(name, (args, kwargs))
+    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)]
+    args, kwargs = tree_map_only(Pretended, lambda x: x.held, (args, kwargs))
+    return tree_map_only(
+        torch.Tensor, lambda x: place(x, leaves[0].device), func(*args, **kwargs)
     )
 
 

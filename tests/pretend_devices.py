@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from kv_hf.cache.handle import KVHandle
 
@@ -86,9 +86,7 @@ def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _Devices(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in ("to", "cpu") and args and isinstance(args[0], torch.Tensor):
@@ -133,9 +131,7 @@ def _compute_inside(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     refuse_strangers(name, (args, kwargs))
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)]
     args, kwargs = tree_map_only(Pretended, lambda x: x.held, (args, kwargs))
-    return tree_map_only(
-        torch.Tensor, lambda x: place(x, leaves[0].device), func(*args, **kwargs)
-    )
+    return tree_map_only(torch.Tensor, lambda x: place(x, leaves[0].device), func(*args, **kwargs))
 
 
 class _Backend:

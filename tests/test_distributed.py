@@ -116,7 +116,10 @@ class TestPipeline:
     def test_a_stage_holds_its_layers_only_and_knows_the_length(self, folder):
         first, second = of_ranks(folder, "pipeline")
         assert first["rows"] == [1, 0] and second["rows"] == [0, 1]
-        assert first["lengths"] == [83, 0]  # a layer that follows the last one run here is not asked
+        assert first["lengths"] == [
+            83,
+            0,
+        ]  # a layer that follows the last one run here is not asked
         assert second["lengths"] == [83, 83]
 
 

@@ -1,5 +1,6 @@
 """Several Python threads: one model, a cache each, and the same tokens as alone."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -45,9 +46,7 @@ def at_once(work: Callable[[int], object], count: int) -> list[object]:
 def generate(model, index: int) -> torch.Tensor:
     name = NAMES[index % len(NAMES)]
     batch = left_padded([75 + 7 * index, 30 + 5 * index], seed=index)
-    return model.generate(
-        **batch, max_new_tokens=50, do_sample=False, cache_implementation=name
-    )
+    return model.generate(**batch, max_new_tokens=50, do_sample=False, cache_implementation=name)
 
 
 def check(threads: int, rounds: int) -> None:
@@ -112,11 +111,9 @@ def test_one_model_is_switched_once_and_as_a_whole(monkeypatch):
 
     def slow(model, implementation):
         inside.append(1)
-        try:
-            other.wait(0.3)  # a second thread that gets here, or past here, at the same time
+        with contextlib.suppress(threading.BrokenBarrierError):
+            other.wait(0.3)  # a second thread that gets here at the same time
             overlaps.append(1)
-        except threading.BrokenBarrierError:
-            pass
         set_attention(model, implementation)
         inside.pop()
 
@@ -146,10 +143,8 @@ def test_a_notice_is_said_once_whatever_the_threads(monkeypatch):
             return found
 
         def _meet(self):
-            try:
+            with contextlib.suppress(threading.BrokenBarrierError):
                 self.meeting.wait(0.2)
-            except threading.BrokenBarrierError:
-                pass
 
     monkeypatch.setattr(notices, "_said", Slow())
     with warnings.catch_warnings(record=True) as said:

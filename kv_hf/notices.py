@@ -1,26 +1,34 @@
 """Say a thing once per process: slow paths (as warnings) and choices made for the user (as log lines)."""
 
 import logging
+import threading
 import warnings
 
 from .errors import KVCacheWarning
 
 _said: set[str] = set()
+_lock = threading.Lock()
 logger = logging.getLogger("kv_hf")
 
 
 def warn_once(key: str, message: str) -> None:
     """Emit `message` as a KVCacheWarning unless `key` was said before in this process."""
-    if key not in _said:
-        _said.add(key)
+    if _is_new(key):
         warnings.warn(message, KVCacheWarning, stacklevel=3)
 
 
 def say_once(key: str, message: str) -> None:
     """Log `message` at WARNING level (visible by default) unless `key` was said before."""
-    if key not in _said:
-        _said.add(key)
+    if _is_new(key):
         logger.warning(message)
+
+
+def _is_new(key: str) -> bool:
+    """Remember `key`; True for one caller only, whatever the threads."""
+    with _lock:
+        before = len(_said)
+        _said.add(key)
+        return len(_said) > before
 
 
 def forget() -> None:

@@ -8,6 +8,7 @@ import transformers
 from tiny_models import COMMON, left_padded, tokens
 
 import kv_hf
+from kv_hf.cache import build
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.pages.group import PageGroup
 
@@ -101,7 +102,9 @@ def test_giving_pages_back_changes_no_bit_of_a_step(kernel, keys, monkeypatch):
 
     found, giving = logits()
     monkeypatch.setattr(
-        PagedCache, "_new_group", lambda self, window: PageGroup(PAGE, 4, 0, None, 0, None)
+        build,
+        "_new_group",
+        lambda window, options, arena: PageGroup(PAGE, 4, 0, None, pool=arena.pool(window)),
     )
     expected, keeping = logits()
     assert sliding_group(giving).rows[0].dropped == 5 and not keeping.group.rows[0].dropped

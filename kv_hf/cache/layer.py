@@ -62,6 +62,12 @@ class PagedLayer(DynamicLayer):
         self._forget()
         super().__init__()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Follow the tensors to where they were loaded."""
+        vars(self).update(state)
+        if self.store is not None:
+            self.device = self.store.device
+
     def _forget(self) -> None:
         self.store: LayerStore | None = None
         self._seen = 0

@@ -1,5 +1,6 @@
 """What a model's config says about its cache, before any key is seen."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ def decoder_config(config: Any) -> Any:
 
     Raises: UnsupportedModelError for encoder-decoder models and for things that are no model config.
     """
+    if isinstance(config, Iterator):
+        raise UnsupportedModelError(
+            "a PagedCache cannot be put together from the keys and values of several devices, as nn.DataParallel "
+            "gathers them; use one process and one cache per device (accelerate launch, DistributedDataParallel), "
+            "or run the forward with use_cache=False"
+        )
     if not hasattr(config, "get_text_config"):
         raise UnsupportedModelError(
             f"config must be a transformers model config (model.config), got {type(config).__name__}"

@@ -21,6 +21,7 @@ from .mask_length import MaskLength
 from .model_shape import decoder_config, is_chunked, planned_specs, signature
 from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, report_layers
+from .stages import answering_layer
 
 
 class PagedCache(DynamicCache):
@@ -83,8 +84,11 @@ class PagedCache(DynamicCache):
 
     @property
     def group(self) -> Any:
-        """The group of the full-attention layers, or the first of the sliding ones: its rows stand for all."""
-        return self.groups[0]
+        """The first group with tokens (full attention comes first): its rows stand for all.
+
+        A process that runs some of the layers only (pipeline parallelism) may have no tokens in the very first.
+        """
+        return next((group for group in self.groups if group.seen), self.groups[0])
 
     def update(
         self,
@@ -112,12 +116,17 @@ class PagedCache(DynamicCache):
                 return view.dense("keys"), view.dense("values")
         return keys, values
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns seen by a layer, padding included; of a layer run by another process, its neighbour's."""
+        return super().get_seq_length(answering_layer(self.layers, layer_idx))
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.
 
         For the "kv_hf" attention the length also says where its mask function reports left padding.
         """
-        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        answering = answering_layer(self.layers, layer_idx)
+        length, offset = super().get_mask_sizes(query_length, answering)
         if self._config._attn_implementation == ATTENTION_NAME:
             return MaskLength(length, self.groups, self._masks_skippable), offset
         return length, offset
@@ -257,7 +266,7 @@ class PagedCache(DynamicCache):
         """Raise ValueError unless counts, lengths, storage and layers agree."""
         for group in self.groups:
             group.check_integrity()
-            if group.seen != self.group.seen:
+            if group.epoch and group.seen != self.group.seen:
                 raise ValueError(f"groups have seen {group.seen} and {self.group.seen} columns")
         for layer in self.paged_layers:
             most = max((page + 1 for row in layer.group.rows for page in row.pages), default=0)

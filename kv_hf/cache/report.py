@@ -60,9 +60,10 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> Memory
         tail += sum(window.tokens.nbytes for window in store.windows)
     for group in groups:
         storages = [layer.storage for layer in paged if layer.group is group]
+        devices = {one.device for one in storages if one is not None}
         held += group.pool.num_held
         allocated += max((one.keys.capacity for one in storages if one is not None), default=0)
-        tables += group.block_table(group.rows).nbytes
+        tables += max(1, len(devices)) * group.block_table(group.rows).nbytes
     return MemoryReport(
         payload=payload,
         scales=scales,
@@ -71,7 +72,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> Memory
         other=sum(tensor_bytes(vars(one)) for one in layers if not isinstance(one, PagedLayer)),
         pages_held=held,
         pages_allocated=allocated,
-        tokens=sum(groups[0].tokens(row) for row in groups[0].rows),
+        tokens=max(sum(map(group.tokens, group.rows)) for group in groups),
     )
 
 

@@ -43,11 +43,15 @@ class LayerStore:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
-        return {name: value for name, value in vars(self).items() if name != "kernel"}
+        state = {name: value for name, value in vars(self).items() if name != "kernel"}
+        return {**state, "at_home": self.windows[0].tokens.device == self.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Choose a kernel for this place."""
+        """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""
+        at_home = state.pop("at_home")
         vars(self).update(state)
+        if at_home:
+            self.device = self.windows[0].tokens.device
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:

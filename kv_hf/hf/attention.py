@@ -89,7 +89,7 @@ def kv_hf_attention(
     view = view_behind(key, value)
     reason = None
     if view is not None and query.shape[2] <= MAX_DECODE_QUERIES:
-        unknown = [name for name in kwargs if name not in _HARMLESS and kwargs[name] is not None]
+        unknown = _unknown(kwargs)
         if dropout:
             reason = f"dropout={dropout} needs the attention weights"
         elif kwargs.get("output_attentions"):
@@ -127,6 +127,16 @@ def kv_hf_attention(
     return dense(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
+
+
+def _unknown(kwargs: dict[str, Any]) -> list[str]:
+    """Return the names of arguments that paged attention would have to know.
+
+    transformers' pipeline parallelism (5.23) hands a model's keyword arguments on as one called "kwargs".
+    """
+    given = {**kwargs, **kwargs["kwargs"]} if isinstance(kwargs.get("kwargs"), dict) else kwargs
+    known = _HARMLESS if given is kwargs else {*_HARMLESS, "kwargs"}
+    return [name for name, value in given.items() if name not in known and value is not None]
 
 
 def _dense_attention(

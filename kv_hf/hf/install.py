@@ -20,6 +20,7 @@ from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
+from .devices import execution_devices
 from .models import restore_attention, use_paged_attention
 from .prefix import share_prefill
 
@@ -113,7 +114,8 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache:
 
 
 def _make_ready(model: Any, cache: PagedCache, model_kwargs: dict[str, Any]) -> None:
-    cache.check_kernel(model.device, model.dtype)
+    for device in execution_devices(model):
+        cache.check_kernel(device, model.dtype)
     if cache.options.attention == "auto":
         use_paged_attention(model)
     cache.observe_padding(model_kwargs.get("attention_mask"))

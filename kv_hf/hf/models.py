@@ -1,5 +1,6 @@
 """Switch a model's attention to "kv_hf", and remember it so that uninstall() can switch it back."""
 
+import threading
 import weakref
 
 from transformers import PreTrainedModel
@@ -8,6 +9,8 @@ from ..formats import ATTENTION_NAME
 from ..notices import say_once, warn_once
 
 _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
+# set_attn_implementation goes from config to config: another thread must not run a model that is half switched
+_switching = threading.RLock()
 
 
 def use_paged_attention(model: PreTrainedModel) -> None:
@@ -16,6 +19,11 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     Another implementation (eager where sdpa exists, flex, flash) was chosen by somebody: it is kept, and
     works on dense tensors.
     """
+    with _switching:
+        _use_paged_attention(model)
+
+
+def _use_paged_attention(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     current = config._attn_implementation
     if current == ATTENTION_NAME:
@@ -55,7 +63,8 @@ def _set_attention(model: PreTrainedModel, implementation: str) -> None:
 
 def restore_attention() -> None:
     """Set every model that was switched back to what it had."""
-    for model, before in list(_switched.items()):
-        if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
-            _set_attention(model, before or "sdpa")
-    _switched.clear()
+    with _switching:
+        for model, before in list(_switched.items()):
+            if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
+                _set_attention(model, before or "sdpa")
+        _switched.clear()

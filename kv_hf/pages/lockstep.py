@@ -60,6 +60,8 @@ class Lockstep:
     def _check_may_open(self, op: tuple) -> None:
         self._check_all_joined()
         for peer in self.peers:
+            if not peer.epoch:
+                continue  # not run by this process (pipeline stages), or it will notice when it is asked
             if peer.epoch == self.epoch:
                 peer._check_all_joined()
             elif peer.epoch != self.epoch + 1 or peer.step is None or peer.step.op != op:

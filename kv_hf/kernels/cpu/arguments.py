@@ -18,6 +18,10 @@ SEAL_BLOCK = struct.Struct(f"={SIDE_FIELDS + 7}q1d")
 def unsupported(spec: PageSpec) -> str | None:
     """Return what the C kernel does not know about these pages, or None."""
     for side in spec.sides:
+        if side.layout != LANES and side.head_dim * side.code_bits % 32 == 0:
+            return (
+                f"{side.side} lie in the layout of another device's kernel, which wrote these pages"
+            )
         if side.layout != LANES:
             return (
                 f"{side.side} of head_dim {side.head_dim} as {side.scheme.name!r} do not fill whole words of 32 bits; "

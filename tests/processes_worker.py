@@ -1,0 +1,131 @@
+"""What each of two processes does in test_distributed.py: `torchrun processes_worker.py <folder> <parallelism> ..`.
+
+Reads the models that the test saved in <folder> and writes what came out into <folder>/<parallelism>_<rank>.pt. Any
+warning of kv_hf (a dense path, for one) is an error here.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from tiny_models import left_padded, tokens
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import kv_hf
+
+OPTIONS = {"do_sample": False, "return_dict_in_generate": True}
+PROMPTS = 5
+
+
+def load(folder: Path, parallelism: str = "none") -> Any:
+    """Load the saved model, whole or a rank's part of it, by transformers' own means."""
+    options: dict[str, Any] = {}
+    if parallelism == "tensor" and "tp_plan" in DistributedConfig.__dataclass_fields__:
+        options["distributed_config"] = DistributedConfig(tp_plan="auto")
+    elif parallelism == "tensor":
+        options["tp_plan"] = "auto"
+    elif parallelism == "pipeline":
+        options["distributed_config"] = DistributedConfig(pp_size=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def continued(model: Any, name: str, **options: Any) -> torch.Tensor:
+    """Return what `model` makes of a padded batch: past two sealed pages in one row, past one in the other."""
+    batch = left_padded([70, 30])
+    options = {"max_new_tokens": 70, "cache_implementation": name, **OPTIONS, **options}
+    return model.generate(**batch, **options).sequences
+
+
+def recorded(model: Any, name: str) -> dict[str, Any]:
+    """Generate with a cache of ours; return its tensors, bytes, and the keys and values that it was given."""
+    cache = kv_hf.PagedCache(model.config, keys=name, values=name)
+    given, update = [], cache.update
+
+    def note(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any) -> Any:
+        given.append((layer_idx, keys.clone(), values.clone()))
+        return update(keys, values, layer_idx, *args)
+
+    cache.update = note
+    model.generate(tokens(2, 70), past_key_values=cache, max_new_tokens=70, **OPTIONS)
+    return {"given": given, "stored": stored(cache), "memory": cache.memory()}
+
+
+def stored(cache: kv_hf.PagedCache) -> list[list[torch.Tensor]]:
+    """Return the tensors of each layer: pages of both sides, then the exact windows."""
+    return [
+        [t for side in layer.storage.sides for t in side.fields.values()]
+        + [window.tokens for window in layer.windows]
+        for layer in cache.paged_layers
+        if layer.store is not None
+    ]
+
+
+def tensor(folder: Path) -> dict[str, Any]:
+    model = load(folder, "tensor")
+    found = {name: continued(model, f"paged_{name}") for name in ("exact", "int4")}
+    found["beams"] = continued(model, "paged_exact", num_beams=3)
+    found["dynamic"] = continued(model, "dynamic")
+    return {**found, "caches": {name: recorded(model, name) for name in ("int8", "int4", "int2")}}
+
+
+def pipeline(folder: Path) -> dict[str, Any]:
+    model = load(folder, "pipeline")
+    found = {name: continued(model, f"paged_{name}") for name in ("exact", "int4")}
+    found["lookup"] = model.generate(
+        tokens(1, 70), cache_implementation="paged_exact", prompt_lookup_num_tokens=3,
+        max_new_tokens=70, **OPTIONS,
+    ).sequences  # fmt: skip
+    cache = kv_hf.PagedCache(model.config, keys="int4")
+    model.generate(tokens(1, 80), past_key_values=cache, max_new_tokens=4, **OPTIONS)
+    rows = [layer.rows_held for layer in cache.layers]
+    return {**found, "rows": rows, "lengths": [cache.get_seq_length(i) for i in range(len(rows))]}
+
+
+def data(folder: Path) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    model = load(folder)
+    found: dict[str, Any] = {}
+    for name in ("paged_exact", "paged_int4"):
+        with accelerator.split_between_processes(list(range(PROMPTS))) as mine:
+            own = [(i, alone(model, name, i)) for i in mine]
+        found[name] = gather_object(own)
+        found[f"{name} own"] = len(own)
+    wrapped = accelerator.prepare(model)  # DistributedDataParallel
+    ids = tokens(1, 80, seed=accelerator.process_index)
+    logits = []
+    for forward in (wrapped, accelerator.unwrap_model(wrapped)):
+        cache = kv_hf.PagedCache(model.config, keys="int4")
+        with torch.no_grad():
+            first = forward(ids, past_key_values=cache, use_cache=True)
+            logits.append(forward(ids[:, :3], past_key_values=first.past_key_values).logits)
+    return {**found, "wrapped": type(wrapped).__name__, "logits": logits}
+
+
+def alone(model: Any, name: str, prompt: int) -> list[int]:
+    ids = tokens(1, 60 + 7 * prompt, seed=prompt)
+    options = {"cache_implementation": name, "max_new_tokens": 30, **OPTIONS}
+    return model.generate(ids, **options).sequences[0].tolist()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    dist.init_process_group("gloo")
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", kv_hf.KVCacheWarning)
+            found = globals()[name](folder)
+        torch.save(found, folder / f"{name}_{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -226,7 +226,7 @@ def test_llama4_attends_in_chunks():
     assert sliding_group(found.past_key_values).window == 24
 
 
-def test_one_query_gets_no_mask_where_the_kernels_hide_by_themselves(monkeypatch):
+def test_queries_get_no_mask_where_the_kernels_hide_by_themselves(monkeypatch):
     from kv_hf.hf import attention
 
     made = []
@@ -238,6 +238,9 @@ def test_one_query_gets_no_mask_where_the_kernels_hide_by_themselves(monkeypatch
     inputs = left_padded([60, 33])
     run(model, inputs, "paged_exact", max_new_tokens=20)
     assert made == [60, 60]
+    made.clear()
+    run(model, inputs, "paged_exact", max_new_tokens=5, prefill_chunk_size=30)
+    assert made == [30, 30]  # the first chunk, whose keys are plain tensors
     made.clear()
     hole = {name: tensor.clone() for name, tensor in inputs.items()}
     hole["attention_mask"][:, 45] = 0

@@ -14,8 +14,8 @@ class MaskLength(int):
 
     Attributes:
         groups: all page groups of the cache, which learn the left padding.
-        skippable: whether a mask of one query may be left out: the kernels of all layers that it is made for apply
-            causality, left padding and their sliding window by themselves.
+        skippable: whether the mask may be left out: the kernels of all layers that it is made for apply causality,
+            left padding and their sliding window by themselves.
     """
 
     groups: Sequence[PageGroup]
@@ -38,11 +38,12 @@ class MaskLength(int):
 
     def needs_no_mask(self, attention_mask: torch.Tensor | None) -> bool:
         """Say whether `attention_mask` [rows, columns] hides nothing but the padding that the rows know."""
-        if not self.skippable:
-            return False
+        group = next((group for group in self.groups if group.seen), None)
+        if not self.skippable or group is None:
+            return False  # without earlier tokens attention gets plain tensors
         if attention_mask is None:
             return True
-        padding = [row.padding for row in self.groups[0].rows]
+        padding = [row.padding for row in group.rows]
         if attention_mask.ndim != 2 or attention_mask.shape[0] != len(padding):
             return False
         known = torch.tensor(padding, device=attention_mask.device)[:, None]

@@ -10,7 +10,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..cache.handle import KVView, view_behind
 from ..cache.mask_length import MaskLength
-from ..kernels.ops import MAX_DECODE_QUERIES, paged_attention
+from ..kernels.ops import paged_attention
 from ..notices import warn_once
 
 # arguments of attention functions that do not change the result of a forward without gradients
@@ -39,14 +39,13 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Make the mask that sdpa would get, and tell the cache which columns are left padding.
 
     The kv_length that a paged layer returns knows its cache, and reaches this function before any layer runs.
-    A step of one query gets no mask where the kernels hide by themselves what it would hide.
+    Queries behind earlier tokens get no mask where the kernels hide by themselves what it would hide.
     """
     length, mask = kwargs.get("kv_length"), kwargs.get("attention_mask")
     if isinstance(length, MaskLength):
         length.observe(mask)
         kwargs["kv_length"] = int(length)
-        plain = kwargs.get("q_length") == 1 and kwargs.get("allow_is_causal_skip", True)
-        if plain and length.needs_no_mask(mask):
+        if kwargs.get("allow_is_causal_skip") and length.needs_no_mask(mask):
             return None
     return sdpa_mask(*args, **kwargs)
 
@@ -88,7 +87,7 @@ def kv_hf_attention(
     """
     view = view_behind(key, value)
     reason = None
-    if view is not None and query.shape[2] <= MAX_DECODE_QUERIES:
+    if view is not None and query.shape[2] <= view.kernel.longest:
         unknown = _unknown(kwargs)
         if dropout:
             reason = f"dropout={dropout} needs the attention weights"

@@ -1,5 +1,6 @@
 """Which implementation of the kernels runs where, and why not another. Compiles and computes nothing."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,12 +18,17 @@ NAMES = KERNEL_CHOICES[1:]  # without "auto"; the order in which "auto" tries th
 
 @dataclass(frozen=True)
 class Kernel:
-    """One implementation: its functions do what those of the same meaning in `reference` do."""
+    """One implementation: its functions do what those of the same meaning in `reference` do.
+
+    Attributes:
+        longest: queries up to which reading the pages is better than writing one layer out for SDPA.
+    """
 
     name: str
     attend: Callable[..., torch.Tensor]
     seal: Callable[..., torch.Tensor]
     append: Callable[..., None] = reference.append_tokens
+    longest: int = 16
 
 
 def layout_for(device: torch.device) -> str:
@@ -54,12 +60,16 @@ def load(name: str) -> Kernel:
         from .triton import library as operators
 
         return Kernel(
-            name, operators.paged_attention, operators.seal_pages, operators.append_tokens
+            name,
+            operators.paged_attention,
+            operators.seal_pages,
+            operators.append_tokens,
+            longest=64,
         )
     if name == "c":
         from .cpu import decode, seal
 
-        return Kernel(name, decode.paged_attention, seal.seal_pages)
+        return Kernel(name, decode.paged_attention, seal.seal_pages, longest=sys.maxsize)
     if name == "sdpa":
         return Kernel(name, packed.paged_attention, reference.seal_pages)
     return Kernel("reference", reference.paged_attention, reference.seal_pages)

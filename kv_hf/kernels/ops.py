@@ -1,5 +1,7 @@
 """Validate the arguments of paged attention and call the chosen implementation."""
 
+from dataclasses import replace
+
 import torch
 
 from ..errors import CacheMismatchError
@@ -7,7 +9,7 @@ from ..notices import warn_once
 from .choice import Kernel, choose, load
 from .inputs import PagedKV
 
-MAX_DECODE_QUERIES = 16  # longer chunks are a prefill: one layer is written out and given to SDPA
+MAX_DECODE_QUERIES = 16  # queries of one call of a kernel; more go in slices
 
 
 def paged_attention(
@@ -22,6 +24,8 @@ def paged_attention(
     kernel: Kernel | str = "auto",
 ) -> torch.Tensor:
     """Attend `query` to the pages and the window of `kv`; see `reference.paged_attention`.
+
+    More than MAX_DECODE_QUERIES queries go in slices; then the window has to hold the tokens of all queries.
 
     Args:
         kernel: one that was chosen for these pages, or a name for `choice.choose`.
@@ -64,12 +68,22 @@ def paged_attention(
                 f"mask must have at least {kv.seen} columns, got {mask.shape[-1]}"
             )
         mask = mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
-    return kernel.attend(
-        query,
-        kv,
-        softmax_scale=softmax_scale,
-        mask=mask,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        sliding_window=sliding_window,
-    )
+    options = {"softmax_scale": softmax_scale, "softcap": softcap, "sink_logits": sink_logits}
+    if q_len <= MAX_DECODE_QUERIES or kernel.longest <= MAX_DECODE_QUERIES:
+        return kernel.attend(query, kv, mask=mask, sliding_window=sliding_window, **options)
+    parts = []
+    for first in range(0, q_len, MAX_DECODE_QUERIES):
+        last = min(first + MAX_DECODE_QUERIES, q_len)
+        part = query[:, :, first:last]
+        if mask is None:
+            # to the slice, the tokens behind it are not there yet; rows that only begin behind it have none
+            behind = q_len - last
+            lens = (kv.exact_lens - behind).clamp(min=0)
+            cut = replace(kv, exact_lens=lens, seen=kv.seen - behind)
+            parts.append(
+                kernel.attend(part, cut, mask=None, sliding_window=sliding_window, **options)
+            )
+        else:  # a mask says by itself what is too far away
+            rows_of = mask[:, :, first:last]
+            parts.append(kernel.attend(part, kv, mask=rows_of, sliding_window=None, **options))
+    return torch.cat(parts, 2)

@@ -286,5 +286,6 @@ class PagedCache(DynamicCache):
 
 def _release(layers: Sequence[Any]) -> None:
     for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
-        for row in group.rows:
+        rows, group.rows = group.rows, ()
+        for row in rows:
             group.pool.release_later(row.pages)

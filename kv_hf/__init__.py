@@ -8,6 +8,8 @@ transformers, and an attention implementation "kv_hf"; `uninstall()` takes them 
 """
 
 from .cache import compat as _compat  # noqa: F401  (an old transformers is named first)
+from .cache.cross import CrossCache
+from .cache.encoder_decoder import PagedEncoderDecoderCache
 from .cache.paged_cache import PagedCache
 from .config import CacheConfig
 from .errors import (
@@ -31,6 +33,7 @@ __all__ = [
     "CacheConfig",
     "CacheMismatchError",
     "CacheOptionError",
+    "CrossCache",
     "InterruptedForwardError",
     "KVCacheError",
     "KVCacheWarning",
@@ -38,6 +41,7 @@ __all__ = [
     "PagePoolExhaustedError",
     "PageSpec",
     "PagedCache",
+    "PagedEncoderDecoderCache",
     "StaleHandleError",
     "UnsupportedModelError",
     "install",

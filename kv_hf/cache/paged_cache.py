@@ -15,7 +15,13 @@ from ..pages.group import PageGroup
 from ..spec import TABLE_DTYPE, MemoryReport
 from .handle import view_behind, warn_dense
 from .layer import PagedLayer, chosen_rows
-from .model_shape import decoder_config, planned_specs, signature
+from .model_shape import (
+    attention_config,
+    decoder_config,
+    kept_layers,
+    planned_specs,
+    signature,
+)
 
 
 class MaskLength(int):
@@ -66,15 +72,27 @@ class PagedCache(DynamicCache):
         cls, config: Any, implementation: str, options: Mapping[str, Any] | None = None
     ) -> "PagedCache":
         """Build the cache of `cache_implementation=implementation, cache_config=options`."""
+        return cls.from_options(config, CacheConfig.from_options(implementation, options))
+
+    @classmethod
+    def from_options(cls, config: Any, options: CacheConfig) -> "PagedCache":
+        """Build the cache of validated options."""
         self = cls.__new__(cls)
-        self._build(config, CacheConfig.from_options(implementation, options))
+        self._build(config, options)
         return self
 
     def _build(self, config: Any, options: CacheConfig) -> None:
+        if options.cross_attention != "exact":
+            raise CacheOptionError(
+                f"cross_attention={options.cross_attention!r} is for encoder-decoder models, whose cache is "
+                "kv_hf.PagedEncoderDecoderCache"
+            )
         decoder = decoder_config(config)
         super().__init__(config=decoder)
         self.options = options
         self._config = decoder
+        self._attention_config = attention_config(config)
+        self._kept = kept_layers(decoder)
         self.model_signature = signature(decoder)
         self.group = PageGroup(
             options.page_size,
@@ -86,7 +104,7 @@ class PagedCache(DynamicCache):
         schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
         planned_specs(decoder, schemes, options.page_size)
         for index, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer:
+            if type(layer) is DynamicLayer and index not in self._kept:
                 self.layers[index] = PagedLayer(index, self.group, *schemes[index], options.kernel)
         self._check_overrides()
         self._first_paged = min((layer.layer_idx for layer in self.paged_layers), default=0)
@@ -124,7 +142,7 @@ class PagedCache(DynamicCache):
             # a layer of another kind comes first: find out now whether the paged ones will refuse
             self.group.check_append(key_states.shape[0], key_states.shape[2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._config._attn_implementation == "flex_attention":
+        if self._attention_config._attn_implementation == "flex_attention":
             view = view_behind(keys, values)
             if view is not None:
                 warn_dense("flex_attention")
@@ -137,7 +155,7 @@ class PagedCache(DynamicCache):
         For the "kv_hf" attention the length also says where its mask function reports left padding.
         """
         length, offset = super().get_mask_sizes(query_length, layer_idx)
-        if self._config._attn_implementation == ATTENTION_NAME:
+        if self._attention_config._attn_implementation == ATTENTION_NAME:
             return MaskLength(length, self.group), offset
         return length, offset
 
@@ -260,7 +278,7 @@ class PagedCache(DynamicCache):
                 rows.append(LayerReport(index, "paged", keys, values, None))
             else:
                 kind = type(layer).__name__
-                reason = (
+                reason = self._kept.get(index) or (
                     f"pages hold full attention only; transformers' {kind} is kept for this layer"
                 )
                 rows.append(LayerReport(index, kind, None, None, reason))

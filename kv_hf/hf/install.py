@@ -14,8 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
+from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_part
+from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
-from ..errors import CacheOptionError, UnsupportedModelError
+from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from ..notices import forget
 from .attention import kv_hf_attention, kv_hf_mask
@@ -66,11 +68,12 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         name = generation_config.cache_implementation
         given = model_kwargs.get("past_key_values")
-        if isinstance(given, PagedCache) and name is None:
-            given.check_model(self.config)
-            given.group.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(self, given, model_kwargs)
-        elif isinstance(given, PagedCache) and getattr(generation_config, "is_assistant", False):
+        paged = paged_part(given)
+        if paged is not None and name is None:
+            _check_given(self, given, paged)
+            paged.group.end_recording()  # assisted decoding, if it is that, turns it on again
+            _make_ready(self, paged, model_kwargs)
+        elif paged is not None and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
             try:
@@ -81,7 +84,10 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             cache = _new_cache(self, generation_config)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            _make_ready(self, cache, model_kwargs)
+            cache.check_kernel(self.device, self.dtype)
+            own = paged_part(cache)
+            assert own is not None
+            _make_ready(self, own, model_kwargs)
             model_kwargs["past_key_values"] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -89,7 +95,17 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def _new_cache(model: Any, generation_config: Any) -> PagedCache:
+def _check_given(model: Any, given: Any, paged: PagedCache) -> None:
+    """Raise CacheMismatchError where the user's cache does not fit the model."""
+    if given is paged and is_encoder_decoder(model.config):
+        raise CacheMismatchError(
+            f"{type(model).__name__} is an encoder-decoder model and wants two caches, got a PagedCache alone: use "
+            "kv_hf.PagedEncoderDecoderCache(model.config), or EncoderDecoderCache(paged, DynamicCache(config=model.config))"
+        )
+    paged.check_model(model.config)
+
+
+def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderDecoderCache:
     name = generation_config.cache_implementation
     if not model._supports_default_dynamic_cache() or "mamba" in type(model).__name__.lower():
         raise UnsupportedModelError(
@@ -104,11 +120,21 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache:
     if options and getattr(generation_config, "is_assistant", False):
         # the target's options reach the assistant, whose layers are others
         options = {option: value for option, value in options.items() if option != "layers"}
-    return PagedCache.from_implementation(model.config, name, options)
+    if not is_encoder_decoder(model.config):
+        return PagedCache.from_implementation(model.config, name, options)
+    cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)
+    own_way = type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
+    if own_way and cache.options.cross_attention != "exact":
+        raise UnsupportedModelError(
+            f"cross_attention={cache.options.cross_attention!r}: {type(model).__name__} makes its cross-attention "
+            "cache itself; leave cross_attention out"
+        )
+    return cache
 
 
 def _make_ready(model: Any, cache: PagedCache, model_kwargs: dict[str, Any]) -> None:
     cache.check_kernel(model.device, model.dtype)
     if cache.options.attention == "auto":
         use_paged_attention(model)
-    cache.observe_padding(model_kwargs.get("attention_mask"))
+    name = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
+    cache.observe_padding(model_kwargs.get(name))

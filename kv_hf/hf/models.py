@@ -4,6 +4,7 @@ import weakref
 
 from transformers import PreTrainedModel
 
+from ..cache.model_shape import attention_config
 from ..formats import ATTENTION_NAME
 from ..notices import say_once, warn_once
 
@@ -16,19 +17,19 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     Another implementation (eager where sdpa exists, flex, flash) was chosen by somebody: it is kept, and
     works on dense tensors.
     """
-    config = model.config.get_text_config(decoder=True)
-    current = config._attn_implementation
+    decoder = _decoder_of(model)
+    current = attention_config(model.config)._attn_implementation
     if current == ATTENTION_NAME:
         return
     own = type(model).__name__
-    if not model._can_set_attn_implementation():
+    if not decoder._can_set_attn_implementation():
         warn_once(
             f"attention of {own}",
             f"{own} does not take its attention from transformers' AttentionInterface, so that it cannot read "
             "pages: every decode step writes out each layer's whole cache densely",
         )
         return
-    default_eager = current == "eager" and not model._supports_sdpa
+    default_eager = current == "eager" and not decoder._supports_sdpa
     if current not in ("sdpa", None) and not default_eager:
         warn_once(
             f"attention of {own}: {current}",
@@ -45,10 +46,17 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     )
 
 
+def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of `model` whose attention reads the cache: it may be of another class than the whole."""
+    config = attention_config(model.config)
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((part for part in parts if part.config is config), model)
+
+
 def _set_attention(model: PreTrainedModel, implementation: str) -> None:
     """Set the attention of the text model alone: a vision tower beside it keeps its own."""
     config = model.config
-    text = config.get_text_config(decoder=True)
+    text = attention_config(config)  # a flat encoder-decoder config names one attention for both halves
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
     model.set_attn_implementation({names[0]: implementation} if names else implementation)
 
@@ -56,6 +64,6 @@ def _set_attention(model: PreTrainedModel, implementation: str) -> None:
 def restore_attention() -> None:
     """Set every model that was switched back to what it had."""
     for model, before in list(_switched.items()):
-        if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
+        if attention_config(model.config)._attn_implementation == ATTENTION_NAME:
             _set_attention(model, before or "sdpa")
     _switched.clear()

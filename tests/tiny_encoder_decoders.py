@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "switch": (
         "SwitchTransformersForConditionalGeneration",
         "SwitchTransformersConfig",
-        {**T5, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        {**T5, "num_decoder_layers": 2, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     ),
     "bart": ("BartForConditionalGeneration", "BartConfig", BART),
     "mbart": ("MBartForConditionalGeneration", "MBartConfig", BART),

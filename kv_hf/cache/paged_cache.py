@@ -14,6 +14,7 @@ from ..kernels.choice import choose, layout_for
 from ..pages.group import PageGroup
 from ..spec import TABLE_DTYPE, MemoryReport
 from .handle import view_behind, warn_dense
+from .handle_layer import HandleLayer
 from .layer import PagedLayer, chosen_rows
 from .model_shape import (
     attention_config,
@@ -103,9 +104,11 @@ class PagedCache(DynamicCache):
         )
         schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
         planned_specs(decoder, schemes, options.page_size)
+        # a model that attends to images in layers of the same cache asks each layer whether it has keys
+        kind = HandleLayer if self._kept else PagedLayer
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicLayer and index not in self._kept:
-                self.layers[index] = PagedLayer(index, self.group, *schemes[index], options.kernel)
+                self.layers[index] = kind(index, self.group, *schemes[index], options.kernel)
         self._check_overrides()
         self._first_paged = min((layer.layer_idx for layer in self.paged_layers), default=0)
         if not self.paged_layers:

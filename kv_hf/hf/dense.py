@@ -71,7 +71,8 @@ def _function(
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         return sdpa_attention_forward
-    asked = set(unknown_arguments(kwargs)) - _parameters(sdpa_attention_forward)
+    both = {"dropout", "scaling", *_parameters(sdpa_attention_forward)}
+    asked = set(unknown_arguments(kwargs)) - both
     if kwargs.get("output_attentions") or asked & {"softcap", "s_aux"}:
         return eager
     return eager if asked & _parameters(eager) else sdpa_attention_forward

@@ -56,7 +56,9 @@ def expected_attention(query, keys, values, mask, causal, *, scaling, bias, soft
         mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
     if mask is not None:
         hidden = ~mask if mask.dtype == torch.bool else None
-        scores = scores + mask.to(dtype) if hidden is None else scores.masked_fill(hidden, -torch.inf)
+        scores = (
+            scores + mask.to(dtype) if hidden is None else scores.masked_fill(hidden, -torch.inf)
+        )
     if sinks is not None:
         column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ values).transpose(1, 2)
@@ -106,7 +108,9 @@ def test_paged_attention_honours_what_models_pass(q_len, mask_kind, kernel, recw
             for dtype in (torch.float64, torch.float32)
         )  # fmt: skip
         # twice the error of the same sums in fp32, and a rounding of the largest number for each of its parts
-        bound = 2 * (same - want).abs().max() + 8 * torch.finfo(torch.float32).eps * want.abs().max()
+        bound = (
+            2 * (same - want).abs().max() + 8 * torch.finfo(torch.float32).eps * want.abs().max()
+        )
         assert (found - want).abs().max() <= bound
     texts = [str(w.message) for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
     assert not [text for text in texts if "dense" in text]
@@ -121,7 +125,15 @@ def test_position_bias_in_half_precision_keeps_hidden_tokens_hidden(kernel):
     query = numbers(ROWS, HEADS, 1, DIM, seed=2)
     found = kv_hf_attention(module(), query, keys, values, mask, scaling=1.0, position_bias=bias)[0]
     want = expected_attention(
-        query, *exact, mask, True, scaling=1.0, bias=bias, softcap=None, sinks=None, dtype=torch.float64
+        query,
+        *exact,
+        mask,
+        True,
+        scaling=1.0,
+        bias=bias,
+        softcap=None,
+        sinks=None,
+        dtype=torch.float64,
     )
     torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
 
@@ -138,12 +150,24 @@ def test_cross_layers_and_long_chunks_agree_with_dense_tensors(q_len, causal, bi
     layer = cache.layers[0]
     query = numbers(ROWS, HEADS, q_len, DIM, seed=2)
     bias = numbers(1, HEADS, q_len, LENGTH, seed=5) if biased else None
-    mask = torch.ones(q_len, LENGTH, dtype=torch.bool).tril(LENGTH - q_len)[None, None] if causal else None
+    mask = (
+        torch.ones(q_len, LENGTH, dtype=torch.bool).tril(LENGTH - q_len)[None, None]
+        if causal
+        else None
+    )
     found = kv_hf_attention(
         module(causal), query, layer.keys, layer.values, mask, scaling=0.3, position_bias=bias
     )[0]
     want = expected_attention(
-        query, *first, mask, False, scaling=0.3, bias=bias, softcap=None, sinks=None, dtype=torch.float64
+        query,
+        *first,
+        mask,
+        False,
+        scaling=0.3,
+        bias=bias,
+        softcap=None,
+        sinks=None,
+        dtype=torch.float64,
     )
     torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
 
@@ -171,7 +195,9 @@ def test_argument_that_only_the_eager_function_reads_reaches_it(monkeypatch):
     """sdpa swallows arguments that it does not know: sinks of each query, for one, would be lost in silence."""
     home = types.ModuleType("home_of_a_model")
 
-    def eager_attention_forward(module, query, key, value, mask, scaling=None, sinks=None, **kwargs):
+    def eager_attention_forward(
+        module, query, key, value, mask, scaling=None, sinks=None, **kwargs
+    ):
         seen.append((type(key), sinks, mask))
         return query.transpose(1, 2), None
 

@@ -5,18 +5,17 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from ..config import CacheConfig, check_option_names
 from ..errors import UnsupportedModelError
 from ..spec import MemoryReport
 from .cross import CrossCache
+from .layer import PagedLayer
 from .model_shape import decoder_config, is_encoder_decoder
 from .paged_cache import LayerReport, PagedCache, tensor_bytes
 
-EXACT_REASON = (
-    "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
-)
+EXACT_REASON = "the encoder's keys and values are written once and kept exact; cross_attention='same' stores them in pages"
 
 
 class PagedEncoderDecoderCache(EncoderDecoderCache):
@@ -72,26 +71,12 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
     def reset(self) -> None:
         """Forget all tokens of both halves and give the memory back; afterwards any batch size fits."""
         super().reset()
-        for layer in [] if self._pages_cross else self.cross_attention_cache.layers:
+        for layer in _dense_layers(self.cross_attention_cache):
             # 5.17 zeroes these instead of dropping them, so that the next update would append to zeros
             layer.keys = layer.values = None
             layer.is_initialized = False
 
     # -- what transformers does not ask for ----------------------------------------------------------------
-
-    @property
-    def _pages_cross(self) -> bool:
-        return isinstance(self.cross_attention_cache, PagedCache)
-
-    def check_model(self, config: Any) -> None:
-        """Raise CacheMismatchError when this cache was built for a model of other sizes."""
-        self.self_attention_cache.check_model(config)
-
-    def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model."""
-        for half in (self.self_attention_cache, self.cross_attention_cache):
-            if isinstance(half, PagedCache):
-                half.check_kernel(device, dtype)
 
     def observe_padding(self, decoder_attention_mask: torch.Tensor | None) -> None:
         """Learn the left padding of the decoder's prompts; see `PagedCache.observe_padding`."""
@@ -110,8 +95,8 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
             return MemoryReport(
                 **{name: getattr(own, name) + getattr(other, name) for name in names}
             )
-        held = [layer for layer in cross.layers if layer.is_initialized and layer.keys is not None]
-        columns = held[0].keys.shape[0] * held[0].keys.shape[2] if held else 0
+        keys = [layer.keys for layer in _dense_layers(cross) if layer.keys is not None]
+        columns = keys[0].shape[0] * keys[0].shape[2] if keys else 0
         stored = sum(tensor_bytes(vars(layer)) for layer in cross.layers)
         return replace(own, other=own.other + stored, tokens=own.tokens + columns)
 
@@ -133,7 +118,18 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
             self.cross_attention_cache.check_integrity()
 
 
-def paged_part(cache: Any) -> PagedCache | None:
-    """Return the cache of the decoder's own tokens in `cache`, when it is a paged one."""
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    return own if isinstance(own, PagedCache) else None
+def _dense_layers(cache: Cache) -> list[DynamicLayer]:
+    """Return transformers' own layers of `cache`."""
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    return [layer for layer in layers if not isinstance(layer, PagedLayer)]
+
+
+def paged_halves(cache: Any) -> tuple[PagedCache | None, PagedCache | None]:
+    """Return what is paged of `cache`: the cache of the text's own tokens, and that of cross-attention."""
+    pair = isinstance(cache, EncoderDecoderCache)
+    own = cache.self_attention_cache if pair else cache
+    cross = cache.cross_attention_cache if pair else None
+    return (
+        own if isinstance(own, PagedCache) else None,
+        cross if isinstance(cross, PagedCache) else None,
+    )

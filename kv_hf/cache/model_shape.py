@@ -32,8 +32,13 @@ def decoder_config(config: Any) -> Any:
         )
     decoder = config.get_text_config(decoder=True)
     layers = getattr(config, "num_decoder_layers", None)  # T5; 5.23 leaves it out of its copy
-    if decoder is not config and isinstance(layers, int) and is_encoder_decoder(decoder):
-        decoder.num_hidden_layers = layers
+    if decoder is not config and is_encoder_decoder(decoder) and isinstance(layers, int):
+        if hasattr(
+            decoder, "num_encoder_layers"
+        ):  # ProphetNet, whose num_hidden_layers reads this one
+            decoder.num_encoder_layers = layers
+        else:
+            decoder.num_hidden_layers = layers
     return decoder
 
 

@@ -85,7 +85,12 @@ def kv_hf_attention(
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
     kwargs.update({name: given for name, given in named.items() if given is not None})
     return dense_attention(
-        module, query, key, value, attention_mask, {"dropout": dropout, "scaling": scaling, **kwargs}
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        {"dropout": dropout, "scaling": scaling, **kwargs},
     )
 
 

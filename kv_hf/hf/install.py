@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
-from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_part
+from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
@@ -68,12 +68,13 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         name = generation_config.cache_implementation
         given = model_kwargs.get("past_key_values")
-        paged = paged_part(given)
-        if paged is not None and name is None:
-            _check_given(self, given, paged)
-            paged.group.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(self, paged, model_kwargs)
-        elif paged is not None and getattr(generation_config, "is_assistant", False):
+        paged = [half for half in paged_halves(given) if half is not None]
+        if paged and name is None:
+            _check_given(self, given)
+            for half in paged:
+                half.group.end_recording()  # assisted decoding, if it is that, turns it on again
+            _make_ready(self, given, model_kwargs)
+        elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
             try:
@@ -84,10 +85,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             cache = _new_cache(self, generation_config)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            cache.check_kernel(self.device, self.dtype)
-            own = paged_part(cache)
-            assert own is not None
-            _make_ready(self, own, model_kwargs)
+            _make_ready(self, cache, model_kwargs)
             model_kwargs["past_key_values"] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -95,14 +93,17 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def _check_given(model: Any, given: Any, paged: PagedCache) -> None:
+def _check_given(model: Any, given: Any) -> None:
     """Raise CacheMismatchError where the user's cache does not fit the model."""
-    if given is paged and is_encoder_decoder(model.config):
+    if isinstance(given, PagedCache) and is_encoder_decoder(model.config):
         raise CacheMismatchError(
-            f"{type(model).__name__} is an encoder-decoder model and wants two caches, got a PagedCache alone: use "
-            "kv_hf.PagedEncoderDecoderCache(model.config), or EncoderDecoderCache(paged, DynamicCache(config=model.config))"
+            f"{type(model).__name__} is an encoder-decoder model and wants two caches, got a {type(given).__name__} "
+            "alone: use kv_hf.PagedEncoderDecoderCache(model.config), or transformers' EncoderDecoderCache with it "
+            "and a DynamicCache(config=model.config)"
         )
-    paged.check_model(model.config)
+    for half in paged_halves(given):
+        if half is not None:
+            half.check_model(model.config)
 
 
 def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderDecoderCache:
@@ -123,7 +124,10 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
     if not is_encoder_decoder(model.config):
         return PagedCache.from_implementation(model.config, name, options)
     cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)
-    own_way = type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
+    own_way = (
+        type(model)._prepare_cache_for_generation
+        is not GenerationMixin._prepare_cache_for_generation
+    )
     if own_way and cache.options.cross_attention != "exact":
         raise UnsupportedModelError(
             f"cross_attention={cache.options.cross_attention!r}: {type(model).__name__} makes its cross-attention "
@@ -132,9 +136,13 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
     return cache
 
 
-def _make_ready(model: Any, cache: PagedCache, model_kwargs: dict[str, Any]) -> None:
-    cache.check_kernel(model.device, model.dtype)
-    if cache.options.attention == "auto":
+def _make_ready(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
+    own, cross = paged_halves(cache)
+    halves = [half for half in (own, cross) if half is not None]
+    for half in halves:
+        half.check_kernel(model.device, model.dtype)
+    if any(half.options.attention == "auto" for half in halves):
         use_paged_attention(model)
-    name = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
-    cache.observe_padding(model_kwargs.get(name))
+    if own is not None:
+        of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
+        own.observe_padding(model_kwargs.get(of_text))

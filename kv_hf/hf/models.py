@@ -1,10 +1,11 @@
 """Switch a model's attention to "kv_hf", and remember it so that uninstall() can switch it back."""
 
+import inspect
 import weakref
 
 from transformers import PreTrainedModel
 
-from ..cache.model_shape import attention_config
+from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..formats import ATTENTION_NAME
 from ..notices import say_once, warn_once
 
@@ -37,6 +38,18 @@ def use_paged_attention(model: PreTrainedModel) -> None:
             "each layer's whole cache densely. model.set_attn_implementation('kv_hf') reads the pages instead",
         )
         return
+    if (
+        default_eager
+        and decoder is model
+        and is_encoder_decoder(model.config)
+        and not _reads_interface(model)
+    ):
+        warn_once(
+            f"attention of {own}: parts",
+            f"{own} computes attention in places without transformers' AttentionInterface, from the masks of 'eager', "
+            "which is therefore kept: every decode step writes out each layer's whole cache densely",
+        )
+        return
     _set_attention(model, ATTENTION_NAME)
     _switched[model] = current
     say_once(
@@ -53,10 +66,29 @@ def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return next((part for part in parts if part.config is config), model)
 
 
+def _reads_interface(model: PreTrainedModel) -> bool:
+    """Say whether no part of `model` computes attention by itself: such a part wants masks of its own kind.
+
+    BigBird-Pegasus, for one: its encoder adds the mask to the scores, and shares its config with the decoder.
+    """
+    for part in model.modules():
+        inner = any("Attention" in type(child).__name__ for child in part.children())
+        if "Attention" in type(part).__name__ and not inner:
+            try:
+                source = inspect.getsource(type(part))
+            except (OSError, TypeError):
+                return False
+            if "get_interface(" not in source:
+                return False
+    return True
+
+
 def _set_attention(model: PreTrainedModel, implementation: str) -> None:
     """Set the attention of the text model alone: a vision tower beside it keeps its own."""
     config = model.config
-    text = attention_config(config)  # a flat encoder-decoder config names one attention for both halves
+    text = attention_config(
+        config
+    )  # a flat encoder-decoder config names one attention for both halves
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
     model.set_attn_implementation({names[0]: implementation} if names else implementation)
 

@@ -165,7 +165,12 @@ def test_prompts_of_the_decoder_may_be_padded_on_the_left(family):
     assert_same(expected, found)
     own = found.past_key_values.self_attention_cache
     assert [own.group.tokens(row) for row in own.group.rows] == [69, 49]
+    model = tiny.make_model(family)
+    kept = model.generate(**inputs, **given, **GREEDY, **paged(attention="keep"))
+    own = kept.past_key_values.self_attention_cache  # generate() itself tells the cache
+    assert [own.group.tokens(row) for row in own.group.rows] == [69, 49]
     cache = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16)
+    model.set_attn_implementation("kv_hf")
     with torch.no_grad():  # without generate() the mask function tells the cache
         model(**inputs, **given, past_key_values=cache)
     own = cache.self_attention_cache
@@ -208,7 +213,8 @@ def test_copy_goes_on_as_the_cache_would(cross, copied):
     prompt = torch.randint(4, 97, (2, 30), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         model.set_attn_implementation("kv_hf")
-        model(**step, decoder_input_ids=prompt[:, :29], past_key_values=cache)
+        for part in (prompt[:, :28], prompt[:, 28:29]):
+            model(**step, decoder_input_ids=part, past_key_values=cache)
         if copied == "deepcopy":
             other = copy.deepcopy(cache)
         else:
@@ -218,6 +224,8 @@ def test_copy_goes_on_as_the_cache_would(cross, copied):
             for each in (cache, other)
         ]
     assert torch.equal(*logits)
+    if cross == "same":  # a copy carries no gathered tensors along
+        assert "_view" not in cache.cross_attention_cache.layers[0].__getstate__()
     other.reset()
     assert cache.get_seq_length() == 30
     cache.check_integrity()
@@ -382,6 +390,23 @@ def test_bad_caches_and_options_are_refused():
     with pytest.raises(kv_hf.PagePoolExhaustedError):
         model.generate(**tiny.sources([90]), **paged("same", max_pages=2), max_new_tokens=2)
     assert model.generate(**inputs, **paged("same"), max_new_tokens=3).shape == (1, 4)
+
+
+def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder():
+    """A step looks at all of the encoder, however short the window over the decoder's own tokens is."""
+    model, inputs = tiny.make_model("t5gemma"), tiny.sources(LENGTHS)
+    prompt = torch.randint(4, 97, (3, 30), generator=torch.Generator().manual_seed(1))
+    cross = kv_hf.CrossCache(model.config, page_size=16)
+    assert {row.kind for row in cross.report()} == {"paged"}
+    pair = EncoderDecoderCache(kv_hf.PagedCache(model.config, page_size=16), cross)
+    with torch.no_grad():
+        whole = model(**inputs, decoder_input_ids=prompt, use_cache=False).logits
+        model.set_attn_implementation("kv_hf")
+        for part in prompt.split([20, 1, 1, 3, 5], -1):
+            last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
+    torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=TOLERANCE)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="makes its cross-attention cache itself"):
+        model.generate(**inputs, past_key_values=pair, max_new_tokens=2)
 
 
 def test_uninstall_gives_encoder_and_decoder_their_attention_back():

@@ -104,6 +104,20 @@ def _check_given(model: Any, given: Any) -> None:
     for half in paged_halves(given):
         if half is not None:
             half.check_model(model.config)
+    if paged_halves(given)[1] is not None:
+        _check_paged_cross(model)
+
+
+def _check_paged_cross(model: Any) -> None:
+    """Raise UnsupportedModelError where a model would replace a paged cross-attention cache by one of its own."""
+    if (
+        type(model)._prepare_cache_for_generation
+        is not GenerationMixin._prepare_cache_for_generation
+    ):
+        raise UnsupportedModelError(
+            f"cross_attention='same': {type(model).__name__} makes its cross-attention cache itself in generate(); "
+            "leave cross_attention out"
+        )
 
 
 def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderDecoderCache:
@@ -124,15 +138,8 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
     if not is_encoder_decoder(model.config):
         return PagedCache.from_implementation(model.config, name, options)
     cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)
-    own_way = (
-        type(model)._prepare_cache_for_generation
-        is not GenerationMixin._prepare_cache_for_generation
-    )
-    if own_way and cache.options.cross_attention != "exact":
-        raise UnsupportedModelError(
-            f"cross_attention={cache.options.cross_attention!r}: {type(model).__name__} makes its cross-attention "
-            "cache itself; leave cross_attention out"
-        )
+    if cache.options.cross_attention != "exact":
+        _check_paged_cross(model)
     return cache
 
 

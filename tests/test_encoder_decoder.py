@@ -3,7 +3,9 @@
 import copy
 import io
 import pickle
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import tiny_encoder_decoders as tiny
@@ -381,6 +383,9 @@ def test_bad_caches_and_options_are_refused():
         kv_hf.PagedEncoderDecoderCache(transformers.LlamaConfig())
     with pytest.raises(kv_hf.UnsupportedModelError, match="makes its cross-attention cache itself"):
         tiny.shared_model("t5gemma").generate(**inputs, **paged("same"), max_new_tokens=2)
+    heads_of_7 = transformers.SwitchTransformersConfig(d_model=64, num_heads=4, d_kv=7)
+    with pytest.raises(kv_hf.CacheOptionError, match="head_dim must be a multiple of"):
+        kv_hf.PagedEncoderDecoderCache(heads_of_7, keys="int4")
     other = kv_hf.PagedEncoderDecoderCache(tiny.shared_model("t5").config)
     with pytest.raises(kv_hf.CacheMismatchError, match="model_type='t5'"):
         model.generate(**inputs, past_key_values=other, max_new_tokens=2)
@@ -416,3 +421,11 @@ def test_uninstall_gives_encoder_and_decoder_their_attention_back():
     kv_hf.uninstall()
     assert model.config._attn_implementation == "sdpa"
     kv_hf.install()
+
+
+def test_documented_examples_run(capsys):
+    text = (Path(__file__).parents[1] / "docs" / "encoder_decoder.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(examples) == 2
+    exec(compile("\n".join(examples), "docs/encoder_decoder.md", "exec"), {})
+    assert "cross paged" in capsys.readouterr().out

@@ -8,6 +8,8 @@ transformers, and an attention implementation "kv_hf"; `uninstall()` takes them 
 """
 
 from .cache import compat as _compat  # noqa: F401  (an old transformers is named first)
+from .cache.cross import CrossCache
+from .cache.encoder_decoder import PagedEncoderDecoderCache
 from .cache.paged_cache import PagedCache
 from .cache.prefix_store import PrefixStats, PrefixStore
 from .config import CacheConfig
@@ -32,6 +34,7 @@ __all__ = [
     "CacheConfig",
     "CacheMismatchError",
     "CacheOptionError",
+    "CrossCache",
     "InterruptedForwardError",
     "KVCacheError",
     "KVCacheWarning",
@@ -39,6 +42,7 @@ __all__ = [
     "PagePoolExhaustedError",
     "PageSpec",
     "PagedCache",
+    "PagedEncoderDecoderCache",
     "PrefixStats",
     "PrefixStore",
     "StaleHandleError",

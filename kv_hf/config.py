@@ -11,6 +11,7 @@ from .errors import CacheOptionError
 from .formats import FORMAT_NAMES, IMPLEMENTATIONS, Scheme, key_scheme, value_scheme
 
 ATTENTION_CHOICES = ("auto", "keep")
+CROSS_ATTENTION_CHOICES = ("exact", "same")
 KERNEL_CHOICES = ("auto", "triton", "c", "sdpa", "reference")
 
 
@@ -59,6 +60,8 @@ class CacheConfig:
         prefix_store: a kv_hf.PrefixStore, with which rows and later calls share the pages of common prefixes.
         kernel: implementation of attention over pages: "auto" takes the best that can run here, a name takes
             that one or raises ("triton", "c", "sdpa", "reference").
+        cross_attention: of encoder-decoder models: "exact" keeps the encoder's keys and values as transformers
+            does, "same" stores them in pages of the formats above.
     """
 
     keys: str = "exact"
@@ -74,12 +77,14 @@ class CacheConfig:
     attention: str = "auto"
     kernel: str = "auto"
     prefix_store: Any = None
+    cross_attention: str = "exact"
 
     def __post_init__(self) -> None:
         check_choice("keys", self.keys, FORMAT_NAMES)
         check_choice("values", self.values, FORMAT_NAMES)
         check_choice("attention", self.attention, ATTENTION_CHOICES)
         check_choice("kernel", self.kernel, KERNEL_CHOICES)
+        check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
         _check_int("page_size", self.page_size, 16)
         if not _is_power_of_two(self.page_size):
             raise CacheOptionError(

@@ -73,22 +73,6 @@ def test_both_cache_implementation_and_cache_are_refused(model):
     still_works(model, cache)
 
 
-def test_encoder_decoder_model_is_refused():
-    config = transformers.T5Config(
-        vocab_size=97,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=1,
-        num_heads=4,
-        decoder_start_token_id=0,
-    )
-    model = transformers.T5ForConditionalGeneration(config)
-    with pytest.raises(kv_hf.UnsupportedModelError, match="encoder-decoder"):
-        model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
-    assert model.generate(tokens(1, 8), max_new_tokens=2).shape[0] == 1
-
-
 def test_model_without_attention_is_refused():
     config = transformers.MambaConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0

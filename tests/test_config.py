@@ -352,7 +352,15 @@ def test_cache_config_kernel_decides_who_reads_the_pages(kernel, monkeypatch):
 
 def test_cache_config_documents_and_tests_every_field():
     names = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert names == {*EFFECTS, "max_pages", "reserve_tokens", "attention", "kernel", "prefix_store"}
+    assert names == {
+        *EFFECTS,
+        "max_pages",
+        "reserve_tokens",
+        "attention",
+        "kernel",
+        "prefix_store",
+        "cross_attention",
+    }
     assert [
         name for name in names if name not in CacheConfig.__doc__.partition("Attributes")[2]
     ] == []

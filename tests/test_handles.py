@@ -191,23 +191,22 @@ def test_models_with_sliding_layers_too_equal_dynamic_cache(name, options):
     assert not any(row.reason for row in report) and found.past_key_values.memory().other == 0
 
 
-def test_dropout_unknown_arguments_and_bidirectional_attention_take_the_dense_route(monkeypatch):
+def test_dropout_and_unknown_arguments_take_the_dense_route(monkeypatch):
     """Whatever paged attention cannot express must not be dropped in silence."""
-    from kv_hf.hf import attention
+    from kv_hf.hf import attention, dense
     from kv_hf.notices import forget
 
     _, cache = filled_cache(length=40)
     module = make_model("llama").model.layers[0].self_attn
     seen = []
     monkeypatch.setattr(
-        attention,
+        dense,
         "sdpa_attention_forward",
         lambda *a, **kw: seen.append((a[2], kw)) or (a[1], None),
     )
     cases = [
         ({"dropout": 0.5}, 1),
-        ({"position_bias": torch.zeros(1)}, 1),
-        ({"is_causal": False}, 3),
+        ({"indices": torch.zeros(1)}, 3),
     ]
     for count, (given, q_len) in enumerate(cases, 1):
         forget()

@@ -1,6 +1,6 @@
 """Which layers of a model are paged, in which groups, and where their pages live."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -18,18 +18,26 @@ _PAGED = (DynamicLayer, DynamicSlidingWindowLayer)  # subclasses hold more than 
 
 
 def page_layers(
-    layers: Sequence[Any], config: Any, options: CacheConfig
+    layers: Sequence[Any],
+    config: Any,
+    options: CacheConfig,
+    kept: Container[int] = (),
+    layer_class: type[PagedLayer] = PagedLayer,
 ) -> tuple[list[Any], tuple[PageGroup, ...], PageArena]:
     """Replace the layers that pages can hold; return all layers, the groups (full attention first) and the arena.
 
     Args:
         layers: those of a DynamicCache of the same model.
         config: the decoder's config.
+        kept: layers that stay as they are.
+        layer_class: what takes the place of the others.
     Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
     """
     schemes = [options.schemes(index, len(layers)) for index in range(len(layers))]
     planned_specs(config, schemes, options.page_size)
-    paged = [index for index, layer in enumerate(layers) if type(layer) in _PAGED]
+    paged = [
+        index for index, layer in enumerate(layers) if type(layer) in _PAGED and index not in kept
+    ]
     if not paged:
         kinds = sorted({type(layer).__name__ for layer in layers})
         raise UnsupportedModelError(
@@ -37,17 +45,17 @@ def page_layers(
             f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
         )
     _check_overrides(layers, set(paged), options)
-    arena = _arena(layers, config, options)
+    arena = _arena(layers, set(paged), config, options)
     groups: dict[int | None, PageGroup] = {}
     made = list(layers)
     for index in paged:
         window = getattr(layers[index], "sliding_window", None)
         # a prefix may be shared up to any of its pages: then sliding layers keep all of them
-        kept = window if options.prefix_store is None else None
-        if kept not in groups:
-            groups[kept] = _new_group(kept, options, arena)
-        made[index] = PagedLayer(
-            index, groups[kept], arena, *schemes[index], options.kernel, window
+        shown = window if options.prefix_store is None else None
+        if shown not in groups:
+            groups[shown] = _new_group(shown, options, arena)
+        made[index] = layer_class(
+            index, groups[shown], arena, *schemes[index], options.kernel, window
         )
     ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
     for group in ordered:
@@ -68,7 +76,7 @@ def _new_group(window: int | None, options: CacheConfig, arena: PageArena) -> Pa
     )
 
 
-def _arena(layers: Sequence[Any], config: Any, options: CacheConfig) -> PageArena:
+def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheConfig) -> PageArena:
     """Return an arena of the cache's own, or the one that its prefix store shares among caches."""
     store = options.prefix_store
     if store is None:
@@ -78,7 +86,7 @@ def _arena(layers: Sequence[Any], config: Any, options: CacheConfig) -> PageAren
             f"prefix_store must be a kv_hf.PrefixStore, got {type(store).__name__}"
         )
     for index, layer in enumerate(layers):
-        if type(layer) not in _PAGED and not is_dummy(layer):
+        if index not in paged and not is_dummy(layer):
             raise CacheOptionError(
                 f"prefix_store needs all layers in pages; layer {index} is kept by transformers' "
                 f"{type(layer).__name__}, whose state belongs to the whole text"

@@ -36,12 +36,23 @@ class KVView:
     @property
     def kv(self) -> PagedKV:
         """The pages. Raises StaleHandleError when the layer has moved on since."""
+        self._check()
+        return self._kv
+
+    def _check(self) -> None:
         if self._layer.revision != self._revision:
             raise StaleHandleError(
                 "these keys and values belong to an earlier forward: the cache has changed since. Read them "
                 "before the next forward, or keep a copy (tensor.clone())"
             )
-        return self._kv
+
+    def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
+        """Return shape [rows, num_kv_heads, seen, head_dim], dtype and device of one side."""
+        kv = self.kv
+        spec = getattr(kv.spec, side)
+        window = kv.window_keys if side == "keys" else kv.window_values
+        shape = torch.Size((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
+        return shape, window.dtype, window.device
 
     def dense(self, side: str) -> torch.Tensor:
         """Return "keys" or "values" as [rows, num_kv_heads, seen, head_dim]."""
@@ -60,13 +71,8 @@ class KVHandle(torch.Tensor):
     @staticmethod
     def __new__(cls, view: KVView, side: str) -> "KVHandle":
         """Make the handle of one side of `view`."""
-        kv = view.kv
-        spec = getattr(kv.spec, side)
-        shape = (kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim)
-        window = kv.window_keys if side == "keys" else kv.window_values
-        handle = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=window.dtype, device=window.device
-        )
+        shape, dtype, device = view.empty_like(side)
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         handle.view_of_pages = view
         handle.side = side
         return handle

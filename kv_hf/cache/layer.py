@@ -129,7 +129,7 @@ class PagedLayer(DynamicLayer):
                 "Use torch.no_grad() for generation, or a DynamicCache for training through the cache",
             )
         assert step.view is not None
-        view = self._view(store.kv(step.view, *runs, step.seen_after))
+        view = self._view_of(store.kv(step.view, *runs, step.seen_after))
         return KVHandle(view, "keys"), KVHandle(view, "values")
 
     def get_seq_length(self) -> int:
@@ -298,14 +298,14 @@ class PagedLayer(DynamicLayer):
     def _dense(self, side: str) -> torch.Tensor | None:
         if self.store is None or not self._seen:
             return None
-        dense = self._view(self.current_kv()).dense(side)
+        dense = self._view_of(self.current_kv()).dense(side)
         return (
             dense
             if self.sliding_window is None
             else dense[:, :, max(0, dense.shape[2] - self.sliding_window + 1) :]
         )
 
-    def _view(self, kv: PagedKV) -> KVView:
+    def _view_of(self, kv: PagedKV) -> KVView:
         assert self.store is not None
         return KVView(kv, self, self.revision, self.store.kernel, self.sliding_window)
 

@@ -23,9 +23,9 @@ _SIGNATURE = (
 
 
 def decoder_config(config: Any) -> Any:
-    """Return the decoder's config of `config`.
+    """Return the decoder's config of `config`: a part of it, itself, or a copy (flat encoder-decoder configs).
 
-    Raises: UnsupportedModelError for encoder-decoder models and for things that are no model config.
+    Raises: UnsupportedModelError for things that are no model config.
     """
     if isinstance(config, Iterator):
         raise UnsupportedModelError(
@@ -37,12 +37,38 @@ def decoder_config(config: Any) -> Any:
         raise UnsupportedModelError(
             f"config must be a transformers model config (model.config), got {type(config).__name__}"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"paged caches hold decoder-only models so far; {config.model_type!r} is an encoder-decoder model: "
-            "use cache_implementation='dynamic'"
-        )
-    return config.get_text_config(decoder=True)
+    decoder = config.get_text_config(decoder=True)
+    layers = getattr(config, "num_decoder_layers", None)  # T5; 5.23 leaves it out of its copy
+    if decoder is not config and is_encoder_decoder(decoder) and isinstance(layers, int):
+        if hasattr(
+            decoder, "num_encoder_layers"
+        ):  # ProphetNet, whose num_hidden_layers reads this one
+            decoder.num_encoder_layers = layers
+        else:
+            decoder.num_hidden_layers = layers
+    return decoder
+
+
+def attention_config(config: Any) -> Any:
+    """Return the config that `set_attn_implementation` changes for the decoder, never a copy."""
+    decoder = decoder_config(config)
+    return decoder if decoder_config(config) is decoder else config
+
+
+def is_encoder_decoder(config: Any) -> bool:
+    """Say whether a model of this config has cross-attention to an encoder, and two caches."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def kept_layers(config: Any) -> dict[int, str]:
+    """Return the layers of a decoder's config that look full, but do not hold the text's tokens, with the reason."""
+    cross = _read(config, "cross_attention_layers")
+    if config.model_type != "mllama_text_model" or not isinstance(cross, list):
+        return {}
+    reason = (
+        "it attends to images, whose tokens are not the text's; transformers' DynamicLayer is kept"
+    )
+    return dict.fromkeys(cross, reason)
 
 
 def signature(config: Any) -> dict[str, Any]:
@@ -82,6 +108,8 @@ def planned_specs(
     num_heads = _read(config, "num_attention_heads")
     hidden = _read(config, "hidden_size")
     head_dim = _read(config, "head_dim")
+    if not isinstance(head_dim, int) and head_dim != VARIES:
+        head_dim = _read(config, "d_kv")  # T5 and its kin: heads need not add up to hidden_size
     if head_dim == VARIES or _read(config, "kv_lora_rank") is not None:
         return []
     if not isinstance(head_dim, int):

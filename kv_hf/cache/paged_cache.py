@@ -9,16 +9,24 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..config import CacheConfig, check_option_names
-from ..errors import CacheMismatchError
+from ..errors import CacheMismatchError, CacheOptionError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
 from ..spec import MemoryReport
 from .build import page_layers
 from .compat import is_dummy
 from .handle import view_behind, warn_dense
+from .handle_layer import HandleLayer
 from .layer import PagedLayer, chosen_rows
 from .mask_length import MaskLength
-from .model_shape import decoder_config, is_chunked, planned_specs, signature
+from .model_shape import (
+    attention_config,
+    decoder_config,
+    is_chunked,
+    kept_layers,
+    planned_specs,
+    signature,
+)
 from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, report_layers
 from .stages import answering_layer
@@ -49,19 +57,36 @@ class PagedCache(DynamicCache):
         cls, config: Any, implementation: str, options: Mapping[str, Any] | None = None
     ) -> "PagedCache":
         """Build the cache of `cache_implementation=implementation, cache_config=options`."""
+        return cls.from_options(config, CacheConfig.from_options(implementation, options))
+
+    @classmethod
+    def from_options(cls, config: Any, options: CacheConfig) -> "PagedCache":
+        """Build the cache of validated options."""
         self = cls.__new__(cls)
-        self._build(config, CacheConfig.from_options(implementation, options))
+        self._build(config, options)
         return self
 
+    layer_class = PagedLayer
     _releases = False
 
     def _build(self, config: Any, options: CacheConfig) -> None:
+        if options.cross_attention != "exact":
+            raise CacheOptionError(
+                f"cross_attention={options.cross_attention!r} is for encoder-decoder models, whose cache is "
+                "kv_hf.PagedEncoderDecoderCache"
+            )
         decoder = decoder_config(config)
         super().__init__(config=decoder)
         self.options = options
         self._config = decoder
+        self._attention_config = attention_config(config)
+        self._kept = kept_layers(decoder)
         self.model_signature = signature(decoder)
-        self.layers, self.groups, self.arena = page_layers(self.layers, decoder, options)
+        # a model that attends to images in layers of the same cache asks each layer whether it has keys
+        kind = HandleLayer if self._kept else self.layer_class
+        self.layers, self.groups, self.arena = page_layers(
+            self.layers, decoder, options, self._kept, kind
+        )
         if options.prefix_store is not None:
             self.release_when_gone()
         self._first_paged = self.paged_layers[0].layer_idx
@@ -109,7 +134,7 @@ class PagedCache(DynamicCache):
                 if group is not own:
                     group.check_append(key_states.shape[0], key_states.shape[2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._config._attn_implementation == "flex_attention":
+        if self._attention_config._attn_implementation == "flex_attention":
             view = view_behind(keys, values)
             if view is not None:
                 warn_dense("flex_attention")
@@ -127,7 +152,7 @@ class PagedCache(DynamicCache):
         """
         answering = answering_layer(self.layers, layer_idx)
         length, offset = super().get_mask_sizes(query_length, answering)
-        if self._config._attn_implementation == ATTENTION_NAME:
+        if self._attention_config._attn_implementation == ATTENTION_NAME:
             return MaskLength(length, self.groups, self._masks_skippable), offset
         return length, offset
 
@@ -228,7 +253,7 @@ class PagedCache(DynamicCache):
 
     def report(self) -> list[LayerReport]:
         """Return, for each layer, how it is cached and why."""
-        return report_layers(self.layers)
+        return report_layers(self.layers, self._kept)
 
     # -- copies share the sealed pages ---------------------------------------------------------------------
 
@@ -237,7 +262,8 @@ class PagedCache(DynamicCache):
 
         The exact windows are copied. Both caches draw new pages from one pool: `max_pages` bounds them together.
         """
-        memo.update((id(part), part) for part in self.arena.shared_parts())
+        shared = (*self.arena.shared_parts(), self.options, self._config, self._attention_config)
+        memo.update((id(part), part) for part in shared)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))

@@ -29,8 +29,8 @@ class LayerReport:
     reason: str | None
 
 
-def report_layers(layers: Iterable[Any]) -> list[LayerReport]:
-    """Return, for each layer, how it is cached and why."""
+def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[LayerReport]:
+    """Return, for each layer, how it is cached and why; `reasons` why single layers were not paged."""
     rows = []
     for index, layer in enumerate(layers):
         if isinstance(layer, PagedLayer):
@@ -40,7 +40,9 @@ def report_layers(layers: Iterable[Any]) -> list[LayerReport]:
             rows.append(LayerReport(index, kind, keys, values, None))
         else:
             kind = type(layer).__name__
-            reason = f"pages hold keys and values of attention; transformers' {kind} is kept for this layer"
+            reason = reasons.get(index) or (
+                f"pages hold keys and values of attention; transformers' {kind} is kept for this layer"
+            )
             rows.append(LayerReport(index, kind, None, None, reason))
     return rows
 

@@ -1,38 +1,15 @@
 """The attention function and the mask function that transformers calls under the name "kv_hf"."""
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..cache.handle import KVView, view_behind
 from ..cache.mask_length import MaskLength
 from ..kernels.ops import paged_attention
 from ..notices import warn_once
-
-# arguments of attention functions that do not change the result of a forward without gradients
-_HARMLESS = {
-    "is_causal",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "use_cache",
-    "position_ids",
-    "sliding_window",
-    "cache_position",
-    "position_embeddings",
-    "layer_idx",
-    "head_mask",
-    "past_key_values",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_router_logits",
-    "token_type_ids",
-    "target_dtype",
-}
+from .dense import causal_mask, dense_attention, is_causal, unknown_arguments
 
 
 def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -51,15 +28,16 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def _plain_mask(view: KVView, q_len: int) -> torch.Tensor | None:
-    """Return the mask of what a kernel does without one, [rows, 1, q_len, seen]; None where it hides nothing."""
+    """Return the mask of what a kernel does without one, [rows or 1, 1, q_len, seen]; None where it hides nothing."""
     kv, window = view.kv, view.sliding_window
     columns = torch.arange(kv.seen, device=kv.padding.device)
     queries = kv.seen - q_len + torch.arange(q_len, device=kv.padding.device)[:, None]
     visible = columns <= queries
     if window is not None:
         visible = visible & (columns > queries - window)
-    padded = columns >= kv.padding[:, None, None, None]
-    mask = visible & padded
+    mask = visible[None, None]
+    if bool(kv.padding.any()):
+        mask = mask & (columns >= kv.padding[:, None, None, None])
     return None if bool(mask.all()) else mask
 
 
@@ -73,6 +51,7 @@ def kv_hf_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend over pages where `key` and `value` are handles of a paged layer, else as sdpa does.
@@ -83,27 +62,28 @@ def kv_hf_attention(
         attention_mask: None, or bool / additive float [batch, 1 or num_heads, q_len, kv_len].
         scaling: factor of the scores; head_dim ** -0.5 when None.
         softcap, s_aux: bound of the scores and learnt sink logits, where the model has them.
+        position_bias: [1 or batch, num_heads, q_len, kv_len], added to the scores before the mask (T5).
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
     view = view_behind(key, value)
     reason = None
     if view is not None and query.shape[2] <= view.kernel.longest:
-        unknown = _unknown(kwargs)
+        unknown = unknown_arguments(kwargs)
         if dropout:
             reason = f"dropout={dropout} needs the attention weights"
         elif kwargs.get("output_attentions"):
             reason = "output_attentions=True needs the attention weights"
-        elif kwargs.get("is_causal") is False and query.shape[2] > 1 and attention_mask is None:
-            reason = "the model asks for attention that is not causal"
         elif unknown:
-            reason = f"the model passes {', '.join(sorted(unknown))}, which paged attention does not know"
+            reason = f"the model passes {', '.join(unknown)}, which paged attention does not know"
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out = paged_attention(
                 query,
                 view.kv,
                 softmax_scale=scale,
-                mask=attention_mask,
+                mask=_paged_mask(
+                    attention_mask, position_bias, query, key.shape[2], is_causal(module, kwargs)
+                ),
                 softcap=softcap,
                 sink_logits=s_aux,
                 sliding_window=view.sliding_window,
@@ -116,50 +96,41 @@ def kv_hf_attention(
         )
     if view is not None:
         key, value = view.dense("keys"), view.dense("values")
-        if attention_mask is None and kwargs.get("is_causal") is not False:
+        if attention_mask is None and is_causal(module, kwargs):
             attention_mask = _plain_mask(view, query.shape[2])
-    dense = _dense_attention(module, softcap, s_aux, kwargs)
-    extra = {"softcap": softcap, "s_aux": s_aux}
-    kwargs.update({name: given for name, given in extra.items() if given is not None})
-    if dense is not sdpa_attention_forward:
-        attention_mask = _additive(attention_mask, query, key)
-    return dense(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+    kwargs.update({name: given for name, given in named.items() if given is not None})
+    return dense_attention(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        {"dropout": dropout, "scaling": scaling, **kwargs},
     )
 
 
-def _unknown(kwargs: dict[str, Any]) -> list[str]:
-    """Return the names of arguments that paged attention would have to know.
-
-    transformers' pipeline parallelism (5.23) hands a model's keyword arguments on as one called "kwargs".
-    """
-    given = {**kwargs, **kwargs["kwargs"]} if isinstance(kwargs.get("kwargs"), dict) else kwargs
-    known = _HARMLESS if given is kwargs else {*_HARMLESS, "kwargs"}
-    return [name for name, value in given.items() if name not in known and value is not None]
-
-
-def _dense_attention(
-    module: torch.nn.Module, softcap: float | None, s_aux: torch.Tensor | None, kwargs: Any
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return sdpa, or the model's own eager function where sdpa cannot express what the model asks."""
-    if softcap is None and s_aux is None and not kwargs.get("output_attentions"):
-        return sdpa_attention_forward
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return sdpa_attention_forward if eager is None else eager
-
-
-def _additive(
-    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+def _paged_mask(
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    query: torch.Tensor,
+    kv_len: int,
+    causal: bool,
 ) -> torch.Tensor | None:
-    """Turn sdpa's mask into the additive one of eager attention; sdpa leaves causal masks out."""
-    q_len, kv_len = query.shape[2], key.shape[2]
-    if mask is None:
-        if q_len == 1:
-            return None
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
-        mask = mask.tril(kv_len - q_len)[None, None]
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(
-        ~mask, torch.finfo(query.dtype).min
-    )
+    """Return the mask of a kernel, to which no mask means causal: [batch or 1, num_heads or 1, q_len, kv_len].
+
+    A position bias becomes an additive mask per head; -inf hides what the mask hides, so that the weights of
+    visible tokens are those of the model's own attention.
+    """
+    q_len = query.shape[2]
+    if mask is None and q_len > 1:
+        if not causal:
+            mask = torch.ones(1, 1, 1, kv_len, dtype=torch.bool, device=query.device)
+        elif bias is not None:
+            mask = causal_mask(q_len, kv_len, query.device)
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    mask = mask[..., : bias.shape[-1]]
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, float("-inf"))
+    return bias + mask

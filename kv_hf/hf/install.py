@@ -15,8 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
+from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
+from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
-from ..errors import CacheOptionError, UnsupportedModelError
+from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
@@ -67,11 +69,13 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         name = generation_config.cache_implementation
         given = model_kwargs.get("past_key_values")
-        if isinstance(given, PagedCache) and name is None:
-            given.check_model(self.config)
-            given.end_recording()  # assisted decoding, if it is that, turns it on again
+        paged = [half for half in paged_halves(given) if half is not None]
+        if paged and name is None:
+            _check_given(self, given)
+            for half in paged:
+                half.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs)
-        elif isinstance(given, PagedCache) and getattr(generation_config, "is_assistant", False):
+        elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
             try:
@@ -83,7 +87,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(self, cache, model_kwargs)
-            if cache.prefix_store is not None and "ASSISTED" in str(args[:1]):
+            if cache.options.prefix_store is not None and "ASSISTED" in str(args[:1]):
                 warn_once(
                     "prefix_store assisted",
                     "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
@@ -95,7 +99,34 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def _new_cache(model: Any, generation_config: Any) -> PagedCache:
+def _check_given(model: Any, given: Any) -> None:
+    """Raise CacheMismatchError where the user's cache does not fit the model."""
+    if isinstance(given, PagedCache) and is_encoder_decoder(model.config):
+        raise CacheMismatchError(
+            f"{type(model).__name__} is an encoder-decoder model and wants two caches, got a {type(given).__name__} "
+            "alone: use kv_hf.PagedEncoderDecoderCache(model.config), or transformers' EncoderDecoderCache with it "
+            "and a DynamicCache(config=model.config)"
+        )
+    for half in paged_halves(given):
+        if half is not None:
+            half.check_model(model.config)
+    if paged_halves(given)[1] is not None:
+        _check_paged_cross(model)
+
+
+def _check_paged_cross(model: Any) -> None:
+    """Raise UnsupportedModelError where a model would replace a paged cross-attention cache by one of its own."""
+    if (
+        type(model)._prepare_cache_for_generation
+        is not GenerationMixin._prepare_cache_for_generation
+    ):
+        raise UnsupportedModelError(
+            f"cross_attention='same': {type(model).__name__} makes its cross-attention cache itself in generate(); "
+            "leave cross_attention out"
+        )
+
+
+def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderDecoderCache:
     name = generation_config.cache_implementation
     if not model._supports_default_dynamic_cache() or "mamba" in type(model).__name__.lower():
         raise UnsupportedModelError(
@@ -110,12 +141,22 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache:
     if options and getattr(generation_config, "is_assistant", False):
         # the target's options reach the assistant, whose layers are others
         options = {option: value for option, value in options.items() if option != "layers"}
-    return PagedCache.from_implementation(model.config, name, options)
+    if not is_encoder_decoder(model.config):
+        return PagedCache.from_implementation(model.config, name, options)
+    cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)
+    if cache.options.cross_attention != "exact":
+        _check_paged_cross(model)
+    return cache
 
 
-def _make_ready(model: Any, cache: PagedCache, model_kwargs: dict[str, Any]) -> None:
-    for device in execution_devices(model):
-        cache.check_kernel(device, model.dtype)
-    if cache.options.attention == "auto":
+def _make_ready(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
+    own, cross = paged_halves(cache)
+    halves = [half for half in (own, cross) if half is not None]
+    for half in halves:
+        for device in execution_devices(model):
+            half.check_kernel(device, model.dtype)
+    if any(half.options.attention == "auto" for half in halves):
         use_paged_attention(model)
-    cache.observe_padding(model_kwargs.get("attention_mask"))
+    if own is not None:
+        of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
+        own.observe_padding(model_kwargs.get(of_text))

@@ -83,7 +83,16 @@ def paged_attention(
             parts.append(
                 kernel.attend(part, cut, mask=None, sliding_window=sliding_window, **options)
             )
-        else:  # a mask says by itself what is too far away
-            rows_of = mask[:, :, first:last]
+        else:
+            rows_of = _within(mask[:, :, first:last], kv.seen - q_len + first, sliding_window)
             parts.append(kernel.attend(part, kv, mask=rows_of, sliding_window=None, **options))
     return torch.cat(parts, 2)
+
+
+def _within(mask: torch.Tensor, first: int, sliding_window: int | None) -> torch.Tensor:
+    """Hide from the queries of `mask`, which stand at column `first` and behind, what a sliding window hides."""
+    if sliding_window is None:
+        return mask
+    at = first + torch.arange(mask.shape[2], device=mask.device)[:, None]
+    near = torch.arange(mask.shape[3], device=mask.device) > at - sliding_window
+    return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, float("-inf"))

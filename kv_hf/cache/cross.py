@@ -1,0 +1,37 @@
+"""Cross-attention in pages: an encoder's keys and values, written once and read by every decoder step."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from ..config import CacheConfig
+from .handle_layer import HandleLayer
+from .model_shape import attention_config, decoder_config
+from .paged_cache import PagedCache
+
+
+class CrossCache(PagedCache):
+    """The cross-attention half of an encoder-decoder cache, in pages of the formats of the self-attention half.
+
+        EncoderDecoderCache(kv_hf.PagedCache(config, keys="int4"), kv_hf.CrossCache(config, keys="int4"))
+
+    Models call `update()` once per text, in its first forward, which attends to the exact tensors that it gave;
+    later steps read the `keys` and `values` of a layer, which are handles here. Every column of the encoder is
+    stored, its padding too, which the model masks. Arguments and errors are those of PagedCache;
+    `reserve_tokens` and `recent_tokens`, which are about text that grows, are not used.
+    """
+
+    layer_class = HandleLayer
+
+    def _build(self, config: Any, options: CacheConfig) -> None:
+        decoder = copy.deepcopy(decoder_config(config))
+        if getattr(decoder, "layer_types", None) is not None:
+            # a decoder's sliding window is about its own tokens: a step looks at the whole encoder
+            decoder.layer_types = ["full_attention"] * len(decoder.layer_types)
+        if getattr(decoder, "sliding_window", None) is not None:
+            decoder.sliding_window = None
+        super()._build(decoder, replace(options, reserve_tokens=0, recent_tokens=0))
+        self._attention_config = attention_config(config)
+        for layer in self.layers:
+            if isinstance(layer, HandleLayer):
+                layer.attention_of = self._attention_config

@@ -1,0 +1,94 @@
+"""Paged layers whose `keys` and `values` are handles: for models that read these attributes during a forward."""
+
+from typing import Any
+
+import torch
+
+from ..kernels.inputs import PagedKV
+from ..pages.step import Step
+from .handle import KVHandle, KVView, warn_dense
+from .layer import PagedLayer
+
+
+class LayerView(KVView):
+    """What a layer holds now; nothing is gathered before somebody computes with it."""
+
+    def __init__(self, layer: PagedLayer) -> None:
+        assert layer.store is not None
+        self.kernel = layer.store.kernel
+        self.sliding_window = layer.sliding_window
+        self._layer = layer
+        self._revision = layer.revision
+        self._gathered: PagedKV | None = None
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pages. Raises StaleHandleError when the layer has moved on, InterruptedForwardError when it is behind."""
+        self._check()
+        if self._gathered is None:
+            self._gathered = self._layer.current_kv()
+        return self._gathered
+
+    def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
+        """Return shape, dtype and device of one side."""
+        spec = getattr(self._layer.spec, side)
+        seen = self._layer.get_seq_length()
+        shape = torch.Size((self._layer.rows_held, spec.num_kv_heads, seen, spec.head_dim))
+        return shape, spec.dtype, self._layer.device
+
+
+class HandleLayer(PagedLayer):
+    """A paged layer that answers `keys` and `values` with a pair of handles, which attention over pages takes."""
+
+    attention_of: Any = None  # the config that names the model's attention
+    _view: LayerView | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the view out: it refers to tensors and a kernel of this process."""
+        return {name: value for name, value in vars(self).items() if name != "_view"}
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys [batch, num_kv_heads, seen, key_dim] as a handle, or None when empty."""
+        return self._read("keys")
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._refuse(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values [batch, num_kv_heads, seen, value_dim] as a handle, or None when empty."""
+        return self._read("values")
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._refuse(value)
+
+    def offload(self) -> None:
+        """Move this layer's tensors to the CPU."""
+        self._view = None
+        super().offload()
+
+    def prefetch(self) -> None:
+        """Move this layer's tensors back to the layer's device."""
+        self._view = None
+        super().prefetch()
+
+    def _read(self, side: str) -> torch.Tensor | None:
+        if self.store is None or not self._seen:
+            return None
+        if self._view is None:  # one view for both sides: attention takes a pair of one view only
+            self._view = LayerView(self)
+        if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
+            warn_dense("flex_attention")
+            return self._view.dense(side)
+        return KVHandle(self._view, side)
+
+    def _joined(self, step: Step) -> None:
+        super()._joined(step)
+        self._view = None
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._view = None

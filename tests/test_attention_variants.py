@@ -1,0 +1,266 @@
+"""What models ask of attention beside plain causal softmax, over pages and on dense tensors, against float64."""
+
+import itertools
+import sys
+import types
+
+import pytest
+import torch
+from tiny_models import make_config
+
+import kv_hf
+from kv_hf.cache.cross import CrossCache
+from kv_hf.hf import dense
+from kv_hf.hf.attention import kv_hf_attention
+from kv_hf.kernels.cpu import library
+from kv_hf.notices import forget
+
+HEADS, KV_HEADS, DIM, ROWS, LENGTH = 4, 2, 16, 2, 53
+KERNELS = [
+    pytest.param("c", marks=pytest.mark.skipif(bool(library.missing()), reason="no C kernel")),
+    "sdpa",
+    "reference",
+]
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def module(causal=True):
+    made = torch.nn.Module()
+    made.is_causal, made.num_key_value_groups, made.training = causal, HEADS // KV_HEADS, False
+    return made
+
+
+def filled(q_len, kernel="reference", keys="exact", length=LENGTH):
+    """Return handles over `length` + q_len tokens, and the same tokens dense (as the pages hold them)."""
+    config = make_config("llama", num_hidden_layers=1)
+    cache = kv_hf.PagedCache(config, keys=keys, page_size=16, kernel=kernel)
+    cache.update(*numbers(2, ROWS, KV_HEADS, length, DIM), 0)
+    handles = cache.update(*numbers(2, ROWS, KV_HEADS, q_len, DIM, seed=1), 0)
+    return handles, [handle.dense() for handle in handles], cache
+
+
+def expected_attention(query, keys, values, mask, causal, *, scaling, bias, softcap, sinks, dtype):
+    """The definition: softmax(cap(scaling q k) + bias + mask | sinks) v; a query that sees nothing gives 0."""
+    query, keys, values = (x.to(dtype) for x in (query, keys, values))
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
+    scores = query @ keys.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.to(dtype)
+    q_len, kv_len = scores.shape[2:]
+    if mask is None and causal:
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else None
+        scores = (
+            scores + mask.to(dtype) if hidden is None else scores.masked_fill(hidden, -torch.inf)
+        )
+    if sinks is not None:
+        column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ values).transpose(1, 2)
+    return (scores.softmax(-1) @ values).transpose(1, 2)
+
+
+def masks(q_len, kv_len):
+    """Return masks of the kinds that models make; every query sees some token."""
+    generator = torch.Generator().manual_seed(3)
+    visible = torch.rand(ROWS, 1, q_len, kv_len, generator=generator) < 0.7
+    visible[..., 20] = True
+    per_head = torch.rand(ROWS, HEADS, q_len, kv_len, generator=generator) < 0.7
+    per_head[..., 20] = True
+    lowest = torch.finfo(torch.float32).min
+    return {
+        "none": None,
+        "bool": visible,
+        "additive": torch.zeros(visible.shape).masked_fill(~visible, lowest),
+        "bool-per-head": per_head,
+        "additive-per-head": numbers(ROWS, HEADS, q_len, kv_len, seed=4),
+        "additive-one-row": numbers(1, HEADS, q_len, kv_len, seed=4),
+    }
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mask_kind", masks(1, 30))
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_paged_attention_honours_what_models_pass(q_len, mask_kind, kernel, recwarn):
+    """Position bias, softcap and sinks, alone and together, with every kind of mask, causal or not; no dense route."""
+    (keys, values), exact, _ = filled(q_len, kernel)
+    kv_len = LENGTH + q_len
+    mask = masks(q_len, kv_len)[mask_kind]
+    query = numbers(ROWS, HEADS, q_len, DIM, seed=2) * 2
+    biases = (None, numbers(1, HEADS, q_len, kv_len, seed=5))
+    sinks = (None, numbers(HEADS, seed=6))
+    for causal, bias, softcap, sink in itertools.product((True, False), biases, (None, 1.5), sinks):
+        found, weights = kv_hf_attention(
+            module(causal), query, keys, values, mask,
+            scaling=0.3, position_bias=bias, softcap=softcap, s_aux=sink,
+        )  # fmt: skip
+        assert weights is None
+        want, same = (
+            expected_attention(
+                query, *exact, mask, causal,
+                scaling=0.3, bias=bias, softcap=softcap, sinks=sink, dtype=dtype,
+            )
+            for dtype in (torch.float64, torch.float32)
+        )  # fmt: skip
+        # twice the error of the same sums in fp32, and a rounding of the largest number for each of its parts
+        bound = (
+            2 * (same - want).abs().max() + 8 * torch.finfo(torch.float32).eps * want.abs().max()
+        )
+        assert (found - want).abs().max() <= bound
+    texts = [str(w.message) for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
+    assert not [text for text in texts if "dense" in text]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_position_bias_in_half_precision_keeps_hidden_tokens_hidden(kernel):
+    """A bias in the model's dtype with a bool mask: a lowest number plus a bias must not overflow to nan."""
+    (keys, values), exact, _ = filled(1, kernel)
+    mask = masks(1, LENGTH + 1)["bool"]
+    bias = (numbers(1, HEADS, 1, LENGTH + 1, seed=5) - 40).bfloat16()
+    query = numbers(ROWS, HEADS, 1, DIM, seed=2)
+    found = kv_hf_attention(module(), query, keys, values, mask, scaling=1.0, position_bias=bias)[0]
+    want = expected_attention(
+        query,
+        *exact,
+        mask,
+        True,
+        scaling=1.0,
+        bias=bias,
+        softcap=None,
+        sinks=None,
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 40])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_cross_layers_and_long_chunks_agree_with_dense_tensors(q_len, causal, biased):
+    """Handles of a layer that is read, not appended to; more than 16 queries go through sdpa on written-out pages."""
+    cache = CrossCache(make_config("llama", num_hidden_layers=1), page_size=16)
+    first = numbers(2, ROWS, KV_HEADS, LENGTH, DIM)
+    given = cache.update(*first, 0)
+    assert given[0].data_ptr() == first[0].data_ptr()
+    layer = cache.layers[0]
+    query = numbers(ROWS, HEADS, q_len, DIM, seed=2)
+    bias = numbers(1, HEADS, q_len, LENGTH, seed=5) if biased else None
+    mask = (
+        torch.ones(q_len, LENGTH, dtype=torch.bool).tril(LENGTH - q_len)[None, None]
+        if causal
+        else None
+    )
+    found = kv_hf_attention(
+        module(causal), query, layer.keys, layer.values, mask, scaling=0.3, position_bias=bias
+    )[0]
+    want = expected_attention(
+        query,
+        *first,
+        mask,
+        False,
+        scaling=0.3,
+        bias=bias,
+        softcap=None,
+        sinks=None,
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
+
+
+def test_handles_of_a_cross_layer_are_one_pair_until_the_layer_changes():
+    cache = CrossCache(make_config("llama", num_hidden_layers=1), page_size=16)
+    layer = cache.layers[0]
+    assert layer.keys is None and layer.values is None
+    cache.update(*numbers(2, ROWS, KV_HEADS, LENGTH, DIM), 0)
+    keys, values = layer.keys, layer.values
+    assert keys.view_of_pages is values.view_of_pages is layer.keys.view_of_pages
+    cache.reorder_cache(torch.tensor([1, 1]))
+    with pytest.raises(kv_hf.StaleHandleError):
+        keys.clone()
+    assert torch.equal(layer.keys[0], layer.keys[1])
+    with pytest.raises(AttributeError, match="read-only"):
+        layer.keys = torch.zeros(1)
+    more = numbers(2, ROWS, KV_HEADS, 3, DIM, seed=1)
+    assert cache.update(*more, 0)[0].shape[2] == LENGTH + 3  # another image, say
+    cache.reset()
+    assert layer.keys is None
+
+
+def test_argument_that_only_the_eager_function_reads_reaches_it(monkeypatch):
+    """sdpa swallows arguments that it does not know: sinks of each query, for one, would be lost in silence."""
+    home = types.ModuleType("home_of_a_model")
+
+    def eager_attention_forward(
+        module, query, key, value, mask, scaling=None, sinks=None, **kwargs
+    ):
+        seen.append((type(key), sinks, mask))
+        return query.transpose(1, 2), None
+
+    home.eager_attention_forward = eager_attention_forward
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    members = {"__module__": home.__name__, "num_key_value_groups": HEADS // KV_HEADS}
+    kind = type("Attention", (torch.nn.Module,), members)
+    seen: list = []
+    (keys, values), exact, _ = filled(3)
+    query, sinks = numbers(ROWS, HEADS, 3, DIM), numbers(ROWS, HEADS, 3, 1)
+    with pytest.warns(kv_hf.KVCacheWarning, match="densely because the model passes sinks"):
+        kv_hf_attention(kind(), query, keys, values, None, scaling=1.0, sinks=sinks)
+    kv_hf_attention(kind(), query, *exact, None, scaling=1.0, sinks=sinks)
+    assert [kind for kind, _, _ in seen] == [torch.Tensor] * 2
+    assert all(given is sinks for _, given, _ in seen)
+    assert torch.equal(seen[0][2], seen[1][2]) and seen[0][2].shape == (1, 1, 3, LENGTH + 3)
+    count = len(seen)
+    kv_hf_attention(kind(), query, *exact, None, scaling=1.0, position_ids=torch.arange(3))
+    assert len(seen) == count  # nothing there that sdpa lacks
+
+
+def test_eager_attention_of_an_encoder_sees_all_tokens():
+    """Without a mask an encoder's queries see what comes behind them, where attention weights are asked for too."""
+    from transformers.models.bart import modeling_bart
+
+    kind = type("Encoder", (torch.nn.Module,), {"__module__": modeling_bart.__name__})
+    query, keys, values = numbers(3, ROWS, HEADS, 7, DIM)
+    for causal in (True, False):
+        attention = kind()
+        attention.is_causal = causal
+        found, weights = kv_hf_attention(
+            attention, query, keys, values, None, scaling=0.3, output_attentions=True
+        )
+        want = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, scale=0.3, is_causal=causal
+        )
+        torch.testing.assert_close(found, want.transpose(1, 2), rtol=0, atol=1e-5)
+        assert bool((weights[..., 0, 1] > 0).all()) is not causal
+
+
+def test_call_overrules_the_module_about_causality():
+    (keys, values), exact, _ = filled(5)
+    query = numbers(ROWS, HEADS, 5, DIM, seed=2)
+    outs = [
+        kv_hf_attention(module(of_module), query, keys, values, None, scaling=0.3, **given)[0]
+        for of_module, given in ((True, {"is_causal": False}), (False, {}), (True, {}))
+    ]
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.allclose(outs[0][:, 0], outs[2][:, 0], atol=1e-3)
+    torch.testing.assert_close(outs[0][:, -1], outs[2][:, -1], rtol=0, atol=1e-6)
+
+
+def test_known_arguments_of_sdpa_are_not_taken_for_unknown_ones():
+    """position_bias goes to sdpa itself where that one takes it, and never gets lost where it does not."""
+    forget()
+    query, keys, values = numbers(3, ROWS, HEADS, 7, DIM)
+    bias = numbers(1, HEADS, 7, 7, seed=5)
+    attention = module()
+    attention.num_key_value_groups = 1
+    found = dense.dense_attention(
+        attention, query, keys, values, None, {"scaling": 0.3, "position_bias": bias}
+    )[0]
+    scores = query @ keys.transpose(2, 3) * 0.3 + bias
+    hidden = ~torch.ones(7, 7, dtype=torch.bool).tril()
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(found, want.transpose(1, 2), rtol=0, atol=1e-5)

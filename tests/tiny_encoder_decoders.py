@@ -1,0 +1,183 @@
+"""Tiny random encoder-decoder models, built from configs: no download, a few milliseconds each."""
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+BART = {
+    "vocab_size": 97,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 1024,
+    "forced_eos_token_id": None,
+    **SPECIAL,
+}
+T5 = {
+    "vocab_size": 97,
+    "d_model": 64,
+    "d_kv": 32,  # heads do not add up to d_model
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    **SPECIAL,
+}
+PART = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+# family -> (model class, config class, options); all of them take input_ids
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config", {**T5, "feed_forward_proj": "gated-gelu"}),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", T5),
+    "switch": (
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        {
+            **T5,
+            "num_decoder_layers": 2,
+            "num_experts": 2,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+        },
+    ),
+    "bart": ("BartForConditionalGeneration", "BartConfig", BART),
+    "mbart": ("MBartForConditionalGeneration", "MBartConfig", BART),
+    "marian": ("MarianMTModel", "MarianConfig", BART),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", BART),
+    "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotConfig", BART),
+    "m2m_100": ("M2M100ForConditionalGeneration", "M2M100Config", BART),
+    "plbart": ("PLBartForConditionalGeneration", "PLBartConfig", BART),
+    "t5gemma": ("T5GemmaForConditionalGeneration", "T5GemmaConfig", {"vocab_size": 97, **SPECIAL}),
+}
+
+# their encoders add masks to scores by themselves, which asks for the masks of eager attention
+OWN_MASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "longt5": ("LongT5ForConditionalGeneration", "LongT5Config", {**T5, "local_radius": 8}),
+    "bigbird_pegasus": (
+        "BigBirdPegasusForConditionalGeneration",
+        "BigBirdPegasusConfig",
+        {**BART, "attention_type": "original_full"},
+    ),
+}
+
+
+def wider(model: Any) -> Any:
+    """Give random weights more spread than the default, so that attention is not uniform; no early end."""
+    model = model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.08)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    model.generation_config.forced_eos_token_id = None
+    model.generation_config.decoder_start_token_id = 3
+    return model
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    """Return a fresh random model; the same weights for the same arguments."""
+    torch.manual_seed(0)
+    model, config, options = {**FAMILIES, **OWN_MASKS}[family]
+    options = {**options, **changes}
+    if family == "t5gemma":
+        part = transformers.T5GemmaModuleConfig
+        options = {**options, "encoder": part(**PART), "decoder": part(**PART)}
+    return wider(getattr(transformers, model)(getattr(transformers, config)(**options)))
+
+
+@cache
+def shared_model(family: str) -> Any:
+    """Return one model per family for tests that do not change it."""
+    return make_model(family)
+
+
+def sources(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return input_ids and attention_mask of an encoder's rows of these lengths, padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 97, (len(lengths), max(lengths)), generator=generator)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@cache
+def whisper() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a tiny Whisper and its features of two rows (50 encoder positions)."""
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        **{**BART, "max_source_positions": 50, "max_target_positions": 256, "num_mel_bins": 16},
+        begin_suppress_tokens=None,
+        suppress_tokens=None,
+    )
+    model = wider(transformers.WhisperForConditionalGeneration(config))
+    return model, {"input_features": torch.randn(2, 16, 100)}
+
+
+@cache
+def vision_encoder_decoder(decoder: str = "gpt2") -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a tiny ViT with a GPT-2, MBart or TrOCR decoder, and two images (65 encoder positions)."""
+    torch.manual_seed(0)
+    vit = transformers.ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=4,
+    )
+    text = {
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=97, n_embd=64, n_layer=2, n_head=4, **SPECIAL
+        ),
+        "mbart": lambda: transformers.MBartConfig(**{**BART, "encoder_layers": 2}),
+        "trocr": lambda: transformers.TrOCRConfig(
+            vocab_size=97,
+            d_model=64,
+            decoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=96,
+            cross_attention_hidden_size=64,
+            max_position_embeddings=1024,
+            **SPECIAL,
+        ),
+    }[decoder]()
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, text)
+    config.decoder_start_token_id, config.pad_token_id = 3, 0
+    model = wider(transformers.VisionEncoderDecoderModel(config=config))
+    return model, {"pixel_values": torch.randn(2, 3, 32, 32)}
+
+
+@cache
+def bert_to_bert() -> Any:
+    """Return an EncoderDecoderModel of two tiny BERTs."""
+    torch.manual_seed(0)
+    part = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.BertConfig(**part), transformers.BertConfig(**part)
+    )
+    config.decoder_start_token_id, config.pad_token_id = 3, 0
+    return wider(transformers.EncoderDecoderModel(config=config))

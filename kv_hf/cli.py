@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .doctor import environment, report_formats
+from .doctor import environment, report_formats, report_model
 from .errors import KVCacheError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -20,9 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
     doctor.add_argument("--head-dim", type=int, default=128)
     doctor.add_argument("--page-size", type=int, default=64)
+    doctor.add_argument("--model", help="folder or hub name: say how each layer would be cached")
     args = parser.parse_args(argv)
     try:
         print_doctor(torch.device(args.device), DTYPES[args.dtype], args.head_dim, args.page_size)
+        if args.model is not None:
+            print(f"\nLayers of {args.model}:")
+            for layers, how in report_model(args.model):
+                print(f"  {layers:<14}{how}")
     except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
         parser.error(str(error).splitlines()[0])
     return 0

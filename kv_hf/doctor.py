@@ -7,6 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import transformers
 
+from .cache.encoder_decoder import PagedEncoderDecoderCache
+from .cache.model_shape import is_encoder_decoder
+from .cache.paged_cache import PagedCache
 from .config import CacheConfig
 from .errors import CacheOptionError
 from .formats import FORMAT_NAMES, key_scheme, value_scheme
@@ -70,6 +73,31 @@ def report_formats(
         others = tuple(pair for pair in reasons if pair[0] != chosen)
         reports.append(FormatReport(name, chosen, others))
     return reports
+
+
+def report_model(name: str) -> list[tuple[str, str]]:
+    """Return (layers, how they would be cached and why) for a model, from its config alone.
+
+    Args:
+        name: a folder, or the name of a model on the hub.
+    Raises: CacheOptionError where there is no such config; UnsupportedModelError for a model without paged layers.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise CacheOptionError(f"model {name!r}: {str(error).splitlines()[0]}") from error
+    kind = PagedEncoderDecoderCache if is_encoder_decoder(config) else PagedCache
+    spans: list[tuple[int, int, str]] = []
+    for row in kind(config).report():
+        how = f"{row.kind}: {row.reason}" if row.reason else row.kind
+        if spans and spans[-1][2] == how and spans[-1][1] == row.layer_idx - 1:
+            spans[-1] = (spans[-1][0], row.layer_idx, how)
+        else:
+            spans.append((row.layer_idx, row.layer_idx, how))
+    merged: dict[str, list[str]] = {}
+    for first, last, how in spans:
+        merged.setdefault(how, []).append(str(first) if first == last else f"{first}-{last}")
+    return [(", ".join(layers), how) for how, layers in merged.items()]
 
 
 def environment() -> list[tuple[str, str]]:

@@ -98,3 +98,20 @@ def test_update_refuses_a_kernel_that_cannot_run_and_changes_nothing():
         cache.update(*torch.randn(2, 1, 2, 5, 16), 0)
     assert cache.get_seq_length() == 0
     assert not cache.layers[0].is_initialized
+
+
+def test_doctor_says_how_each_layer_of_a_model_would_be_cached(capsys, tmp_path):
+    from transformers import LlamaConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "linear_attention"] * 2
+    config = LlamaConfig(num_hidden_layers=8, layer_types=kinds, sliding_window=512)
+    config.save_pretrained(tmp_path)
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "0-1, 4-5 paged, sliding window of 512" in said
+    assert "2, 6 paged" in said
+    kept = next(line for line in said if line.startswith("3, 7"))
+    assert "LinearAttentionLayer" in kept and "kept for this layer" in kept
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--model", str(tmp_path / "absent")])
+    assert "absent" in capsys.readouterr().err

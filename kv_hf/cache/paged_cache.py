@@ -54,6 +54,16 @@ class PagedCache(DynamicCache):
     Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without full-attention layers.
     """
 
+    def __new__(
+        cls, config: Any = None, *, max_length: int | None = None, **options: Any
+    ) -> "PagedCache":
+        """Make the preallocated form where `max_length` asks for it."""
+        if cls is PagedCache and max_length is not None:
+            from .static_cache import StaticPagedCache
+
+            cls = StaticPagedCache
+        return super().__new__(cls)
+
     def __init__(
         self, config: Any, *, keys: str = "exact", values: str | None = None, **options: Any
     ) -> None:
@@ -66,7 +76,7 @@ class PagedCache(DynamicCache):
         cls, config: Any, implementation: str, options: Mapping[str, Any] | None = None
     ) -> "PagedCache":
         """Build the cache of `cache_implementation=implementation, cache_config=options`."""
-        self = cls.__new__(cls)
+        self = cls.__new__(cls, max_length=(options or {}).get("max_length"))
         self._build(config, CacheConfig.from_options(implementation, options))
         return self
 

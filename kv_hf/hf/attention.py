@@ -10,6 +10,8 @@ from transformers.masking_utils import sdpa_mask
 
 from ..cache.handle import view_behind
 from ..cache.paged_cache import MaskLength
+from ..cache.traced import TracedView, taken
+from ..errors import UnsupportedModelError
 from ..kernels.ops import MAX_DECODE_QUERIES, paged_attention
 from ..notices import warn_once
 
@@ -73,7 +75,8 @@ def kv_hf_attention(
         softcap, s_aux: bound of the scores and learnt sink logits, where the model has them.
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
-    view = view_behind(key, value)
+    traced = taken(key, value)
+    view = view_behind(key, value) if traced is None else traced
     reason = None
     if view is not None and query.shape[2] <= MAX_DECODE_QUERIES:
         unknown = [name for name in kwargs if name not in _HARMLESS and kwargs[name] is not None]
@@ -83,6 +86,8 @@ def kv_hf_attention(
             reason = "output_attentions=True needs the attention weights"
         elif kwargs.get("is_causal") is False and query.shape[2] > 1 and attention_mask is None:
             reason = "the model asks for attention that is not causal"
+        elif traced is not None and query.requires_grad and torch.is_grad_enabled():
+            reason = "it has a backward pass (use torch.no_grad())"
         elif unknown:
             reason = f"the model passes {', '.join(sorted(unknown))}, which paged attention does not know"
         else:
@@ -97,9 +102,16 @@ def kv_hf_attention(
                 kernel=view.kernel,
             )
             return out.transpose(1, 2).contiguous(), None
-        warn_once(
-            f"dense attention: {reason}",
-            f"This decode step writes out each layer's whole cache densely because {reason}",
+        if traced is None:
+            warn_once(
+                f"dense attention: {reason}",
+                f"This decode step writes out each layer's whole cache densely because {reason}",
+            )
+    if isinstance(view, TracedView):
+        reason = reason or f"{query.shape[2]} new tokens are more than {MAX_DECODE_QUERIES}"
+        raise UnsupportedModelError(
+            f"a compiled forward cannot write out the cache densely, which this one needs: {reason}. Run it without "
+            "torch.compile"
         )
     if view is not None:
         key, value = view.dense("keys"), view.dense("values")

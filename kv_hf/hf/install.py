@@ -15,11 +15,13 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 from ..cache.paged_cache import PagedCache
+from ..cache.static_cache import StaticPagedCache
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from ..notices import forget
 from .attention import kv_hf_attention, kv_hf_mask
 from .models import restore_attention, use_paged_attention
+from .static_generation import check_static_generation
 
 _original_prepare: Callable[..., Any] | None = None
 
@@ -68,7 +70,12 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         given = model_kwargs.get("past_key_values")
         if isinstance(given, PagedCache) and name is None:
             given.check_model(self.config)
-            given.group.end_recording()  # assisted decoding, if it is that, turns it on again
+            if isinstance(given, StaticPagedCache):
+                check_static_generation(
+                    self, given, generation_config, model_kwargs, *args, **kwargs
+                )
+            else:
+                given.group.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs)
         elif isinstance(given, PagedCache) and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
@@ -79,7 +86,11 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 generation_config.cache_implementation = name
         elif name in IMPLEMENTATIONS and given is None and generation_config.use_cache is not False:
             cache = _new_cache(self, generation_config)
-            if getattr(generation_config, "is_assistant", False):
+            if isinstance(cache, StaticPagedCache):
+                check_static_generation(
+                    self, cache, generation_config, model_kwargs, *args, **kwargs
+                )
+            elif getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(self, cache, model_kwargs)
             model_kwargs["past_key_values"] = cache

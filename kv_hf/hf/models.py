@@ -10,6 +10,18 @@ from ..notices import say_once, warn_once
 _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
 
 
+def why_not_pages(model: PreTrainedModel) -> str | None:
+    """Return why generate() would not let `model` attend over pages, or None when it would."""
+    current = model.config.get_text_config(decoder=True)._attn_implementation
+    if current == ATTENTION_NAME:
+        return None
+    if not model._can_set_attn_implementation():
+        return "it does not take its attention from transformers' AttentionInterface"
+    if current not in ("sdpa", None) and not (current == "eager" and not model._supports_sdpa):
+        return f"it was set to attention implementation {current!r}"
+    return None
+
+
 def use_paged_attention(model: PreTrainedModel) -> None:
     """Let `model` attend over pages, where its attention is sdpa or has no sdpa form; say what was done.
 

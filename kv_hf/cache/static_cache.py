@@ -74,8 +74,9 @@ class StaticPagedCache(PagedCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer."""
-        length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
-        learns = not self.table.started and not torch.compiler.is_compiling()
+        length, offset = self.paged_layers[layer_idx].get_mask_sizes(query_length)
+        # a single token comes after the prompt, whose mask has said it all
+        learns = (query_length > 1 or not self.table.started) and not torch.compiler.is_compiling()
         if learns and self._config._attn_implementation == ATTENTION_NAME:
             return MaskLength(length, self.group), offset
         return length, offset
@@ -125,10 +126,11 @@ class StaticPagedCache(PagedCache):
 
     def report(self) -> list[LayerReport]:
         """Return, for each layer, how it is cached."""
-        return [
-            LayerReport(layer.layer_idx, "paged", *(scheme.name for scheme in layer.schemes), None)
-            for layer in self.paged_layers
-        ]
+        rows = []
+        for layer in self.paged_layers:
+            keys, values = (scheme.name for scheme in layer.schemes)
+            rows.append(LayerReport(layer.layer_idx, "paged", keys, values, None))
+        return rows
 
     def check_integrity(self) -> None:
         """Raise ValueError unless lengths add up."""

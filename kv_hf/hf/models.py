@@ -10,16 +10,20 @@ from ..notices import say_once, warn_once
 _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
 
 
-def why_not_pages(model: PreTrainedModel) -> str | None:
-    """Return why generate() would not let `model` attend over pages, or None when it would."""
+def why_not_pages(model: PreTrainedModel, attention: str = "auto") -> str | None:
+    """Return why generate() will not let `model` attend over pages, or None when it will.
+
+    Args:
+        attention: CacheConfig.attention.
+    """
     current = model.config.get_text_config(decoder=True)._attn_implementation
-    if current == ATTENTION_NAME:
-        return None
     if not model._can_set_attn_implementation():
         return "it does not take its attention from transformers' AttentionInterface"
+    if current == ATTENTION_NAME:
+        return None
     if current not in ("sdpa", None) and not (current == "eager" and not model._supports_sdpa):
         return f"it was set to attention implementation {current!r}"
-    return None
+    return None if attention == "auto" else "attention='keep' leaves it on another one"
 
 
 def use_paged_attention(model: PreTrainedModel) -> None:

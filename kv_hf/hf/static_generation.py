@@ -6,6 +6,7 @@ from ..cache.static_cache import StaticPagedCache
 from ..cache.static_layer import refused
 from ..errors import CacheOptionError
 from ..formats import ATTENTION_NAME
+from ..kernels.ops import MAX_DECODE_QUERIES
 from .models import why_not_pages
 
 
@@ -34,24 +35,19 @@ def check_static_generation(
         generation_config, "is_assistant", False
     ):
         raise refused("roll tokens back (assisted decoding, prompt lookup)")
-    if not model._valid_auto_compile_criteria(
-        {**model_kwargs, "past_key_values": cache}, generation_config
-    ):
-        return
-    reason = why_not_pages(model)
-    if reason is None and cache.options.attention == "keep":
-        current = model.config.get_text_config(decoder=True)._attn_implementation
-        reason = (
-            None if current == ATTENTION_NAME else "attention='keep' leaves its attention alone"
-        )
+    reason = why_not_pages(model, cache.options.attention)
     if reason is not None:
         raise CacheOptionError(
-            f"generate() would compile the decode step, which reads pages through the attention 'kv_hf' only, and "
-            f"{type(model).__name__} does not use it: {reason}. Pass disable_compile=True, or leave max_length out"
+            f"a cache with max_length is read by the attention {ATTENTION_NAME!r} only, which {type(model).__name__} does "
+            f"not get: {reason}. Leave max_length out"
         )
-    if generation_config.prefill_chunk_size is not None and not cache.is_initialized:
+    chunk = generation_config.prefill_chunk_size
+    if chunk is None or (cache.is_initialized and chunk <= MAX_DECODE_QUERIES):
+        return
+    given = {**model_kwargs, "past_key_values": cache}
+    if model._valid_auto_compile_criteria(given, generation_config):
         raise CacheOptionError(
-            f"prefill_chunk_size={generation_config.prefill_chunk_size}: transformers compiles each chunk, and the first "
-            "forward of a cache with max_length allocates. Call cache.early_initialization(..) and pass it as "
-            "past_key_values, or pass disable_compile=True, or leave prefill_chunk_size out"
+            f"prefill_chunk_size={chunk}: transformers compiles each chunk, for which a cache with max_length must have its "
+            f"tensors (cache.early_initialization(..)) and chunks of at most {MAX_DECODE_QUERIES} tokens. Pass "
+            "disable_compile=True, or leave prefill_chunk_size out"
         )

@@ -100,9 +100,19 @@ class StaticTable:
     # -- left padding, under the names of pages.group.PageGroup ---------------------------------------------
 
     def observe_padding(self, attention_mask: torch.Tensor) -> None:
-        """Learn the left padding of the first forward from a 2D mask [rows, columns] (0 or False = padding)."""
-        if attention_mask.ndim == 2 and not self.started:
-            self._known_padding = (attention_mask.to(torch.bool).cumsum(-1) == 0).sum(-1)
+        """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding), without waiting for it.
+
+        Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
+        """
+        if attention_mask.ndim != 2:
+            return
+        known = (attention_mask.to(torch.bool).cumsum(-1) == 0).sum(-1)
+        if not self.started:
+            self._known_padding = known
+        elif known.shape == self.padding.shape:
+            known = known.to(self.padding)
+            empty = (self.num_pages == 0) & (self.exact_lens == 0)
+            self.padding.copy_(torch.where(empty, torch.maximum(known, self.padding), self.padding))
 
     def forget_padding(self) -> None:
         """Drop padding that was observed but not used yet (a forward without any mask follows)."""
@@ -139,7 +149,7 @@ class StaticTable:
         if torch.compiler.is_compiling():
             self._host_seen = None
             room = self.seen + q_len <= self.max_length
-            torch._assert_async(room, f"kv_hf: max_length={self.max_length} is reached")  # type: ignore[call-overload]
+            torch._assert_async(room, f"kv_hf: max_length={self.max_length} is reached")
         else:
             self.check_append(rows, q_len)
             self._host_seen = self.columns() + q_len

@@ -19,7 +19,7 @@ from ..notices import warn_once
 class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
-    def __init__(self, kv: PagedKV, layer: Any, revision: int, kernel: Kernel) -> None:
+    def __init__(self, kv: PagedKV, layer: Any, revision: object, kernel: Kernel) -> None:
         self.kernel = kernel
         self._kv = kv
         self._layer = layer

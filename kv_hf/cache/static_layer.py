@@ -16,7 +16,7 @@ from ..pages.static_table import StaticTable
 from ..spec import PageSpec
 from .handle import KVHandle, KVView
 from .static_store import StaticStore
-from .traced import hand_over
+from .traced import forget, hand_over
 from .window import storing
 
 
@@ -57,8 +57,8 @@ class StaticPagedLayer(CacheLayerMixin):
         self.schemes = (key_scheme, value_scheme)
         self.kernel = kernel
         self.store: StaticStore | None = None
-        self.revision = 0
         self.epoch = 0
+        self._changes = 0
         super().__init__()
 
     # -- transformers' interface -------------------------------------------------------------------------
@@ -116,6 +116,7 @@ class StaticPagedLayer(CacheLayerMixin):
         assert store is not None
         store.base.check(key_states, value_states)
         if not compiling:
+            forget()
             self._check_turn()
         if self.layer_idx == 0:
             table.begin(key_states.shape[0], key_states.shape[2])
@@ -126,7 +127,7 @@ class StaticPagedLayer(CacheLayerMixin):
             )
         runs = store.append(step, key_states, value_states)
         if not compiling:
-            self.epoch, self.revision = table.epoch, self.revision + 1
+            self.epoch, self._changes = table.epoch, self._changes + 1
             if self.device.type == "cpu":
                 store.base.report_damage()
         if self.is_last:
@@ -159,7 +160,7 @@ class StaticPagedLayer(CacheLayerMixin):
         """Forget all tokens of the whole cache; the tensors stay, so that compiled code stays valid."""
         self.table.reset()
         self.epoch = 0
-        self.revision += 1
+        self._changes += 1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]: this layer's pages and windows are copied, in place.
@@ -172,7 +173,7 @@ class StaticPagedLayer(CacheLayerMixin):
         if self.layer_idx == 0:
             self.table.reorder(sources)
         self.store.reorder(sources)
-        self.revision += 1
+        self._changes += 1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise CacheOptionError, unless there is nothing to remove."""
@@ -223,6 +224,11 @@ class StaticPagedLayer(CacheLayerMixin):
     def spec(self) -> PageSpec | None:
         """Shapes and formats of this layer's pages; None before the first keys."""
         return self.store.base.spec if self.store else None
+
+    @property
+    def revision(self) -> object:
+        """What differs after every change of this layer; a compiled step changes what Python knows of the length."""
+        return self._changes, self.table.known_columns
 
     def _outgrown(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether an empty layer must make its tensors anew: a reset cache takes any batch."""

@@ -37,18 +37,25 @@ def hand_over(view: TracedView) -> tuple[torch.Tensor, torch.Tensor]:
     return view.keys, view.values
 
 
+def forget() -> None:
+    """Drop a view that nobody took: a forward stopped, or left compiled code, before its attention."""
+    _waiting.view = None
+
+
 def taken(keys: torch.Tensor, values: torch.Tensor) -> TracedView | None:
     """Return the view that was left, or None when no traced layer left one.
 
-    Raises: UnsupportedModelError when the pair given is not the one that stands for it.
+    Raises: UnsupportedModelError when the pair given is made of the one that stands for it.
     """
     view = _waiting.view
     if view is None:
         return None
     _waiting.view = None
-    if keys is not view.keys or values is not view.values:
-        raise UnsupportedModelError(
-            "this model changes keys or values between its cache and its attention, so that a compiled forward "
-            "cannot read pages; use cache_config without max_length, or disable_compile=True"
-        )
-    return view
+    if keys is view.keys and values is view.values:
+        return view
+    if keys.shape[2] != view.keys.shape[2]:
+        return None  # another cache's keys: the view was left by a forward that never got here
+    raise UnsupportedModelError(
+        "this model changes keys or values between its cache and its attention, so that a compiled forward cannot "
+        "read pages; leave max_length out of the cache's options, or pass disable_compile=True"
+    )

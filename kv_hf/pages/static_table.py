@@ -46,6 +46,7 @@ class StaticTable:
         was_empty: whether the step in progress found the cache empty.
         step: the step in progress, from the first layer's begin() to the last layer's finish().
         epoch: steps begun outside of compiled code.
+        known_columns: `seen` as a number, or None where compiled steps have moved it on.
     """
 
     block_table: torch.Tensor
@@ -66,7 +67,7 @@ class StaticTable:
         self.step: StaticStep | None = None
         self.started = self.was_empty = False
         self._known_padding: torch.Tensor | None = None
-        self._host_seen: int | None = 0  # None: compiled steps have moved `seen` on
+        self.known_columns: int | None = 0
 
     @property
     def slots(self) -> int:
@@ -95,7 +96,7 @@ class StaticTable:
                 tensor.zero_()
         self.started = self.was_empty = False
         self.step, self.epoch = None, 0
-        self._known_padding, self._host_seen = None, 0
+        self._known_padding, self.known_columns = None, 0
 
     # -- left padding, under the names of pages.group.PageGroup ---------------------------------------------
 
@@ -137,9 +138,9 @@ class StaticTable:
 
     def columns(self) -> int:
         """Return the columns seen as a number; waits for the device where compiled steps have moved on."""
-        if self._host_seen is None:
-            self._host_seen = int(self.seen)
-        return self._host_seen
+        if self.known_columns is None:
+            self.known_columns = int(self.seen)
+        return self.known_columns
 
     def begin(self, rows: int, q_len: int) -> None:
         """Plan the step that appends `q_len` columns, and move all lengths on.
@@ -147,12 +148,12 @@ class StaticTable:
         Outside of compiled code the limits are checked first; inside, the device checks them (an assertion).
         """
         if torch.compiler.is_compiling():
-            self._host_seen = None
+            self.known_columns = None
             room = self.seen + q_len <= self.max_length
             torch._assert_async(room, f"kv_hf: max_length={self.max_length} is reached")
         else:
             self.check_append(rows, q_len)
-            self._host_seen = self.columns() + q_len
+            self.known_columns = self.columns() + q_len
             self.epoch += 1
         if not self.started:
             known = self._known_padding

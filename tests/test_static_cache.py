@@ -265,6 +265,19 @@ def test_past_the_end_is_an_error_and_changes_nothing():
         append(fresh, states(1, 161, 0))
 
 
+def test_a_plan_past_the_end_names_no_page_of_another_row():
+    """Compiled code checks the length on the device, after the plan: nothing may be written elsewhere meanwhile."""
+    table = StaticTable(16, 2, 50)
+    table.allocate(2, torch.device("cpu"))
+    table.num_pages.fill_(table.pages_per_row)
+    table.exact_lens.fill_(17)
+    table.seen.fill_(50)
+    step = table._plan(2, 1)
+    assert step.full.tolist() == [1, 1]
+    assert step.jobs[:, 2].tolist() == [-1, -1]
+    assert table.num_pages.tolist() == [table.pages_per_row] * 2
+
+
 def test_an_interrupted_forward_is_found():
     static, _ = caches()
     filled(static, (20,))

@@ -81,6 +81,10 @@ class PagedCache(DynamicCache):
         return self
 
     def _build(self, config: Any, options: CacheConfig) -> None:
+        if options.max_length is not None:
+            raise CacheOptionError(
+                f"max_length={options.max_length}: {type(self).__name__} grows; use kv_hf.PagedCache itself"
+            )
         decoder = decoder_config(config)
         super().__init__(config=decoder)
         self.options = options

@@ -43,7 +43,7 @@ class StaticPagedCache(PagedCache):
         planned_specs(decoder, schemes, options.page_size)
         for index, pair in enumerate(schemes):
             self.layers[index] = StaticPagedLayer(
-                index, index == count - 1, self.table, *pair, options.kernel
+                index, index == count - 1, self.table, *pair, decoder, options.kernel
             )
 
     @property
@@ -55,22 +55,6 @@ class StaticPagedCache(PagedCache):
     def max_length(self) -> int:
         """Columns (padding included) that a row has room for."""
         return self.table.max_length
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values of one layer; see `StaticPagedLayer.update` for what comes back."""
-        if torch.compiler.is_compiling() and self._config._attn_implementation != ATTENTION_NAME:
-            raise CacheOptionError(
-                f"a compiled forward reads pages through the attention implementation {ATTENTION_NAME!r} only, and this "
-                f"model's is {self._config._attn_implementation!r}: call model.set_attn_implementation('kv_hf')"
-            )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer."""

@@ -10,14 +10,20 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
-from ..formats import Scheme
+from ..formats import ATTENTION_NAME, Scheme
 from ..kernels.choice import layout_for
+from ..kernels.ops import MAX_DECODE_QUERIES
 from ..pages.static_table import StaticTable
 from ..spec import PageSpec
 from .handle import KVHandle, KVView
 from .static_store import StaticStore
 from .traced import forget, hand_over
 from .window import storing
+
+MAKES_TENSORS = (
+    "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "
+    "cache.early_initialization(..) before it"
+)
 
 
 def refused(what: str) -> CacheOptionError:
@@ -35,6 +41,7 @@ class StaticPagedLayer(CacheLayerMixin):
         is_last: whether it is the last layer.
         table: lengths shared with the other layers of the cache.
         key_scheme, value_scheme: formats of this layer.
+        config: the model's, for the name of its attention implementation.
         kernel: CacheConfig.kernel.
     """
 
@@ -49,27 +56,24 @@ class StaticPagedLayer(CacheLayerMixin):
         table: StaticTable,
         key_scheme: Scheme,
         value_scheme: Scheme,
+        config: Any,
         kernel: str = "auto",
     ) -> None:
+        self.config = config
         self.layer_idx = layer_idx
         self.is_last = is_last
         self.table = table
         self.schemes = (key_scheme, value_scheme)
         self.kernel = kernel
         self.store: StaticStore | None = None
-        self.epoch = 0
         self._changes = 0
         super().__init__()
 
     # -- transformers' interface -------------------------------------------------------------------------
 
+    @torch.compiler.disable(reason=MAKES_TENSORS)
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make all tensors, for the shapes, dtypes and device of the first keys and values (q_len may be 0)."""
-        if torch.compiler.is_compiling():
-            raise CacheOptionError(
-                "the first forward of a cache with max_length makes its tensors: run the prompt without "
-                "torch.compile, or call cache.early_initialization(..) before it"
-            )
         rows, device = key_states.shape[0], key_states.device
         spec = PageSpec.build(
             *self.schemes,
@@ -110,28 +114,32 @@ class StaticPagedLayer(CacheLayerMixin):
             cache unchanged; InterruptedForwardError after a forward that stopped half-way.
         """
         compiling = torch.compiler.is_compiling()
+        if compiling:
+            self._check_traceable(key_states)
         if self.store is None or (not compiling and self._outgrown(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
         store, table = self.store, self.table
         assert store is not None
         store.base.check(key_states, value_states)
-        if not compiling:
-            forget()
-            self._check_turn()
+        if table.turn != self.layer_idx or (self.layer_idx == 0 and table.step is not None):
+            raise InterruptedForwardError(
+                f"layer {self.layer_idx} cannot append here, where layer {table.turn} is due: an earlier forward of this "
+                "cache stopped half-way; call reset() and start again"
+            )
         if self.layer_idx == 0:
             table.begin(key_states.shape[0], key_states.shape[2])
         step = table.step
-        if step is None:
-            raise InterruptedForwardError(
-                f"layer {self.layer_idx} of a cache with max_length was called before layer 0 of the same forward"
-            )
+        assert step is not None
         runs = store.append(step, key_states, value_states)
-        if not compiling:
-            self.epoch, self._changes = table.epoch, self._changes + 1
-            if self.device.type == "cpu":
-                store.base.report_damage()
         if self.is_last:
             table.finish()
+        else:
+            table.turn = self.layer_idx + 1
+        if not compiling:
+            forget()
+            self._changes += 1
+            if self.device.type == "cpu":
+                store.base.report_damage()
         if table.was_empty:
             return key_states, value_states
         kv = store.kv(*runs, step.num_pages, step.exact_lens)
@@ -159,7 +167,6 @@ class StaticPagedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens of the whole cache; the tensors stay, so that compiled code stays valid."""
         self.table.reset()
-        self.epoch = 0
         self._changes += 1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -233,19 +240,30 @@ class StaticPagedLayer(CacheLayerMixin):
     def _outgrown(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether an empty layer must make its tensors anew: a reset cache takes any batch."""
         assert self.store is not None
-        empty = not self.table.started or (self.table.was_empty and self.epoch < self.table.epoch)
+        # behind layer 0 the step in progress has started the table
+        empty = not self.table.started or (self.layer_idx > 0 and self.table.was_empty)
         fits = self.batch_size == keys.shape[0] and self.store.base.fits(keys, values)
         return empty and not fits
 
-    def _check_turn(self) -> None:
-        """Raise InterruptedForwardError unless this layer takes part in the step that is due."""
-        due = self.table.epoch - (self.layer_idx > 0)
-        unfinished = self.layer_idx == 0 and self.table.step is not None
-        if self.epoch != due or unfinished:
-            raise InterruptedForwardError(
-                f"layer {self.layer_idx} cannot append here: an earlier forward of this cache stopped half-way; call "
-                "reset() and start again"
+    def _check_traceable(self, keys: torch.Tensor) -> None:
+        """Raise CacheOptionError where attention could not read hollow tensors.
+
+        Under fullgraph=True that is an error; otherwise torch runs this call uncompiled, where handles do.
+        """
+        table, q_len = self.table, keys.shape[2]
+        holds = table.started if self.layer_idx == 0 else not table.was_empty
+        current = self.config._attn_implementation
+        if current != ATTENTION_NAME:
+            raise CacheOptionError(
+                f"a compiled forward reads pages through the attention implementation {ATTENTION_NAME!r} only, and this "
+                f"model's is {current!r}: call model.set_attn_implementation('kv_hf')"
             )
+        if holds and q_len > MAX_DECODE_QUERIES:
+            raise CacheOptionError(
+                f"a compiled forward on a cache that holds some takes at most {MAX_DECODE_QUERIES} tokens, got {q_len}"
+            )
+        if holds and keys.requires_grad and torch.is_grad_enabled():
+            raise CacheOptionError("a compiled forward has no backward pass: use torch.no_grad()")
 
     def _dense(self, side: str) -> torch.Tensor | None:
         store, table = self.store, self.table

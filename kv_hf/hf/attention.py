@@ -86,8 +86,6 @@ def kv_hf_attention(
             reason = "output_attentions=True needs the attention weights"
         elif kwargs.get("is_causal") is False and query.shape[2] > 1 and attention_mask is None:
             reason = "the model asks for attention that is not causal"
-        elif traced is not None and query.requires_grad and torch.is_grad_enabled():
-            reason = "it has a backward pass (use torch.no_grad())"
         elif unknown:
             reason = f"the model passes {', '.join(sorted(unknown))}, which paged attention does not know"
         else:
@@ -108,7 +106,6 @@ def kv_hf_attention(
                 f"This decode step writes out each layer's whole cache densely because {reason}",
             )
     if isinstance(view, TracedView):
-        reason = reason or f"{query.shape[2]} new tokens are more than {MAX_DECODE_QUERIES}"
         raise UnsupportedModelError(
             f"a compiled forward cannot write out the cache densely, which this one needs: {reason}. Run it without "
             "torch.compile"

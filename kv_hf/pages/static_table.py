@@ -45,7 +45,7 @@ class StaticTable:
         started: whether any column was appended since the last reset. A prompt is; Python may know that.
         was_empty: whether the step in progress found the cache empty.
         step: the step in progress, from the first layer's begin() to the last layer's finish().
-        epoch: steps begun outside of compiled code.
+        turn: the layer that takes part next; 0 between steps.
         known_columns: `seen` as a number, or None where compiled steps have moved it on.
     """
 
@@ -63,7 +63,7 @@ class StaticTable:
             max_length, page_size=page_size, sink_tokens=sink_tokens, recent_tokens=0
         )
         self.rows = 0
-        self.epoch = 0
+        self.turn = 0
         self.step: StaticStep | None = None
         self.started = self.was_empty = False
         self._known_padding: torch.Tensor | None = None
@@ -95,7 +95,7 @@ class StaticTable:
             for tensor in (self.num_pages, self.exact_lens, self.padding, self.seen):
                 tensor.zero_()
         self.started = self.was_empty = False
-        self.step, self.epoch = None, 0
+        self.step, self.turn = None, 0
         self._known_padding, self.known_columns = None, 0
 
     # -- left padding, under the names of pages.group.PageGroup ---------------------------------------------
@@ -154,7 +154,6 @@ class StaticTable:
         else:
             self.check_append(rows, q_len)
             self.known_columns = self.columns() + q_len
-            self.epoch += 1
         if not self.started:
             known = self._known_padding
             if known is not None and known.shape == self.padding.shape:
@@ -183,7 +182,7 @@ class StaticTable:
 
     def finish(self) -> None:
         """Drop the step: behind the last layer nothing needs it."""
-        self.step = None
+        self.step, self.turn = None, 0
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Let row i continue the former row sources[i], in place."""

@@ -12,14 +12,18 @@ from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.cache.static_cache import StaticPagedCache
-from kv_hf.formats import FORMAT_NAMES
+from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
 from kv_hf.kernels import reference
 from kv_hf.kernels.choice import load, why_not
 from kv_hf.pages.group import PageGroup
 from kv_hf.pages.static_table import StaticTable
-from kv_hf.spec import predict_memory
+from kv_hf.spec import PageSpec, predict_memory
 
 LAYERS, HEADS, DIM, LENGTH = 2, 2, 16, 160
+PLANNED = PageSpec.build(
+    key_scheme("int4", None), value_scheme("int4", None), num_kv_heads=HEADS, key_dim=DIM, value_dim=DIM,
+    page_size=16, dtype=torch.bfloat16,
+)  # fmt: skip
 
 
 def caches(keys="exact", **options):
@@ -312,6 +316,16 @@ def test_bad_options_are_refused(options, says):
             cache_implementation="paged_int4",
             cache_config={"max_length": 64, **options},
         )
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_kernels_that_wait_for_a_gpu_are_refused(kernel):
+    static, grown = caches("int4", kernel=kernel)
+    grown.check_kernel(torch.device("cuda"), torch.bfloat16)
+    if why_not("triton", torch.device("cuda"), PLANNED) is None and kernel == "auto":
+        pytest.skip("a GPU is here")
+    with pytest.raises(kv_hf.CacheOptionError, match="needs the Triton kernels on cuda"):
+        static.check_kernel(torch.device("cuda"), torch.bfloat16)
 
 
 def test_models_with_other_layers_are_refused():

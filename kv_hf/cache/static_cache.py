@@ -8,11 +8,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
+from ..kernels.choice import choose
 from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
 from .model_shape import decoder_config, planned_specs, signature
 from .paged_cache import LayerReport, MaskLength, PagedCache
 from .static_layer import StaticPagedLayer, refused
+from .static_store import check_static_kernel
 
 
 class StaticPagedCache(PagedCache):
@@ -85,6 +87,14 @@ class StaticPagedCache(PagedCache):
         raise refused("change its number of rows")
 
     # -- what transformers does not ask for ----------------------------------------------------------------
+
+    def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise CacheOptionError when the kernel that such a model gets cannot run, or waits for the device."""
+        super().check_kernel(device, dtype)
+        if device.type != "cpu":
+            schemes = [layer.schemes for layer in self.paged_layers]
+            for spec in planned_specs(self._config, schemes, self.options.page_size, dtype):
+                check_static_kernel(choose(self.options.kernel, device, spec), device)
 
     def memory(self) -> MemoryReport:
         """Return the bytes of all tensors that this cache holds, by part; waits for the device."""

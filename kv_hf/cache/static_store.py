@@ -3,6 +3,7 @@
 import torch
 
 from ..errors import CacheOptionError
+from ..kernels.choice import Kernel
 from ..kernels.inputs import PagedKV
 from ..kernels.operators import traceable
 from ..pages.static_table import StaticStep, StaticTable
@@ -10,6 +11,15 @@ from ..spec import PageSpec
 from .store import LayerStore
 from .traced import TracedView
 from .window import storing
+
+
+def check_static_kernel(kernel: Kernel, device: torch.device) -> None:
+    """Raise CacheOptionError where a step by `kernel` would wait for the device."""
+    if device.type != "cpu" and kernel.name != "triton":
+        raise CacheOptionError(
+            f"max_length needs the Triton kernels on {device}, and this cache gets kernel {kernel.name!r}, which waits for "
+            "the device at every step; `kv-hf doctor` says why Triton's cannot run, or leave max_length out"
+        )
 
 
 class StaticStore:
@@ -29,12 +39,7 @@ class StaticStore:
         self.table = table
         device = table.seen.device
         self.base = LayerStore(layer_idx, spec, table.sink_tokens, device, kernel)
-        if device.type != "cpu" and self.base.kernel.name != "triton":
-            raise CacheOptionError(
-                f"max_length needs the Triton kernels on {device}, and layer {layer_idx} got kernel "
-                f"{self.base.kernel.name!r}, which waits for the device at every step; `kv-hf doctor` says why "
-                "Triton's cannot run, or leave max_length out"
-            )
+        check_static_kernel(self.base.kernel, device)
         with storing():
             self.base.pages.grow(table.rows * table.pages_per_row)
             for window in self.base.windows:

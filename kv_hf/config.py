@@ -55,6 +55,8 @@ class CacheConfig:
         max_pages: upper bound of the pool over all rows, or None.
         reserve_tokens: tokens of each row that storage has room for from the first forward on (within max_pages).
             Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
+        max_length: columns (padding included) of each row that everything is allocated for at the first forward; a
+            decode step then compiles (docs/compile.md). None: storage grows with the text.
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
         attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
         prefix_store: a kv_hf.PrefixStore, with which rows and later calls share the pages of common prefixes.
@@ -73,6 +75,7 @@ class CacheConfig:
     recent_tokens: int = 0
     max_pages: int | None = None
     reserve_tokens: int = 0
+    max_length: int | None = None
     layers: Mapping[str, Any] | None = None
     attention: str = "auto"
     kernel: str = "auto"
@@ -103,9 +106,28 @@ class CacheConfig:
         _check_int("reserve_tokens", self.reserve_tokens, 0)
         if self.max_pages is not None:
             _check_int("max_pages", self.max_pages, 1)
+        self._check_max_length()
         if self.layers is not None:
             self.layer_overrides()
             object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
+
+    def _check_max_length(self) -> None:
+        """Raise CacheOptionError for a bad `max_length`, or for options of a cache that grows beside it."""
+        if self.max_length is None:
+            return
+        _check_int("max_length", self.max_length, 1)
+        for name, default in (
+            ("recent_tokens", 0),
+            ("reserve_tokens", 0),
+            ("max_pages", None),
+            ("prefix_store", None),
+        ):
+            value = getattr(self, name)
+            if value != default:
+                raise CacheOptionError(
+                    f"{name}={value} does not go with max_length={self.max_length}, which allocates all pages at once "
+                    f"and keeps one page of exact tokens; leave out {name} or max_length"
+                )
 
     @classmethod
     def from_options(cls, implementation: str, options: Mapping[str, Any] | None) -> "CacheConfig":

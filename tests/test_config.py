@@ -356,6 +356,7 @@ def test_cache_config_documents_and_tests_every_field():
         *EFFECTS,
         "max_pages",
         "reserve_tokens",
+        "max_length",
         "attention",
         "kernel",
         "prefix_store",

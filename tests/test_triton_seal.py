@@ -131,6 +131,19 @@ def test_seal_without_jobs_writes_nothing():
     assert all(torch.equal(got[name], tensor) for name, tensor in fields.items())
 
 
+@pytest.mark.parametrize("name", ["exact", "int4"])
+def test_seal_skips_jobs_without_a_page(name):
+    spec = side_of(name, "keys")
+    tokens, jobs = numbers(spec), torch.tensor([[0, 7, -1], [1, 0, 1], [2, 3, -1]])
+    tokens[0] = float("nan")  # of a job that is skipped: nothing to report
+    fields = {n: torch.full((2, *s), 1, dtype=d) for n, (s, d) in spec.fields.items()}
+    expected = {n: tensor.clone() for n, tensor in fields.items()}
+    reference.seal_pages(tokens, jobs[1:2], expected, spec)
+    got, damaged = call(seal, tokens, jobs.int(), fields, spec)
+    assert not bool(damaged)
+    assert all(torch.equal(got[n], tensor) for n, tensor in expected.items())
+
+
 # -- appending -----------------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,10 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
             raise CacheOptionError(
                 "prefix_store is for decoder-only models: a decoder's keys and values depend on the encoder's text too"
             )
+        if options.max_length is not None:
+            raise CacheOptionError(
+                f"max_length={options.max_length} is for decoder-only models; leave it out for {config.model_type!r}"
+            )
         each = replace(options, cross_attention="exact")
         own = PagedCache.from_options(config, each)
         cross: Cache

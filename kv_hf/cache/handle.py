@@ -23,7 +23,7 @@ class KVView:
         self,
         kv: PagedKV,
         layer: Any,
-        revision: int,
+        revision: object,
         kernel: Kernel,
         sliding_window: int | None = None,
     ) -> None:

@@ -38,8 +38,10 @@ class MaskLength(int):
 
     def needs_no_mask(self, attention_mask: torch.Tensor | None) -> bool:
         """Say whether `attention_mask` [rows, columns] hides nothing but the padding that the rows know."""
+        if not self.skippable:
+            return False
         group = next((group for group in self.groups if group.seen), None)
-        if not self.skippable or group is None:
+        if group is None:
             return False  # without earlier tokens attention gets plain tensors
         if attention_mask is None:
             return True

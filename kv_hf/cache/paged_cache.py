@@ -45,6 +45,16 @@ class PagedCache(DynamicCache):
     Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
     """
 
+    def __new__(
+        cls, config: Any = None, *, max_length: int | None = None, **options: Any
+    ) -> "PagedCache":
+        """Make the preallocated form where `max_length` asks for it."""
+        if cls is PagedCache and max_length is not None:
+            from .static_cache import StaticPagedCache
+
+            cls = StaticPagedCache
+        return super().__new__(cls)
+
     def __init__(
         self, config: Any, *, keys: str = "exact", values: str | None = None, **options: Any
     ) -> None:
@@ -62,7 +72,7 @@ class PagedCache(DynamicCache):
     @classmethod
     def from_options(cls, config: Any, options: CacheConfig) -> "PagedCache":
         """Build the cache of validated options."""
-        self = cls.__new__(cls)
+        self = cls.__new__(cls, max_length=options.max_length)
         self._build(config, options)
         return self
 
@@ -70,6 +80,10 @@ class PagedCache(DynamicCache):
     _releases = False
 
     def _build(self, config: Any, options: CacheConfig) -> None:
+        if options.max_length is not None:
+            raise CacheOptionError(
+                f"max_length={options.max_length}: {type(self).__name__} grows; use kv_hf.PagedCache itself"
+            )
         if options.cross_attention != "exact":
             raise CacheOptionError(
                 f"cross_attention={options.cross_attention!r} is for encoder-decoder models, whose cache is "

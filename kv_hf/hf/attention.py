@@ -7,6 +7,8 @@ from transformers.masking_utils import sdpa_mask
 
 from ..cache.handle import KVView, view_behind
 from ..cache.mask_length import MaskLength
+from ..cache.traced import TracedView, taken
+from ..errors import UnsupportedModelError
 from ..kernels.ops import paged_attention
 from ..notices import warn_once
 from .dense import causal_mask, dense_attention, is_causal, unknown_arguments
@@ -65,7 +67,8 @@ def kv_hf_attention(
         position_bias: [1 or batch, num_heads, q_len, kv_len], added to the scores before the mask (T5).
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
-    view = view_behind(key, value)
+    traced = taken(key, value)
+    view = view_behind(key, value) if traced is None else traced
     reason = None
     if view is not None and query.shape[2] <= view.kernel.longest:
         unknown = unknown_arguments(kwargs)
@@ -90,9 +93,15 @@ def kv_hf_attention(
                 kernel=view.kernel,
             )
             return out.transpose(1, 2).contiguous(), None
-        warn_once(
-            f"dense attention: {reason}",
-            f"This decode step writes out each layer's whole cache densely because {reason}",
+        if traced is None:
+            warn_once(
+                f"dense attention: {reason}",
+                f"This decode step writes out each layer's whole cache densely because {reason}",
+            )
+    if isinstance(view, TracedView):
+        raise UnsupportedModelError(
+            f"a compiled forward cannot write out the cache densely, which this one needs: {reason}. Run it without "
+            "torch.compile"
         )
     if view is not None:
         key, value = view.dense("keys"), view.dense("values")

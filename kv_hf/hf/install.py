@@ -18,6 +18,7 @@ from transformers.generation.utils import GenerationMixin
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
+from ..cache.static_cache import StaticPagedCache
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from ..notices import forget, warn_once
@@ -25,6 +26,7 @@ from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
 from .models import restore_attention, use_paged_attention
 from .prefix import share_prefill
+from .static_generation import check_static_generation
 
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -72,6 +74,10 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         paged = [half for half in paged_halves(given) if half is not None]
         if paged and name is None:
             _check_given(self, given)
+            if isinstance(given, StaticPagedCache):
+                check_static_generation(
+                    self, given, generation_config, model_kwargs, *args, **kwargs
+                )
             for half in paged:
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs)
@@ -84,7 +90,11 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 generation_config.cache_implementation = name
         elif name in IMPLEMENTATIONS and given is None and generation_config.use_cache is not False:
             cache = _new_cache(self, generation_config)
-            if getattr(generation_config, "is_assistant", False):
+            if isinstance(cache, StaticPagedCache):
+                check_static_generation(
+                    self, cache, generation_config, model_kwargs, *args, **kwargs
+                )
+            elif getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(self, cache, model_kwargs)
             if cache.options.prefix_store is not None and "ASSISTED" in str(args[:1]):

@@ -15,6 +15,22 @@ _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.We
 _switching = threading.RLock()
 
 
+def why_not_pages(model: PreTrainedModel, attention: str = "auto") -> str | None:
+    """Return why generate() will not let `model` attend over pages, or None when it will.
+
+    Args:
+        attention: CacheConfig.attention.
+    """
+    current = attention_config(model.config)._attn_implementation
+    if not model._can_set_attn_implementation():
+        return "it does not take its attention from transformers' AttentionInterface"
+    if current == ATTENTION_NAME:
+        return None
+    if current not in ("sdpa", None) and not (current == "eager" and not model._supports_sdpa):
+        return f"it was set to attention implementation {current!r}"
+    return None if attention == "auto" else "attention='keep' leaves it on another one"
+
+
 def use_paged_attention(model: PreTrainedModel) -> None:
     """Let `model` attend over pages, where its attention is sdpa or has no sdpa form; say what was done.
 

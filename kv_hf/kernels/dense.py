@@ -9,7 +9,7 @@ from .reference import TILE_TOKENS, decode_tile
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     """Return the keys or values of all rows as [rows, num_kv_heads, seen, head_dim] in the model's dtype.
 
-    Columns of left padding are zeros. The result is the size of one layer's whole cache: callers that can
+    Columns of left padding, and of a preallocated cache those that are free yet, are zeros. The result is the size of one layer's whole cache: callers that can
     walk pages should.
 
     Args:
@@ -32,5 +32,5 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
             tokens = decode_tile(pages, spec, ids, spec.dtype)[0]
             out[row, :, at : at + tokens.shape[1]] = tokens
             at += tokens.shape[1]
-        out[row, :, at:] = window[row, :, sinks:exact]
+        out[row, :, at : at + exact - sinks] = window[row, :, sinks:exact]
     return out

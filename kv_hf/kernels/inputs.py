@@ -24,7 +24,8 @@ class PagedKV:
             exact_lens may hold anything.
         exact_lens: [rows], int32, tokens in the window; num_pages * page_size + exact_lens = tokens.
         padding: [rows], int32, columns in front of the row's first token.
-        seen: columns (padding + tokens), the same for all rows.
+        seen: columns (padding + tokens), the same for all rows; of a preallocated cache the columns that there is
+            room for.
 
     In a sliding layer that has given pages back, columns begin with the first that a query may see, the pages
     given back are left out, and the sinks are stale: a kernel hides them, as they lie before the sliding window.

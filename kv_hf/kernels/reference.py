@@ -27,13 +27,14 @@ def seal_pages(
 
     Args:
         tokens: [rows, num_kv_heads, slots, head_dim], the spec's dtype; the last dimension is contiguous.
-        jobs: [n, 3], int32: (row, first of page_size slots, page id), each page id at most once.
+        jobs: [n, 3], int32: (row, first of page_size slots, page id), each page id at most once; a job with a
+            negative page id is skipped.
         fields: the storage to write to, in place: tensors of spec.fields with a leading [pages].
         spec: the side to encode for.
     Returns: bool scalar tensor, True when some number had to be made finite (see quant/codec.py).
     """
     damaged = torch.zeros((), dtype=torch.bool, device=tokens.device)
-    for some in jobs.long().split(SEAL_PAGES):
+    for some in jobs[jobs[:, 2] >= 0].long().split(SEAL_PAGES):
         row, first, page = some.unbind(1)
         slots = first[:, None] + torch.arange(spec.page_size, device=tokens.device)
         encoded, bad = encode(tokens[row[:, None], :, slots].transpose(1, 2), spec)

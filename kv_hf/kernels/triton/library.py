@@ -8,9 +8,9 @@ import torch
 from torch.library import Library, register_fake
 
 from ...errors import CacheOptionError
-from ...formats import Scheme
 from ...spec import PageSpec, SideSpec
 from ..inputs import PagedKV
+from ..operators import stored_fields, stored_side
 from . import launch, write
 from .table import Launch
 
@@ -107,11 +107,11 @@ def _paged_decode(
     value_bits: int,
     parameters: list[int] | None = None,
 ) -> torch.Tensor:
-    key_fields = _fields(key_codes, key_scale, key_offset)
-    value_fields = _fields(value_codes, value_scale, value_offset)
+    key_fields = stored_fields(key_codes, key_scale, key_offset)
+    value_fields = stored_fields(value_codes, value_scale, value_offset)
     spec = PageSpec(
-        _side("keys", key_fields, page_size, window_keys, key_code, key_bits),
-        _side("values", value_fields, page_size, window_values, value_code, value_bits),
+        stored_side("keys", key_fields, page_size, window_keys, key_code, key_bits),
+        stored_side("values", value_fields, page_size, window_values, value_code, value_bits),
     )
     kv = PagedKV(
         key_fields, value_fields, spec, block_table, num_pages, window_keys, window_values, exact_lens,
@@ -141,38 +141,10 @@ def _seal_pages(
     bits: int,
     clip: float,
 ) -> torch.Tensor:
-    fields = _fields(codes, scale, offset)
+    fields = stored_fields(codes, scale, offset)
     return write.seal_pages(
-        tokens, jobs, fields, _side(side, fields, page_size, tokens, code, bits, clip)
+        tokens, jobs, fields, stored_side(side, fields, page_size, tokens, code, bits, clip)
     )
-
-
-def _fields(
-    codes: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    found = {"codes": codes, "scale": scale, "offset": offset}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def _side(
-    side: str,
-    fields: dict[str, torch.Tensor],
-    page_size: int,
-    exact: torch.Tensor,
-    code: str,
-    bits: int,
-    clip: float = 1.0,
-) -> SideSpec:
-    """Rebuild the spec of stored tensors; `exact` holds the same side's tokens in the model's dtype."""
-    heads, dim = exact.shape[1], exact.shape[-1]
-    groups = {
-        name: (page_size // tensor.shape[2], dim // tensor.shape[3])
-        for name, tensor in fields.items()
-        if name != "codes"
-    }
-    name = {"none": "exact", "float8": "fp8"}.get(code, f"int{bits}")
-    scheme = Scheme(name, code, bits, groups.get("scale"), groups.get("offset"), clip)
-    return SideSpec(side, scheme, heads, dim, page_size, exact.dtype)
 
 
 def _on_cpu(name: str, function):  # type: ignore[no-untyped-def]

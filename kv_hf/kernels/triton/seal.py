@@ -119,7 +119,7 @@ def seal_kernel(
     row_stride,
     head_stride,
     slot_stride,
-    jobs,  # [n, 3]: row, first slot, page
+    jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
     codes,
     scale,
     offset,
@@ -152,7 +152,10 @@ def seal_kernel(
     head = tl.program_id(1)
     row = tl.load(jobs + job * 3)
     first = tl.load(jobs + job * 3 + 1)
-    block = tl.load(jobs + job * 3 + 2).to(tl.int64) * HEADS + head
+    page = tl.load(jobs + job * 3 + 2)
+    if page < 0:
+        return
+    block = page.to(tl.int64) * HEADS + head
     source = tokens + row.to(tl.int64) * row_stride + head * head_stride
     source += first.to(tl.int64) * slot_stride
     codes += block * (PAGE * WIDTH)

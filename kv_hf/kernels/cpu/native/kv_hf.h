@@ -1,11 +1,11 @@
 /* What Python and C agree on: argument blocks of 64-bit fields, in this order, and the numbers of formats.
- * kernels/cpu/arguments.py packs the blocks; KV_HF_ABI rises whenever a field moves. */
+ * kernels/cpu/arguments.py packs the blocks; KV_HF_ABI rises whenever a field moves or changes its meaning. */
 #ifndef KV_HF_H
 #define KV_HF_H
 
 #include <stdint.h>
 
-#define KV_HF_ABI 4
+#define KV_HF_ABI 5
 
 enum Format { F32, BF16, F16, INT8, UINT4, UINT2, FLOAT8, NUM_FORMATS };
 enum MaskKind { MASK_NONE, MASK_BOOL, MASK_FLOAT };

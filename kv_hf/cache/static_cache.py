@@ -1,0 +1,175 @@
+"""The preallocated form of PagedCache: `max_length` columns per row, made at the first forward."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ..config import CacheConfig
+from ..errors import CacheOptionError, UnsupportedModelError
+from ..formats import ATTENTION_NAME
+from ..kernels.choice import choose
+from ..pages.static_table import StaticTable
+from ..spec import MemoryReport
+from .mask_length import MaskLength
+from .model_shape import attention_config, decoder_config, planned_specs, signature
+from .paged_cache import PagedCache
+from .report import LayerReport
+from .static_layer import StaticPagedLayer, refused
+from .static_store import check_static_kernel
+
+
+class StaticPagedCache(PagedCache):
+    """A PagedCache whose tensors never move, so that torch.compile and CUDA graphs can hold a decode step.
+
+    Made by `PagedCache(config, .., max_length=N)` and `cache_config={"max_length": N}`.
+    """
+
+    def _build(self, config: Any, options: CacheConfig) -> None:
+        if options.max_length is None:
+            raise CacheOptionError("StaticPagedCache needs max_length; use PagedCache without it")
+        decoder = decoder_config(config)
+        DynamicCache.__init__(self, config=decoder)
+        self.options = options
+        self._config = decoder
+        self._attention_config = attention_config(config)
+        self._kept = {}
+        self._first_paged = -1  # no other group to ask before an update
+        self.model_signature = signature(decoder)
+        others = sorted({type(layer).__name__ for layer in self.layers} - {DynamicLayer.__name__})
+        if others or not self.layers or getattr(decoder, "kv_lora_rank", None) is not None:
+            kind = ", ".join(others) or "latent attention"
+            raise UnsupportedModelError(
+                f"max_length={options.max_length}: {getattr(config, 'model_type', config)!r} has layers ({kind}) that a "
+                "preallocated cache cannot hold; leave max_length out"
+            )
+        self.groups = (  # type: ignore[assignment]
+            StaticTable(options.page_size, options.sink_tokens, options.max_length),
+        )
+        count = len(self.layers)
+        schemes = [options.schemes(index, count) for index in range(count)]
+        planned_specs(decoder, schemes, options.page_size)
+        for index, pair in enumerate(schemes):
+            self.layers[index] = StaticPagedLayer(
+                index, index == count - 1, self.table, *pair, decoder, options.kernel
+            )
+
+    @property
+    def table(self) -> StaticTable:
+        """Rows and lengths, shared by all layers."""
+        return self.groups[0]  # type: ignore[return-value]
+
+    @property
+    def group(self) -> StaticTable:
+        """The table: the one group of all layers."""
+        return self.table
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StaticPagedCache":
+        """Return an independent cache with tensors of its own, which nobody else ever shares here."""
+        memo.update((id(part), part) for part in (self._config, self._attention_config))
+        copied: Any = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a pickle."""
+        vars(self).update(state)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise CacheOptionError, unless there is nothing to remove."""
+        for layer in self.paged_layers:
+            layer.crop(tokens_to_remove)
+
+    def end_recording(self) -> None:
+        """Nothing to do: past recording is refused."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the columns seen, padding included; on the device once there are some."""
+        return self.paged_layers[0].get_seq_length()
+
+    @property
+    def max_length(self) -> int:
+        """Columns (padding included) that a row has room for."""
+        return self.table.max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer."""
+        length, offset = self.paged_layers[layer_idx].get_mask_sizes(query_length)
+        # a single token comes after the prompt, whose mask has said it all
+        learns = (query_length > 1 or not self.table.started) and not torch.compiler.is_compiling()
+        if learns and self._attention_config._attn_implementation == ATTENTION_NAME:
+            return MaskLength(length, self.groups, False), offset
+        return length, offset
+
+    @property
+    def paged_layers(self) -> list[StaticPagedLayer]:  # type: ignore[override]
+        """All layers."""
+        return [layer for layer in self.layers if isinstance(layer, StaticPagedLayer)]
+
+    def reset(self) -> None:
+        """Forget all tokens; the tensors stay, so that the same batch size runs the same compiled code."""
+        for layer in self.paged_layers:
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""
+        for layer in self.paged_layers:
+            layer.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Raise CacheOptionError: the number of rows is fixed."""
+        raise refused("change its number of rows")
+
+    # -- what transformers does not ask for ----------------------------------------------------------------
+
+    def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise CacheOptionError when the kernel that such a model gets cannot run, or waits for the device."""
+        super().check_kernel(device, dtype)
+        if device.type != "cpu":
+            schemes = [layer.schemes for layer in self.paged_layers]
+            for spec in planned_specs(self._config, schemes, self.options.page_size, dtype):
+                check_static_kernel(choose(self.options.kernel, device, spec), device)
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes of all tensors that this cache holds, by part; waits for the device."""
+        stores = [layer.store for layer in self.paged_layers if layer.store is not None]
+        table = self.table
+        if not stores:
+            return MemoryReport(0, 0, 0, 0, 0, 0, 0, 0)
+        sides = [side for store in stores for side in store.base.pages.sides]
+        payload = sum(side.nbytes["codes"] for side in sides)
+        for store in stores:
+            store.base.report_damage()
+        pages = int(table.num_pages.sum())
+        return MemoryReport(
+            payload=payload,
+            scales=sum(sum(side.nbytes.values()) for side in sides) - payload,
+            tail=sum(window.tokens.nbytes for store in stores for window in store.base.windows),
+            tables=sum(tensor.nbytes for tensor in table.tensors),
+            other=0,
+            pages_held=pages,
+            pages_allocated=table.rows * table.pages_per_row,
+            tokens=pages * table.page_size + int(table.exact_lens.sum()),
+        )
+
+    def report(self) -> list[LayerReport]:
+        """Return, for each layer, how it is cached."""
+        rows = []
+        for layer in self.paged_layers:
+            keys, values = (scheme.name for scheme in layer.schemes)
+            rows.append(LayerReport(layer.layer_idx, "paged", keys, values, None))
+        return rows
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless lengths add up."""
+        self.table.check_integrity()
+
+    def __repr__(self) -> str:
+        memory = self.memory()
+        return (
+            f"PagedCache(keys={self.options.keys!r}, values={self.options.values!r}, "
+            f"page_size={self.options.page_size}, max_length={self.max_length}, rows={self.table.rows}, "
+            f"tokens={memory.tokens}, pages={memory.pages_held}, bytes={memory.total})"
+        )

@@ -1,0 +1,281 @@
+"""One attention layer of a preallocated cache, which torch.compile can trace.
+
+Decides nothing that depends on data: lengths and tokens are changed on their device, by operators that a trace
+takes as they are. What a forward needs of Python (is the cache empty?) changes once, at the prompt.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
+from ..formats import ATTENTION_NAME, Scheme
+from ..kernels.choice import layout_for
+from ..kernels.ops import MAX_DECODE_QUERIES
+from ..pages.static_table import StaticTable
+from ..spec import PageSpec
+from .handle import KVHandle, KVView
+from .static_store import StaticStore
+from .traced import forget, hand_over
+from .window import storing
+
+MAKES_TENSORS = (
+    "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "
+    "cache.early_initialization(..) before it"
+)
+
+
+def refused(what: str) -> CacheOptionError:
+    """Return the error for what only a growing cache can do."""
+    return CacheOptionError(
+        f"a cache with max_length cannot {what}; leave max_length out of its options"
+    )
+
+
+class StaticPagedLayer(CacheLayerMixin):
+    """A full-attention layer whose storage is made once, for `table.max_length` columns.
+
+    Args:
+        layer_idx: position in the model; layer 0 begins the table's steps, the last one finishes them.
+        is_last: whether it is the last layer.
+        table: lengths shared with the other layers of the cache.
+        key_scheme, value_scheme: formats of this layer.
+        config: the model's, for the name of its attention implementation.
+        kernel: CacheConfig.kernel.
+    """
+
+    is_sliding = False
+    is_croppable = False
+    is_compileable = True
+
+    def __init__(
+        self,
+        layer_idx: int,
+        is_last: bool,
+        table: StaticTable,
+        key_scheme: Scheme,
+        value_scheme: Scheme,
+        config: Any,
+        kernel: str = "auto",
+    ) -> None:
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_last = is_last
+        self.table = table
+        self.schemes = (key_scheme, value_scheme)
+        self.kernel = kernel
+        self.store: StaticStore | None = None
+        self._changes = 0
+        super().__init__()
+
+    # -- transformers' interface -------------------------------------------------------------------------
+
+    @torch.compiler.disable(reason=MAKES_TENSORS)
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make all tensors, for the shapes, dtypes and device of the first keys and values (q_len may be 0)."""
+        rows, device = key_states.shape[0], key_states.device
+        spec = PageSpec.build(
+            *self.schemes,
+            num_kv_heads=key_states.shape[1],
+            key_dim=key_states.shape[-1],
+            value_dim=value_states.shape[-1],
+            page_size=self.table.page_size,
+            dtype=key_states.dtype,
+            value_dtype=value_states.dtype,
+            layout=layout_for(device),
+        )
+        if self.layer_idx == 0:
+            with storing():
+                self.table.allocate(rows, device)
+        if device != self.table.seen.device:
+            raise CacheMismatchError(
+                f"a cache with max_length lives on one device; layer 0 is on {self.table.seen.device}, layer "
+                f"{self.layer_idx} on {device}"
+            )
+        self.store = StaticStore(self.layer_idx, spec, self.table, self.kernel)
+        self.dtype, self.device, self.batch_size = key_states.dtype, device, rows
+        self.is_initialized = True
+        shared = self.table.tensors if self.layer_idx == 0 else ()
+        for tensor in (*self.store.tensors, *shared):
+            torch._dynamo.mark_static_address(tensor)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values; return what this forward's attention shall read.
+
+        Args:
+            key_states: [batch, num_kv_heads, q_len, key_dim].
+            value_states: [batch, num_kv_heads, q_len, value_dim].
+        Returns: the given tensors on an empty cache; else a pair of shape [batch, num_kv_heads, max_length, ..]:
+            handles, or while a forward is traced hollow tensors (traced.py).
+        Raises: CacheMismatchError for another batch size, shape, dtype or device, or past `max_length`, with the
+            cache unchanged; InterruptedForwardError after a forward that stopped half-way.
+        """
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            self._check_traceable(key_states)
+        if self.store is None or (not compiling and self._outgrown(key_states, value_states)):
+            self.lazy_initialization(key_states, value_states)
+        store, table = self.store, self.table
+        assert store is not None
+        store.base.check(key_states, value_states)
+        if table.turn != self.layer_idx or (self.layer_idx == 0 and table.step is not None):
+            raise InterruptedForwardError(
+                f"layer {self.layer_idx} cannot append here, where layer {table.turn} is due: an earlier forward of this "
+                "cache stopped half-way; call reset() and start again"
+            )
+        if self.layer_idx == 0:
+            table.begin(key_states.shape[0], key_states.shape[2])
+        step = table.step
+        assert step is not None
+        runs = store.append(step, key_states, value_states)
+        if self.is_last:
+            table.finish()
+        else:
+            table.turn = self.layer_idx + 1
+        if not compiling:
+            forget()
+            self._changes += 1
+            if self.device.type == "cpu":
+                store.base.report_damage()
+        if table.was_empty:
+            return key_states, value_states
+        kv = store.kv(*runs, step.num_pages, step.exact_lens)
+        if compiling:
+            return hand_over(store.traced(kv))
+        view = KVView(kv, self, self.revision, store.base.kernel)
+        return KVHandle(view, "keys"), KVHandle(view, "values")
+
+    def get_seq_length(self) -> Any:
+        """Return the columns seen, padding included: 0, or once there are some a scalar tensor on the device."""
+        return self.table.seen if self.table.started else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (kv_length, kv_offset) of the next forward's mask, the shape of what update() will return."""
+        return (self.table.max_length if self.table.started else query_length), 0
+
+    def get_max_length(self) -> int:
+        """Return max_length."""
+        return self.table.max_length
+
+    def get_max_cache_shape(self) -> int:
+        """Return max_length, under its older name."""
+        return self.table.max_length
+
+    def reset(self) -> None:
+        """Forget all tokens of the whole cache; the tensors stay, so that compiled code stays valid."""
+        self.table.reset()
+        self._changes += 1
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i continue the former row beam_idx[i]: this layer's pages and windows are copied, in place.
+
+        The lengths are shared by all layers: layer 0 reorders them.
+        """
+        if self.store is None:
+            return
+        sources = beam_idx.to(self.device)
+        if self.layer_idx == 0:
+            self.table.reorder(sources)
+        self.store.reorder(sources)
+        self._changes += 1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise CacheOptionError, unless there is nothing to remove."""
+        if int(tokens_to_remove):
+            raise refused("give tokens back (crop)")
+
+    def activate_past_recording(self) -> None:
+        """Raise CacheOptionError: nothing can be rolled back."""
+        raise refused("roll tokens back (assisted decoding)")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Raise CacheOptionError: the number of rows is fixed."""
+        raise refused("change its number of rows")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Raise CacheOptionError: the number of rows is fixed."""
+        raise refused("change its number of rows")
+
+    def offload(self) -> None:
+        """Raise CacheOptionError: addresses are fixed."""
+        raise refused("be offloaded")
+
+    def prefetch(self) -> None:
+        """Raise CacheOptionError: addresses are fixed."""
+        raise refused("be offloaded")
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys as a dense tensor [batch, num_kv_heads, seen, key_dim] (a copy), or None when empty."""
+        return self._dense("keys")
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._refuse(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values as a dense tensor [batch, num_kv_heads, seen, value_dim] (a copy), or None."""
+        return self._dense("values")
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._refuse(value)
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> PageSpec | None:
+        """Shapes and formats of this layer's pages; None before the first keys."""
+        return self.store.base.spec if self.store else None
+
+    @property
+    def revision(self) -> object:
+        """What differs after every change of this layer; a compiled step changes what Python knows of the length."""
+        return self._changes, self.table.known_columns
+
+    def _outgrown(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Say whether an empty layer must make its tensors anew: a reset cache takes any batch."""
+        assert self.store is not None
+        # behind layer 0 the step in progress has started the table
+        empty = not self.table.started or (self.layer_idx > 0 and self.table.was_empty)
+        fits = self.batch_size == keys.shape[0] and self.store.base.fits(keys, values)
+        return empty and not fits
+
+    def _check_traceable(self, keys: torch.Tensor) -> None:
+        """Raise CacheOptionError where attention could not read hollow tensors.
+
+        Under fullgraph=True that is an error; otherwise torch runs this call uncompiled, where handles do.
+        """
+        table, q_len = self.table, keys.shape[2]
+        holds = table.started if self.layer_idx == 0 else not table.was_empty
+        current = self.config._attn_implementation
+        if current != ATTENTION_NAME:
+            raise CacheOptionError(
+                f"a compiled forward reads pages through the attention implementation {ATTENTION_NAME!r} only, and this "
+                f"model's is {current!r}: call model.set_attn_implementation('kv_hf')"
+            )
+        if holds and q_len > MAX_DECODE_QUERIES:
+            raise CacheOptionError(
+                f"a compiled forward on a cache that holds some takes at most {MAX_DECODE_QUERIES} tokens, got {q_len}"
+            )
+        if holds and keys.requires_grad and torch.is_grad_enabled():
+            raise CacheOptionError("a compiled forward has no backward pass: use torch.no_grad()")
+
+    def _dense(self, side: str) -> torch.Tensor | None:
+        store, table = self.store, self.table
+        if store is None or not table.started:
+            return None
+        keys, values = (window.tokens for window in store.base.windows)
+        kv = store.kv(keys, values, table.num_pages, table.exact_lens)
+        view = KVView(kv, self, self.revision, store.base.kernel)
+        return view.dense(side)[:, :, : table.columns()]
+
+    def _refuse(self, value: Any) -> None:
+        if value is not None:
+            raise AttributeError(
+                "keys and values of a paged layer are read-only views; use update() to append tokens"
+            )

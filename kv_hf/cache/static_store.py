@@ -1,0 +1,133 @@
+"""The tensors of one layer of a preallocated cache, made once and then changed in place on their device."""
+
+import torch
+
+from ..errors import CacheOptionError
+from ..kernels.choice import Kernel
+from ..kernels.inputs import PagedKV
+from ..kernels.operators import traceable
+from ..pages.static_table import StaticStep, StaticTable
+from ..pages.storage import PageStorage
+from ..spec import PageSpec
+from .store import LayerStore
+from .traced import TracedView
+from .window import storing
+
+
+def check_static_kernel(kernel: Kernel, device: torch.device) -> None:
+    """Raise CacheOptionError where a step by `kernel` would wait for the device."""
+    if device.type != "cpu" and kernel.name != "triton":
+        raise CacheOptionError(
+            f"max_length needs the Triton kernels on {device}, and this cache gets kernel {kernel.name!r}, which waits for "
+            "the device at every step; `kv-hf doctor` says why Triton's cannot run, or leave max_length out"
+        )
+
+
+class StaticStore:
+    """Pages and windows of one layer with room for all of `table.max_length` columns.
+
+    Args:
+        layer_idx: position in the model, for messages.
+        spec: shapes and formats of both sides.
+        table: rows and lengths, allocated.
+        kernel: CacheConfig.kernel. Raises CacheOptionError when that one cannot run on these pages.
+    Attributes:
+        base: the pages and windows themselves, and their checks.
+        hollow: two scalars of nan; expanded, they stand for keys and values while a forward is traced.
+    """
+
+    def __init__(self, layer_idx: int, spec: PageSpec, table: StaticTable, kernel: str) -> None:
+        self.table = table
+        device = table.seen.device
+        with storing():
+            pages = PageStorage(spec, device)
+        self.base = LayerStore(layer_idx, pages, table.sink_tokens, kernel)
+        check_static_kernel(self.base.kernel, device)
+        with storing():
+            self.base.pages.grow(table.rows * table.pages_per_row)
+            for window in self.base.windows:
+                shape = (table.rows, window.spec.num_kv_heads, table.slots, window.spec.head_dim)
+                window.tokens = torch.zeros(shape, dtype=window.spec.dtype, device=device)
+            self.damaged = torch.zeros((), dtype=torch.bool, device=device)
+            self.hollow = tuple(
+                torch.full((), float("nan"), dtype=side.dtype, device=device) for side in spec.sides
+            )
+        self.base.damaged = self.damaged
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of this layer."""
+        found = [t for side in self.base.pages.sides for t in side.fields.values()]
+        found += [window.tokens for window in self.base.windows]
+        return [*found, *self.hollow, self.damaged]
+
+    def append(
+        self, step: StaticStep, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new tokens and seal the pages that they fill; return, per side, the exact tokens to be read now.
+
+        Args:
+            keys, values: [rows, num_kv_heads, q_len, head_dim], padding columns included.
+        """
+        kernel, q_len, runs = traceable(self.base.kernel), keys.shape[2], []
+        for side, window, new in zip(
+            self.base.pages.sides, self.base.windows, (keys.detach(), values.detach()), strict=True
+        ):
+            run = window.tokens
+            if q_len > 1:
+                rows, heads, _, dim = run.shape
+                run = torch.cat([run, run.new_zeros(rows, heads, q_len, dim)], 2)
+            kernel.append(run, new, step.starts, step.skips)
+            self.damaged.logical_or_(kernel.seal(run, step.jobs, side.fields, side.spec))
+            if q_len > 1:
+                window.tokens.copy_(self._rest(run, step))
+            # a single token that fills its page leaves an empty tail: the next one is written over it
+            runs.append(run)
+        return runs[0], runs[1]
+
+    def _rest(self, run: torch.Tensor, step: StaticStep) -> torch.Tensor:
+        """Return what stays exact of `run`: the sinks, and the tail behind the pages that were sealed."""
+        table = self.table
+        slot = torch.arange(table.slots, device=run.device)
+        gone = step.full.long()[:, None] * table.page_size * (slot >= table.sink_tokens)
+        index = (slot + gone).clamp(max=run.shape[2] - 1)[:, None, :, None]
+        return run.gather(2, index.expand(-1, run.shape[1], -1, run.shape[3]))
+
+    def kv(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        num_pages: torch.Tensor,
+        exact_lens: torch.Tensor,
+    ) -> PagedKV:
+        """Return what a kernel reads: so many pages, and the given exact tokens."""
+        return PagedKV(
+            key_pages=self.base.pages.keys.fields,
+            value_pages=self.base.pages.values.fields,
+            spec=self.base.spec,
+            block_table=self.table.block_table,
+            num_pages=num_pages,
+            window_keys=keys,
+            window_values=values,
+            exact_lens=exact_lens,
+            padding=self.table.padding,
+            seen=self.table.max_length,
+            sink_tokens=self.table.sink_tokens,
+        )
+
+    def traced(self, kv: PagedKV) -> TracedView:
+        """Return `kv` with the pair of hollow tensors that stands for it."""
+        shapes = [(kv.rows, side.num_kv_heads, kv.seen, side.head_dim) for side in kv.spec.sides]
+        keys, values = (
+            scalar.expand(shape) for scalar, shape in zip(self.hollow, shapes, strict=True)
+        )
+        return TracedView(kv, traceable(self.base.kernel), keys, values)
+
+    def reorder(self, sources: torch.Tensor) -> None:
+        """Let row i continue the former row sources[i]: pages and windows are copied, in place."""
+        for side, window in zip(self.base.pages.sides, self.base.windows, strict=True):
+            for field in side.fields.values():
+                if field.shape[0]:
+                    rows = field.view(self.table.rows, self.table.pages_per_row, *field.shape[1:])
+                    rows.copy_(rows.index_select(0, sources))
+            window.tokens.copy_(window.tokens.index_select(0, sources))

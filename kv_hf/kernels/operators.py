@@ -1,0 +1,222 @@
+"""The CPU implementations as operators of torch, `torch.ops.kv_hf.cpu_*`, which torch.compile takes as they are.
+
+Operators take tensors, numbers and strings; the specs are rebuilt from the tensors' shapes. Triton's own operators
+are in triton/library.py. Computes nothing itself: each operator calls the implementation that it is told to.
+"""
+
+from functools import partial
+
+import torch
+from torch.library import Library, register_fake
+
+from ..formats import Scheme
+from ..spec import ROWS, PageSpec, SideSpec
+from .choice import Kernel, load
+from .inputs import PagedKV
+
+_LIBRARY = Library("kv_hf", "FRAGMENT")
+_LIBRARY.define(
+    "cpu_attend(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor value_codes, "
+    "Tensor? value_scale, Tensor? value_offset, Tensor block_table, Tensor num_pages, Tensor window_keys, "
+    "Tensor window_values, Tensor exact_lens, Tensor padding, Tensor? mask, Tensor? sink_logits, "
+    "float softmax_scale, float? softcap, int? sliding_window, int seen, int sink_tokens, int page_size, "
+    "str key_code, int key_bits, str value_code, int value_bits, str layout, str kernel) -> Tensor"
+)
+_LIBRARY.define(
+    "cpu_seal(Tensor tokens, Tensor jobs, Tensor(a!) codes, Tensor(b!)? scale, Tensor(c!)? offset, str side, "
+    "int page_size, str code, int bits, float clip, str layout, str kernel) -> Tensor"
+)
+_LIBRARY.define(
+    "cpu_append(Tensor(a!) window, Tensor new, Tensor starts, Tensor skips, str kernel) -> ()"
+)
+
+
+def traceable(kernel: Kernel) -> Kernel:
+    """Return `kernel` with functions that torch.compile takes whole: Triton's are operators already."""
+    if kernel.name == "triton":
+        return kernel
+    name = kernel.name
+    return Kernel(name, partial(_attend, name), partial(_seal, name), partial(_append, name))
+
+
+def stored_fields(
+    codes: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of SideSpec.fields that are there, by name."""
+    found = {"codes": codes, "scale": scale, "offset": offset}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def stored_side(
+    side: str,
+    fields: dict[str, torch.Tensor],
+    page_size: int,
+    exact: torch.Tensor,
+    code: str,
+    bits: int,
+    clip: float = 1.0,
+    layout: str = ROWS,
+) -> SideSpec:
+    """Rebuild the spec of stored tensors; `exact` holds the same side's tokens in the model's dtype."""
+    heads, dim = exact.shape[1], exact.shape[-1]
+    groups = {
+        name: (page_size // tensor.shape[2], dim // tensor.shape[3])
+        for name, tensor in fields.items()
+        if name != "codes"
+    }
+    name = {"none": "exact", "float8": "fp8"}.get(code, f"int{bits}")
+    scheme = Scheme(name, code, bits, groups.get("scale"), groups.get("offset"), clip)
+    return SideSpec(side, scheme, heads, dim, page_size, exact.dtype, layout)
+
+
+# -- what a traced forward calls --------------------------------------------------------------------------------------
+
+
+def _attend(
+    kernel: str,
+    query: torch.Tensor,
+    kv: PagedKV,
+    *,
+    softmax_scale: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    keys, values = kv.key_pages, kv.value_pages
+    key_scheme, value_scheme = kv.spec.keys.scheme, kv.spec.values.scheme
+    out: torch.Tensor = torch.ops.kv_hf.cpu_attend(
+        query, keys["codes"], keys.get("scale"), keys.get("offset"),
+        values["codes"], values.get("scale"), values.get("offset"),
+        kv.block_table, kv.num_pages, kv.window_keys, kv.window_values, kv.exact_lens, kv.padding,
+        mask, sink_logits, softmax_scale, softcap, sliding_window, kv.seen, kv.sink_tokens, kv.page_size,
+        key_scheme.code, key_scheme.bits, value_scheme.code, value_scheme.bits, kv.spec.keys.layout, kernel,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _seal(
+    kernel: str,
+    tokens: torch.Tensor,
+    jobs: torch.Tensor,
+    fields: dict[str, torch.Tensor],
+    spec: SideSpec,
+) -> torch.Tensor:
+    scheme = spec.scheme
+    damaged: torch.Tensor = torch.ops.kv_hf.cpu_seal(
+        tokens, jobs, fields["codes"], fields.get("scale"), fields.get("offset"),
+        spec.side, spec.page_size, scheme.code, scheme.bits, scheme.clip, spec.layout, kernel,
+    )  # fmt: skip
+    return damaged
+
+
+def _append(
+    kernel: str, window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor
+) -> None:
+    torch.ops.kv_hf.cpu_append(window, new, starts, skips, kernel)
+
+
+# -- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _cpu_attend(
+    query: torch.Tensor,
+    key_codes: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    key_offset: torch.Tensor | None,
+    value_codes: torch.Tensor,
+    value_scale: torch.Tensor | None,
+    value_offset: torch.Tensor | None,
+    block_table: torch.Tensor,
+    num_pages: torch.Tensor,
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    exact_lens: torch.Tensor,
+    padding: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    seen: int,
+    sink_tokens: int,
+    page_size: int,
+    key_code: str,
+    key_bits: int,
+    value_code: str,
+    value_bits: int,
+    layout: str,
+    kernel: str,
+) -> torch.Tensor:
+    keys = stored_fields(key_codes, key_scale, key_offset)
+    values = stored_fields(value_codes, value_scale, value_offset)
+    spec = PageSpec(
+        stored_side("keys", keys, page_size, window_keys, key_code, key_bits, layout=layout),
+        stored_side(
+            "values", values, page_size, window_values, value_code, value_bits, layout=layout
+        ),
+    )
+    out = load(kernel).attend(
+        query,
+        PagedKV(
+            keys, values, spec, block_table, num_pages, window_keys, window_values, exact_lens,
+            padding, seen, sink_tokens,
+        ),
+        softmax_scale=softmax_scale,
+        mask=mask,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        sliding_window=sliding_window,
+    )  # fmt: skip
+    # the strides that the fake below promises, which are those of the C kernel: no copy there
+    return out.transpose(1, 2).contiguous()
+
+
+def _cpu_seal(
+    tokens: torch.Tensor,
+    jobs: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    side: str,
+    page_size: int,
+    code: str,
+    bits: int,
+    clip: float,
+    layout: str,
+    kernel: str,
+) -> torch.Tensor:
+    fields = stored_fields(codes, scale, offset)
+    spec = stored_side(side, fields, page_size, tokens, code, bits, clip, layout)
+    return load(kernel).seal(tokens, jobs, fields, spec)
+
+
+def _cpu_append(
+    window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor, kernel: str
+) -> None:
+    load(kernel).append(window, new, starts, skips)
+
+
+for _name, _function in {
+    "cpu_attend": _cpu_attend,
+    "cpu_seal": _cpu_seal,
+    "cpu_append": _cpu_append,
+}.items():
+    _LIBRARY.impl(_name, _function, "CPU")
+
+
+@register_fake("kv_hf::cpu_attend", lib=_LIBRARY)
+def _fake_attend(query, key_codes, *others):  # type: ignore[no-untyped-def]
+    rows, num_heads, q_len, _ = query.shape
+    window_values = others[8]
+    return query.new_empty(rows, q_len, num_heads, window_values.shape[-1])
+
+
+@register_fake("kv_hf::cpu_seal", lib=_LIBRARY)
+def _fake_seal(tokens, *others):  # type: ignore[no-untyped-def]
+    return tokens.new_empty((), dtype=torch.bool)
+
+
+@register_fake("kv_hf::cpu_append", lib=_LIBRARY)
+def _fake_append(window, new, starts, skips, kernel):  # type: ignore[no-untyped-def]
+    return None

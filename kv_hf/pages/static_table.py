@@ -1,0 +1,204 @@
+"""Rows of a preallocated batch: lengths that live on the device and are changed there only.
+
+Row b owns pages b * P .. b * P + P - 1, so that there is no pool and no reference count. A step reads its lengths
+from tensors and writes them back: no Python number depends on data, and torch.compile sees one graph for all steps.
+Knows nothing of layers, formats or attention; a step is planned once per forward, for all layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import CacheMismatchError
+from ..spec import TABLE_DTYPE, sealed_pages
+
+
+@dataclass(frozen=True)
+class StaticStep:
+    """What one forward does to every row; all tensors int32, on the device.
+
+    Attributes:
+        starts, skips: [rows], first free slot of the window, and leading new tokens that are padding.
+        num_pages, exact_lens: [rows], pages sealed before this forward, and tokens in the window with its own.
+        full: [rows], pages that its tokens fill.
+        jobs: [n, 3], (row, first slot, page id or -1 where no page is full), see reference.seal_pages.
+    """
+
+    starts: torch.Tensor
+    skips: torch.Tensor
+    num_pages: torch.Tensor
+    exact_lens: torch.Tensor
+    full: torch.Tensor
+    jobs: torch.Tensor
+
+
+class StaticTable:
+    """Block table and lengths of a batch of at most `max_length` columns.
+
+    Args:
+        page_size, sink_tokens: as in CacheConfig.
+        max_length: columns (padding included) that a row has room for.
+    Attributes:
+        block_table: [rows, pages_per_row], int32, never changed.
+        num_pages, exact_lens, padding: [rows], int32, as in pages.group.Row.
+        seen: int64 scalar, columns so far.
+        started: whether any column was appended since the last reset. A prompt is; Python may know that.
+        was_empty: whether the step in progress found the cache empty.
+        step: the step in progress, from the first layer's begin() to the last layer's finish().
+        turn: the layer that takes part next; 0 between steps.
+        known_columns: `seen` as a number, or None where compiled steps have moved it on.
+    """
+
+    block_table: torch.Tensor
+    num_pages: torch.Tensor
+    exact_lens: torch.Tensor
+    padding: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, page_size: int, sink_tokens: int, max_length: int) -> None:
+        self.page_size = page_size
+        self.sink_tokens = sink_tokens
+        self.max_length = max_length
+        self.pages_per_row = sealed_pages(
+            max_length, page_size=page_size, sink_tokens=sink_tokens, recent_tokens=0
+        )
+        self.rows = 0
+        self.turn = 0
+        self.step: StaticStep | None = None
+        self.started = self.was_empty = False
+        self._known_padding: torch.Tensor | None = None
+        self.known_columns: int | None = 0
+
+    @property
+    def slots(self) -> int:
+        """Exact tokens that a row's window has room for."""
+        return self.sink_tokens + self.page_size
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the table."""
+        return self.block_table, self.num_pages, self.exact_lens, self.padding, self.seen
+
+    def allocate(self, rows: int, device: torch.device) -> None:
+        """Make the tensors of `rows` empty rows."""
+        pages = torch.arange(rows * self.pages_per_row, dtype=TABLE_DTYPE, device=device)
+        self.block_table = pages.reshape(rows, self.pages_per_row)
+        self.num_pages, self.exact_lens, self.padding = (
+            torch.zeros(rows, dtype=TABLE_DTYPE, device=device) for _ in range(3)
+        )
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.rows = rows
+
+    def reset(self) -> None:
+        """Forget all tokens; the tensors stay where they are."""
+        if self.rows:
+            for tensor in (self.num_pages, self.exact_lens, self.padding, self.seen):
+                tensor.zero_()
+        self.started = self.was_empty = False
+        self.step, self.turn = None, 0
+        self._known_padding, self.known_columns = None, 0
+
+    # -- left padding, under the names of pages.group.PageGroup ---------------------------------------------
+
+    def observe_padding(self, attention_mask: torch.Tensor) -> None:
+        """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding), without waiting for it.
+
+        Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
+        """
+        if attention_mask.ndim != 2:
+            return
+        known = (attention_mask.to(torch.bool).cumsum(-1) == 0).sum(-1)
+        if not self.started:
+            self._known_padding = known
+        elif known.shape == self.padding.shape:
+            known = known.to(self.padding)
+            empty = (self.num_pages == 0) & (self.exact_lens == 0)
+            self.padding.copy_(torch.where(empty, torch.maximum(known, self.padding), self.padding))
+
+    def forget_padding(self) -> None:
+        """Drop padding that was observed but not used yet (a forward without any mask follows)."""
+        if not self.started:
+            self._known_padding = None
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def check_append(self, rows: int, q_len: int) -> None:
+        """Raise what appending `q_len` columns to `rows` rows would raise; change nothing."""
+        if rows != self.rows:
+            raise CacheMismatchError(
+                f"this cache holds a batch of {self.rows} rows, got keys for {rows}; use a new cache, or "
+                "reset() this one, for another batch size"
+            )
+        seen = self.columns()
+        if seen + q_len > self.max_length:
+            raise CacheMismatchError(
+                f"max_length={self.max_length} is reached: {seen} columns are held and {q_len} more were given; the "
+                "cache is unchanged. Make it with a larger max_length"
+            )
+
+    def columns(self) -> int:
+        """Return the columns seen as a number; waits for the device where compiled steps have moved on."""
+        if self.known_columns is None:
+            self.known_columns = int(self.seen)
+        return self.known_columns
+
+    def begin(self, rows: int, q_len: int) -> None:
+        """Plan the step that appends `q_len` columns, and move all lengths on.
+
+        Outside of compiled code the limits are checked first; inside, the device checks them (an assertion).
+        """
+        if torch.compiler.is_compiling():
+            self.known_columns = None
+            room = self.seen + q_len <= self.max_length
+            torch._assert_async(room, f"kv_hf: max_length={self.max_length} is reached")
+        else:
+            self.check_append(rows, q_len)
+            self.known_columns = self.columns() + q_len
+        if not self.started:
+            known = self._known_padding
+            if known is not None and known.shape == self.padding.shape:
+                self.padding.copy_(known)
+        self.was_empty, self.started = not self.started, True
+        self.step = self._plan(rows, q_len)
+
+    def _plan(self, rows: int, q_len: int) -> StaticStep:
+        size, device = self.page_size, self.seen.device
+        skips = (self.padding - self.seen).clamp(0, q_len).to(TABLE_DTYPE)
+        starts, pages = self.exact_lens.clone(), self.num_pages.clone()
+        exact = starts + (q_len - skips)
+        full = ((exact - self.sink_tokens).clamp(min=0) // size).to(TABLE_DTYPE)
+        # a tail of page_size - 1 tokens and the new ones: no row fills more pages
+        place = torch.arange((size - 1 + q_len) // size, dtype=TABLE_DTYPE, device=device)
+        row = torch.arange(rows, dtype=TABLE_DTYPE, device=device)[:, None]
+        page = pages[:, None] + place
+        there = (place < full[:, None]) & (page < self.pages_per_row)
+        ids = torch.where(there, row * self.pages_per_row + page, -1)
+        first = (self.sink_tokens + place * size).expand_as(page)
+        jobs = torch.stack([row.expand_as(page), first, ids], -1).to(TABLE_DTYPE).reshape(-1, 3)
+        self.exact_lens.copy_(exact - full * size)
+        self.num_pages.copy_((pages + full).clamp(max=self.pages_per_row))
+        self.seen.add_(q_len)
+        return StaticStep(starts, skips, pages, exact, full, jobs)
+
+    def finish(self) -> None:
+        """Drop the step: behind the last layer nothing needs it."""
+        self.step, self.turn = None, 0
+
+    def reorder(self, sources: torch.Tensor) -> None:
+        """Let row i continue the former row sources[i], in place."""
+        for tensor in (self.num_pages, self.exact_lens, self.padding):
+            tensor.copy_(tensor.index_select(0, sources))
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless lengths add up."""
+        if not self.rows:
+            return
+        tokens = self.num_pages.long() * self.page_size + self.exact_lens
+        wrong = tokens != (self.seen - self.padding).clamp(min=0)
+        if bool(wrong.any()):
+            raise ValueError(
+                f"rows {wrong.nonzero().flatten().tolist()} hold {tokens[wrong].tolist()} tokens of "
+                f"{int(self.seen)} columns with {self.padding[wrong].tolist()} of padding"
+            )
+        if bool((self.exact_lens > self.slots).any()):
+            raise ValueError(f"a row has more exact tokens than its {self.slots} slots")

@@ -1,0 +1,414 @@
+"""Decode steps under torch.compile: one graph, the tokens and bytes of the eager caches, nothing that waits.
+
+Most tests use the backends "eager" and "aot_eager", which trace as any backend does and compile nothing.
+"""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from interpreter import call, needs_interpreter
+from tiny_models import FAMILIES, NO_INTERFACE, left_padded, make_model, shared_model, tokens
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from transformers import AttentionInterface, CompileConfig, DynamicCache
+
+import kv_hf
+from kv_hf.hf.attention import kv_hf_attention
+
+PAGE, LENGTH = 16, 96
+INPUTS = {
+    "one": {"input_ids": tokens(1, 23), "attention_mask": torch.ones(1, 23, dtype=torch.long)},
+    "batch": {"input_ids": tokens(3, 23), "attention_mask": torch.ones(3, 23, dtype=torch.long)},
+    "padded": left_padded([20, 33]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs(monkeypatch):
+    # pytest listens to all loggers; torch writes out every guard for whoever listens to this one
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def compiling(backend="eager", fullgraph=True):
+    """The options with which generate() compiles on a CPU too."""
+    config = CompileConfig(backend=backend, mode=None, fullgraph=fullgraph)
+    config._compile_all_devices = True
+    return config
+
+
+def paged_model(family="llama", **changes):
+    model = make_model(family, **changes)
+    model.set_attn_implementation("kv_hf")
+    return model
+
+
+def preallocated(model, keys="int4", **options):
+    return kv_hf.PagedCache(model.config, keys=keys, page_size=PAGE, max_length=LENGTH, **options)
+
+
+def generate(model, inputs, name, *, steps=40, compile_config=None, **options):
+    return model.generate(
+        **inputs,
+        max_new_tokens=steps,
+        do_sample=False,
+        cache_implementation=name,
+        cache_config={"page_size": PAGE, **options} if name else None,
+        compile_config=compile_config,
+    )
+
+
+# -- generate() ----------------------------------------------------------------------------------------------------
+
+
+FAST = {
+    ("paged_exact", "padded"),
+    ("paged_exact", "one"),
+    ("paged_int8", "batch"),
+    ("paged_int4", "padded"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
+        for pair in itertools.product(["paged_exact", "paged_int8", "paged_int4"], INPUTS)
+    ],
+)
+def test_generate_compiles_one_graph_and_gives_the_eager_tokens(name, inputs):
+    model, inputs = shared_model("llama"), INPUTS[inputs]
+    wanted = generate(model, inputs, name)
+    config = compiling("aot_eager" if name == "paged_int4" else "eager")
+    got = generate(model, inputs, name, max_length=LENGTH, compile_config=config)
+    assert torch.equal(got, wanted)
+    assert graphs() == 1  # 39 decode steps, over more than two pages
+    assert torch.equal(
+        generate(model, inputs, name, max_length=LENGTH, compile_config=config), wanted
+    )
+    assert graphs() == 1  # a new cache of the same sizes runs the same code
+    if name == "paged_exact":
+        assert torch.equal(got, generate(model, inputs, None))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("qwen3", "gpt2") else pytest.mark.slow)
+        for family in FAMILIES
+        if family not in NO_INTERFACE
+    ],
+)
+def test_families_compile_without_a_break(family):
+    model, inputs = shared_model(family), INPUTS["padded"]
+    wanted = generate(model, inputs, None, steps=20)
+    got = generate(
+        model, inputs, "paged_exact", steps=20, max_length=LENGTH, compile_config=compiling()
+    )
+    assert torch.equal(got, wanted)
+    assert graphs() == 1
+
+
+def test_without_max_length_nothing_is_compiled():
+    generate(shared_model("llama"), INPUTS["padded"], "paged_int4", compile_config=compiling())
+    assert graphs() == 0
+
+
+@pytest.mark.parametrize(("options", "count"), [({"num_beams": 3}, 0), ({"do_sample": True}, 1)])
+def test_beams_and_samples_are_those_of_a_growing_cache(options, count):
+    """transformers does not compile its beam search (5.23); the reordered rows must be right all the same."""
+    model, got = shared_model("llama"), []
+    for extra in ({}, {"max_length": LENGTH}):
+        torch.manual_seed(0)
+        out = model.generate(
+            **INPUTS["padded"],
+            **options,
+            num_return_sequences=2,
+            max_new_tokens=30,
+            cache_implementation="paged_int4",
+            cache_config={"page_size": PAGE, **extra},
+            compile_config=compiling(),
+        )
+        got.append(out)
+    assert torch.equal(*got)
+    assert graphs() == count
+
+
+@pytest.mark.parametrize("chunk", [16])
+def test_chunked_prefill_compiles_on_an_initialized_cache(chunk):
+    model, inputs = make_model("llama", num_hidden_layers=1), INPUTS["padded"]
+    options = {**inputs, "max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": chunk}
+    grown = kv_hf.PagedCache(model.config, keys="int4", page_size=PAGE)
+    wanted = model.generate(**options, past_key_values=grown)
+    cache = preallocated(model)
+    cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    got = model.generate(**options, past_key_values=cache, compile_config=compiling())
+    assert torch.equal(got, wanted)
+    assert graphs() > 1
+    assert cache.table.padding.tolist() == [13, 0]
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_chunked_prefill_that_cannot_be_traced_is_refused(ready):
+    model, cache = shared_model("llama"), preallocated(shared_model("llama"))
+    if ready:
+        cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    with pytest.raises(kv_hf.CacheOptionError, match="prefill_chunk_size=20"):
+        model.generate(
+            **INPUTS["padded"],
+            max_new_tokens=4,
+            prefill_chunk_size=20,
+            past_key_values=cache,
+            compile_config=compiling(),
+        )
+
+
+def test_a_reset_cache_runs_the_code_that_is_there():
+    model, inputs = make_model("llama", num_hidden_layers=1), INPUTS["padded"]
+    cache = preallocated(model)
+    options = {"max_new_tokens": 30, "do_sample": False, "compile_config": compiling()}
+    first = model.generate(**inputs, **options, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), first)
+    assert graphs() == 1
+
+
+# -- a step by itself ----------------------------------------------------------------------------------------------
+
+
+def decode(model, step, cache, inputs, count, padded_to=LENGTH):
+    """Prefill, then `count` steps; return the logits of all steps. The 2D mask keeps one width."""
+    rows, width = inputs["input_ids"].shape
+    mask = torch.zeros(rows, padded_to, dtype=torch.long)
+    mask[:, :width] = inputs["attention_mask"]
+    out, logits = model(**inputs, past_key_values=cache), []
+    for at in range(width, width + count):
+        mask[:, at] = 1
+        token = tokens(rows, 1, seed=at)
+        places = mask.sum(-1, keepdim=True) - 1
+        out = step(
+            input_ids=token,
+            attention_mask=mask[:, :padded_to],
+            position_ids=places,
+            past_key_values=cache,
+        )
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("name", ["exact", "int2"])
+@torch.no_grad()
+def test_compiled_forward_gives_the_logits_and_bytes_of_the_eager_step(name):
+    model, inputs = paged_model(), INPUTS["padded"]
+    eager, compiled = preallocated(model, name), preallocated(model, name)
+    wanted = decode(model, model, eager, inputs, 40)
+    step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    assert torch.equal(decode(model, step, compiled, inputs, 40), wanted)
+    assert graphs() == 1
+    compiled.check_integrity()
+    for mine, theirs in zip(compiled.layers, eager.layers, strict=True):
+        for one, other in zip(mine.store.tensors, theirs.store.tensors, strict=True):
+            assert one.numpy().tobytes() == other.numpy().tobytes()
+    if name == "exact":
+        dynamic = decode(model, model, DynamicCache(config=model.config), inputs, 40)
+        torch.testing.assert_close(wanted, dynamic, atol=1e-5, rtol=1e-5)
+
+
+def recording(targets):
+    """A backend that notes the aten operators of each graph and runs them as they are."""
+
+    def compiler(graph, inputs):
+        # an operator that changes its arguments is the first argument of one that makes it functional
+        targets.append([f"{node.target} {node.args[:1]}" for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compiler)
+
+
+@torch.no_grad()
+def test_a_step_never_waits_and_moves_no_tensor():
+    model, cache = paged_model(), preallocated(paged_model())
+    targets: list[list[str]] = []
+    step = torch.compile(model.forward, fullgraph=True, backend=recording(targets))
+    model(tokens(2, 20), past_key_values=cache)
+    places = [t.data_ptr() for layer in cache.layers for t in layer.store.tensors]
+    for at in range(20):
+        step(tokens(2, 1, seed=at), past_key_values=cache)
+    assert [t.data_ptr() for layer in cache.layers for t in layer.store.tensors] == places
+    assert len(targets) == 1
+    ran = " ".join(targets[0])
+    for name in ("kv_hf.cpu_append", "kv_hf.cpu_seal", "kv_hf.cpu_attend"):
+        assert name in ran
+    for name in ("local_scalar_dense", "nonzero", "masked_select", "unique", "_to_copy.device"):
+        assert name not in ran
+
+
+@torch.no_grad()
+def test_eager_and_compiled_steps_take_turns():
+    model, inputs = paged_model(), INPUTS["padded"]
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    calls = iter(range(100))
+
+    def either(**options):
+        return (step if next(calls) % 3 else model)(**options)
+
+    mixed, eager = preallocated(model), preallocated(model)
+    wanted = decode(model, model, eager, inputs, 30)
+    assert torch.equal(decode(model, either, mixed, inputs, 30), wanted)
+    mixed.check_integrity()
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@torch.no_grad()
+def test_a_compiled_step_past_the_end_is_an_error(backend):
+    model = paged_model(num_hidden_layers=1)
+    cache = preallocated(model)
+    step = torch.compile(model.forward, fullgraph=True, backend=backend)
+    model(tokens(2, LENGTH - 2), past_key_values=cache)
+    for _ in range(2):
+        step(tokens(2, 1), past_key_values=cache)
+    with pytest.raises(RuntimeError, match=f"max_length={LENGTH} is reached"):
+        step(tokens(2, 1), past_key_values=cache)
+    with pytest.raises(kv_hf.CacheMismatchError, match=f"{LENGTH} columns are held"):
+        model(tokens(2, 1), past_key_values=cache)
+
+
+# -- what cannot be traced says so ---------------------------------------------------------------------------------
+
+
+def failing(model, cache, *args):
+    """Trace a step and return what it says; torch shows an error of traced code in its own words around ours."""
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="kv_hf|max_length|compiled forward") as error:
+        step(*args, past_key_values=cache)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("attention", "lengths"),
+    [
+        ("kv_hf", (20, 1, 1)),
+        pytest.param("kv_hf", (20, 18, 1), marks=pytest.mark.slow),
+        pytest.param("sdpa", (20, 1, 18, 1), marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_what_cannot_be_traced_runs_uncompiled_where_breaks_are_allowed(attention, lengths):
+    """The prompt, a long chunk and another attention: torch leaves the graph there, and all is well."""
+    model = make_model("llama", num_hidden_layers=2)
+    model.set_attn_implementation(attention)
+    step = torch.compile(model.forward, backend="eager")
+    cache, grown = preallocated(model), kv_hf.PagedCache(model.config, keys="int4", page_size=PAGE)
+    for length in lengths:
+        part = tokens(2, length)
+        got, wanted = (
+            f(part, past_key_values=c).logits for f, c in ((step, cache), (model, grown))
+        )
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    cache.check_integrity()
+
+
+@torch.no_grad()
+def test_the_first_forward_must_not_be_traced():
+    model = paged_model()
+    assert "run the prompt without" in failing(model, preallocated(model), tokens(1, 5))
+
+
+@torch.no_grad()
+def test_another_attention_cannot_be_traced():
+    model = make_model("llama")
+    cache = preallocated(model)
+    model(tokens(1, 5), past_key_values=cache)
+    assert "set_attn_implementation('kv_hf')" in failing(model, cache, tokens(1, 1))
+
+
+@torch.no_grad()
+def test_long_chunks_on_a_cache_that_holds_some_cannot_be_traced():
+    model = paged_model(num_hidden_layers=1)
+    cache = preallocated(model)
+    model(tokens(1, 5), past_key_values=cache)
+    assert "takes at most 16 tokens, got 17" in failing(model, cache, tokens(1, 17))
+
+
+def test_a_step_with_a_backward_pass_cannot_be_traced():
+    model = paged_model(num_hidden_layers=1)
+    cache = preallocated(model)
+    model(tokens(1, 5), past_key_values=cache)
+    assert "use torch.no_grad()" in failing(model, cache, tokens(1, 1))
+
+
+@torch.no_grad()
+def test_a_model_that_changes_its_keys_is_found():
+    def changed(module, query, key, value, *args, **options):
+        return kv_hf_attention(module, query, key * 1, value, *args, **options)
+
+    AttentionInterface.register("kv_hf", changed)
+    model = paged_model(num_hidden_layers=1)
+    cache = preallocated(model)
+    model(tokens(1, 5), past_key_values=cache)
+    assert "changes keys or values" in failing(model, cache, tokens(1, 1))
+
+
+# -- slow: real backends -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_inductor_gives_the_eager_logits():
+    """Fused code rounds in another order: the bound is that of fp32 sums over a model this wide."""
+    model, inputs = paged_model(), INPUTS["padded"]
+    step = torch.compile(model.forward, fullgraph=True)
+    wanted = decode(model, model, preallocated(model, "int8"), inputs, 40)
+    got = decode(model, step, preallocated(model, "int8"), inputs, 40)
+    assert graphs() == 1
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def with_triton(name, kernel):
+    """Compiled greedy tokens and the first layer's key codes; the CPU passes for a GPU (runs in the worker)."""
+    from kv_hf.cache import paged_cache, static_layer
+    from kv_hf.kernels import choice
+    from kv_hf.spec import ROWS
+
+    kept = choice.why_not, static_layer.layout_for, paged_cache.layout_for
+    if kernel == "triton":
+        choice.why_not = lambda *_: None
+    static_layer.layout_for = paged_cache.layout_for = lambda device: ROWS
+    try:
+        model = make_model("llama", num_hidden_layers=1)
+        cache = preallocated(model, name, kernel=kernel)
+        out = model.generate(
+            **left_padded([17, 3]),
+            past_key_values=cache,
+            max_new_tokens=8,
+            do_sample=False,
+            compile_config=compiling(),
+        )
+        assert cache.table.num_pages.tolist() == [1, 0]  # sealed by a compiled step
+        store = cache.layers[0].store.base
+        return out, store.pages.keys.fields["codes"], store.kernel.name, graphs()
+    finally:
+        choice.why_not, static_layer.layout_for, paged_cache.layout_for = kept
+        torch._dynamo.reset()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["int4", pytest.param("exact", marks=pytest.mark.slow)])
+def test_tritons_operators_compile_and_give_the_reference(name):
+    got, codes, used, count = call(with_triton, name, "triton")
+    wanted, wanted_codes, _, _ = with_triton(name, "reference")
+    assert (used, count) == ("triton", 1)
+    assert torch.equal(got, wanted)
+    assert codes.numpy().tobytes() == wanted_codes.numpy().tobytes()

@@ -47,7 +47,9 @@ def substitute() -> None:
 
     stock = False  # True while transformers shall make its own
 
-    def new(cls: type, ddp_cache_data: Any = None, config: Any = None, *args: Any, **more: Any) -> Any:
+    def new(
+        cls: type, ddp_cache_data: Any = None, config: Any = None, *args: Any, **more: Any
+    ) -> Any:
         plain = cls is not DynamicCache or ddp_cache_data is not None or args or more or stock
         if plain or (config is None and "test_cache_utils" not in running[0]):
             return object.__new__(cls)
@@ -65,7 +67,11 @@ def substitute() -> None:
         nonlocal stock
         asked = generation_config.cache_implementation
         given = model_kwargs.get("past_key_values")
-        if asked not in (None, "dynamic") or given is not None or generation_config.use_cache is False:
+        if (
+            asked not in (None, "dynamic")
+            or given is not None
+            or generation_config.use_cache is False
+        ):
             return ours(self, generation_config, model_kwargs, *args)
         options = generation_config.cache_config
         try:
@@ -135,7 +141,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    shared = vars(sys.modules.get("tests.causal_lm_tester", object)).get("_TEXT_MODEL_TESTER_DEFAULTS")
+    shared = vars(sys.modules.get("tests.causal_lm_tester", object)).get(
+        "_TEXT_MODEL_TESTER_DEFAULTS"
+    )
     if shared and SETTINGS["seq_length"]:
         shared["seq_length"] = SETTINGS["seq_length"]
     for module in {getattr(item, "module", None) for item in items} - {None}:

@@ -188,12 +188,12 @@ class PagedLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys as a dense tensor [batch, num_kv_heads, seen, key_dim] (a copy), or None when empty."""
+        """All keys as a dense tensor [batch, num_kv_heads, seen, key_dim] (a copy), or None before the first."""
         return self._dense("keys")
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        self._refuse(value)
+        self._check_unchanged("keys", value)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -202,7 +202,7 @@ class PagedLayer(DynamicLayer):
 
     @values.setter
     def values(self, value: Any) -> None:
-        self._refuse(value)
+        self._check_unchanged("values", value)
 
     # -- beside transformers' interface ------------------------------------------------------------------
 
@@ -252,12 +252,21 @@ class PagedLayer(DynamicLayer):
         self.revision += 1
 
     def _dense(self, side: str) -> torch.Tensor | None:
-        if self.store is None or not self._seen:
+        if self.store is None:
             return None
+        if not self._seen:  # a crop took everything: as DynamicCache, tensors without tokens
+            window = self.store.windows[0 if side == "keys" else 1].tokens
+            return window[:, :, :0].clone()
         return KVView(self.current_kv(), self, self.revision, self.store.kernel).dense(side)
 
-    def _refuse(self, value: Any) -> None:
-        if value is not None:
-            raise AttributeError(
-                "keys and values of a paged layer are read-only views; use update() to append tokens"
-            )
+    def _check_unchanged(self, side: str, value: Any) -> None:
+        """Accept what is there already (code that copies a cache writes clones back), refuse anything else."""
+        if value is None:
+            return
+        held = self._dense(side)
+        if held is not None and isinstance(value, torch.Tensor) and held.shape == value.shape:
+            if held.dtype == value.dtype and torch.equal(held, value):
+                return
+        raise AttributeError(
+            f"{side} of a paged layer are a read-only view; use update() to append tokens"
+        )

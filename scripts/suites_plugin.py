@@ -124,7 +124,7 @@ def longer(module: Any) -> None:
         if not inspect.isclass(found):
             continue
         if SETTINGS["new_tokens"] and isinstance(getattr(found, "max_new_tokens", None), int):
-            found.max_new_tokens = SETTINGS["new_tokens"]
+            setattr(found, "max_new_tokens", SETTINGS["new_tokens"])  # noqa: B010
         if SETTINGS["seq_length"] and name.endswith("Tester"):
             make = inspect.unwrap(found.__init__)
             values = list(make.__defaults__ or ())

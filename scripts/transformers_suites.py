@@ -28,9 +28,9 @@ from kv_hf.evaluation.rows import append_rows, make_row
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "transformers_suites.jsonl"
 FAMILIES = (
-    "llama qwen2 qwen3 mistral gemma gemma2 gemma3 gpt_oss cohere2 olmo2 phi3 granite falcon gpt_neox gptj opt "
-    "mixtral deepseek_v3"
-).split()
+    *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss", "cohere2"),
+    *("olmo2", "phi3", "granite", "falcon", "gpt_neox", "gptj", "opt", "mixtral", "deepseek_v3"),
+)
 SUITES = [
     "tests/utils/test_cache_utils.py",
     "tests/generation/test_utils.py",

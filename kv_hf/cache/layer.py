@@ -264,9 +264,13 @@ class PagedLayer(DynamicLayer):
         if value is None:
             return
         held = self._dense(side)
-        if held is not None and isinstance(value, torch.Tensor) and held.shape == value.shape:
-            if held.dtype == value.dtype and torch.equal(held, value):
-                return
+        if (
+            held is not None
+            and isinstance(value, torch.Tensor)
+            and (held.shape, held.dtype) == (value.shape, value.dtype)
+            and torch.equal(held, value)
+        ):
+            return
         raise AttributeError(
             f"{side} of a paged layer are a read-only view; use update() to append tokens"
         )

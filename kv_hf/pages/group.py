@@ -11,6 +11,7 @@ changes the bookkeeping; the others join the same step and follow with their own
 as sealed exactly the pages that were full when it began: its own new tokens are exact for all its queries.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -260,10 +261,14 @@ class PageGroup:
                 f"row index {wrong[0]} is out of range for a batch of {len(self.rows)} rows"
             )
         rows = tuple(self.rows[source] for source in sources)
-        for row in rows:
-            self.pool.share(row.pages)
-        for row in self.rows:
-            self.pool.release(row.pages)
+        # a row that is continued once keeps its pages as they are: most rows of a beam search, in most steps
+        uses = Counter(source % len(self.rows) for source in sources)
+        for index, row in enumerate(self.rows):
+            for _ in range(uses[index] - 1):
+                self.pool.share(row.pages)
+        for index, row in enumerate(self.rows):
+            if not uses[index]:
+                self.pool.release(row.pages)
         steps = tuple(
             RowStep(source % len(self.rows), row.exact, row.exact)
             for source, row in zip(sources, rows, strict=True)

@@ -38,8 +38,9 @@ class TestCaches:
     def test_cache_skipped(self):
         pass
 
-    def test_something_else(self):
-        raise ValueError("not selected")
+
+def test_something_else():
+    raise ValueError("not selected")
 """
 
 

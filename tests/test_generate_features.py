@@ -385,6 +385,30 @@ def test_chat_that_goes_back_equals_dynamic_cache(model, removed, padded):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("kind", ["lookup", "draft", "early-exit"])
+def test_chat_goes_on_behind_drafted_decoding_like_dynamic_cache(kind):
+    """Past recording of the first turn must not outlive it: the next ones seal every page that is full."""
+    found = []
+    for options in ({}, PAGES):
+        model, sequence, cache = make_model("llama"), tokens(1, 9).repeat(1, 6), None
+        for turn, way in enumerate((drafts(kind, model), {}, {"do_sample": True}, {})):
+            torch.manual_seed(turn)
+            out = model.generate(
+                sequence,
+                max_new_tokens=20,
+                return_dict_in_generate=True,
+                **{"do_sample": False, **way},
+                **(options if cache is None else {"past_key_values": cache}),
+            )
+            cache = copy.deepcopy(out.past_key_values)
+            assert cache.get_seq_length() == out.sequences.shape[1] - 1
+            sequence = torch.cat([out.sequences, tokens(1, 10, seed=turn + 1)], -1)
+        found.append(out.sequences)
+    cache.check_integrity()
+    assert cache.group.pool.num_held == (cache.get_seq_length() - 4) // 16
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("keys", ["exact", "int4"])
 def test_crop_to_nothing_leaves_empty_tensors_and_a_usable_cache(model, keys):
     cache = kv_hf.PagedCache(model.config, keys=keys, page_size=16)

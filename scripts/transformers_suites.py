@@ -28,8 +28,13 @@ from kv_hf.evaluation.rows import append_rows, make_row
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "transformers_suites.jsonl"
 FAMILIES = (
-    *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_oss", "cohere2"),
-    *("olmo2", "phi3", "granite", "falcon", "gpt_neox", "gptj", "opt", "mixtral", "deepseek_v3"),
+    *("arcee", "bamba", "biogpt", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2"),
+    *("deepseek_v3", "dots1", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3"),
+    *("gemma3n", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj"),
+    *("granite", "granitemoe", "helium", "hunyuan_v1_dense", "jamba", "llama", "minimax"),
+    *("ministral", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmoe", "opt"),
+    *("persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("qwen3_next", "smollm3", "stablelm", "starcoder2"),
 )
 SUITES = [
     "tests/utils/test_cache_utils.py",

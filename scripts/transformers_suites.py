@@ -141,7 +141,8 @@ def show(files: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]], cach
     for file, found in files.items():
         numbers = [len(found["tests"].get(name, [])) for name in COLUMNS]
         cells = [*numbers, found["paged"], found["pages"]]
-        table.add_row(Path(file).name, *(str(cell) for cell in cells))
+        name = Path(file).name.removeprefix("test_modeling_")
+        table.add_row(name, *(str(cell) for cell in cells))
     console.print(table)
     for file, found in files.items():
         for kind in ("only_ours_failed", "only_stock_failed", "new_failed", "lost"):

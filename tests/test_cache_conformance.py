@@ -289,9 +289,17 @@ def test_offload_and_prefetch_keep_the_contents():
 
 
 def test_keys_of_a_layer_are_read_only():
-    paged, _ = filled()
-    with pytest.raises(AttributeError, match="read-only"):
-        paged.layers[0].keys = torch.zeros(1)
+    paged, dynamic = filled()
+    layer = paged.layers[0]
+    others = (layer.keys + 1, layer.keys[:1], layer.keys.double(), torch.zeros(1), [1.0])
+    for value in others:
+        with pytest.raises(AttributeError, match="keys of a paged layer are a read-only"):
+            layer.keys = value
+    with pytest.raises(AttributeError, match="values of a paged layer"):
+        layer.values = layer.keys
+    # writing back what was read, as code that copies caches does, changes nothing
+    layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    assert_equal(paged, dynamic)
 
 
 def test_methods_on_single_layers_follow_the_group():

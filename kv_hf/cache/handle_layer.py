@@ -54,7 +54,7 @@ class HandleLayer(PagedLayer):
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        self._refuse(value)
+        self._check_unchanged("keys", value)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -63,7 +63,7 @@ class HandleLayer(PagedLayer):
 
     @values.setter
     def values(self, value: Any) -> None:
-        self._refuse(value)
+        self._check_unchanged("values", value)
 
     def offload(self) -> None:
         """Move this layer's tensors to the CPU."""

@@ -206,7 +206,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys as a dense tensor [batch, num_kv_heads, seen, key_dim] (a copy), or None when empty.
+        """All keys as a dense tensor [batch, num_kv_heads, seen, key_dim] (a copy), or None before the first.
 
         A sliding layer gives the last window - 1 tokens, as transformers' layer does.
         """
@@ -214,7 +214,7 @@ class PagedLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        self._refuse(value)
+        self._check_unchanged("keys", value)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -223,7 +223,7 @@ class PagedLayer(DynamicLayer):
 
     @values.setter
     def values(self, value: Any) -> None:
-        self._refuse(value)
+        self._check_unchanged("values", value)
 
     # -- beside transformers' interface ------------------------------------------------------------------
 
@@ -296,21 +296,32 @@ class PagedLayer(DynamicLayer):
         self.revision += 1
 
     def _dense(self, side: str) -> torch.Tensor | None:
-        if self.store is None or not self._seen:
+        if self.store is None:
             return None
+        if not self._seen:  # a crop took everything: as DynamicCache, tensors without tokens
+            window = self.store.windows[0 if side == "keys" else 1].tokens
+            return window[:, :, :0].clone()
         dense = self._view_of(self.current_kv()).dense(side)
-        return (
-            dense
-            if self.sliding_window is None
-            else dense[:, :, max(0, dense.shape[2] - self.sliding_window + 1) :]
-        )
+        if self.sliding_window is None:
+            return dense
+        return dense[:, :, max(0, dense.shape[2] - self.sliding_window + 1) :]
 
     def _view_of(self, kv: PagedKV) -> KVView:
         assert self.store is not None
         return KVView(kv, self, self.revision, self.store.kernel, self.sliding_window)
 
-    def _refuse(self, value: Any) -> None:
-        if value is not None:
-            raise AttributeError(
-                "keys and values of a paged layer are read-only views; use update() to append tokens"
-            )
+    def _check_unchanged(self, side: str, value: Any) -> None:
+        """Accept what is there already (code that copies a cache writes clones back), refuse anything else."""
+        if value is None:
+            return
+        held = self._dense(side)
+        if (
+            held is not None
+            and isinstance(value, torch.Tensor)
+            and (held.shape, held.dtype) == (value.shape, value.dtype)
+            and torch.equal(held, value)
+        ):
+            return
+        raise AttributeError(
+            f"{side} of a paged layer are a read-only view; use update() to append tokens"
+        )

@@ -101,9 +101,15 @@ class ExactWindow:
         self.tokens = kept
 
     def select_rows(self, step: Step) -> None:
-        """Let row i continue the former row `step.rows[i].source`."""
-        index = torch.tensor([row.source for row in step.rows], device=self.tokens.device)
-        self.tokens = self.tokens.index_select(0, index)
+        """Let row i continue the former row `step.rows[i].source`.
+
+        In a batch of the same size only rows that change are copied, in place: beams do this in every step.
+        """
+        targets, sources = step.moves(self.tokens.device, self.tokens.shape[0])
+        if targets is None:
+            self.tokens = self.tokens.index_select(0, sources)
+        elif len(sources):
+            self.tokens.index_copy_(0, targets, self.tokens.index_select(0, sources))
 
     def reopen(self, tokens: torch.Tensor, index: int, sinks: int) -> None:
         """Put the decoded tokens [num_kv_heads, n, head_dim] of a page back behind row `index`'s sinks."""

@@ -8,6 +8,7 @@ changes the bookkeeping; the others join the same step and follow with their own
 as sealed exactly the pages that were full when it began: its own new tokens are exact for all its queries.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -270,10 +271,14 @@ class PageGroup:
 
     def _plan_rows(self, op: tuple, sources: Sequence[int]) -> tuple[Step, tuple[Row, ...]]:
         steps, rows = plan_rows(self.rows, sources)
-        for row in rows:
-            self.pool.share(row.pages)
-        for row in self.rows:
-            self.pool.release(row.pages)
+        # a row that is continued once keeps its pages as they are: most rows of a beam search, in most steps
+        uses = Counter(step.source for step in steps)
+        for index, row in enumerate(self.rows):
+            for _ in range(uses[index] - 1):
+                self.pool.share(row.pages)
+        for index, row in enumerate(self.rows):
+            if not uses[index]:
+                self.pool.release(row.pages)
         self._padding_seen = None
         return Step(op, steps, self.seen, self.seen, False, self.pool.num_ids), rows
 

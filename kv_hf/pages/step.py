@@ -138,6 +138,7 @@ class Step:
     _offsets: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, compare=False
     )
+    _moves: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def offsets(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return exact_before and skip of all rows, two int32 tensors on `device` (made once)."""
@@ -146,6 +147,20 @@ class Step:
             both = both.to(device, non_blocking=True)
             self._offsets[device] = (both[:, 0].contiguous(), both[:, 1].contiguous())
         return self._offsets[device]
+
+    def moves(self, device: torch.device, rows: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return (rows that change, the former rows that they continue), int64 tensors on `device` (made once).
+
+        The first is None where the batch had another number of rows: then all rows are new.
+        """
+        if device not in self._moves:
+            pairs = [(index, row.source) for index, row in enumerate(self.rows)]
+            if len(pairs) == rows:
+                pairs = [pair for pair in pairs if pair[0] != pair[1]]
+            moved = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+            self._moves[device] = moved.to(device, non_blocking=True)
+        targets, sources = self._moves[device]
+        return (targets if len(self.rows) == rows else None), sources
 
     @cached_property
     def uniform(self) -> tuple[int, int, int] | None:

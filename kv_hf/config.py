@@ -106,6 +106,11 @@ class CacheConfig:
         _check_int("reserve_tokens", self.reserve_tokens, 0)
         if self.max_pages is not None:
             _check_int("max_pages", self.max_pages, 1)
+        if self.prefix_store is not None and self.max_pages is not None:
+            raise CacheOptionError(
+                f"max_pages={self.max_pages} does not go with prefix_store, whose pages many caches share; bound it by "
+                "PrefixStore(max_bytes=...)"
+            )
         self._check_max_length()
         if self.layers is not None:
             self.layer_overrides()

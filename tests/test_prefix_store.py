@@ -223,19 +223,40 @@ def test_pages_that_a_cache_reads_are_not_given_up():
     assert store.stats().pages <= 6
 
 
-def test_max_pages_makes_the_store_give_up_pages_first():
-    pool = PagePool(max_pages=4)
-    tree = PrefixTree(pool, 2, 0, 100)
+def test_tree_gives_up_ends_before_what_leads_to_them():
+    pool = PagePool()
+    tree = PrefixTree(pool, 2, 0)
     pages = pool.allocate(4)
     tree.add((), [1, 2, 3, 4], pages[:2], lambda: None)
     tree.add((), [1, 2, 5, 6], [pages[0], pages[2]], lambda: None)
     pool.release(pages[:3])
-    assert len(pool.allocate(1)) == 1
+    assert tree.give_up(1) == 1
     assert [len(tree.find((), text)) for text in ([1, 2, 3, 4], [1, 2, 5, 6])] == [2, 3]
-    pool.allocate(2)
-    assert not tree.find((), [1, 2])
-    with pytest.raises(kv_hf.PagePoolExhaustedError):
-        pool.allocate(1)
+    pool.share([pages[2]])  # somebody reads it
+    assert tree.give_up(5) == 0
+    pool.release([pages[2]])
+    assert tree.give_up(5) == 2 and not tree.roots and pool.num_held == 1
+
+
+def test_memory_given_back_while_another_cache_is_short():
+    """A cache without pages yet must not go on in storage that the store has dropped."""
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    short = run(model, [words(9, 1)], store, max_new_tokens=2).past_key_values
+    other = run(model, [words(9, 2)], store, max_new_tokens=2).past_key_values
+    emptied = run(model, [words(9, 3)], store, max_new_tokens=2).past_key_values
+    emptied.crop(-10)
+    other.reset()
+    store.clear()
+    with torch.no_grad():
+        model(torch.tensor([SYSTEM]), past_key_values=short)
+        short.reset()
+        store.clear()
+        for cache, text in ((emptied, SYSTEM), (other, SYSTEM[:150])):
+            model(torch.tensor([text]), past_key_values=cache)
+            store.add(cache, (), [text])
+    assert other.layers[0].storage is emptied.layers[0].storage is store.arena.storages[0]
+    rows = [SYSTEM + words(9, 4)]
+    check(run(model, rows, store), model.generate(**batch(rows), **KEPT))
 
 
 def test_store_of_another_model_or_format_is_refused():
@@ -255,6 +276,8 @@ def test_store_of_another_model_or_format_is_refused():
         kv_hf.PrefixStore(max_bytes=0.5)
     with pytest.raises(kv_hf.CacheOptionError, match="not used by any cache yet"):
         kv_hf.PrefixStore().known((), [1])
+    with pytest.raises(kv_hf.CacheOptionError, match="max_pages=7 does not go with prefix_store"):
+        run(model, [SYSTEM], store, config={"max_pages": 7})
     assert copy.deepcopy(store) is store
 
 

@@ -108,7 +108,7 @@ class PagedLayer(DynamicLayer):
             `max_pages`, with the cache unchanged; InterruptedForwardError after a forward that stopped half-way.
         """
         if self.store is None or (
-            self._seen == 0 and not self.store.fits(key_states, value_states)
+            self._seen == 0 and not self._may_begin(key_states, value_states)
         ):
             self.lazy_initialization(key_states, value_states)
         store = self.store
@@ -289,6 +289,14 @@ class PagedLayer(DynamicLayer):
         return self.store.kv(group.view(group.rows), keys, values, self._seen)
 
     # -- inside --------------------------------------------------------------------------------------------
+
+    def _may_begin(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Say whether an empty layer can take these with the tensors that it has."""
+        assert self.store is not None
+        shared = self.arena.storages.get(
+            self.layer_idx
+        )  # another cache may have given it back since
+        return shared is self.store.pages and self.store.fits(keys, values)
 
     def _joined(self, step: Step) -> None:
         self._epoch += 1

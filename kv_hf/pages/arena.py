@@ -52,8 +52,9 @@ class PageArena:
         return sum(pool.num_held for pool in self.pools.values())
 
     def clear(self) -> None:
-        """Give all memory back where nobody holds a page."""
-        if not self.num_held:
+        """Give all memory back where nobody holds a page, nor has tokens that will be sealed into one."""
+        holders = [holder for pool in self.pools.values() for holder in pool.holders]
+        if not self.num_held and not any(getattr(holder, "seen", 0) for holder in holders):
             self.storages.clear()
             for pool in self.pools.values():
                 pool.clear()

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from ..errors import PagePoolExhaustedError
@@ -36,9 +36,6 @@ class PagePool:
         self.lock = threading.RLock()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._gone: deque[Iterable[int]] = deque()
-        self.reclaim: Callable[[int], int] | None = (
-            None  # asked to release pages before max_pages raises
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Counts and limits; who holds the pages registers again where the pickle is read."""
@@ -62,12 +59,7 @@ class PagePool:
 
     def check_room(self, count: int) -> None:
         """Raise PagePoolExhaustedError if `count` more pages would pass `max_pages`."""
-        if self.max_pages is None:
-            return
-        over = self.num_held + count - self.max_pages
-        if over > 0 and self.reclaim is not None:
-            over -= self.reclaim(over)
-        if over > 0:
+        if self.max_pages is not None and self.num_held + count > self.max_pages:
             raise PagePoolExhaustedError(
                 f"max_pages={self.max_pages} is reached: {self.num_held} pages are held and {count} more are "
                 "needed; the cache is unchanged. Raise max_pages, use a smaller batch or shorter text"

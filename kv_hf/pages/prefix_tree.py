@@ -52,7 +52,6 @@ class PrefixTree:
         self.roots: dict[Hashable, Prefix] = {}
         self._used: OrderedDict[Prefix, None] = OrderedDict()  # the least recently used first
         pool.holders.add(self)
-        pool.reclaim = self.give_up
 
     def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:
         """Return the page ids that the tree holds (see PageHolder)."""

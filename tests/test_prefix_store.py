@@ -241,22 +241,22 @@ def test_tree_gives_up_ends_before_what_leads_to_them():
 def test_memory_given_back_while_another_cache_is_short():
     """A cache without pages yet must not go on in storage that the store has dropped."""
     model, store = shared_model("llama"), kv_hf.PrefixStore()
-    short = run(model, [words(9, 1)], store, max_new_tokens=2).past_key_values
+    out = run(model, [words(9, 1)], store, max_new_tokens=2)
+    short, text = out.past_key_values, out.sequences[0, :-1].tolist() + SYSTEM
     other = run(model, [words(9, 2)], store, max_new_tokens=2).past_key_values
     emptied = run(model, [words(9, 3)], store, max_new_tokens=2).past_key_values
     emptied.crop(-10)
     other.reset()
     store.clear()
     with torch.no_grad():
+        model(torch.tensor([SYSTEM[:90]]), past_key_values=other)
         model(torch.tensor([SYSTEM]), past_key_values=short)
-        short.reset()
-        store.clear()
-        for cache, text in ((emptied, SYSTEM), (other, SYSTEM[:150])):
-            model(torch.tensor([text]), past_key_values=cache)
-            store.add(cache, (), [text])
-    assert other.layers[0].storage is emptied.layers[0].storage is store.arena.storages[0]
-    rows = [SYSTEM + words(9, 4)]
-    check(run(model, rows, store), model.generate(**batch(rows), **KEPT))
+        model(torch.tensor([SYSTEM[:50]]), past_key_values=emptied)
+    store.add(short, (), [text])
+    store.add(emptied, (), [SYSTEM[:50]])
+    assert len({id(cache.layers[0].storage) for cache in (short, other, emptied)}) == 1
+    for rows in ([text + words(9, 4)], [SYSTEM[:50] + words(9, 4)]):
+        check(run(model, rows, store), model.generate(**batch(rows), **KEPT))
 
 
 def test_store_of_another_model_or_format_is_refused():

@@ -105,14 +105,22 @@ def single_layer() -> type:
     """Return a paged layer that is made without arguments, as tests of single cache layers make DynamicLayers."""
     import kv_hf
     from kv_hf.cache.layer import PagedLayer
+    from kv_hf.pages.arena import PageArena
     from kv_hf.pages.group import PageGroup
 
     config = kv_hf.CacheConfig(**{"keys": "exact", "values": "exact", **SETTINGS["options"]})
 
     class SuiteLayer(PagedLayer):
         def __init__(self, *args: Any, **more: Any) -> None:
-            group = PageGroup(config.page_size, config.sink_tokens, config.recent_tokens, None)
-            super().__init__(0, group, *config.schemes(0, 1))
+            arena = PageArena()
+            group = PageGroup(
+                config.page_size,
+                config.sink_tokens,
+                config.recent_tokens,
+                None,
+                pool=arena.pool(None),
+            )
+            super().__init__(0, group, arena, *config.schemes(0, 1))
             counts["made"] += 1
 
     return SuiteLayer

@@ -11,6 +11,7 @@ from .cache import compat as _compat  # noqa: F401  (an old transformers is name
 from .cache.paged_cache import PagedCache
 from .config import CacheConfig
 from .errors import (
+    CacheFileError,
     CacheMismatchError,
     CacheOptionError,
     InterruptedForwardError,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "IMPLEMENTATIONS",
     "CacheConfig",
+    "CacheFileError",
     "CacheMismatchError",
     "CacheOptionError",
     "InterruptedForwardError",

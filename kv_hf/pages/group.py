@@ -151,6 +151,26 @@ class PageGroup:
             padded = attention_mask.to(torch.bool).cumsum(-1) == 0
             self._padding_seen = padded.sum(-1).tolist()
 
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs beside the rows."""
+        return {
+            "seen": self.seen,
+            "confirmed": self.confirmed,
+            "recording": self.recording,
+            "padding_seen": self._padding_seen,
+        }
+
+    def restore(self, rows: Sequence[Row], num_pages: int, state: dict[str, Any]) -> None:
+        """Hold `rows`, whose pages are 0 .. num_pages - 1 of an empty pool, in a `state()` of before."""
+        ids = self.pool.allocate(num_pages)
+        self.rows = tuple(rows)
+        for row in self.rows:
+            self.pool.share(row.pages)
+        self.pool.release(ids)
+        self.seen, self.confirmed = state["seen"], state["confirmed"]
+        self.sizes = replace(self.sizes, recording=state["recording"])
+        self._padding_seen = state["padding_seen"]
+
     # -- steps -----------------------------------------------------------------------------------------
 
     def append(self, layer: int, layer_epoch: int, rows: int, q_len: int) -> Step:
@@ -318,7 +338,10 @@ class PageGroup:
                 raise ValueError(
                     f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
                 )
-            if row.exact > self.slots:
-                raise ValueError(f"row {index} has {row.exact} exact tokens in {self.slots} slots")
+            slots = replace(
+                self.sizes, recording=True
+            ).slots  # more than now: it may just have ended
+            if row.exact > slots:
+                raise ValueError(f"row {index} has {row.exact} exact tokens in {slots} slots")
             if row.dropped > self.sizes.out_of_sight(row.padding, self.seen):
                 raise ValueError(f"row {index} has given back a page that its next query can see")

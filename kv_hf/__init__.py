@@ -24,8 +24,7 @@ from .errors import (
 from .formats import IMPLEMENTATIONS
 from .hf.install import install, uninstall
 from .spec import MemoryReport, PageSpec, predict_memory
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -42,6 +41,7 @@ __all__ = [
     "PagedCache",
     "StaleHandleError",
     "UnsupportedModelError",
+    "__version__",
     "install",
     "predict_memory",
     "uninstall",

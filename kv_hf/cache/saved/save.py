@@ -15,6 +15,7 @@ from ...kernels.inputs import PagedKV
 from ...pages.group import PageGroup
 from ...quant.packing import lay_out, pick_up
 from ...spec import ROWS, TABLE_DTYPE, PageSpec, SideSpec
+from ...version import __version__
 from ..layer import PagedLayer
 from ..report import tensor_bytes
 from .container import Entry, RefusedError
@@ -157,8 +158,6 @@ def _options(cache: "PagedCache") -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    from ... import __version__
-
     return {
         "kv_hf": __version__,
         "transformers": transformers.__version__,

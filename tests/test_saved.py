@@ -15,7 +15,7 @@ from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
-from kv_hf.cache.saved import files, identity, save
+from kv_hf.cache.saved import container, files, identity, save
 
 PAGE = 16
 FORMATS = ("exact", "fp8", "int8", "int4", "int2")
@@ -281,19 +281,76 @@ def test_load_takes_device_and_kernel(tmp_path):
     cache, text = filled(model, {"input_ids": tokens(1, 60)}, keys="int8", kernel="reference")
     loaded = detour(cache, model, tmp_path / "cache", device="cpu", kernel="sdpa")
     assert loaded.layers[0].store.kernel.name == "sdpa"
-    for wrong, match in (({"device": "moon"}, "device"), ({"device": "meta"}, "device")):
-        with pytest.raises(kv_hf.CacheOptionError, match=match):
-            kv_hf.PagedCache.load(tmp_path / "cache", model, **wrong)
+    loaded = kv_hf.PagedCache.load(tmp_path / "cache", model, device="cpu:0")
+    check_equal(go_on(model, loaded, text), go_on(model, cache, text))
+    absent = [] if torch.cuda.is_available() else ["cuda"]
+    for wrong in ("moon", "meta", 1.5, *absent):
+        with pytest.raises(kv_hf.CacheOptionError, match="device must be"):
+            kv_hf.PagedCache.load(tmp_path / "cache", model, device=wrong)
     with pytest.raises(kv_hf.CacheOptionError, match="kernel must be one of"):
         kv_hf.PagedCache.load(tmp_path / "cache", model, kernel="magic")
     with pytest.raises(kv_hf.CacheFileError, match="kernel='triton' cannot run here"):
         kv_hf.PagedCache.load(tmp_path / "cache", model, kernel="triton")
 
 
+def test_cache_loaded_in_inference_mode_goes_on_outside_of_it(tmp_path):
+    model = shared_model("llama")
+    cache, text = filled(model, {"input_ids": tokens(1, 60)}, keys="int8")
+    with torch.inference_mode():
+        loaded = detour(cache, model, tmp_path / "cache", text)
+    check_equal(go_on(model, loaded, text), go_on(model, cache, text))
+
+
+def test_default_device_of_torch_is_not_where_files_are_read(tmp_path):
+    model = shared_model("llama")
+    cache, text = filled(model, {"input_ids": tokens(1, 60)}, keys="int8")
+    with torch.device("meta"):
+        saved = files.SavedFile
+        sources = {"a": files.Source(files.Entry(torch.int32, (2,)), lambda: iter((text[0, :1],)))}
+        files.write(tmp_path / "file", {}, sources)
+        with saved(tmp_path / "file") as file:
+            assert file.tensor("a").tolist() == [text[0, 0], 0]
+        assert identity.identity(model) == identity.identity(model)
+
+
+def test_forward_that_stops_half_way_behind_loading_is_found(tmp_path):
+    model = shared_model("llama")
+    cache, _ = filled(model, {"input_ids": tokens(1, 40)})
+    loaded = detour(cache, model, tmp_path / "cache")
+    states = torch.randn(1, 2, 1, 16)
+    for layer in (0, 1, 0):
+        loaded.update(states, states, layer)
+    with pytest.raises(kv_hf.InterruptedForwardError):
+        loaded.update(states, states, 0)
+    again = kv_hf.PagedCache.load(tmp_path / "cache", model)
+    again.update(states, states, 1)
+    with pytest.raises(kv_hf.InterruptedForwardError):
+        again.update(states, states, 1)
+    with pytest.raises(kv_hf.CacheMismatchError, match="float32"):
+        kv_hf.PagedCache.load(tmp_path / "cache", model).update(states.half(), states.half(), 0)
+
+
+def test_every_tensor_lies_where_its_elements_are_aligned():
+    entries = {
+        "a": files.Entry(torch.float16, (3,)),
+        "b": files.Entry(torch.uint8, (1,)),
+        "c": files.Entry(torch.float32, (3,)),
+        "d": files.Entry(torch.int64, (1, 1)),
+    }
+    header = container.encode_header(entries, {"name": "text"})
+    assert len(header) % 8 == 0
+    data = sum(entry.nbytes for entry in entries.values()) + 32
+    metadata, found = container.parse_header(header[8:], data)
+    assert metadata == {"name": "text"} and set(found) == set(entries)
+    for name, entry in found.items():
+        assert entry.describes(entries[name])
+        assert entry.begin % entry.dtype.itemsize == 0
+
+
 # -- what cannot be saved ------------------------------------------------------------------------------------
 
 
-def test_save_refuses_what_a_file_cannot_hold(tmp_path):
+def test_save_refuses_what_a_file_cannot_hold(tmp_path, monkeypatch):
     model = shared_model("llama")
     path = tmp_path / "cache"
     with pytest.raises(kv_hf.CacheMismatchError, match="empty"):
@@ -312,6 +369,9 @@ def test_save_refuses_what_a_file_cannot_hold(tmp_path):
         cache.save(tmp_path, model)
     with pytest.raises(FileNotFoundError):
         cache.save(tmp_path / "nowhere" / "cache", model)
+    monkeypatch.setattr(container, "HEADER_LIMIT", 2000)
+    with pytest.raises(kv_hf.CacheFileError, match="cannot be written: its header"):
+        cache.save(path, model)
     assert list(tmp_path.iterdir()) == []
 
 

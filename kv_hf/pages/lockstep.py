@@ -32,7 +32,8 @@ class Lockstep:
     def resume(self, members: Iterable[int]) -> None:
         """Stand behind a first step in which the layers `members` took part."""
         self.clear()
-        self.epoch, self._joined, self._members = 1, set(members), set(members)
+        self._joined = set(members)
+        self.epoch, self._members = 1, set(self._joined)
 
     def enter(self, layer: int, layer_epoch: int, op: tuple, plan: Callable[[tuple], Step]) -> Step:
         """Open the step `op` by `plan(op)`, or join it; return it.

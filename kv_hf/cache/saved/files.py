@@ -159,7 +159,7 @@ class SavedFile:
 
     def _read(self, entry: Entry, behind: int, count: int) -> torch.Tensor:
         with storing():
-            found = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
+            found = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype, device="cpu")
         if found.numel():
             self._file.seek(self._data + entry.begin + behind)
             if self._file.readinto(as_bytes(found)) != found.nbytes:

@@ -153,7 +153,7 @@ def _sample(tensor: torch.Tensor) -> bytes:
     if not tensor.numel():
         return b""
     last, count = tensor.numel() - 1, min(SAMPLES, tensor.numel())
-    places = torch.tensor([last * i // max(1, count - 1) for i in range(count)])
+    places = torch.tensor([last * i // max(1, count - 1) for i in range(count)], device="cpu")
     index = torch.unravel_index(places, tensor.shape) if tensor.ndim else ()
     chosen = tensor[tuple(one.to(tensor.device) for one in index)].reshape(-1)
     return chosen.cpu().contiguous().view(torch.uint8).numpy().tobytes()

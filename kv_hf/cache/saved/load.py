@@ -156,19 +156,18 @@ def _fill_window(window: ExactWindow, file: SavedFile, name: str) -> None:
 
 
 def _device(asked: torch.device | str | None) -> torch.device | None:
+    """Return the device as the keys on it will name it ("cuda" is "cuda:0" there)."""
     if asked is None:
         return None
     try:
-        device = torch.device(asked)
-    except (RuntimeError, TypeError) as error:
+        device = torch.empty(0, device=asked).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
         raise CacheOptionError(
-            f"device must name a device of torch, got {asked!r}: {error}"
+            f"device must be a device of torch that is there, got {asked!r}: {short(str(error))}"
         ) from None
     if device.type == "meta":
         raise CacheOptionError("device must be one that holds numbers, got 'meta'")
-    if device.type == "cuda" and device.index is None:  # keys say which one they are on
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _devices(model: Any, layers: int, asked: torch.device | None) -> list[torch.device]:

@@ -69,7 +69,7 @@ def save_cache(
         new = {page: place for place, page in enumerate(pages)}
         table = [new[page] for row in group.rows for page in row.pages]
         name = page_ids_name(number)
-        sources[name] = _whole(entries[name], torch.tensor(table, dtype=TABLE_DTYPE))
+        sources[name] = _whole(entries[name], torch.tensor(table, dtype=TABLE_DTYPE, device="cpu"))
     for layer, kv in held.items():
         number = members[layer]
         sources.update(_layer_sources(layer, kv, ids[number], contents.groups[number], entries))

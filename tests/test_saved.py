@@ -128,9 +128,18 @@ def record_and_confirm(cache):
     cache.crop(-3)
 
 
+def nothing(cache):
+    pass
+
+
+def confirm(cache):
+    cache.crop(0)
+
+
 @pytest.mark.parametrize("keys", ["exact", "int4"])
 @pytest.mark.parametrize("change", [crop_in_page, record, record_and_confirm])
-def test_cropped_and_recording_caches_go_on_bit_by_bit(change, keys, tmp_path):
+@pytest.mark.parametrize("behind", [nothing, confirm])
+def test_cropped_and_recording_caches_go_on_bit_by_bit(change, behind, keys, tmp_path):
     model = shared_model("llama")
     text = tokens(2, 150)
     caches = []
@@ -140,6 +149,7 @@ def test_cropped_and_recording_caches_go_on_bit_by_bit(change, keys, tmp_path):
             model(text[:, :115], past_key_values=cache)
             change(cache)
             model(text[:, 115:130], past_key_values=cache)
+            behind(cache)
             caches.append(cache)
         caches[1] = detour(caches[1], model, tmp_path / "cache")
         assert caches[1].group.recording == (change is not crop_in_page)
@@ -189,9 +199,8 @@ def test_crop_into_a_page_right_behind_loading(tmp_path):
 
 
 def test_rows_of_padding_only_learn_their_padding_behind_loading(tmp_path):
-    """A chunked prefill that is saved before a short row's first token."""
+    """A chunked prefill that is saved before a short row's first token; nothing but the cache knows the padding."""
     model = make_model("llama")
-    model.set_attn_implementation("kv_hf")
     inputs = left_padded([80, 10])
     caches = [kv_hf.PagedCache(model.config, page_size=PAGE) for _ in range(2)]
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -233,6 +242,9 @@ def test_file_is_safetensors_and_holds_the_pages(tmp_path):
     """Read by the library of the format: the order of pages is that of rows and tokens."""
     model = shared_model("llama")
     cache, text = filled(model, left_padded([100, 33]), keys="exact")
+    for window in cache.layers[1].windows:  # what earlier tokens left behind a row's exact ones
+        for row, held in zip(window.tokens, cache.group.rows, strict=True):
+            row[:, held.exact :] = torch.nan
     path = tmp_path / "cache.safetensors"
     cache.save(path, model, text)
     with safetensors.safe_open(path, "pt") as file:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -617,3 +618,17 @@ def test_files_are_read_without_anything_that_could_run_code():
         text = path.read_text()
         for word in ("pickle", "torch.load", "eval(", "exec(", "import_module"):
             assert word not in text, f"{path.name} uses {word}"
+
+
+def test_example_of_the_documentation_runs(tmp_path, monkeypatch):
+    page = Path(__file__).parent.parent / "docs" / "saved_caches.md"
+    blocks = page.read_text().split("```python\n")[1:]
+    example = blocks[1].split("```")[0]
+
+    def tokenizer(text, return_tensors):
+        return SimpleNamespace(input_ids=tokens(1, 150 if "document" in text else 6))
+
+    monkeypatch.chdir(tmp_path)
+    names = {"torch": torch, "kv_hf": kv_hf, "model": make_model("llama"), "tokenizer": tokenizer}
+    exec(example, names)
+    assert names["out"].shape == (1, 176)

@@ -256,6 +256,16 @@ def test_forged_headers_are_refused(saved, model, path, change, match):
     refused(path, joined(header, None, tensors), model, match)
 
 
+def test_a_checksum_elsewhere_is_refused(saved, model, path):
+    header, _, tensors = split(saved)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            entry["data_offsets"] = [place + 32 for place in entry["data_offsets"]]
+    header["checksum"]["data_offsets"] = [0, 32]
+    text = json.dumps(header).encode()
+    refused(path, sealed(text, (bytes(32) + tensors)[:-32]), model, "not the last tensor")
+
+
 # -- descriptions --------------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ class Savable:
             model: the model that it was saved with.
             device: where the layers go; None: where those of `model` are.
             kernel: as in CacheConfig, in place of the saved one.
-        Raises: CacheFileError for a damaged, foreign or forged file and for another model, before any tensor is made
-            for it; OSError where it cannot be opened.
+        Raises: CacheFileError for a damaged, foreign or forged file and for another model, before pages or windows
+            are allocated; OSError where it cannot be opened.
         """
         return load_cache(cls, path, model, device, kernel)  # type: ignore[type-var]

@@ -14,6 +14,7 @@ from .cache.paged_cache import PagedCache
 from .cache.prefix_store import PrefixStats, PrefixStore
 from .config import CacheConfig
 from .errors import (
+    CacheFileError,
     CacheMismatchError,
     CacheOptionError,
     InterruptedForwardError,
@@ -26,12 +27,12 @@ from .errors import (
 from .formats import IMPLEMENTATIONS
 from .hf.install import install, uninstall
 from .spec import MemoryReport, PageSpec, predict_memory
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "IMPLEMENTATIONS",
     "CacheConfig",
+    "CacheFileError",
     "CacheMismatchError",
     "CacheOptionError",
     "CrossCache",
@@ -47,6 +48,7 @@ __all__ = [
     "PrefixStore",
     "StaleHandleError",
     "UnsupportedModelError",
+    "__version__",
     "install",
     "predict_memory",
     "uninstall",

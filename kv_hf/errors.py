@@ -32,5 +32,9 @@ class InterruptedForwardError(KVCacheError):
     """An earlier forward stopped between two layers, so that layers hold different lengths."""
 
 
+class CacheFileError(KVCacheError):
+    """A file is no saved cache, is damaged, or was saved with another model, dtype or file version."""
+
+
 class KVCacheWarning(UserWarning):
     """Something works, but slower or with less than the user may expect; said once."""

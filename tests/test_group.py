@@ -1,6 +1,6 @@
 """Planning of steps, against lists of token numbers per row and layers that only follow what steps say."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -551,8 +551,11 @@ def test_check_integrity_finds_a_window_that_is_too_long():
     group.record_past()
     layer.append(columns_of([0], 4 + 2 * PAGE - 1))
     group.check_integrity()
-    group.end_recording()
-    with pytest.raises(ValueError, match="exact tokens in 20 slots"):
+    group.end_recording()  # the next append seals what is too much by then: nothing is wrong
+    group.check_integrity()
+    (row,) = group.rows
+    group.rows, group.seen = (replace(row, exact=5 + 2 * PAGE),), 5 + 2 * PAGE
+    with pytest.raises(ValueError, match=f"{5 + 2 * PAGE} exact tokens in {4 + 2 * PAGE} slots"):
         group.check_integrity()
 
 

@@ -9,7 +9,7 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "notices"},
+    {"errors", "notices", "version"},
     {"config", "formats"},
     {"spec", "planner"},
     {"quant"},

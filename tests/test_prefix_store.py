@@ -345,3 +345,19 @@ def test_saved_options_and_model_with_linear_layers():
     config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     with pytest.raises(kv_hf.CacheOptionError, match="layer 0 is kept by transformers' Linear"):
         kv_hf.PagedCache(config, prefix_store=kv_hf.PrefixStore())
+
+
+def test_cache_of_a_store_is_saved_with_the_pages_that_it_shares(tmp_path):
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    run(model, [SYSTEM], store)
+    cache = run(model, [SYSTEM + words(9, 2)], store).past_key_values
+    cache.save(tmp_path / "cache.safetensors", model)
+    read = kv_hf.PagedCache.load(tmp_path / "cache.safetensors", model)
+    assert read.prefix_store is None
+    with torch.no_grad():
+        logits = [model(torch.tensor([[5]]), past_key_values=one).logits for one in (cache, read)]
+    assert torch.equal(*logits)
+    sliding = make_sliding("gemma3", 24)
+    cache = run(sliding, [SYSTEM], kv_hf.PrefixStore()).past_key_values
+    with pytest.raises(kv_hf.UnsupportedModelError, match="sliding layers for its prefix_store"):
+        cache.save(tmp_path / "other.safetensors", sliding)

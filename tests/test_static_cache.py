@@ -392,3 +392,10 @@ def test_generate_fills_the_cache_to_the_last_column():
         wanted = model.generate(**given, **options, cache_config={"page_size": 16})
         got = model.generate(**given, **options, cache_config={"page_size": 16, "max_length": 64})
         assert torch.equal(got, wanted)
+
+
+def test_preallocated_cache_is_not_saved(tmp_path):
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, max_length=64)
+    with pytest.raises(kv_hf.CacheOptionError, match="max_length cannot be saved"):
+        cache.save(tmp_path / "cache.safetensors", model)

@@ -278,6 +278,11 @@ class PagedLayer(DynamicLayer):
         )
         return keys, values
 
+    def resume(self) -> None:
+        """Stand where the group stands, after its rows and this layer's tensors were read from a file."""
+        self._seen, self._epoch = self.group.seen, self.group.epoch
+        self.revision += 1
+
     def current_kv(self) -> PagedKV:
         """Return pages and window as they are now. Raises InterruptedForwardError when they are behind."""
         group = self.group

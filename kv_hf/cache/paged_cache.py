@@ -29,10 +29,11 @@ from .model_shape import (
 )
 from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, report_layers
+from .saved.savable import Savable
 from .stages import answering_layer
 
 
-class PagedCache(DynamicCache):
+class PagedCache(Savable, DynamicCache):
     """Keys and values in fixed-size pages, stored exactly or quantized.
 
         cache = kv_hf.PagedCache(model.config, keys="int8", values="int4", page_size=64)
@@ -177,6 +178,7 @@ class PagedCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
+        self.token_ids = None
         for layer in self.layers:
             layer.reset()
             if isinstance(layer, DynamicLayer) and not isinstance(layer, PagedLayer):

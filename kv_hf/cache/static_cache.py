@@ -82,6 +82,10 @@ class StaticPagedCache(PagedCache):
         for layer in self.paged_layers:
             layer.crop(tokens_to_remove)
 
+    def save(self, path: Any, model: Any, token_ids: Any = None) -> None:
+        """Raise CacheOptionError: saved caches grow."""
+        raise refused("be saved")
+
     def end_recording(self) -> None:
         """Nothing to do: past recording is refused."""
 

@@ -113,4 +113,6 @@ class ExactWindow:
 
     def reopen(self, tokens: torch.Tensor, index: int, sinks: int) -> None:
         """Put the decoded tokens [num_kv_heads, n, head_dim] of a page back behind row `index`'s sinks."""
+        slots = max(self.tokens.shape[2], sinks + tokens.shape[1])  # a loaded window may be shorter
+        self.tokens = self._resized(self.tokens.shape[0], slots)
         self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens

@@ -1,6 +1,6 @@
 """Who has taken part in which step: layers of a group follow each other, and groups of a cache do too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import InterruptedForwardError
 from .step import Step
@@ -28,6 +28,12 @@ class Lockstep:
         self.step: Step | None = None
         self._joined: set[int] = set()
         self._members: set[int] | None = None
+
+    def resume(self, members: Iterable[int]) -> None:
+        """Stand behind a first step in which the layers `members` took part."""
+        self.clear()
+        self._joined = set(members)
+        self.epoch, self._members = 1, set(self._joined)
 
     def enter(self, layer: int, layer_epoch: int, op: tuple, plan: Callable[[tuple], Step]) -> Step:
         """Open the step `op` by `plan(op)`, or join it; return it.

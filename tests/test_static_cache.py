@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import left_padded, make_config, make_model, tokens
+from tiny_models import left_padded, make_config, make_model, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf

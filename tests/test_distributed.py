@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import kv_hf
 
 TESTS = Path(__file__).parent
-SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = {"vocab_size": 98, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 STAGES = "pp_size" in DistributedConfig.__dataclass_fields__
 PARALLELISMS = ["tensor", "data", *(["pipeline"] if STAGES else [])]
 

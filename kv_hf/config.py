@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -11,6 +12,7 @@ from .errors import CacheOptionError
 from .formats import FORMAT_NAMES, IMPLEMENTATIONS, Scheme, key_scheme, value_scheme
 
 ATTENTION_CHOICES = ("auto", "keep")
+OFFLOAD_CHOICES = ("cpu", "disk")
 KERNEL_CHOICES = ("auto", "triton", "c", "sdpa", "reference")
 
 
@@ -58,6 +60,13 @@ class CacheConfig:
         attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
         kernel: implementation of attention over pages: "auto" takes the best that can run here, a name takes
             that one or raises ("triton", "c", "sdpa", "reference").
+        offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in a temporary
+            file; None keeps all on the device.
+        device_bytes: bytes of sealed pages that may lie on the device, staging buffers included. With offload and
+            without a budget as little as possible lies there.
+        device_pages: the same budget in pages: one page of one layer counts as one, so that a page of the text
+            counts once for every layer.
+        offload_dir: folder of the file of offload="disk"; None takes the system's folder for temporary files.
     """
 
     keys: str = "exact"
@@ -72,6 +81,10 @@ class CacheConfig:
     layers: Mapping[str, Any] | None = None
     attention: str = "auto"
     kernel: str = "auto"
+    offload: str | None = None
+    device_bytes: int | None = None
+    device_pages: int | None = None
+    offload_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("keys", self.keys, FORMAT_NAMES)
@@ -96,9 +109,36 @@ class CacheConfig:
         _check_int("reserve_tokens", self.reserve_tokens, 0)
         if self.max_pages is not None:
             _check_int("max_pages", self.max_pages, 1)
+        self._check_offload()
         if self.layers is not None:
             self.layer_overrides()
             object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
+
+    def _check_offload(self) -> None:
+        if self.offload is not None:
+            check_choice("offload", self.offload, OFFLOAD_CHOICES)
+        budgets = {"device_bytes": self.device_bytes, "device_pages": self.device_pages}
+        given = {name: value for name, value in budgets.items() if value is not None}
+        for name, value in given.items():
+            _check_int(name, value, 1)
+        if len(given) > 1:
+            raise CacheOptionError(
+                f"device_bytes and device_pages are two ways to give one budget, got both ({given})"
+            )
+        if given and self.offload is None:
+            name, value = given.popitem()
+            raise CacheOptionError(
+                f"{name}={value} needs offload='cpu' or 'disk': without it all pages stay on the device; use "
+                "max_pages to bound them"
+            )
+        if self.offload_dir is not None:
+            if self.offload != "disk":
+                raise CacheOptionError(
+                    f"offload_dir is read with offload='disk' only, got offload={self.offload!r}"
+                )
+            folder = self.offload_dir
+            if not isinstance(folder, (str, os.PathLike)) or not os.path.isdir(folder):
+                raise CacheOptionError(f"offload_dir must be a folder that exists, got {folder!r}")
 
     @classmethod
     def from_options(cls, implementation: str, options: Mapping[str, Any] | None) -> "CacheConfig":

@@ -12,13 +12,14 @@ from ..config import CacheConfig, check_option_names
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
-from ..pages.arena import PageArena
 from ..pages.group import PageGroup
+from ..pages.offload import OffloadArena, check_device
 from ..spec import MemoryReport
 from .handle import view_behind, warn_dense
 from .layer import PagedLayer, chosen_rows
 from .mask_length import MaskLength
 from .model_shape import decoder_config, is_chunked, planned_specs, signature
+from .offloading import make_arena, make_room
 from .report import LayerReport, measure_memory, report_layers
 
 
@@ -61,7 +62,7 @@ class PagedCache(DynamicCache):
         self.model_signature = signature(decoder)
         schemes = [options.schemes(i, len(self.layers)) for i in range(len(self.layers))]
         planned_specs(decoder, schemes, options.page_size)
-        self.arena = PageArena(options.max_pages)
+        self.arena = make_arena(options)
         groups: dict[int | None, PageGroup] = {}
         for index, layer in enumerate(self.layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -139,6 +140,9 @@ class PagedCache(DynamicCache):
             for group in self.groups:
                 if group is not own:
                     group.check_append(key_states.shape[0], key_states.shape[2])
+            if isinstance(self.arena, OffloadArena):
+                layers = self.paged_layers
+                make_room(self.arena, layers, self.groups, key_states, value_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._config._attn_implementation == "flex_attention":
             view = view_behind(keys, values)
@@ -222,7 +226,10 @@ class PagedCache(DynamicCache):
         """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model.
 
         generate() asks before its first forward; the first update() asks again, about the tensors it gets.
+        The same for an offload that has no meaning there.
         """
+        if isinstance(self.arena, OffloadArena):
+            check_device(self.arena.place, device)
         if self.options.kernel != "auto":
             schemes = [layer.schemes for layer in self.paged_layers]
             layout = layout_for(device)
@@ -306,7 +313,8 @@ class PagedCache(DynamicCache):
         return (
             f"PagedCache(keys={self.options.keys!r}, values={self.options.values!r}, "
             f"page_size={self.options.page_size}, rows={len(self.group.rows)}, tokens={memory.tokens}, "
-            f"pages={memory.pages_held}, bytes={memory.total})"
+            f"pages={memory.pages_held}, bytes={memory.total}"
+            + (f", offloaded={memory.offloaded})" if self.options.offload else ")")
         )
 
 

@@ -64,12 +64,13 @@ def paged_attention(
                 f"mask must have at least {kv.seen} columns, got {mask.shape[-1]}"
             )
         mask = mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
-    return kernel.attend(
-        query,
-        kv,
-        softmax_scale=softmax_scale,
-        mask=mask,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        sliding_window=sliding_window,
-    )
+    with kv.hold():
+        return kernel.attend(
+            query,
+            kv,
+            softmax_scale=softmax_scale,
+            mask=mask,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            sliding_window=sliding_window,
+        )

@@ -10,7 +10,7 @@ from ..kernels.choice import layout_for
 from ..pages.arena import PageArena
 from ..pages.device_budget import DeviceBudget
 from ..pages.group import PageGroup
-from ..pages.offload import OffloadArena, check_device
+from ..pages.offload import OffloadArena
 from ..spec import PageSpec, page_capacity, reserved_pages
 
 
@@ -35,7 +35,7 @@ def make_room(
     Layers that have not seen keys yet are taken to have heads like these.
     Raises: DeviceBudgetError, OffloadError, CacheOptionError, with the cache unchanged.
     """
-    check_device(arena.place, keys.device)
+    arena.check_device(keys.device)
     capacities: dict[int, int] = {}
     slots: dict[int, int] = {}
     for group in groups:

@@ -13,7 +13,7 @@ from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
 from ..pages.group import PageGroup
-from ..pages.offload import OffloadArena, check_device
+from ..pages.offload import OffloadArena
 from ..spec import MemoryReport
 from .handle import view_behind, warn_dense
 from .layer import PagedLayer, chosen_rows
@@ -229,7 +229,7 @@ class PagedCache(DynamicCache):
         The same for an offload that has no meaning there.
         """
         if isinstance(self.arena, OffloadArena):
-            check_device(self.arena.place, device)
+            self.arena.check_device(device)
         if self.options.kernel != "auto":
             schemes = [layer.schemes for layer in self.paged_layers]
             layout = layout_for(device)

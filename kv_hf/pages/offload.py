@@ -28,15 +28,6 @@ from .storing import storing
 PLANS = 8  # slot plans that are kept: one for each group of the caches in use
 
 
-def check_device(place: str, device: torch.device) -> None:
-    """Raise CacheOptionError where pages on `device` cannot be put to `place` ("cpu" or "disk")."""
-    if place == "cpu" and device.type == "cpu":
-        raise CacheOptionError(
-            "offload='cpu' has nothing to do here: the model is on the CPU, so that pages are already in host "
-            "memory. Use offload='disk', or leave offload out"
-        )
-
-
 class OffloadArena(PageArena):
     """An arena whose pages lie on the device up to a budget, and outside beyond it.
 
@@ -80,9 +71,17 @@ class OffloadArena(PageArena):
         vars(self).update(state)
         self._prepare()
 
+    def check_device(self, device: torch.device) -> None:
+        """Raise CacheOptionError where pages on `device` cannot be put to this arena's place."""
+        if self.place == "cpu" and device.type == "cpu":
+            raise CacheOptionError(
+                "offload='cpu' has nothing to do here: the model is on the CPU, so that pages are already in host "
+                "memory. Use offload='disk', or leave offload out"
+            )
+
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""
-        check_device(self.place, device)
+        self.check_device(device)
         return OffloadedStorage(layer_idx, spec, device, self)
 
     def outside(self) -> OutsideMemory:

@@ -465,6 +465,31 @@ def test_next_layer_is_fetched_while_this_one_is_read():
                 assert (asked.count("run"), fetched) == (0, 1)
 
 
+def test_new_table_is_fetched_late_for_its_first_layer_only():
+    spec, lane = make_spec(), EagerLane()
+    staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(4)]
+    staging.resize(8 * spec.page_bytes)
+    for plan in (plan_of([0, 1]), plan_of([0, 1]), plan_of([0, 1, 2])):
+        late = []
+        for layer in layers:
+            lane.log.clear()
+            with staging.reading(layer, plan):
+                late.append([what for what, _ in lane.log].count("run"))
+    assert late == [1, 0, 0, 0]
+
+
+def test_buffers_are_replaced_when_their_copies_are_done():
+    spec, lane = make_spec(), LateLane()
+    staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(3)]
+    staging.resize(8 * spec.page_bytes)
+    for layer in (*layers, *layers):
+        with staging.reading(layer, plan_of([0, 1])):
+            pass
+    assert lane.waiting
+    staging.resize(9 * spec.page_bytes)
+    assert not lane.waiting
+
+
 def test_fetch_waits_for_the_last_reader_of_its_buffer_and_for_writes():
     spec, lane = make_spec(), EagerLane()
     staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(3)]

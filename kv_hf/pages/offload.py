@@ -104,9 +104,9 @@ class OffloadArena(PageArena):
 
     def plan(self, view: TableView, device: torch.device) -> SlotPlan:
         """Return the slots of the pages of `view`: made once for each table."""
-        key = id(view.block_table)
+        key = id(view.block_table)  # nobody else's: the plan keeps the table
         found = self._plans.get(key)
-        if found is None or found.source is not view.block_table or found.table.device != device:
+        if found is None or found.table.device != device:
             found = SlotPlan.build(view, device)
             self._plans[key] = found
             while len(self._plans) > PLANS:

@@ -198,7 +198,9 @@ class Staging:
     def _buffer(self, layer: Outsider) -> StagingBuffer:
         """Return the buffer that holds pages of `layer`, or else the one that was not read last."""
         while len(self._buffers) < self.lane.buffers:
-            self._buffers.append(StagingBuffer(self.size, self.device))
+            buffer = StagingBuffer(self.size, self.device)
+            buffer.used = self.lane.mark()  # kernels given before may still read that memory
+            self._buffers.append(buffer)
         own = [buffer for buffer in self._buffers if buffer.owner is layer]
         others = [buffer for buffer in self._buffers if buffer is not self._last]
         return (own or others or self._buffers)[0]

@@ -544,6 +544,23 @@ def test_failed_fetch_is_tried_again():
     check_slots(staging.read(layer, plan), layer, plan)
 
 
+def test_encoded_pages_are_taken_and_put(place):
+    model = five_layers()
+    caches = [make_cache(keys="int4", **options) for options in ({}, place, place)]
+    for cache in caches[:2]:
+        forward(model, cache, tokens(1, 300))
+    forward(model, caches[2], tokens(1, 300, seed=5))
+    pages = [3, 4, 9, 2]
+    for sides in zip(*(cache.layers[1].storage.sides for cache in caches), strict=True):
+        plain, ours, other = (side.take(pages) for side in sides)
+        for name, field in plain.items():
+            assert torch.equal(ours[name], field)
+            assert not torch.equal(other[name], field)
+            sides[2].put(7, name, field)
+        found = sides[2].take(range(7, 11))
+        assert all(torch.equal(found[name], field) for name, field in plain.items())
+
+
 # -- failures ------------------------------------------------------------------------------------------------
 
 

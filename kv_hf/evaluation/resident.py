@@ -18,9 +18,15 @@ def give_freed_memory_back(threshold: int = 1 << 18) -> None:
 
 
 def resident() -> dict[str, int]:
-    """Return bytes by name: VmRSS (now), VmHWM (most), RssAnon, RssFile; empty where /proc does not tell."""
+    """Return bytes by name: VmRSS (now), VmHWM (most), RssAnon, RssFile; empty where /proc does not tell.
+
+    What glibc holds although it is free is given back first.
+    """
     if not STATUS.is_file():
         return {}
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     fields = (line.split() for line in STATUS.read_text().splitlines())
     return {
         field[0].rstrip(":"): 1024 * int(field[1])

@@ -114,7 +114,10 @@ class Home:
                 self.outside.forget(out)
 
     def store(self, side: int, page: int, count: int, source: Fields, place: int) -> None:
-        """Copy `count` pages of one side from `source`, from `place` on, to ids page .. page + count - 1."""
+        """Copy `count` pages of one side from `source`, from `place` on, to ids page .. page + count - 1.
+
+        Fields that `source` lacks are left as they are.
+        """
         for out, here in self._pairs(side, page, count, source, place):
             out.copy_(here, non_blocking=self.outside.pinned)
             self.outside.forget(out)
@@ -131,10 +134,12 @@ class Home:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pieces of these pages here, each with its place in `fields`."""
         for extent, start, number, done in self._parts(page, count):
-            for name, tensor in extent.sides[side].items():
+            for name in fields:
+                tensor = extent.sides[side][name]
                 for at, size in self._pieces(number, tensor[0].nbytes):
                     here = place + done + at
-                    yield tensor[start + at :][:size], fields[name][here : here + size]
+                    out = tensor[start + at : start + at + size]
+                    yield out, fields[name][here : here + size]
 
     def _pieces(self, number: int, page_bytes: int) -> Iterator[tuple[int, int]]:
         most = self.outside.piece_bytes

@@ -1,6 +1,6 @@
 """One layer's pages, on the device or outside, behind the same methods as PageStorage."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,19 +53,30 @@ class OffloadedSide(SideStorage):
         """Pages that there is room for."""
         return super().capacity if self.home is None else self.home.capacity
 
-    def fetched(self, pages: list[int]) -> Fields:
-        """Return copies of these pages on the device."""
-        assert self.home is not None
+    def take(self, pages: Sequence[int]) -> Fields:
+        """Return copies of these pages as they are encoded, [n, ..] by field name, on the device."""
+        if self.home is None:
+            return super().take(pages)
         fields = scratch_fields(self.spec, len(pages), self.fields["codes"].device)
         for place, page, count in runs(pages):
             self.home.fetch(page, count, [fields], place, [self.index])
         return fields
 
+    def put(self, first: int, field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room.
+
+        For storage that nothing was read from yet: staging buffers are not told.
+        """
+        if self.home is None:
+            super().put(first, field, pages)
+        else:
+            self.home.store(self.index, first, len(pages), {field: pages}, 0)
+
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
         if self.home is None:
             return super().read(pages, dtype)
-        tokens = decode(self.fetched(pages.reshape(-1).tolist()), self.spec, dtype)
+        tokens = decode(self.take(pages.reshape(-1).tolist()), self.spec, dtype)
         return tokens.reshape(*pages.shape, *tokens.shape[1:])
 
 

@@ -1,7 +1,7 @@
 """The tensors of one layer's sealed pages, growing by steps. Knows ids, not rows."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -54,6 +54,14 @@ class SideStorage:
                 new = old.new_zeros((capacity, *old.shape[1:]))
                 new[: old.shape[0]] = old
                 self.fields[name] = new
+
+    def take(self, pages: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return copies of these pages as they are encoded, [n, ..] by field name, on the device."""
+        return {name: tensor[list(pages)] for name, tensor in self.fields.items()}
+
+    def put(self, first: int, field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room."""
+        self.fields[field][first : first + len(pages)].copy_(pages)
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""

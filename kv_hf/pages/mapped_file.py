@@ -19,6 +19,7 @@ from .outside import OutsideMemory
 
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 ZEROS = bytes(1 << 20)
+AROUND = 2 << 20  # bytes, aligned: reading one memory page may map others of the same page table
 
 
 class MappedFile(OutsideMemory):
@@ -51,21 +52,22 @@ class MappedFile(OutsideMemory):
             raise self._full(needed, f"{free:,} bytes are free")
 
     def forget(self, piece: torch.Tensor) -> None:
-        """Unmap the memory pages of a piece; those that were written stay in the file."""
-        self._advise(piece, "MADV_DONTNEED")
+        """Unmap the memory pages of a piece and those mapped with them; what was written stays in the file."""
+        self._advise(piece, "MADV_DONTNEED", AROUND)
 
     def expect(self, piece: torch.Tensor) -> None:
         """Have the system read a piece from the disk, in the background."""
-        self._advise(piece, "MADV_WILLNEED")
+        self._advise(piece, "MADV_WILLNEED", mmap.PAGESIZE)
 
-    def _advise(self, piece: torch.Tensor, advice: str) -> None:
+    def _advise(self, piece: torch.Tensor, advice: str, alignment: int) -> None:
         if not hasattr(mmap, advice) or not piece.numel():  # Windows
             return
+        first, last = piece.data_ptr(), piece.data_ptr() + piece.nbytes
         for address, mapped in reversed(self._maps):
-            first = piece.data_ptr() - address
-            if 0 <= first < len(mapped):
-                start = first - first % mmap.PAGESIZE
-                mapped.madvise(getattr(mmap, advice), start, first + piece.nbytes - start)
+            if address <= first < address + len(mapped):
+                start = max(address, first - first % alignment)
+                end = min(address + len(mapped), -(-last // alignment) * alignment)
+                mapped.madvise(getattr(mmap, advice), start - address, end - start)
                 return
 
     def _new_region(self, nbytes: int) -> torch.Tensor:

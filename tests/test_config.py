@@ -352,7 +352,9 @@ def test_cache_config_kernel_decides_who_reads_the_pages(kernel, monkeypatch):
 
 def test_cache_config_documents_and_tests_every_field():
     names = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert names == {*EFFECTS, "max_pages", "reserve_tokens", "attention", "kernel"}
+    elsewhere = {"max_pages", "reserve_tokens", "attention", "kernel"}
+    offload = {"offload", "device_bytes", "device_pages", "offload_dir"}  # test_offload.py
+    assert names == {*EFFECTS, *elsewhere, *offload}
     assert [
         name for name in names if name not in CacheConfig.__doc__.partition("Attributes")[2]
     ] == []

@@ -27,6 +27,10 @@ class Lane(Protocol):
         """Let kernels that come now wait for `event`."""
         ...
 
+    def keep(self, target: torch.Tensor) -> None:
+        """Let the memory of `target` not be used again before the copies into it are done, though it be dropped."""
+        ...
+
     def wait(self) -> None:
         """Wait until everything is done, for reading outside memory on the host."""
         ...
@@ -46,6 +50,9 @@ class InOrder:
 
     def join(self, event: Any) -> None:
         """Nothing to wait for."""
+
+    def keep(self, target: torch.Tensor) -> None:
+        """Nothing runs on when `target` is dropped."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -79,6 +86,10 @@ class SideStream:
         """Let the current stream wait."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
+
+    def keep(self, target: torch.Tensor) -> None:
+        """Tell the allocator of the stream: a cache often goes while its next layer is being fetched."""
+        target.record_stream(self.stream)
 
     def wait(self) -> None:
         """Wait for the device."""

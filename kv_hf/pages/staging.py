@@ -120,8 +120,6 @@ class Staging:
     def resize(self, nbytes: int) -> None:
         """Let buffers have `nbytes` bytes from their next use on; the old ones go first."""
         if nbytes != self.size:
-            for buffer in self._buffers:
-                self.lane.join(buffer.ready)  # a copy must not run into memory that is used again
             self.size = nbytes
             self._buffers, self._last = [], None
 
@@ -200,6 +198,7 @@ class Staging:
         while len(self._buffers) < self.lane.buffers:
             buffer = StagingBuffer(self.size, self.device)
             buffer.used = self.lane.mark()  # kernels given before may still read that memory
+            self.lane.keep(buffer.raw)
             self._buffers.append(buffer)
         own = [buffer for buffer in self._buffers if buffer.owner is layer]
         others = [buffer for buffer in self._buffers if buffer is not self._last]

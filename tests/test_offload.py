@@ -84,7 +84,9 @@ def place(request, monkeypatch):
 
 @functools.cache
 def five_layers():
-    return make_model("llama", num_hidden_layers=LAYERS)
+    model = make_model("llama", num_hidden_layers=LAYERS)
+    model.set_attn_implementation("kv_hf")
+    return model
 
 
 def make_cache(model=None, **options):
@@ -277,6 +279,17 @@ def test_copies_generate_at_once_in_threads(place):
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[seed], alone[seed]) for seed in range(3))
+
+
+def test_inference_mode_and_gradients_may_take_turns(place):
+    """Tensors made in inference mode cannot be written to outside of it: the buffers were, by way of their views."""
+    model, both = five_layers(), [make_cache(**options) for options in ({}, place)]
+    modes = [torch.no_grad, torch.inference_mode, torch.enable_grad, torch.inference_mode]
+    for length, mode in zip((100, 40, 3, 20), modes, strict=True):
+        with mode():
+            ids = tokens(2, length, seed=length)
+            logits = [model(ids, past_key_values=cache).logits for cache in both]
+        assert torch.equal(*logits)
 
 
 def test_transformers_own_offload_and_prefetch_leave_the_pages_alone(place):

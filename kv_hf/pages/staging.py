@@ -87,8 +87,9 @@ class StagingBuffer:
         if self.owner is not owner or len(self.ids) != slots:
             self.owner = owner
             self.ids = [None] * slots
-            used = self.raw[: carved_bytes(owner.spec, slots)]
-            self._fields = carve(used, owner.spec, slots)
+            with storing():
+                used = self.raw[: carved_bytes(owner.spec, slots)]
+                self._fields = carve(used, owner.spec, slots)
 
     @property
     def fields(self) -> tuple[Fields, Fields]:

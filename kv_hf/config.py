@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from .formats import FORMAT_NAMES, IMPLEMENTATIONS, Scheme, key_scheme, value_sc
 
 ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
+OFFLOAD_CHOICES = ("cpu", "disk")
 KERNEL_CHOICES = ("auto", "triton", "c", "sdpa", "reference")
 
 
@@ -64,6 +66,13 @@ class CacheConfig:
             that one or raises ("triton", "c", "sdpa", "reference").
         cross_attention: of encoder-decoder models: "exact" keeps the encoder's keys and values as transformers
             does, "same" stores them in pages of the formats above.
+        offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in a temporary
+            file; None keeps all on the device.
+        device_bytes: bytes of sealed pages that may lie on the device, staging buffers included. With offload and
+            without a budget as little as possible lies there.
+        device_pages: the same budget in pages: one page of one layer counts as one, so that a page of the text
+            counts once for every layer.
+        offload_dir: folder of the file of offload="disk"; None takes the system's folder for temporary files.
     """
 
     keys: str = "exact"
@@ -81,6 +90,10 @@ class CacheConfig:
     kernel: str = "auto"
     prefix_store: Any = None
     cross_attention: str = "exact"
+    offload: str | None = None
+    device_bytes: int | None = None
+    device_pages: int | None = None
+    offload_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("keys", self.keys, FORMAT_NAMES)
@@ -112,6 +125,7 @@ class CacheConfig:
                 "PrefixStore(max_bytes=...)"
             )
         self._check_max_length()
+        self._check_offload()
         if self.layers is not None:
             self.layer_overrides()
             object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
@@ -126,6 +140,7 @@ class CacheConfig:
             ("reserve_tokens", 0),
             ("max_pages", None),
             ("prefix_store", None),
+            ("offload", None),
         ):
             value = getattr(self, name)
             if value != default:
@@ -133,6 +148,38 @@ class CacheConfig:
                     f"{name}={value} does not go with max_length={self.max_length}, which allocates all pages at once "
                     f"and keeps one page of exact tokens; leave out {name} or max_length"
                 )
+
+    def _check_offload(self) -> None:
+        """Raise CacheOptionError for bad options about pages that live outside of the device."""
+        if self.offload is not None and self.prefix_store is not None:
+            raise CacheOptionError(
+                f"offload={self.offload!r} does not go with prefix_store, whose pages many caches read at once; leave out "
+                "one of them"
+            )
+        if self.offload is not None:
+            check_choice("offload", self.offload, OFFLOAD_CHOICES)
+        budgets = {"device_bytes": self.device_bytes, "device_pages": self.device_pages}
+        given = {name: value for name, value in budgets.items() if value is not None}
+        for name, value in given.items():
+            _check_int(name, value, 1)
+        if len(given) > 1:
+            raise CacheOptionError(
+                f"device_bytes and device_pages are two ways to give one budget, got both ({given})"
+            )
+        if given and self.offload is None:
+            name, value = given.popitem()
+            raise CacheOptionError(
+                f"{name}={value} needs offload='cpu' or 'disk': without it all pages stay on the device; use "
+                "max_pages to bound them"
+            )
+        if self.offload_dir is not None:
+            if self.offload != "disk":
+                raise CacheOptionError(
+                    f"offload_dir is read with offload='disk' only, got offload={self.offload!r}"
+                )
+            folder = self.offload_dir
+            if not isinstance(folder, (str, os.PathLike)) or not os.path.isdir(folder):
+                raise CacheOptionError(f"offload_dir must be a folder that exists, got {folder!r}")
 
     @classmethod
     def from_options(cls, implementation: str, options: Mapping[str, Any] | None) -> "CacheConfig":

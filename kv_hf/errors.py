@@ -24,6 +24,14 @@ class PagePoolExhaustedError(KVCacheError):
     """The pool would need more pages than `max_pages`; nothing was changed."""
 
 
+class DeviceBudgetError(KVCacheError):
+    """Pages that have to be on the device do not fit into the budget for it; nothing was changed."""
+
+
+class OffloadError(KVCacheError):
+    """Pages cannot be put outside of the device: the disk is full, or no file can be made."""
+
+
 class StaleHandleError(KVCacheError):
     """Keys or values of an earlier forward are read after the cache has moved on."""
 

@@ -172,13 +172,15 @@ class MemoryReport:
     """Bytes held by a cache, by part.
 
     Attributes:
-        payload: codes of all allocated pages (for exact pages: the numbers themselves).
-        scales: scales and offsets of all allocated pages.
+        payload: codes of all allocated pages on the device (for exact pages: the numbers themselves).
+        scales: scales and offsets of all allocated pages on the device.
         tail: exact tokens beside the pages (sinks and the open tail of each row).
         tables: block tables on the devices.
         other: layers that transformers' own classes hold (sliding windows, states of linear attention).
         pages_held, pages_allocated: pages in use, and pages that storage has room for.
         tokens: real tokens over all rows (padding is not counted).
+        staging: buffers on the device through which offloaded pages are read.
+        offloaded: pages that live outside of the device; not a part of `total`.
     """
 
     payload: int
@@ -189,15 +191,17 @@ class MemoryReport:
     pages_held: int
     pages_allocated: int
     tokens: int
+    staging: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        """All bytes."""
-        return self.payload + self.scales + self.tail + self.tables + self.other
+        """All bytes on the model's devices."""
+        return self.payload + self.scales + self.tail + self.tables + self.other + self.staging
 
     @property
     def per_token(self) -> float:
-        """Bytes per cached token; 0.0 for an empty cache."""
+        """Bytes on the device per cached token; 0.0 for an empty cache."""
         return self.total / self.tokens if self.tokens else 0.0
 
 

@@ -315,3 +315,31 @@ def test_scaling_mode_records_both_kinds(scripts, tmp_path):
     arguments = ["--scaling", "--growth-steps", "3", "--caches", "paged_int4"]
     assert scripts[1].main([*GENERATE[:4], *arguments, "--record", "--out", str(out)]) == 0
     assert {row["kind"] for row in read(out)} == {"ragged", "growth"}
+
+
+def test_offload_script_records_what_is_on_the_device(scripts, monkeypatch, tmp_path):
+    import bench_offload
+
+    out = tmp_path / "offload.jsonl"
+    some = [
+        "--random",
+        "tiny",
+        "--context",
+        "600",
+        "--keys",
+        "int4",
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    arguments = [*some, "--share", "0", "0.9", "--record", "--out", str(out)]
+    assert bench_offload.main(arguments) == 0
+    rows = read(out)
+    assert [row["layers_outside"] for row in rows] == [0, 2, 2]
+    assert all(row["page_bytes"] <= row["device_bytes"] for row in rows if row["device_bytes"])
+    assert rows[1]["offloaded_bytes"] >= rows[0]["page_bytes"] > rows[1]["page_bytes"]
+    out.unlink()
+    monkeypatch.setattr(bench_offload, "differing", lambda *args: ["some"])
+    assert bench_offload.main(arguments) == 1
+    assert not out.exists()

@@ -14,6 +14,7 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 
 import kv_hf
+from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
 
 GREEDY = {
     "max_new_tokens": 40,  # past the first pages of 16 tokens
@@ -48,6 +49,11 @@ def assert_same(expected, found):
         torch.testing.assert_close(b, a, rtol=0, atol=TOLERANCE)
 
 
+# before 5.23 T5 and its kin compute attention by themselves: from dense tensors
+OLD = CHUNKS_BEHIND_A_CACHE is False
+DENSE = ("t5", "mt5", "umt5", "switch") if OLD else ()
+
+
 def said(record):
     """Return what kv_hf said about dense routes; which kernel reads the pages depends on the machine."""
     texts = [str(w.message) for w in record if issubclass(w.category, kv_hf.KVCacheWarning)]
@@ -65,7 +71,7 @@ def test_generate_equals_dynamic_cache_and_reads_pages(family, cross, recwarn):
     for _ in range(2):  # the encoder of the first call ran before the attention was switched
         found = model.generate(**inputs, **GREEDY, **paged(cross))
         assert_same(expected, found)
-    assert not said(recwarn)
+    assert family in DENSE or not said(recwarn)
     cache = found.past_key_values
     assert isinstance(cache, kv_hf.PagedEncoderDecoderCache)
     cache.check_integrity()
@@ -150,7 +156,7 @@ def test_assisted_and_lookup_decoding_equal_plain_decoding(family, cross):
     )
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("family", [family for family in ("t5", "bart") if family not in DENSE])
 def test_prompts_of_the_decoder_may_be_padded_on_the_left(family):
     """Padding of the decoder is not stored: a row's tokens are those of the row alone."""
     model, inputs = tiny.shared_model(family), tiny.sources([30, 30])

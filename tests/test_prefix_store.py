@@ -10,6 +10,7 @@ from test_sliding import make as make_sliding
 from tiny_models import make_model, shared_model, tokens
 
 import kv_hf
+from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
 
@@ -49,6 +50,7 @@ def check(found, expected):
 
 
 SYSTEM = words(200, 1)
+CHUNKS = [None, 7, 13, 40] if CHUNKS_BEHIND_A_CACHE else [None]
 BATCHES = {
     "one row": [SYSTEM + words(9, 2)],
     "ragged": [SYSTEM + words(n, n) for n in (5, 17, 40, 33, 1)],
@@ -61,7 +63,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("chunk", [None, 7, 50])
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_tokens_are_those_of_a_run_without_sharing(name, chunk):
     model, rows = shared_model("llama"), BATCHES[name]
     expected = model.generate(**batch(rows), **KEPT)
@@ -76,7 +78,7 @@ def test_tokens_are_those_of_a_run_without_sharing(name, chunk):
     assert store.arena.num_held == store.stats().pages
 
 
-@pytest.mark.parametrize("chunk", [None, 13, 40])
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_row_whose_padding_ends_behind_the_first_computed_column(chunk):
     """Its pages are known, but the other row makes the forward begin inside of its padding."""
     model, store = shared_model("llama"), kv_hf.PrefixStore()
@@ -361,3 +363,13 @@ def test_cache_of_a_store_is_saved_with_the_pages_that_it_shares(tmp_path):
     cache = run(sliding, [SYSTEM], kv_hf.PrefixStore()).past_key_values
     with pytest.raises(kv_hf.UnsupportedModelError, match="sliding layers for its prefix_store"):
         cache.save(tmp_path / "other.safetensors", sliding)
+
+
+@pytest.mark.skipif(CHUNKS_BEHIND_A_CACHE, reason="this transformers can")
+def test_chunked_prefill_of_an_old_transformers_is_not_shared_and_says_so():
+    model, store, rows = shared_model("llama"), kv_hf.PrefixStore(), [SYSTEM]
+    run(model, rows, store)
+    with pytest.warns(kv_hf.KVCacheWarning, match="chunks only without a past"):
+        found = run(model, rows, store, prefill_chunk_size=50)
+    check(found, model.generate(**batch(rows), **KEPT))
+    assert store.stats().rows == 1

@@ -12,6 +12,7 @@ from ..pages.group import PageGroup
 from .compat import is_dummy
 from .layer import PagedLayer
 from .model_shape import planned_specs, signature
+from .offloading import make_arena
 from .prefix_store import PrefixStore
 
 _PAGED = (DynamicLayer, DynamicSlidingWindowLayer)  # subclasses hold more than keys and values
@@ -80,7 +81,7 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
     """Return an arena of the cache's own, or the one that its prefix store shares among caches."""
     store = options.prefix_store
     if store is None:
-        return PageArena(options.max_pages)
+        return make_arena(options)
     if not isinstance(store, PrefixStore):
         raise CacheOptionError(
             f"prefix_store must be a kv_hf.PrefixStore, got {type(store).__name__}"

@@ -16,6 +16,9 @@ if Version(MINIMUM) > VERSION:
 # 5.17 cache_utils: crop(n > 0) means "keep n tokens"; from 5.18 on a positive number raises
 CROP_TAKES_LENGTHS = Version("5.18.0.dev0") > VERSION
 
+# 5.17 generation/utils.py: _prefill counts the columns of its chunks from 0, whatever the cache holds (5.23: from there on)
+CHUNKS_BEHIND_A_CACHE = Version("5.23.0.dev0") <= VERSION
+
 
 def is_dummy(layer: Any) -> bool:
     """Say whether a layer of a cache holds nothing; the class came after 5.17 (read in 5.23 cache_utils)."""

@@ -317,7 +317,9 @@ class PagedLayer(DynamicLayer):
         dense = self._view_of(self.current_kv()).dense(side)
         if self.sliding_window is None:
             return dense
-        return dense[:, :, max(0, dense.shape[2] - self.sliding_window + 1) :]
+        # with past recording transformers' layer keeps the tokens that a crop may take back on top
+        doubtful = self.group.seen - self.group.confirmed if self.group.recording else 0
+        return dense[:, :, max(0, dense.shape[2] - self.sliding_window + 1 - doubtful) :]
 
     def _view_of(self, kv: PagedKV) -> KVView:
         assert self.store is not None

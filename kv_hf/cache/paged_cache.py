@@ -12,6 +12,7 @@ from ..config import CacheConfig, check_option_names
 from ..errors import CacheMismatchError, CacheOptionError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
+from ..pages.offload import OffloadArena
 from ..spec import MemoryReport
 from .build import page_layers
 from .compat import is_dummy
@@ -27,6 +28,7 @@ from .model_shape import (
     planned_specs,
     signature,
 )
+from .offloading import make_room
 from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, report_layers
 from .saved.savable import Savable
@@ -148,6 +150,9 @@ class PagedCache(Savable, DynamicCache):
             for group in self.groups:
                 if group is not own:
                     group.check_append(key_states.shape[0], key_states.shape[2])
+            if isinstance(self.arena, OffloadArena):
+                layers = self.paged_layers
+                make_room(self.arena, layers, self.groups, key_states, value_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._attention_config._attn_implementation == "flex_attention":
             view = view_behind(keys, values)
@@ -237,7 +242,10 @@ class PagedCache(Savable, DynamicCache):
         """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model.
 
         generate() asks before its first forward; the first update() asks again, about the tensors it gets.
+        The same for an offload that has no meaning there.
         """
+        if isinstance(self.arena, OffloadArena):
+            self.arena.check_device(device)
         if self.options.kernel != "auto":
             schemes = [layer.schemes for layer in self.paged_layers]
             layout = layout_for(device)
@@ -322,7 +330,8 @@ class PagedCache(Savable, DynamicCache):
         return (
             f"PagedCache(keys={self.options.keys!r}, values={self.options.values!r}, "
             f"page_size={self.options.page_size}, rows={len(self.group.rows)}, tokens={memory.tokens}, "
-            f"pages={memory.pages_held}, bytes={memory.total})"
+            f"pages={memory.pages_held}, bytes={memory.total}"
+            + (f", offloaded={memory.offloaded})" if self.options.offload else ")")
         )
 
 

@@ -17,7 +17,8 @@ class LayerReport:
 
     Attributes:
         layer_idx: position in the model.
-        kind: "paged", "paged, sliding window of N", or the name of transformers' layer class.
+        kind: "paged", "paged, sliding window of N", either with ", offloaded" while the pages live outside of the
+            device, or the name of transformers' layer class.
         keys, values: formats, None for layers of transformers.
         reason: why the layer is not paged, else None.
     """
@@ -37,6 +38,8 @@ def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[Lay
             keys, values = (scheme.name for scheme in layer.schemes)
             window = layer.sliding_window
             kind = "paged" if window is None else f"paged, sliding window of {window}"
+            if layer.storage is not None and layer.storage.offloaded_bytes:
+                kind += ", offloaded"
             rows.append(LayerReport(index, kind, keys, values, None))
         else:
             kind = type(layer).__name__
@@ -49,7 +52,7 @@ def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[Lay
 
 def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> MemoryReport:
     """Return the bytes of all tensors that the layers hold, by part."""
-    payload = scales = tail = held = allocated = tables = 0
+    payload = scales = tail = held = allocated = tables = offloaded = 0
     paged = [layer for layer in layers if isinstance(layer, PagedLayer)]
     for layer in paged:
         store = layer.store
@@ -59,6 +62,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> Memory
         for side in store.pages.sides:
             payload += side.nbytes["codes"]
             scales += sum(size for name, size in side.nbytes.items() if name != "codes")
+        offloaded += store.pages.offloaded_bytes
         tail += sum(window.tokens.nbytes for window in store.windows)
     for group in groups:
         storages = [layer.storage for layer in paged if layer.group is group]
@@ -75,6 +79,8 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> Memory
         pages_held=held,
         pages_allocated=allocated,
         tokens=max(sum(map(group.tokens, group.rows)) for group in groups),
+        staging=paged[0].arena.staging_bytes,
+        offloaded=offloaded,
     )
 
 

@@ -10,6 +10,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose
+from ..pages.arena import PageArena
 from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
 from .mask_length import MaskLength
@@ -35,6 +36,7 @@ class StaticPagedCache(PagedCache):
         self._config = decoder
         self._attention_config = attention_config(config)
         self._kept = {}
+        self.arena = PageArena()  # of nobody's use: each layer has storage of its own
         self._first_paged = -1  # no other group to ask before an update
         self.model_signature = signature(decoder)
         others = sorted({type(layer).__name__ for layer in self.layers} - {DynamicLayer.__name__})

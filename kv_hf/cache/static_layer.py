@@ -14,11 +14,11 @@ from ..formats import ATTENTION_NAME, Scheme
 from ..kernels.choice import layout_for
 from ..kernels.ops import MAX_DECODE_QUERIES
 from ..pages.static_table import StaticTable
+from ..pages.storing import storing
 from ..spec import PageSpec
 from .handle import KVHandle, KVView
 from .static_store import StaticStore
 from .traced import forget, hand_over
-from .window import storing
 
 MAKES_TENSORS = (
     "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "

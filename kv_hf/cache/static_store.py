@@ -8,10 +8,10 @@ from ..kernels.inputs import PagedKV
 from ..kernels.operators import traceable
 from ..pages.static_table import StaticStep, StaticTable
 from ..pages.storage import PageStorage
+from ..pages.storing import storing
 from ..spec import PageSpec
 from .store import LayerStore
 from .traced import TracedView
-from .window import storing
 
 
 def check_static_kernel(kernel: Kernel, device: torch.device) -> None:

@@ -10,8 +10,9 @@ from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, SideStorage
+from ..pages.storing import storing
 from ..spec import page_capacity
-from .window import ExactWindow, storing
+from .window import ExactWindow
 
 
 class LayerStore:
@@ -117,7 +118,7 @@ class LayerStore:
                 self.pages.grow(max(page_capacity(step.num_ids), step.reserved))
 
     def _seal(self, jobs: SealJobs, tokens: torch.Tensor, side: SideStorage) -> None:
-        self._note(self.kernel.seal(tokens, jobs.on(self.device), side.fields, side.spec))
+        self._note(self.pages.seal(self.kernel.seal, side, tokens, jobs))
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.rows[i].source`."""
@@ -148,12 +149,12 @@ class LayerStore:
     ) -> PagedKV:
         """Return what a kernel reads: these pages and the given exact tokens, in the order of `view`."""
         table = view.on(self.device)
+        pages = self.pages.readable(view)
         return PagedKV(
-            # copies: another cache that shares the storage may replace its tensors by larger ones at any time
-            key_pages=dict(self.pages.keys.fields),
-            value_pages=dict(self.pages.values.fields),
+            key_pages=pages.keys,
+            value_pages=pages.values,
             spec=self.spec,
-            block_table=table.block_table,
+            block_table=pages.block_table,
             num_pages=table.num_pages,
             window_keys=window_keys,
             window_values=window_values,
@@ -161,6 +162,7 @@ class LayerStore:
             padding=table.padding,
             seen=seen - table.offset,
             sink_tokens=self.sink_tokens,
+            hold=pages.hold,
         )
 
     def to(self, device: torch.device) -> None:

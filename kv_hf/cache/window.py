@@ -1,19 +1,12 @@
 """The exact tokens of one layer: the first tokens and the open tail of each row, in the model's dtype."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..pages.step import Step
+from ..pages.storing import storing
 from ..spec import SideSpec
-
-
-@contextmanager
-def storing() -> Iterator[None]:
-    """Make ordinary tensors without gradients: those made in inference mode could not be written to later."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class ExactWindow:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..cache.compat import CHUNKS_BEHIND_A_CACHE
 from ..cache.paged_cache import PagedCache
 from ..notices import warn_once
 
@@ -71,15 +72,16 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         store = cache.prefix_store if isinstance(cache, PagedCache) else None
         if store is None or cache.get_seq_length():
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        prompt = read_prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs)
+        chunk = getattr(generation_config, "prefill_chunk_size", None)
+        prompt: Prompt | str = "this transformers splits prompts into chunks only without a past"
+        if chunk is None or CHUNKS_BEHIND_A_CACHE:
+            prompt = read_prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs)
         if isinstance(prompt, str):
             warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         store.bind_model(self)
         space = adapters_of(self)
-        skipped = attach_prefix(
-            self, cache, prompt, space, getattr(generation_config, "prefill_chunk_size", None)
-        )
+        skipped = attach_prefix(self, cache, prompt, space, chunk)
         outputs = original(
             self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
         )

@@ -16,6 +16,11 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
         kv: the layer's pages and window.
         side: "keys" or "values".
     """
+    with kv.hold():
+        return _dense_side(kv, side)
+
+
+def _dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     spec = getattr(kv.spec, side)
     pages = kv.key_pages if side == "keys" else kv.value_pages
     window = kv.window_keys if side == "keys" else kv.window_values

@@ -1,7 +1,9 @@
 """What a kernel reads: encoded pages, exact tokens and the table that orders them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,14 +28,16 @@ class PagedKV:
         padding: [rows], int32, columns in front of the row's first token.
         seen: columns (padding + tokens), the same for all rows; of a preallocated cache the columns that there is
             room for.
+        hold: keeps the pages where they are while kernels that read them are launched (pages that live outside of
+            the device share room on it).
 
     In a sliding layer that has given pages back, columns begin with the first that a query may see, the pages
     given back are left out, and the sinks are stale: a kernel hides them, as they lie before the sliding window.
         sink_tokens: window slots that hold the first tokens of the row.
     """
 
-    key_pages: dict[str, torch.Tensor]
-    value_pages: dict[str, torch.Tensor]
+    key_pages: Mapping[str, torch.Tensor]
+    value_pages: Mapping[str, torch.Tensor]
     spec: PageSpec
     block_table: torch.Tensor
     num_pages: torch.Tensor
@@ -43,6 +47,7 @@ class PagedKV:
     padding: torch.Tensor
     seen: int
     sink_tokens: int
+    hold: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def page_size(self) -> int:

@@ -1,6 +1,7 @@
 """Validate the arguments of paged attention and call the chosen implementation."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -69,8 +70,22 @@ def paged_attention(
             )
         mask = mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "sink_logits": sink_logits}
-    if q_len <= MAX_DECODE_QUERIES or kernel.longest <= MAX_DECODE_QUERIES:
-        return kernel.attend(query, kv, mask=mask, sliding_window=sliding_window, **options)
+    with kv.hold():
+        if q_len <= MAX_DECODE_QUERIES or kernel.longest <= MAX_DECODE_QUERIES:
+            return kernel.attend(query, kv, mask=mask, sliding_window=sliding_window, **options)
+        return _attend_in_slices(kernel, query, kv, mask, sliding_window, options)
+
+
+def _attend_in_slices(
+    kernel: Kernel,
+    query: torch.Tensor,
+    kv: PagedKV,
+    mask: torch.Tensor | None,
+    sliding_window: int | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attend MAX_DECODE_QUERIES queries at a time."""
+    q_len = query.shape[2]
     parts = []
     for first in range(0, q_len, MAX_DECODE_QUERIES):
         last = min(first + MAX_DECODE_QUERIES, q_len)

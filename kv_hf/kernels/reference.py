@@ -4,7 +4,7 @@ Refuses to be clever: it walks the block table, decodes one tile at a time, and 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def append_tokens(
 
 
 def decode_tile(
-    pages: dict[str, torch.Tensor], spec: SideSpec, ids: torch.Tensor, dtype: torch.dtype
+    pages: Mapping[str, torch.Tensor], spec: SideSpec, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Decode pages `ids` [rows, n] to [rows, num_kv_heads, n * page_size, head_dim]."""
     flat = ids.reshape(-1)

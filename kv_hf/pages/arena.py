@@ -43,8 +43,17 @@ class PageArena:
                 f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds "
                 f"{found.spec.keys} on {found.device}, this one needs {spec.keys} on {device}"
             )
-        self.storages[layer_idx] = PageStorage(spec, device)
+        self.storages[layer_idx] = self.make_storage(layer_idx, spec, device)
         return self.storages[layer_idx]
+
+    def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
+        """Make the storage of a layer."""
+        return PageStorage(spec, device)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes on devices through which pages that live outside are read."""
+        return 0
 
     @property
     def num_held(self) -> int:

@@ -238,10 +238,12 @@ class PageGroup:
         )
         return step, tuple(rows)
 
-    def check_append(self, batch: int, q_len: int) -> None:
-        """Raise what appending `q_len` columns to `batch` rows would raise; change nothing."""
+    def check_append(self, batch: int, q_len: int) -> int:
+        """Raise what appending `q_len` columns to `batch` rows would; return the pages that it takes."""
         _, plans = self._plan_rows_of_append(batch, q_len)
-        self.pool.check_room(sum(plan.first + plan.last for plan in plans))
+        count = sum(plan.first + plan.last for plan in plans)
+        self.pool.check_room(count)
+        return count
 
     def _plan_rows_of_append(self, batch: int, q_len: int) -> tuple[tuple[Row, ...], list[RowPlan]]:
         """Return the rows as they are found, and the plan of each."""

@@ -79,6 +79,12 @@ class PagePool:
             self._counts.extend(1 for _ in fresh)
             return ids + list(fresh)
 
+    def ids_after(self, count: int) -> int:
+        """Return `num_ids` as it will be when `count` more pages are handed out."""
+        with self.lock:
+            self._release_gone()
+            return len(self._counts) + max(0, count - len(self._free))
+
     def share(self, pages: Iterable[int]) -> None:
         """Add one holder to each page."""
         with self.lock:

@@ -1,12 +1,27 @@
 """The tensors of one layer's sealed pages, growing by steps. Knows ids, not rows."""
 
 import threading
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
 from ..quant.codec import decode
 from ..spec import PageSpec, SideSpec
+from .step import SealJobs, TableView
+
+# tokens, jobs, fields, spec -> whether numbers had to be made finite
+Seal = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], SideSpec], torch.Tensor]
+
+
+class ReadablePages(NamedTuple):
+    """Pages as kernels read them; see PagedKV for the fields."""
+
+    keys: Mapping[str, torch.Tensor]
+    values: Mapping[str, torch.Tensor]
+    block_table: torch.Tensor
+    hold: Callable[[], AbstractContextManager[Any]]
 
 
 class SideStorage:
@@ -39,6 +54,20 @@ class SideStorage:
                 new = old.new_zeros((capacity, *old.shape[1:]))
                 new[: old.shape[0]] = old
                 self.fields[name] = new
+
+    def take(
+        self, pages: Sequence[int], names: Sequence[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return copies of these pages as they are encoded, [n, ..] by field name, on the device.
+
+        Args:
+            names: the fields that are wanted; None takes all.
+        """
+        return {name: self.fields[name][list(pages)] for name in names or self.fields}
+
+    def put(self, first: int, field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room."""
+        self.fields[field][first : first + len(pages)].copy_(pages)
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
@@ -78,6 +107,23 @@ class PageStorage:
         """Make room for `capacity` pages on both sides."""
         for side in self.sides:
             side.grow(capacity)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of pages that live outside of the device."""
+        return 0
+
+    def seal(
+        self, seal: Seal, side: SideStorage, tokens: torch.Tensor, jobs: SealJobs
+    ) -> torch.Tensor:
+        """Have the kernel `seal` write pages of `side`; return whether it had to make numbers finite."""
+        return seal(tokens, jobs.on(self.device), side.fields, side.spec)
+
+    def readable(self, view: TableView) -> ReadablePages:
+        """Return what kernels read of the pages of `view`, in the view's order."""
+        # copies: another cache that shares the storage may replace its tensors by larger ones at any time
+        keys, values = (dict(side.fields) for side in self.sides)
+        return ReadablePages(keys, values, view.on(self.device).block_table, nullcontext)
 
     def to(self, device: torch.device) -> None:
         """Move both sides to `device`."""

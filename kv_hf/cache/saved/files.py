@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import torch
 
-from ..window import storing
+from ...pages.storing import storing
 from .container import (
     CHECKSUM_BYTES,
     Entry,

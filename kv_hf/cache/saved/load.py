@@ -11,10 +11,11 @@ import torch
 from ...config import KERNEL_CHOICES, check_choice
 from ...errors import CacheFileError, CacheOptionError
 from ...pages.storage import SideStorage
+from ...pages.storing import storing
 from ...quant.packing import lay_out, pick_up
 from ...spec import ROWS, PageSpec, page_capacity
 from ..layer import PagedLayer
-from ..window import ExactWindow, storing
+from ..window import ExactWindow
 from .container import RefusedError, check_entries, short
 from .contents import (
     TOKEN_IDS,
@@ -27,7 +28,7 @@ from .contents import (
 from .files import SavedFile
 from .group_state import restore
 from .identity import check_identity
-from .save import FORMAT, VERSION, check_model_argument, group_numbers, rows_spec
+from .save import FORMAT, PLACEMENT, VERSION, check_model_argument, group_numbers, rows_spec
 
 if TYPE_CHECKING:
     from ..paged_cache import PagedCache
@@ -66,7 +67,7 @@ def _read(
     contents = Contents.parse(file.metadata["cache"])
     check_identity(contents.model, model)
     options = contents.options if kernel is None else {**contents.options, "kernel": kernel}
-    if options.get("max_length") is not None or options.get("prefix_store") is not None:
+    if any(options.get(name) is not None for name in ("max_length", *PLACEMENT)):
         raise RefusedError("it claims options of caches that are never saved")
     cache = kind(model.config, **options)
     members = group_numbers(cache)
@@ -151,7 +152,7 @@ def _fill_pages(side: SideStorage, field: str, file: SavedFile, name: str) -> No
     for first, piece in file.pieces(name):
         if field == "codes" and side.spec.layout != ROWS:
             piece = lay_out(pick_up(piece, replace(side.spec, layout=ROWS)), side.spec)
-        side.fields[field][first : first + piece.shape[0]].copy_(piece)
+        side.put(first, field, piece)
 
 
 def _fill_window(window: ExactWindow, file: SavedFile, name: str) -> None:

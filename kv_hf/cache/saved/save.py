@@ -13,6 +13,7 @@ import transformers
 from ...errors import CacheFileError, CacheMismatchError, UnsupportedModelError
 from ...kernels.inputs import PagedKV
 from ...pages.group import PageGroup
+from ...pages.storage import PageStorage, SideStorage
 from ...quant.packing import lay_out, pick_up
 from ...spec import ROWS, TABLE_DTYPE, PageSpec, SideSpec
 from ...version import __version__
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ..paged_cache import PagedCache
 
 FORMAT = "kv_hf.PagedCache"
+PLACEMENT = ("prefix_store", "offload", "device_bytes", "device_pages", "offload_dir")
 VERSION = "1"
 
 
@@ -72,7 +74,10 @@ def save_cache(
         sources[name] = _whole(entries[name], torch.tensor(table, dtype=TABLE_DTYPE, device="cpu"))
     for layer, kv in held.items():
         number = members[layer]
-        sources.update(_layer_sources(layer, kv, ids[number], contents.groups[number], entries))
+        storage: Any = cache.layers[layer].storage  # type: ignore[union-attr]
+        sources.update(
+            _layer_sources(layer, kv, storage, ids[number], contents.groups[number], entries)
+        )
     try:
         write(
             Path(path),
@@ -153,9 +158,8 @@ def _held(group: PageGroup) -> list[int]:
 
 def _options(cache: "PagedCache") -> dict[str, Any]:
     options = {field.name: getattr(cache.options, field.name) for field in fields(cache.options)}
-    options["prefix_store"] = (
-        None  # it belongs to this process; the file holds the pages themselves
-    )
+    # where pages lie, and with whom they are shared, is a matter of this process
+    options.update(dict.fromkeys(PLACEMENT))
     if options["layers"] is not None:
         options["layers"] = {
             str(span): dict(formats) if isinstance(formats, Mapping) else formats
@@ -177,27 +181,31 @@ def _whole(entry: Entry, tensor: torch.Tensor) -> Source:
 
 
 def _layer_sources(
-    layer: int, kv: PagedKV, ids: list[int], group: SavedGroup, entries: Mapping[str, Entry]
+    layer: int,
+    kv: PagedKV,
+    storage: PageStorage,
+    ids: list[int],
+    group: SavedGroup,
+    entries: Mapping[str, Entry],
 ) -> dict[str, Source]:
     found = {}
-    parts = (kv.key_pages, kv.window_keys), (kv.value_pages, kv.window_values)
-    for side, (pages, window) in zip(kv.spec.sides, parts, strict=True):
-        for field, tensor in pages.items():
+    for pages, window in zip(storage.sides, (kv.window_keys, kv.window_values), strict=True):
+        side = pages.spec
+        for field in pages.fields:
             name = tensor_name(layer, side.side, field)
-            found[name] = Source(entries[name], _page_pieces(tensor, ids, field, side))
+            found[name] = Source(entries[name], _page_pieces(pages, ids, field, side))
         name = tensor_name(layer, side.side, "window")
         found[name] = Source(entries[name], _window_pieces(window, group))
     return found
 
 
-def _page_pieces(tensor: torch.Tensor, ids: list[int], field: str, side: SideSpec) -> Any:
-    """Return a function that yields the pages `ids` of `tensor` in layout ROWS, some at a time."""
-    step = max(1, PIECE // max(1, tensor[:1].nbytes))
+def _page_pieces(pages: SideStorage, ids: list[int], field: str, side: SideSpec) -> Any:
+    """Return a function that yields one field of the pages `ids` in layout ROWS, some at a time."""
+    step = max(1, PIECE // max(1, side.payload_bytes))
 
     def pieces() -> Iterator[torch.Tensor]:
         for first in range(0, len(ids), step):
-            chosen = torch.tensor(ids[first : first + step], device=tensor.device)
-            found = tensor[chosen]
+            found = pages.take(ids[first : first + step], [field])[field]
             if field == "codes" and side.layout != ROWS:
                 found = lay_out(pick_up(found, side), replace(side, layout=ROWS))
             yield found

@@ -1,6 +1,7 @@
 """The argument blocks of native/kv_hf.h, packed from tensors."""
 
 import struct
+from collections.abc import Mapping
 
 import torch
 
@@ -48,7 +49,7 @@ def _unsupported_groups(side: str, scheme: Scheme, spec: SideSpec) -> str | None
 
 
 def side_fields(
-    spec: SideSpec, fields: dict[str, torch.Tensor], window: torch.Tensor
+    spec: SideSpec, fields: Mapping[str, torch.Tensor], window: torch.Tensor
 ) -> tuple[int, ...]:
     """Return the fields of struct Side: formats, pointers and strides of one side."""
     scheme, codes = spec.scheme, fields["codes"]

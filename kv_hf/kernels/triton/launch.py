@@ -1,5 +1,6 @@
 """Launch the kernels on tensors: sizes, strides and launch parameters; refuses to look into device tensors."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def decode_arguments(
     )  # fmt: skip
 
 
-def _stored(pages: dict[str, torch.Tensor], absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _stored(pages: Mapping[str, torch.Tensor], absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Codes (8-bit ones as uint8), scales and offsets; all contiguous."""
     codes = pages["codes"]
     if codes.dtype.itemsize == 1:

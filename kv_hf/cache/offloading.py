@@ -1,0 +1,75 @@
+"""What a cache does ahead of a forward when its pages may live outside of the device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config import CacheConfig
+from ..kernels.choice import layout_for
+from ..pages.arena import PageArena
+from ..pages.device_budget import DeviceBudget
+from ..pages.group import PageGroup
+from ..pages.offload import OffloadArena
+from ..spec import PageSpec, page_capacity, reserved_pages
+
+
+def make_arena(options: CacheConfig) -> PageArena:
+    """Return the arena that `options` ask for."""
+    if options.offload is None:
+        return PageArena(options.max_pages)
+    budget = DeviceBudget(options.device_pages, options.device_bytes)
+    folder = None if options.offload_dir is None else str(options.offload_dir)
+    return OffloadArena(options.max_pages, options.offload, budget, folder)
+
+
+def make_room(
+    arena: OffloadArena,
+    layers: Sequence[Any],
+    groups: Sequence[PageGroup],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Make room, for all layers, for the pages that an append of `keys` and `values` will seal.
+
+    Layers that have not seen keys yet are taken to have heads like these.
+    Raises: DeviceBudgetError, OffloadError, CacheOptionError, with the cache unchanged.
+    """
+    arena.check_device(keys.device)
+    capacities: dict[int, int] = {}
+    slots: dict[int, int] = {}
+    for group in groups:
+        batch, q_len = keys.shape[0], keys.shape[2]
+        count = group.check_append(batch, q_len)
+        reserved = reserved_pages(batch, group.reserve, group.pool.max_pages)
+        if not count and group.rows:
+            continue
+        held = {page for row in group.rows for page in row.pages}
+        capacity = max(page_capacity(group.pool.ids_after(count)), reserved)
+        for layer in layers:
+            if layer.group is group:
+                capacities[layer.layer_idx] = capacity
+                slots[layer.layer_idx] = max(
+                    page_capacity(len(held) + count), min(reserved, capacity)
+                )
+    if not capacities:
+        return
+    expected = {
+        layer.layer_idx: (_expected_spec(layer, keys, values), keys.device)
+        for layer in layers
+        if layer.store is None
+    }
+    arena.settle(capacities, slots, expected)
+
+
+def _expected_spec(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> PageSpec:
+    return PageSpec.build(
+        *layer.schemes,
+        num_kv_heads=keys.shape[1],
+        key_dim=keys.shape[-1],
+        value_dim=values.shape[-1],
+        page_size=layer.group.page_size,
+        dtype=keys.dtype,
+        value_dtype=values.dtype,
+        layout=layout_for(keys.device),
+    )

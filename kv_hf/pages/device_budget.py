@@ -1,0 +1,143 @@
+"""Which layers' pages stay on the device, under a budget. Moves nothing.
+
+Every step of full attention reads all pages, so what was used last says nothing about what to keep. Whole layers
+stay, and the others are read through staging buffers: a layer that stays costs no copy at all, and the layers that
+leave lie far apart, so that the copies of one have the computation of several to hide behind.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import DeviceBudgetError
+from ..spec import PageSpec
+from .home import carved_bytes, fields_of
+
+SEAL_PAGES = 8  # pages of one side that are encoded at a time on their way outside
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the pages of one layer take.
+
+    Attributes:
+        capacity: pages that storage has room for.
+        slots: most pages that one batch reads.
+    """
+
+    spec: PageSpec
+    device: torch.device
+    capacity: int
+    slots: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.capacity * self.spec.page_bytes
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who stays and who leaves.
+
+    Attributes:
+        outside: layers whose pages live outside.
+        staging: bytes of one staging buffer, by device.
+    """
+
+    outside: frozenset[int] = frozenset()
+    staging: Mapping[torch.device, int] = field(default_factory=dict)
+
+
+class DeviceBudget:
+    """Bytes of sealed pages that may lie on the device.
+
+    Args:
+        pages: so many pages of one layer, of the mean size over all layers; or None.
+        nbytes: so many bytes; or None. With neither, as little as possible stays.
+    """
+
+    def __init__(self, pages: int | None, nbytes: int | None) -> None:
+        self.pages = pages
+        self.nbytes = nbytes
+
+    def split(
+        self, demands: Mapping[int, Demand], buffers: int, already: Iterable[int] = ()
+    ) -> Split:
+        """Choose who leaves; layers that are `already` outside stay there.
+
+        Counted are the pages that stay, the largest tensor among them once more (it exists twice while it grows),
+        `buffers` staging buffers for the largest layer outside, and the pages that are being sealed.
+
+        Raises: DeviceBudgetError when not even one layer at a time fits.
+        """
+        limit = self._limit(demands)
+        outside = set(already) & set(demands)
+        for layer in [None, *_leaving_order(demands)]:
+            if layer is not None:
+                outside.add(layer)
+            split = _split(demands, outside)
+            if limit is not None and _on_device(demands, split, buffers) <= limit:
+                return split
+        if limit is not None:
+            raise self._too_small(demands, split, buffers, limit)
+        return split
+
+    def _limit(self, demands: Mapping[int, Demand]) -> int | None:
+        if self.pages is None or not demands:
+            return self.nbytes
+        total = sum(demand.spec.page_bytes for demand in demands.values())
+        return self.pages * total // len(demands)
+
+    def _too_small(
+        self, demands: Mapping[int, Demand], split: Split, buffers: int, limit: int
+    ) -> DeviceBudgetError:
+        needed = _on_device(demands, split, buffers)
+        mean = sum(demand.spec.page_bytes for demand in demands.values()) / len(demands)
+        slots = max(demand.slots for demand in demands.values())
+        given = f"device_bytes={self.nbytes}"
+        least = f"device_bytes={needed}"
+        if self.pages is not None:
+            given, least = f"device_pages={self.pages}", f"device_pages={int(-(-needed // mean))}"
+        return DeviceBudgetError(
+            f"{given} ({limit:,} bytes) is too small for this text: reading one layer at a time needs {least} "
+            f"({needed:,} bytes: {buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages, and {SEAL_PAGES} "
+            "pages that are being sealed); the cache is unchanged. Raise it, or use a smaller batch, a shorter text "
+            "or a smaller format"
+        )
+
+
+def _leaving_order(demands: Mapping[int, Demand]) -> list[int]:
+    """Return the layers in the order in which they leave: the largest first, equal ones far apart."""
+    layers = sorted(demands)
+    width = max(1, (len(layers) - 1).bit_length())
+    scattered = {layer: int(f"{at:0{width}b}"[::-1], 2) for at, layer in enumerate(layers)}
+    return sorted(layers, key=lambda layer: (-demands[layer].nbytes, scattered[layer]))
+
+
+def _split(demands: Mapping[int, Demand], outside: set[int]) -> Split:
+    staging: dict[torch.device, int] = {}
+    for layer in outside:
+        demand = demands[layer]
+        size = carved_bytes(demand.spec, demand.slots)
+        staging[demand.device] = max(staging.get(demand.device, 0), size)
+    return Split(frozenset(outside), staging)
+
+
+def _on_device(demands: Mapping[int, Demand], split: Split, buffers: int) -> int:
+    """Return the bytes on devices at most, the transient ones included."""
+    staying = [demand for layer, demand in demands.items() if layer not in split.outside]
+    leaving = [demand for layer, demand in demands.items() if layer in split.outside]
+    growing = max((one.capacity * _largest_field(one.spec) for one in staying), default=0)
+    sealing = max((SEAL_PAGES * _largest_side(one.spec) for one in leaving), default=0)
+    held = sum(one.nbytes for one in staying)
+    return held + max(growing, sealing) + buffers * sum(split.staging.values())
+
+
+def _largest_field(spec: PageSpec) -> int:
+    return max(nbytes for nbytes, _, _ in fields_of(spec))
+
+
+def _largest_side(spec: PageSpec) -> int:
+    return max(side.payload_bytes + side.scale_bytes for side in spec.sides)

@@ -1,0 +1,163 @@
+"""The pages of one layer outside of the device, and how they are copied in and out.
+
+    extent 0                          extent 1
+    [ page 0 .. a ) of every field    [ page a .. b ) of every field    ...
+
+An extent holds, one after the other, the fields of both sides (`SideSpec.fields`) for a run of page ids. Extents
+never move: growing adds one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..spec import PageSpec, SideSpec
+from .outside import ALIGNMENT, OutsideMemory
+
+Fields = dict[str, torch.Tensor]
+SMALLEST_EXTENT = 8  # pages
+
+
+def fields_of(spec: PageSpec) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+    """Return (bytes of one page, shape, dtype) of every field, keys before values."""
+    return [
+        (torch.Size(shape).numel() * dtype.itemsize, shape, dtype)
+        for side in spec.sides
+        for shape, dtype in side.fields.values()
+    ]
+
+
+def carved_bytes(spec: PageSpec, pages: int) -> int:
+    """Return the bytes that `carve` needs for `pages` pages."""
+    return sum(_aligned(pages * nbytes) for nbytes, _, _ in fields_of(spec))
+
+
+def carve(raw: torch.Tensor, spec: PageSpec, pages: int) -> tuple[Fields, Fields]:
+    """Lay the fields of `pages` pages into the uint8 tensor `raw`; return those of keys and of values."""
+    found, start = [], 0
+    for nbytes, shape, dtype in fields_of(spec):
+        size = pages * nbytes
+        found.append(raw[start : start + size].view(dtype).view(pages, *shape))
+        start += _aligned(size)
+    names = [tuple(side.fields) for side in spec.sides]
+    split = len(names[0])
+    return (
+        dict(zip(names[0], found[:split], strict=True)),
+        dict(zip(names[1], found[split:], strict=True)),
+    )
+
+
+def runs(pages: Iterable[int]) -> list[tuple[int, int, int]]:
+    """Return runs of consecutive ids as (place of the first in `pages`, first id, count)."""
+    found: list[tuple[int, int, int]] = []
+    for place, page in enumerate(pages):
+        if found and found[-1][1] + found[-1][2] == page:
+            first, start, count = found[-1]
+            found[-1] = (first, start, count + 1)
+        else:
+            found.append((place, page, 1))
+    return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Pages first .. first + count - 1 of both sides."""
+
+    first: int
+    count: int
+    sides: tuple[Fields, Fields]
+
+
+class Home:
+    """Where the pages of one layer lie while they are not on the device.
+
+    Args:
+        spec: sizes and formats.
+        outside: memory to lie in, shared with other layers.
+    """
+
+    def __init__(self, spec: PageSpec, outside: OutsideMemory) -> None:
+        self.spec = spec
+        self.outside = outside
+        self.extents: list[Extent] = []
+
+    @property
+    def capacity(self) -> int:
+        """Pages that there is room for."""
+        return self.extents[-1].first + self.extents[-1].count if self.extents else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that there is room for."""
+        return self.capacity * self.spec.page_bytes
+
+    def grow(self, capacity: int) -> None:
+        """Make room for at least `capacity` pages. Raises OffloadError where there is none."""
+        first = self.capacity
+        if capacity > first:
+            count = max(capacity - first, first // 4, SMALLEST_EXTENT)
+            raw = self.outside.allocate(carved_bytes(self.spec, count))
+            self.extents.append(Extent(first, count, carve(raw, self.spec, count)))
+
+    def fetch(
+        self, page: int, count: int, targets: Sequence[Fields], place: int, sides: Sequence[int]
+    ) -> None:
+        """Copy pages page .. page + count - 1 of `sides` to `targets`, from `place` on."""
+        for side, target in zip(sides, targets, strict=True):
+            for out, here in self._pairs(side, page, count, target, place):
+                here.copy_(out, non_blocking=self.outside.pinned)
+                self.outside.forget(out)
+
+    def store(self, side: int, page: int, count: int, source: Fields, place: int) -> None:
+        """Copy `count` pages of one side from `source`, from `place` on, to ids page .. page + count - 1.
+
+        Fields that `source` lacks are left as they are.
+        """
+        for out, here in self._pairs(side, page, count, source, place):
+            out.copy_(here, non_blocking=self.outside.pinned)
+            self.outside.forget(out)
+
+    def expect(self, page: int, count: int) -> None:
+        """Say that these pages will be fetched soon."""
+        for extent, start, number, _ in self._parts(page, count):
+            for fields in extent.sides:
+                for tensor in fields.values():
+                    self.outside.expect(tensor[start : start + number])
+
+    def _pairs(
+        self, side: int, page: int, count: int, fields: Fields, place: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pieces of these pages here, each with its place in `fields`."""
+        for extent, start, number, done in self._parts(page, count):
+            for name in fields:
+                tensor = extent.sides[side][name]
+                for at, size in self._pieces(number, tensor[0].nbytes):
+                    here = place + done + at
+                    out = tensor[start + at : start + at + size]
+                    yield out, fields[name][here : here + size]
+
+    def _pieces(self, number: int, page_bytes: int) -> Iterator[tuple[int, int]]:
+        most = self.outside.piece_bytes
+        step = number if most is None else max(1, most // page_bytes)
+        for at in range(0, number, step):
+            yield at, min(step, number - at)
+
+    def _parts(self, page: int, count: int) -> Iterator[tuple[Extent, int, int, int]]:
+        """Yield (extent, first page in it, pages, pages before) of a run of ids."""
+        for extent in self.extents:
+            first, last = max(page, extent.first), min(page + count, extent.first + extent.count)
+            if first < last:
+                yield extent, first - extent.first, last - first, first - page
+
+
+def scratch_fields(spec: SideSpec, pages: int, device: torch.device) -> Fields:
+    """Return new fields of one side for `pages` pages on `device`; they hold anything."""
+    return {
+        name: torch.empty((pages, *shape), dtype=dtype, device=device)
+        for name, (shape, dtype) in spec.fields.items()
+    }

@@ -1,0 +1,207 @@
+"""One layer's pages, on the device or outside, behind the same methods as PageStorage."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..quant.codec import decode
+from ..spec import PageSpec, SideSpec
+from .device_budget import SEAL_PAGES
+from .home import Fields, Home, runs, scratch_fields
+from .outside import OutsideMemory
+from .staging import SlotPlan, Staging
+from .step import SealJobs, TableView
+from .storage import PageStorage, ReadablePages, Seal, SideStorage
+from .storing import storing
+
+if TYPE_CHECKING:
+    from .offload import OffloadArena
+
+
+class StagedFields(Mapping[str, torch.Tensor]):
+    """One side of a layer's pages in the slots of a plan: fetched when a field is asked for, not before."""
+
+    def __init__(self, spec: SideSpec, read: Callable[[], Fields]) -> None:
+        self._names = tuple(spec.fields)
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class OffloadedSide(SideStorage):
+    """One side of an OffloadedStorage: its own tensors are empty while the pages live outside."""
+
+    def __init__(self, spec: SideSpec, device: torch.device, index: int) -> None:
+        super().__init__(spec, device)
+        self.index = index
+        self.home: Home | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Pages that there is room for."""
+        return super().capacity if self.home is None else self.home.capacity
+
+    def take(self, pages: Sequence[int], names: Sequence[str] | None = None) -> Fields:
+        """Return copies of these pages as they are encoded, [n, ..] by field name, on the device."""
+        if self.home is None:
+            return super().take(pages, names)
+        fields = scratch_fields(self.spec, len(pages), self.fields["codes"].device)
+        for place, page, count in runs(pages):
+            self.home.fetch(page, count, [fields], place, [self.index])
+        return fields
+
+    def put(self, first: int, field: str, pages: torch.Tensor) -> None:
+        """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room.
+
+        For storage that nothing was read from yet: staging buffers are not told.
+        """
+        if self.home is None:
+            super().put(first, field, pages)
+        else:
+            self.home.store(self.index, first, len(pages), {field: pages}, 0)
+
+    def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
+        if self.home is None:
+            return super().read(pages, dtype)
+        tokens = decode(self.take(pages.reshape(-1).tolist()), self.spec, dtype)
+        return tokens.reshape(*pages.shape, *tokens.shape[1:])
+
+
+class OffloadedStorage(PageStorage):
+    """Both sides of one layer's pages, on the device or outside; made by an OffloadArena."""
+
+    def __init__(
+        self, layer_idx: int, spec: PageSpec, device: torch.device, arena: "OffloadArena"
+    ) -> None:
+        super().__init__(spec, device)
+        self.layer_idx = layer_idx
+        self.arena = arena
+        self.lock = arena.lock
+        self.keys: OffloadedSide = OffloadedSide(spec.keys, device, 0)
+        self.values: OffloadedSide = OffloadedSide(spec.values, device, 1)
+        self.written: Any = None
+        self.plan: SlotPlan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but places: pages that live outside are written out on the CPU."""
+        state = super().__getstate__()
+        state.update(written=None, plan=None)
+        if self.home is not None:
+            self.arena.staging(self.device).lane.wait()
+            state["keys"], state["values"] = (
+                self._dumped(side) for side in (self.keys, self.values)
+            )
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock = self.arena.lock
+
+    def _dumped(self, side: OffloadedSide) -> OffloadedSide:
+        dumped = OffloadedSide(side.spec, torch.device("cpu"), side.index)
+        dumped.fields = scratch_fields(side.spec, side.capacity, torch.device("cpu"))
+        assert side.home is not None
+        side.home.fetch(0, side.capacity, [dumped.fields], 0, [side.index])
+        return dumped
+
+    @property
+    def home(self) -> Home | None:
+        """Where the pages live outside; None while they are on the device."""
+        return self.keys.home
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of pages that live outside of the device."""
+        return 0 if self.home is None else self.home.nbytes
+
+    def leave(self, outside: OutsideMemory, capacity: int) -> None:
+        """Move all pages outside, with room for `capacity`; where that fails nothing has changed."""
+        home = self.home or Home(self.spec, outside)
+        home.grow(max(capacity, self.keys.capacity))
+        if self.home is home:
+            return
+        for side in (self.keys, self.values):
+            held = side.capacity
+            if held:
+                home.store(side.index, 0, held, side.fields, 0)
+        self.written = self.arena.staging(self.device).lane.mark()
+        for side in (self.keys, self.values):
+            side.fields = scratch_fields(side.spec, 0, self.device)
+            side.home = home
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` pages; pages may leave the device for it."""
+        with self.lock, storing():
+            if not self.arena.settled(self.layer_idx, capacity):
+                self.arena.settle({self.layer_idx: capacity})
+            if self.arena.is_outside(self.layer_idx):
+                self.leave(self.arena.outside(), capacity)
+            else:
+                super().grow(capacity)
+
+    def seal(
+        self, seal: Seal, side: SideStorage, tokens: torch.Tensor, jobs: SealJobs
+    ) -> torch.Tensor:
+        """Have the kernel `seal` write pages of `side`; return whether it had to make numbers finite."""
+        home = self.home
+        if home is None:
+            return super().seal(seal, side, tokens, jobs)
+        index, staging = int(side is self.values), self.arena.staging(self.device)
+        pages = jobs.jobs[:, 2].tolist()
+        damaged = torch.zeros((), dtype=torch.bool, device=self.device)
+        fields = scratch_fields(side.spec, min(SEAL_PAGES, len(pages)), self.device)
+        slots = torch.arange(SEAL_PAGES, dtype=torch.int32, device=self.device)
+        for first in range(0, len(pages), SEAL_PAGES):
+            some = jobs.on(self.device)[first : first + SEAL_PAGES].clone()
+            some[:, 2] = slots[: len(some)]
+            damaged = damaged | seal(tokens, some, fields, side.spec)
+            for place, page, count in runs(pages[first : first + SEAL_PAGES]):
+                home.store(index, page, count, fields, place)
+        staging.forget(self, pages)
+        self.written = staging.lane.mark()
+        return damaged
+
+    def readable(self, view: TableView) -> ReadablePages:
+        """Return what kernels read of the pages of `view`; outside of the device they are fetched when read."""
+        with self.lock:
+            if self.home is None:
+                return super().readable(view)
+            plan = self.arena.plan(view, self.device)
+        keys, values = (
+            StagedFields(side.spec, partial(self._staged, plan, index))
+            for index, side in enumerate(self.sides)
+        )
+        return ReadablePages(keys, values, plan.table, partial(self._reading, plan))
+
+    def _staged(self, plan: SlotPlan, side: int) -> Fields:
+        with self.lock:
+            return self._room(plan).read(self, plan)[side]
+
+    @contextmanager
+    def _reading(self, plan: SlotPlan) -> Iterator[None]:
+        with self.lock, self._room(plan).reading(self, plan):
+            yield
+
+    def _room(self, plan: SlotPlan) -> Staging:
+        staging = self.arena.staging(self.device)
+        if not staging.holds(self.spec, len(plan.ids)):
+            self.arena.settle({}, {self.layer_idx: len(plan.ids)})
+        return staging
+
+    def to(self, device: torch.device) -> None:
+        """Move the pages that are on the device to `device`."""
+        if self.home is None:
+            super().to(device)

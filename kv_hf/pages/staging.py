@@ -1,0 +1,206 @@
+"""Room on the device through which pages that live outside are read: one layer at a time, the next one ahead.
+
+A kernel reads pages by number out of one tensor per field. So the pages that a batch holds are laid, in the order of
+their ids, into the slots 0, 1, .. of a buffer, and the block table is written anew in slots: once per table, for all
+layers of a group. With two buffers the layer that was read next the last time is copied while this one is used.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from ..spec import TABLE_DTYPE, PageSpec
+from .home import Fields, Home, carve, carved_bytes, runs
+from .lane import Lane
+from .step import TableView
+from .storing import storing
+
+
+class Outsider(Protocol):
+    """A layer whose pages live outside."""
+
+    layer_idx: int
+    spec: PageSpec
+    written: Any  # event behind the last write to its home
+    plan: "SlotPlan | None"  # that it was last read by
+
+    @property
+    def home(self) -> Home | None:
+        """Where its pages are."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPlan:
+    """Which page lies in which slot, for one block table.
+
+    Attributes:
+        source: the block table that this plan was made of.
+        ids: page of each slot, ascending.
+        table: the block table in slots, on the device; entries past a row's last page hold slot 0 or any other.
+    """
+
+    source: torch.Tensor
+    ids: tuple[int, ...]
+    table: torch.Tensor
+
+    @classmethod
+    def build(cls, view: TableView, device: torch.device) -> "SlotPlan":
+        """Number the pages of `view` from 0 up."""
+        table = view.block_table
+        held = torch.arange(table.shape[1]) < view.num_pages[:, None]
+        ids = torch.unique(table[held])
+        slots = torch.searchsorted(ids, table).clamp(max=max(0, ids.numel() - 1))
+        moved = slots.to(TABLE_DTYPE).to(device, non_blocking=True)
+        return cls(table, tuple(ids.tolist()), moved)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The pages as runs of consecutive ids: (slot, first id, count)."""
+        return runs(self.ids)
+
+
+class StagingBuffer:
+    """Bytes on the device that hold pages of one layer at a time.
+
+    Attributes:
+        owner: the layer whose pages it holds.
+        ids: page in each slot, None where a newer one was written outside since.
+        ready, used: events behind the last copy into it, and behind the last kernel that read it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        with storing():
+            self.raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.owner: Outsider | None = None
+        self.ids: list[int | None] = []
+        self.ready: Any = None
+        self.used: Any = None
+        self._fields: tuple[Fields, Fields] = ({}, {})
+
+    def give(self, owner: Outsider, slots: int) -> None:
+        """Let the buffer be `owner`'s, with so many slots; what it held is forgotten where that is new."""
+        if self.owner is not owner or len(self.ids) != slots:
+            self.owner = owner
+            self.ids = [None] * slots
+            with storing():
+                used = self.raw[: carved_bytes(owner.spec, slots)]
+                self._fields = carve(used, owner.spec, slots)
+
+    @property
+    def fields(self) -> tuple[Fields, Fields]:
+        """The slots as fields of keys and of values."""
+        return self._fields
+
+
+class Staging:
+    """The staging buffers of one device.
+
+    Args:
+        lane: how copies run beside kernels; says how many buffers there are.
+    """
+
+    def __init__(self, device: torch.device, lane: Lane) -> None:
+        self.device = device
+        self.lane = lane
+        self.size = 0  # bytes of a buffer
+        self._buffers: list[StagingBuffer] = []
+        self._last: StagingBuffer | None = None
+        self._before: Outsider | None = None
+        self._next: dict[int, Outsider] = {}  # layer -> the one that was read behind it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(buffer.raw.nbytes for buffer in self._buffers)
+
+    def resize(self, nbytes: int) -> None:
+        """Let buffers have `nbytes` bytes from their next use on; the old ones go first."""
+        if nbytes != self.size:
+            self.size = nbytes
+            self._buffers, self._last = [], None
+
+    def holds(self, spec: PageSpec, slots: int) -> bool:
+        """Say whether so many pages fit into a buffer."""
+        return carved_bytes(spec, slots) <= self.size
+
+    def forget(self, layer: Outsider, pages: list[int]) -> None:
+        """Note that `pages` of a layer were written outside: what lies here is stale."""
+        for buffer in self._buffers:
+            if buffer.owner is layer:
+                stale = set(pages)
+                buffer.ids = [None if page in stale else page for page in buffer.ids]
+
+    def read(self, layer: Outsider, plan: SlotPlan) -> tuple[Fields, Fields]:
+        """Return the pages of `plan` in their slots, for kernels that are launched now."""
+        buffer = self._filled(layer, plan)
+        self.lane.join(buffer.ready)
+        self._last = buffer
+        return buffer.fields
+
+    @contextmanager
+    def reading(self, layer: Outsider, plan: SlotPlan) -> Iterator[None]:
+        """Keep the pages of `plan` in their slots for the kernels launched inside, then fetch what comes next."""
+        self.read(layer, plan)
+        buffer = self._last
+        assert buffer is not None
+        try:
+            yield
+        finally:
+            buffer.used = self.lane.mark()
+        before, layer.plan = layer.plan, plan
+        if self._before is not None and self._before is not layer:
+            self._next[self._before.layer_idx] = layer
+        self._before = layer
+        following = self._next.get(layer.layer_idx)
+        if following is not None and following is not layer and following.plan is not None:
+            # layers of one group share their table: what this one has just got, the next one will
+            ahead = plan if following.plan is before else following.plan
+            self._fetch_ahead(following, ahead)
+
+    def _fetch_ahead(self, layer: Outsider, plan: SlotPlan) -> None:
+        if layer.home is None or not self.holds(layer.spec, len(plan.ids)):
+            return
+        if self.lane.buffers > 1:
+            self._filled(layer, plan)
+            return
+        for _, page, count in plan.runs:
+            layer.home.expect(page, count)
+
+    def _filled(self, layer: Outsider, plan: SlotPlan) -> StagingBuffer:
+        """Return a buffer into which the pages of `plan` have been, or are being, copied."""
+        buffer = self._buffer(layer)
+        buffer.give(layer, len(plan.ids))
+        if buffer.ids == list(plan.ids):
+            return buffer
+        todo = plan.runs
+        if any(page is not None for page in buffer.ids):
+            slots = zip(buffer.ids, plan.ids, strict=True)
+            todo = [(slot, page, 1) for slot, (old, page) in enumerate(slots) if old != page]
+        home, fields = layer.home, buffer.fields
+        assert home is not None
+
+        def copy() -> None:
+            with storing():
+                for slot, page, count in todo:
+                    home.fetch(page, count, fields, slot, (0, 1))
+
+        buffer.ids = [None] * len(plan.ids)  # in case the copy fails
+        buffer.ready = self.lane.run(copy, (buffer.used, layer.written))
+        buffer.ids = list(plan.ids)
+        return buffer
+
+    def _buffer(self, layer: Outsider) -> StagingBuffer:
+        """Return the buffer that holds pages of `layer`, or else the one that was not read last."""
+        while len(self._buffers) < self.lane.buffers:
+            buffer = StagingBuffer(self.size, self.device)
+            buffer.used = self.lane.mark()  # kernels given before may still read that memory
+            self.lane.keep(buffer.raw)
+            self._buffers.append(buffer)
+        own = [buffer for buffer in self._buffers if buffer.owner is layer]
+        others = [buffer for buffer in self._buffers if buffer is not self._last]
+        return (own or others or self._buffers)[0]

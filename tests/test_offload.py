@@ -400,7 +400,7 @@ def test_layers_that_leave_lie_far_apart():
 
 def test_saved_pages_are_those_outside_and_placement_stays_behind(place, tmp_path):
     model = five_layers()
-    cache = make_cache(model, keys="int4")
+    cache = make_cache(model, keys="int4", **place)
     forward(model, cache, tokens(1, 150))
     assert outside(cache)
     cache.save(tmp_path / "cache.safetensors", model)

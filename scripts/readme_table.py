@@ -1,8 +1,10 @@
-"""Write the measured tables of README.md from the newest rows of results/."""
+"""Write the measured tables of README.md and docs/ from the newest rows of results/."""
 
 import re
 from pathlib import Path
 from typing import Any
+
+import docs_tables
 
 from kv_hf.evaluation.rows import latest_run, read_rows
 from kv_hf.formats import IMPLEMENTATIONS
@@ -10,6 +12,13 @@ from kv_hf.formats import IMPLEMENTATIONS
 # what the README says of its table
 PROTOCOL = {"options": {}, "text": "lincoln_1862", "prompt": 512, "dtype": "float32"}
 ROOT = Path(__file__).parent.parent
+# document, block, rows, table
+DOCUMENTS = [
+    ("prefix_sharing.md", "prefix", "prefix.jsonl", docs_tables.prefix_table),
+    ("design.md", "beams", "beams.jsonl", docs_tables.beams_table),
+    ("offload.md", "offload", "offload.jsonl", docs_tables.offload_table),
+    ("transformers_suites.md", "suites", "transformers_suites.jsonl", docs_tables.suites_table),
+]
 MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B"}
 
 
@@ -130,6 +139,10 @@ def main() -> None:
     )
     text = replace_block(text, "speed", speed)
     readme.write_text(text, "utf-8")
+    for document, name, rows, make in DOCUMENTS:
+        path = ROOT / "docs" / document
+        found = make(read_rows(ROOT / "results" / rows))
+        path.write_text(replace_block(path.read_text("utf-8"), name, found), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""The measured tables of docs/, from the newest rows of results/; scripts/readme_table.py writes them."""
+
+from typing import Any
+
+from kv_hf.evaluation.rows import latest_run
+
+Rows = list[dict[str, Any]]
+
+
+def table(lines: list[list[str]]) -> str:
+    """Return a table of Markdown: the first line is its head, its first column text, the others numbers."""
+    rule = ["---"] + ["---:"] * (len(lines[0]) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+
+
+def prefix_table(rows: Rows) -> str:
+    """Return prefill time and pages of many requests over one system prompt."""
+    found = latest_run(rows, metric="prefill")
+    if not found:
+        return "No run has been recorded yet."
+    config = found[0]["config"]
+    lines = [
+        [
+            "prefix store",
+            "requests at a time",
+            "prefill, s",
+            "tokens computed",
+            "skipped",
+            "pages, MiB",
+        ]
+    ]
+    for row in found:
+        pages = row["pages"] * row["page_bytes"] / 2**20
+        lines.append(
+            [
+                "yes" if row["config"]["prefix_store"] else "no",
+                str(row["config"]["batch"]),
+                f"{row['value']:.1f}",
+                f"{row['tokens_computed']:,}",
+                f"{100 * row['skipped']:.1f} %",
+                f"{pages:.1f}",
+            ]
+        )
+    head = (
+        f"{config['requests']} requests of {config['system_tokens']:,} shared and {config['question_tokens']} own tokens, "
+        f"`{config['implementation']}`, {found[0]['model']}, {found[0]['dtype']}, {found[0]['threads']} threads of "
+        f"{found[0]['machine']}, all caches alive at the end:"
+    )
+    return f"{head}\n\n{table(lines)}"
+
+
+def beams_table(rows: Rows) -> str:
+    """Return the time of a beam step's cache work per length of the context."""
+    found = latest_run(rows, kind="beams", device="cpu")
+    if not found:
+        return "No run has been recorded yet."
+    contexts = sorted({row["context"] for row in found})
+    lines = [["cache", *(f"{context:,} tokens" for context in contexts)]]
+    for cache in dict.fromkeys(row["cache"] for row in found):
+        of = {row["context"]: row for row in found if row["cache"] == cache}
+        lines.append([f"`{cache}`", *(f"{of[context]['step_ms_p50']:.3g}" for context in contexts)])
+    first = found[0]
+    head = (
+        f"Milliseconds of new order and append over {first['layers']} layers, {first['beams']} beams, sizes of "
+        f"SmolLM2-135M, {first['dtype']}, {first['threads']} thread(s) of {first['machine']}:"
+    )
+    return f"{head}\n\n{table(lines)}"
+
+
+def offload_table(rows: Rows) -> str:
+    """Return budgets, what is resident, and the time of a step for the longest context of the newest run."""
+    found = latest_run(rows, kind="offload")
+    if not found:
+        return "No run has been recorded yet."
+    longest = max(row["context"] for row in found)
+    found = [row for row in found if row["context"] == longest]
+    lines = [
+        ["pages", "budget, MiB", "layers outside", "on the device by `memory()`, MiB", "resident growth, MiB",
+         "its peak while stepping", "step, ms"]
+    ]  # fmt: skip
+    for row in found:
+        budget = row["device_bytes"]
+        sizes = ("total_bytes", "resident_bytes", "resident_peak_stepping")
+        mib = {name: f"{row[name] / 2**20:.1f}" for name in sizes}
+        least = "least" if row["offload"] else "no offload"
+        lines.append(
+            [
+                row["keys"],
+                least if budget is None else f"{budget / 2**20:.1f}",
+                str(row["layers_outside"]),
+                *mib.values(),
+                f"{row['step_ms_p50']:.0f}",
+            ]
+        )
+    first = found[0]
+    head = (
+        f"SmolLM2-135M, {first['dtype']}, {longest:,} tokens, {first['threads']} thread(s) of {first['machine']}, the file "
+        "in the page cache:"
+    )
+    return f"{head}\n\n{table(lines)}"
+
+
+def suites_table(rows: Rows) -> str:
+    """Return, per file of transformers' tests, how many pass with pages and with DynamicCache."""
+    head = [
+        "passed with both",
+        "only with DynamicCache",
+        "with neither",
+        "with pages",
+        "pages sealed",
+    ]
+    names = ["passed", "only_ours_failed", "both_failed", "passed_with_pages", "pages_sealed"]
+    runs = [latest_run(rows, kind="transformers_suites", seq_length=n) for n in (0, 40)]
+    runs = [run for run in runs if run]
+    if not runs:
+        return "No run has been recorded yet."
+    lines = [["tests", "skipped", *head, *(f"longer: {title}" for title in head if len(runs) > 1)]]
+    total = [0] * (1 + len(names) * len(runs))
+    for suite in dict.fromkeys(row["suite"] for row in runs[0]):
+        of = [next((row for row in run if row["suite"] == suite), None) for run in runs]
+        numbers = [of[0]["skipped"] if of[0] else 0]
+        for row in of:
+            numbers += [row[name] if row else 0 for name in names]
+        total = [a + b for a, b in zip(total, numbers, strict=True)]
+        short = suite.removeprefix("tests/").removeprefix("models/").split("/test_modeling")[0]
+        lines.append([short, *(f"{number:,}" for number in numbers)])
+    lines.append(["**all**", *(f"**{number:,}**" for number in total)])
+    return table(lines)

@@ -16,7 +16,7 @@ class LayerView(KVView):
     def __init__(self, layer: PagedLayer) -> None:
         assert layer.store is not None
         self.kernel = layer.store.kernel
-        self.sliding_window = layer.sliding_window
+        self.sliding_window = layer.window
         self._layer = layer
         self._revision = layer.revision
         self._gathered: PagedKV | None = None

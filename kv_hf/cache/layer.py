@@ -53,7 +53,9 @@ class PagedLayer(DynamicLayer):
         window: int | None = None,
     ) -> None:
         self.layer_idx = layer_idx
-        self.sliding_window = window
+        self.window = window
+        if window is not None:  # code asks layers whether they have this at all
+            self.sliding_window = window
         self.is_sliding = window is not None
         self.kernel = kernel
         self.group = group
@@ -143,7 +145,7 @@ class PagedLayer(DynamicLayer):
 
     def get_max_length(self) -> int:
         """Return the tokens that a query sees at most, -1 for all (transformers' convention)."""
-        return self.sliding_window or -1
+        return self.window or -1
 
     def reset(self) -> None:
         """Forget all tokens of the whole cache and give the memory back, unless another cache shares it."""
@@ -315,15 +317,15 @@ class PagedLayer(DynamicLayer):
             window = self.store.windows[0 if side == "keys" else 1].tokens
             return window[:, :, :0].clone()
         dense = self._view_of(self.current_kv()).dense(side)
-        if self.sliding_window is None:
+        if self.window is None:
             return dense
         # with past recording transformers' layer keeps the tokens that a crop may take back on top
         doubtful = self.group.seen - self.group.confirmed if self.group.recording else 0
-        return dense[:, :, max(0, dense.shape[2] - self.sliding_window + 1 - doubtful) :]
+        return dense[:, :, max(0, dense.shape[2] - self.window + 1 - doubtful) :]
 
     def _view_of(self, kv: PagedKV) -> KVView:
         assert self.store is not None
-        return KVView(kv, self, self.revision, self.store.kernel, self.sliding_window)
+        return KVView(kv, self, self.revision, self.store.kernel, self.window)
 
     def _check_unchanged(self, side: str, value: Any) -> None:
         """Accept what is there already (code that copies a cache writes clones back), refuse anything else."""

@@ -36,7 +36,7 @@ def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[Lay
     for index, layer in enumerate(layers):
         if isinstance(layer, PagedLayer):
             keys, values = (scheme.name for scheme in layer.schemes)
-            window = layer.sliding_window
+            window = layer.window
             kind = "paged" if window is None else f"paged, sliding window of {window}"
             if layer.storage is not None and layer.storage.offloaded_bytes:
                 kind += ", offloaded"

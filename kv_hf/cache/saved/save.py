@@ -116,7 +116,7 @@ def _check_savable(cache: "PagedCache", model: Any) -> None:
     if not cache.group.rows:
         raise CacheMismatchError("this cache is empty: there is nothing to save")
     cache.check_integrity()
-    if any(layer.sliding_window != layer.group.window for layer in cache.paged_layers):
+    if any(layer.window != layer.group.window for layer in cache.paged_layers):
         raise UnsupportedModelError(
             "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .doctor import environment, report_formats, report_model
+from .doctor import environment, report_formats, report_model, sizes_of
 from .errors import KVCacheError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -17,13 +17,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what would run here, and why")
     doctor.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    doctor.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
-    doctor.add_argument("--head-dim", type=int, default=128)
+    doctor.add_argument(
+        "--dtype", choices=DTYPES, help="of the model; default: --model's, else bfloat16"
+    )
+    doctor.add_argument("--head-dim", type=int, help="default: --model's, else 128")
     doctor.add_argument("--page-size", type=int, default=64)
     doctor.add_argument("--model", help="folder or hub name: say how each layer would be cached")
     args = parser.parse_args(argv)
     try:
-        print_doctor(torch.device(args.device), DTYPES[args.dtype], args.head_dim, args.page_size)
+        own = sizes_of(args.model) if args.model is not None else {}
+        dtype = DTYPES[args.dtype] if args.dtype else own.get("dtype", torch.bfloat16)
+        head_dim = own.get("head_dim", 128) if args.head_dim is None else args.head_dim
+        print_doctor(torch.device(args.device), dtype, head_dim, args.page_size)
         if args.model is not None:
             print(f"\nLayers of {args.model}:")
             for layers, how in report_model(args.model):

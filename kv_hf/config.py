@@ -114,6 +114,7 @@ class CacheConfig:
                 )
         if self.value_group_size is not None:
             _check_int("value_group_size", self.value_group_size, 1)
+        self._check_groups()
         _check_int("sink_tokens", self.sink_tokens, 0)
         _check_int("recent_tokens", self.recent_tokens, 0)
         _check_int("reserve_tokens", self.reserve_tokens, 0)
@@ -147,6 +148,18 @@ class CacheConfig:
                 raise CacheOptionError(
                     f"{name}={value} does not go with max_length={self.max_length}, which allocates all pages at once "
                     f"and keeps one page of exact tokens; leave out {name} or max_length"
+                )
+
+    def _check_groups(self) -> None:
+        """Raise CacheOptionError for a group size that no format of this cache reads."""
+        overrides = [sides for _, _, sides in self.layer_overrides()]
+        for side in ("keys", "values"):
+            names = {getattr(self, side), *(sides[side] for sides in overrides if side in sides)}
+            argument = f"{side[:-1]}_group_size"
+            given = getattr(self, argument)
+            if given is not None and not names & {"int4", "int2"}:
+                raise CacheOptionError(
+                    f"{argument}={given} is read by the formats int4 and int2 only, and {side} are {', '.join(sorted(names))}"
                 )
 
     def _check_offload(self) -> None:

@@ -3,12 +3,13 @@
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import transformers
 
 from .cache.encoder_decoder import PagedEncoderDecoderCache
-from .cache.model_shape import is_encoder_decoder
+from .cache.model_shape import decoder_config, is_encoder_decoder, planned_specs
 from .cache.paged_cache import PagedCache
 from .config import CacheConfig
 from .errors import CacheOptionError
@@ -75,6 +76,26 @@ def report_formats(
     return reports
 
 
+def sizes_of(name: str) -> dict[str, Any]:
+    """Return head_dim and dtype of a model, as far as its config says them; see `report_model`."""
+    config = decoder_config(_config(name))
+    found: dict[str, Any] = {}
+    specs = planned_specs(config, [(key_scheme("exact"), value_scheme("exact"))], 64)
+    if specs:
+        found["head_dim"] = specs[0].keys.head_dim
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        found["dtype"] = dtype
+    return found
+
+
+def _config(name: str) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise CacheOptionError(f"model {name!r}: {str(error).splitlines()[0]}") from error
+
+
 def report_model(name: str) -> list[tuple[str, str]]:
     """Return (layers, how they would be cached and why) for a model, from its config alone.
 
@@ -82,10 +103,7 @@ def report_model(name: str) -> list[tuple[str, str]]:
         name: a folder, or the name of a model on the hub.
     Raises: CacheOptionError where there is no such config; UnsupportedModelError for a model without paged layers.
     """
-    try:
-        config = transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise CacheOptionError(f"model {name!r}: {str(error).splitlines()[0]}") from error
+    config = _config(name)
     kind = PagedEncoderDecoderCache if is_encoder_decoder(config) else PagedCache
     spans: list[tuple[int, int, str]] = []
     for row in kind(config).report():

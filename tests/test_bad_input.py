@@ -271,3 +271,31 @@ def test_reset_of_a_model_with_other_layers_takes_another_batch_size():
         found = model(tokens(3, 20), past_key_values=cache).logits
         assert torch.equal(found, model(tokens(3, 20), past_key_values=fresh).logits)
     assert cache.memory() == fresh.memory()
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        ([[1, 1]], "must be a tensor .*got list"),
+        (torch.ones(5), r"got \[5\]"),
+        (torch.tensor([[0.0, -1e9]]), "must hold 0 and 1"),
+        (torch.ones(2, 1, 3, 3), r"got \[2, 1, 3, 3\]"),
+    ],
+)
+def test_observe_padding_refuses_what_is_no_mask(mask, says):
+    cache = kv_hf.PagedCache(make_config("llama"))
+    with pytest.raises(kv_hf.CacheMismatchError, match=says):
+        cache.observe_padding(mask)
+    cache.observe_padding(None)
+    cache.update(*torch.randn(2, 2, 2, 5, 16), 0)
+    cache.update(*torch.randn(2, 2, 2, 5, 16), 1)
+    with pytest.raises(kv_hf.CacheMismatchError, match="comes too late"):
+        cache.observe_padding(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("argument", ["key_group_size", "value_group_size"])
+def test_group_size_that_no_format_reads_is_refused(argument):
+    config = make_config("llama")
+    with pytest.raises(kv_hf.CacheOptionError, match=f"{argument}=16 is read by the formats int4"):
+        kv_hf.PagedCache(config, keys="int8", **{argument: 16})
+    kv_hf.PagedCache(config, keys="int8", layers={"0": "int4"}, **{argument: 16})

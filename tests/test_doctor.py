@@ -115,3 +115,13 @@ def test_doctor_says_how_each_layer_of_a_model_would_be_cached(capsys, tmp_path)
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--model", str(tmp_path / "absent")])
     assert "absent" in capsys.readouterr().err
+
+
+def test_doctor_takes_the_sizes_of_the_model(capsys, tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(head_dim=20, dtype="float32").save_pretrained(tmp_path)
+    cli.main(["doctor", "--model", str(tmp_path)])
+    assert "float32, head_dim 20, page_size 64" in capsys.readouterr().out
+    cli.main(["doctor", "--model", str(tmp_path), "--head-dim", "64", "--dtype", "float16"])
+    assert "float16, head_dim 64" in capsys.readouterr().out

@@ -476,3 +476,36 @@ def test_copies_are_independent(model, implementation, change):
         assert_dense(pair[kept], dense(fresh))
         pair[changed].check_integrity()
         cache = copy.deepcopy(alone)
+
+
+@pytest.mark.parametrize("length", [1, 20, 168, 169])
+def test_a_text_that_does_not_continue_the_cache_is_refused(length):
+    """DynamicCache cuts such prompts in silence, or fails with an empty tensor."""
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config)
+    options = {"past_key_values": cache, "do_sample": False, "eos_token_id": None}
+    text = model.generate(tokens(1, 150), max_new_tokens=20, **options)
+    assert cache.get_seq_length() == 169
+    with pytest.raises(
+        kv_hf.CacheMismatchError, match=f"{length} tokens do not continue.*seen 169"
+    ):
+        model.generate(text[:, :length], max_new_tokens=2, **options)
+    longer = torch.cat([text, tokens(1, 5)], -1)
+    found = model.generate(longer, max_new_tokens=9, **options)
+    assert torch.equal(
+        found, model.generate(longer, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    )
+
+
+def test_new_tokens_alone_continue_with_a_mask_of_the_whole_text():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config)
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 9}
+    text = model.generate(tokens(1, 50), past_key_values=cache, **options)
+    whole = torch.cat([text, tokens(1, 5)], -1)
+    new = whole[:, cache.get_seq_length() :]
+    mask = torch.ones_like(whole)
+    found = model.generate(new, attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(
+        found[:, new.shape[1] :], model.generate(whole, **options)[:, whole.shape[1] :]
+    )

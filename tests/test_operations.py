@@ -81,7 +81,7 @@ class Pair:
         for row, start in zip(self.rows, self.padding, strict=True):
             row += [self.rng.randrange(50) for _ in range(self.seen - max(first, start))]
         columns = torch.arange(self.seen)
-        self.paged.observe_padding((columns >= torch.tensor(self.padding)[:, None]).long())
+        self.paged.learn_padding((columns >= torch.tensor(self.padding)[:, None]).long())
         for layer in range(len(self.paged.layers)):
             keys, values = states(self.rows, self.padding, first, count, layer)
             ours = self.paged.update(keys, values, layer)
@@ -221,12 +221,12 @@ def test_random_sharing_of_prefixes(seed):
         cache = kv_hf.PagedCache(FULL, page_size=PAGE, prefix_store=store)
         dynamic = transformers.DynamicCache(config=FULL)
         mask = torch.arange(width) >= torch.tensor(padding)[:, None]
-        cache.observe_padding(mask.long())
+        cache.learn_padding(mask.long())
         seen = store.attach(cache, (), rows, padding) if store._tree.roots else 0
         for layer in range(2):
             cache.update(*states(rows, padding, seen, width - seen, layer), layer)
             dynamic.update(*states(rows, padding, 0, width, layer), layer)
-        store.add(cache, (), rows)
+        store.add(cache, rows)
         live.append((cache, dynamic))
         if len(live) > 3:
             live.pop(rng.randrange(len(live)))

@@ -176,7 +176,7 @@ def test_generated_text_is_kept_when_asked_for():
     prompt = SYSTEM + words(9, 2)
     out = run(model, [prompt], store, max_new_tokens=60)
     before = store.stats().pages
-    store.add(out.past_key_values, (), [out.sequences[0, :-1].tolist()])
+    store.add(out.past_key_values, [out.sequences[0, :-1].tolist()])
     assert store.stats().pages == before + 4
     longer = out.sequences[0].tolist() + words(5, 3)
     found = run(model, [longer], store)
@@ -254,8 +254,8 @@ def test_memory_given_back_while_another_cache_is_short():
         model(torch.tensor([SYSTEM[:90]]), past_key_values=other)
         model(torch.tensor([SYSTEM]), past_key_values=short)
         model(torch.tensor([SYSTEM[:50]]), past_key_values=emptied)
-    store.add(short, (), [text])
-    store.add(emptied, (), [SYSTEM[:50]])
+    store.add(short, [text])
+    store.add(emptied, [SYSTEM[:50]])
     assert len({id(cache.layers[0].storage) for cache in (short, other, emptied)}) == 1
     for rows in ([text + words(9, 4)], [SYSTEM[:50] + words(9, 4)]):
         check(run(model, rows, store), model.generate(**batch(rows), **KEPT))
@@ -373,3 +373,27 @@ def test_chunked_prefill_of_an_old_transformers_is_not_shared_and_says_so():
         found = run(model, rows, store, prefill_chunk_size=50)
     check(found, model.generate(**batch(rows), **KEPT))
     assert store.stats().rows == 1
+
+
+def test_weights_that_change_in_place_empty_the_store():
+    model, store, rows = make_model("llama"), kv_hf.PrefixStore(), [SYSTEM + words(9, 2)]
+    run(model, rows, store)
+    with torch.no_grad():
+        for parameter in model.model.layers[0].parameters():
+            parameter.mul_(1.5)
+    with pytest.warns(kv_hf.KVCacheWarning, match="weights of the model have changed"):
+        found = run(model, rows, store)
+    check(found, model.generate(**batch(rows), **KEPT))
+    before = store.stats().rows_hit
+    run(model, rows, store)
+    assert store.stats().rows_hit == before + 1
+
+
+def test_add_refuses_what_the_cache_does_not_hold():
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    cache = run(model, [SYSTEM, SYSTEM[:90]], store, max_new_tokens=2).past_key_values
+    for rows in ([SYSTEM], [SYSTEM, 7], [SYSTEM, SYSTEM], SYSTEM):
+        with pytest.raises(kv_hf.CacheMismatchError, match="rows must be a list of token ids"):
+            store.add(cache, rows)
+    with pytest.raises(kv_hf.CacheMismatchError, match="made with this prefix_store"):
+        kv_hf.PrefixStore().add(cache, [SYSTEM, SYSTEM[:90]])

@@ -1,9 +1,11 @@
 """A kv_length that knows its cache: the road by which a mask function reaches the pages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from ..errors import CacheMismatchError
 from ..pages.group import PageGroup
 
 
@@ -51,3 +53,20 @@ class MaskLength(int):
         known = torch.tensor(padding, device=attention_mask.device)[:, None]
         columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)
         return torch.equal(attention_mask.bool(), columns >= known)
+
+
+def check_padding_mask(mask: Any, group: PageGroup) -> None:
+    """Raise CacheMismatchError unless `mask` is a 2D mask from which the rows of `group` can learn their padding."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        got = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise CacheMismatchError(f"attention_mask must be a tensor [batch, columns], got {got}")
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        raise CacheMismatchError(
+            f"attention_mask must hold 0 and 1 (or be bool), got {mask.dtype} from {mask.min()} to {mask.max()}"
+        )
+    rows = len(group.rows)
+    if rows and (rows != mask.shape[0] or not group.needs_padding()):
+        raise CacheMismatchError(
+            f"attention_mask of {mask.shape[0]} rows comes too late or to another batch: this cache holds the tokens of "
+            f"{rows} rows; call observe_padding before the first forward"
+        )

@@ -19,7 +19,7 @@ from .compat import is_dummy
 from .handle import view_behind, warn_dense
 from .handle_layer import HandleLayer
 from .layer import PagedLayer, chosen_rows
-from .mask_length import MaskLength
+from .mask_length import MaskLength, check_padding_mask
 from .model_shape import (
     attention_config,
     decoder_config,
@@ -260,7 +260,15 @@ class PagedCache(Savable, DynamicCache):
 
         Args:
             attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
+        Raises: CacheMismatchError for anything else, for another batch size, and once all rows hold tokens.
         """
+        if attention_mask is None:
+            return
+        check_padding_mask(attention_mask, self.group)
+        self.learn_padding(attention_mask)
+
+    def learn_padding(self, attention_mask: torch.Tensor | None) -> None:
+        """Learn what there is to learn from the mask that a model is given; see `observe_padding`."""
         if attention_mask is not None:
             for group in self.groups:
                 group.observe_padding(attention_mask)

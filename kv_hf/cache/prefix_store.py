@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
+from ..notices import warn_once
 from ..pages.arena import PageArena
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
@@ -71,6 +72,7 @@ class PrefixStore:
         self.arena = PageArena()
         self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._model: weakref.ref[Any] | None = None
+        self._weights: int | None = None
         self._tree: PrefixTree | None = None
         self._rows = self._hits = self._tokens = self._computed = 0
 
@@ -103,10 +105,22 @@ class PrefixStore:
         return self.arena
 
     def bind_model(self, model: Any) -> None:
-        """Remember the model. Raises CacheMismatchError for another one: equal tokens have other keys there."""
+        """Remember the model, and let go of all pages when its weights have changed since (said once).
+
+        Raises: CacheMismatchError for another model: equal tokens have other keys there.
+        """
+        weights = _weights_of(model)
         if self._model is None:
-            self._model = weakref.ref(model)
-        elif self._model() is not model:
+            self._model, self._weights = weakref.ref(model), weights
+        elif self._model() is model:
+            if weights != self._weights:
+                warn_once(
+                    "prefix_store weights",
+                    "The weights of the model have changed since a prefix_store kept pages of it: they are dropped",
+                )
+                self.clear()
+                self._weights = weights
+        else:
             raise CacheMismatchError(
                 f"prefix_store holds keys and values of another {type(model).__name__}; use one store per model"
             )
@@ -198,12 +212,31 @@ class PrefixStore:
             for index in late:
                 found[index].pop()
 
-    def add(self, cache: "PagedCache", space: Hashable, rows: Sequence[Sequence[int]]) -> None:
+    def add(self, cache: "PagedCache", rows: Sequence[Sequence[int]], space: Hashable = ()) -> None:
         """Keep the sealed pages of `cache`, whose rows begin with the tokens `rows`.
 
         Rows that hold pages of the same tokens twice let go of theirs and share the store's.
+
+        Args:
+            cache: one that uses this store.
+            rows: for each row of the cache its token ids without padding, no more than it holds.
+            space: names of the active adapters, sorted; () without.
+        Raises: CacheMismatchError for another cache, or rows that it does not hold.
         """
+        if getattr(cache, "prefix_store", None) is not self:
+            raise CacheMismatchError(
+                f"cache must be a PagedCache made with this prefix_store, got {type(cache).__name__}"
+            )
         tree, group = self.tree, cache.group
+        held = [group.tokens(row) for row in group.rows]
+        lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
+        if len(lengths) != len(held) or any(
+            not 0 <= length <= most for length, most in zip(lengths, held, strict=True)
+        ):
+            raise CacheMismatchError(
+                f"rows must be a list of token ids for each row of the cache, which hold {held} tokens; got "
+                f"{['no list' if length < 0 else length for length in lengths]}"
+            )
         with tree.pool.lock:
             page_bytes = sum(storage.spec.page_bytes for storage in self.arena.storages.values())
             tree.max_pages = self.max_bytes // max(1, page_bytes)
@@ -249,3 +282,16 @@ class PrefixStore:
     def __repr__(self) -> str:
         stats = self.stats()
         return f"PrefixStore(max_bytes={self.max_bytes}, pages={stats.pages}, bytes={stats.bytes})"
+
+
+def _weights_of(model: Any) -> int | None:
+    """Return a number that changes with the weights: where they lie, and how often they were written to.
+
+    None where weights come and go (accelerate's offloading), or keep no count (tensors of inference mode).
+    """
+    found = []
+    for parameter in model.parameters():
+        if parameter.is_meta or parameter.is_inference():
+            return None
+        found.append((parameter.data_ptr(), parameter._version))
+    return hash(tuple(found))

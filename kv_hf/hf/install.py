@@ -169,4 +169,4 @@ def _make_ready(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
         use_paged_attention(model)
     if own is not None:
         of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
-        own.observe_padding(model_kwargs.get(of_text))
+        own.learn_padding(model_kwargs.get(of_text))

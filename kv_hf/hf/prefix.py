@@ -8,6 +8,7 @@ import torch
 
 from ..cache.compat import CHUNKS_BEHIND_A_CACHE
 from ..cache.paged_cache import PagedCache
+from ..errors import CacheMismatchError
 from ..notices import warn_once
 
 # tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
@@ -69,6 +70,8 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         cache: Any = model_kwargs.get("past_key_values")
+        if isinstance(cache, PagedCache):
+            _check_continues(cache, input_ids, generation_config, model_kwargs)
         store = cache.prefix_store if isinstance(cache, PagedCache) else None
         if store is None or cache.get_seq_length():
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -85,10 +88,33 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         outputs = original(
             self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
         )
-        store.add(cache, space, prompt.rows)
+        store.add(cache, prompt.rows, space)
         return outputs
 
     return prefill
+
+
+def _check_continues(
+    cache: PagedCache, input_ids: torch.Tensor, generation_config: Any, inputs: dict[str, Any]
+) -> None:
+    """Raise CacheMismatchError when the whole text is no longer than what the cache has seen of it.
+
+    Where the mask is longer than the tokens these are new ones only: then there is nothing to compare.
+    """
+    seen = cache.get_seq_length()
+    mask = inputs.get("attention_mask")
+    width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    if (
+        isinstance(seen, int)
+        and 0 < input_ids.shape[1] <= seen
+        and width in (-1, input_ids.shape[1])
+        and inputs.get("inputs_embeds") is None
+    ):
+        raise CacheMismatchError(
+            f"input_ids of {input_ids.shape[1]} tokens do not continue a cache that has seen {seen}: pass the whole text so "
+            "far and at least one new token, or the new tokens with an attention_mask of the whole text; for another "
+            "text make a new cache, or call cache.reset()"
+        )
 
 
 def attach_prefix(
@@ -109,7 +135,7 @@ def attach_prefix(
         ids = torch.tensor([common[lead.get_seq_length() :]], device=model.device)
         for part in ids.split(chunk or ids.shape[1], dim=1):
             model(input_ids=part, past_key_values=lead, use_cache=True, **_last_logit(model))
-        store.add(lead, space, [common])
+        store.add(lead, [common], space)
         store.count_computed(ids.shape[1])
     return store.attach(cache, space, prompt.rows, prompt.padding, chunk)
 

@@ -150,7 +150,8 @@ class StaticTable:
         if torch.compiler.is_compiling():
             self.known_columns = None
             room = self.seen + q_len <= self.max_length
-            torch._assert_async(room, f"kv_hf: max_length={self.max_length} is reached")
+            # a constant: dynamo cannot put a number into it that differs from cache to cache
+            torch._assert_async(room, "kv_hf: max_length of the cache is reached")
         else:
             self.check_append(rows, q_len)
             self.known_columns = self.columns() + q_len

@@ -1,5 +1,6 @@
 """Shared prefixes: the tokens of a run without sharing, pages stored once, counted, bounded and given up in order."""
 
+import contextlib
 import copy
 import gc
 import threading
@@ -397,3 +398,85 @@ def test_add_refuses_what_the_cache_does_not_hold():
             store.add(cache, rows)
     with pytest.raises(kv_hf.CacheMismatchError, match="made with this prefix_store"):
         kv_hf.PrefixStore().add(cache, [SYSTEM, SYSTEM[:90]])
+
+
+def test_two_first_users_get_one_storage(monkeypatch):
+    """Both find none: the second must not put its own in the place of the first one's."""
+    from kv_hf.pages import arena
+
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    made = arena.PageStorage
+    barrier = threading.Barrier(2)
+
+    def slow(*args):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(0.3)
+        return made(*args)
+
+    monkeypatch.setattr(arena, "PageStorage", slow)
+    caches = [kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store) for _ in range(2)]
+
+    def work(cache):
+        with torch.no_grad():
+            for layer in range(2):
+                cache.update(*torch.randn(2, 1, 2, 40, 16), layer)
+
+    threads = [threading.Thread(target=work, args=(cache,)) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert caches[0].layers[0].storage is caches[1].layers[0].storage
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_keys_that_depend_on_the_length_of_the_text_are_not_shared(kind):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **factors}
+    if kind == "longrope":
+        rope["original_max_position_embeddings"] = 96
+    rows = [SYSTEM[:80] + words(60, seed) for seed in (1, 2)]
+    store, logits = kv_hf.PrefixStore(), []
+    for shared in (None, store):  # dynamic NTK changes a model for good when a text is long
+        model = make_model("llama", max_position_embeddings=96, rope_scaling=rope)
+        logits.append(run(model, rows, shared, max_new_tokens=4).logits)
+    for a, b in zip(*logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert store.stats().rows == 0
+
+
+def test_prefill_that_stops_before_its_first_layer_leaves_the_cache_empty():
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    run(model, [SYSTEM], store)
+    cache = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**batch([SYSTEM + words(9, 2)]), **KEPT, past_key_values=cache)
+    finally:
+        hook.remove()
+    assert cache.get_seq_length() == 0
+    rows = [words(150, 3)]
+    check(
+        model.generate(**batch(rows), **KEPT, past_key_values=cache),
+        model.generate(**batch(rows), **KEPT),
+    )
+
+
+def test_shallow_copy_is_independent_too():
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    cache = run(model, [SYSTEM], store).past_key_values
+    expected = copy.deepcopy(cache)
+    copied = copy.copy(cache)
+    del cache
+    gc.collect()
+    run(model, [words(220, 5)], store)  # takes the pages, if they were let go
+    with torch.no_grad():
+        logits = [
+            model(torch.tensor([[5]]), past_key_values=one).logits for one in (copied, expected)
+        ]
+    assert torch.equal(*logits)

@@ -632,3 +632,18 @@ def test_example_of_the_documentation_runs(tmp_path, monkeypatch):
     names = {"torch": torch, "kv_hf": kv_hf, "model": make_model("llama"), "tokenizer": tokenizer}
     exec(example, names)
     assert names["out"].shape == (1, 176)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_cache_of_an_interrupted_first_forward_is_not_saved(tmp_path, place):
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config)
+    cache.update(*torch.randn(2, 1, 2, 30, 16), 0)
+    if place:
+        cache.update(*torch.randn(2, 1, 2, 30, 16), 1)
+        cache.update(*torch.randn(2, 1, 2, 1, 16), 0)
+        with pytest.raises(ValueError, match="behind the others"):
+            cache.check_integrity()
+    with pytest.raises(kv_hf.InterruptedForwardError, match="cannot be saved"):
+        cache.save(tmp_path / "cache.safetensors", model)
+    assert not list(tmp_path.iterdir())

@@ -103,3 +103,11 @@ def _check_overrides(layers: Sequence[Any], paged: set[int], options: CacheConfi
                 f"layers: {low}-{high} holds no paged layer; transformers' {type(layers[low]).__name__} is kept there, "
                 "which has no formats"
             )
+
+
+def release_pages(layers: Sequence[Any]) -> None:
+    """Let go of all pages of a cache that is gone: a finalizer, which may run at any moment."""
+    for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
+        rows, group.rows = group.rows, ()
+        for row in rows:
+            group.pool.release_later(row.pages)

@@ -19,12 +19,7 @@ from ..spec import PageSpec
 from .compat import CROP_TAKES_LENGTHS
 from .handle import KVHandle, KVView
 from .store import LayerStore
-from .window import ExactWindow
-
-
-def chosen_rows(indices: torch.Tensor, rows: int) -> list[int]:
-    """Turn row numbers or a bool mask over `rows` rows into a list of row numbers."""
-    return torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
+from .window import ExactWindow, chosen_rows
 
 
 class PagedLayer(DynamicLayer):
@@ -92,6 +87,7 @@ class PagedLayer(DynamicLayer):
             value_dtype=value_states.dtype,
             layout=layout_for(self.device),
         )
+        self.group.touched = True  # before: another cache may be about to give the storage back
         pages = self.arena.storage(self.layer_idx, spec, self.device)
         self.store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
         self.is_initialized = True
@@ -264,6 +260,7 @@ class PagedLayer(DynamicLayer):
             sinks: for each row its exact first keys and values [num_kv_heads, sink_tokens, ..]; None: it is empty.
             seen: columns that the layer then has seen.
         """
+        self.group.touched = True
         pages = self.arena.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         self.store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
@@ -285,10 +282,15 @@ class PagedLayer(DynamicLayer):
         self._seen, self._epoch = self.group.seen, self.group.epoch
         self.revision += 1
 
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether this layer has taken part in all steps of its group."""
+        return self._epoch == self.group.epoch
+
     def current_kv(self) -> PagedKV:
         """Return pages and window as they are now. Raises InterruptedForwardError when they are behind."""
         group = self.group
-        if self._epoch != group.epoch or self.store is None:
+        if not self.is_up_to_date or self.store is None:
             raise InterruptedForwardError(
                 f"layer {self.layer_idx} is behind the other layers: read it outside of a forward"
             )

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
 from ..pages.offload import OffloadArena
 from ..spec import MemoryReport
-from .build import page_layers
+from .build import page_layers, release_pages
 from .compat import is_dummy
 from .handle import view_behind, warn_dense
 from .handle_layer import HandleLayer
-from .layer import PagedLayer, chosen_rows
+from .layer import PagedLayer
 from .mask_length import MaskLength, check_padding_mask
 from .model_shape import (
     attention_config,
@@ -33,6 +33,7 @@ from .prefix_store import PrefixStore
 from .report import LayerReport, measure_memory, report_layers
 from .saved.savable import Savable
 from .stages import answering_layer
+from .window import chosen_rows
 
 
 class PagedCache(Savable, DynamicCache):
@@ -307,11 +308,15 @@ class PagedCache(Savable, DynamicCache):
             cache.release_when_gone()
         return copied
 
+    def __copy__(self) -> "PagedCache":
+        """As copy.deepcopy: two caches with one set of rows would pull the rug from under each other."""
+        return copy.deepcopy(self)
+
     def release_when_gone(self) -> None:
         """See to it that pages are freed with this cache although others share their storage."""
         if not self._releases:
             self._releases = True
-            weakref.finalize(self, _release, self.layers)
+            weakref.finalize(self, release_pages, self.layers)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a pickle: pages that other caches held in it are free here."""
@@ -327,6 +332,8 @@ class PagedCache(Savable, DynamicCache):
             if group.epoch and group.seen != self.group.seen:
                 raise ValueError(f"groups have seen {group.seen} and {self.group.seen} columns")
         for layer in self.paged_layers:
+            if layer.store is not None and not layer.is_up_to_date:
+                raise ValueError(f"layer {layer.layer_idx} is behind the others: a forward stopped")
             most = max((page + 1 for row in layer.group.rows for page in row.pages), default=0)
             if layer.storage is not None and layer.storage.keys.capacity < most:
                 raise ValueError(
@@ -341,10 +348,3 @@ class PagedCache(Savable, DynamicCache):
             f"pages={memory.pages_held}, bytes={memory.total}"
             + (f", offloaded={memory.offloaded})" if self.options.offload else ")")
         )
-
-
-def _release(layers: Sequence[Any]) -> None:
-    for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
-        rows, group.rows = group.rows, ()
-        for row in rows:
-            group.pool.release_later(row.pages)

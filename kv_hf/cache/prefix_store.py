@@ -2,13 +2,14 @@
 
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..notices import warn_once
 from ..pages.arena import PageArena
+from ..pages.group import PageGroup
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
 
@@ -249,7 +250,7 @@ class PrefixStore:
                 nodes = tree.add(space, tokens, pages, sinks)
                 shared = tuple(node.page for node in nodes[1:] if node.page is not None)
                 if shared != pages[: len(shared)]:
-                    group.replace_pages(index, shared + pages[len(shared) :])
+                    _replace_pages(group, index, shared + pages[len(shared) :])
             tree.shrink()
 
     # -- what it holds -----------------------------------------------------------------------------------
@@ -282,6 +283,15 @@ class PrefixStore:
     def __repr__(self) -> str:
         stats = self.stats()
         return f"PrefixStore(max_bytes={self.max_bytes}, pages={stats.pages}, bytes={stats.bytes})"
+
+
+def _replace_pages(group: PageGroup, index: int, pages: tuple[int, ...]) -> None:
+    """Let row `index` hold `pages`, which contain the same tokens, in place of its own; between two steps."""
+    rows = list(group.rows)
+    group.pool.share(pages)
+    group.pool.release(rows[index].pages)
+    rows[index] = replace(rows[index], pages=pages)
+    group.rows = tuple(rows)
 
 
 def _weights_of(model: Any) -> int | None:

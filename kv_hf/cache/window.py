@@ -9,6 +9,11 @@ from ..pages.storing import storing
 from ..spec import SideSpec
 
 
+def chosen_rows(indices: torch.Tensor, rows: int) -> list[int]:
+    """Turn row numbers or a bool mask over `rows` rows into a list of row numbers."""
+    return torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
+
+
 class ExactWindow:
     """[rows, num_kv_heads, slots, head_dim] of one side; slots at and past a row's length hold anything."""
 

@@ -1,46 +1,37 @@
 """The attention function and the mask function that transformers calls under the name "kv_hf"."""
 
+import functools
 from typing import Any
 
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from ..cache.handle import KVView, view_behind
+from ..cache.handle import view_behind
 from ..cache.mask_length import MaskLength
 from ..cache.traced import TracedView, taken
-from ..errors import UnsupportedModelError
+from ..errors import CacheMismatchError, UnsupportedModelError
 from ..kernels.ops import paged_attention
 from ..notices import warn_once
 from .dense import causal_mask, dense_attention, is_causal, unknown_arguments
+from .lazy_mask import LazyMask
 
 
 def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Make the mask that sdpa would get, and tell the cache which columns are left padding.
 
     The kv_length that a paged layer returns knows its cache, and reaches this function before any layer runs.
-    Queries behind earlier tokens get no mask where the kernels hide by themselves what it would hide.
+    Queries behind earlier tokens get a lazy mask where the kernels hide by themselves what it would hide.
     """
     length, mask = kwargs.get("kv_length"), kwargs.get("attention_mask")
     if isinstance(length, MaskLength):
         length.observe(mask)
         kwargs["kv_length"] = int(length)
-        if kwargs.get("allow_is_causal_skip") and length.needs_no_mask(mask):
-            return None
+        one = kwargs.get("q_length") == 1 and mask is None and kwargs.get("local_size") is None
+        if kwargs.get("allow_is_causal_skip") and not one and length.needs_no_mask(mask):
+            shape = (kwargs["batch_size"], 1, kwargs["q_length"], int(length))
+            make = functools.partial(sdpa_mask, *args, **{**kwargs, "allow_is_causal_skip": False})
+            return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make)
     return sdpa_mask(*args, **kwargs)
-
-
-def _plain_mask(view: KVView, q_len: int) -> torch.Tensor | None:
-    """Return the mask of what a kernel does without one, [rows or 1, 1, q_len, seen]; None where it hides nothing."""
-    kv, window = view.kv, view.sliding_window
-    columns = torch.arange(kv.seen, device=kv.padding.device)
-    queries = kv.seen - q_len + torch.arange(q_len, device=kv.padding.device)[:, None]
-    visible = columns <= queries
-    if window is not None:
-        visible = visible & (columns > queries - window)
-    mask = visible[None, None]
-    if bool(kv.padding.any()):
-        mask = mask & (columns >= kv.padding[:, None, None, None])
-    return None if bool(mask.all()) else mask
 
 
 def kv_hf_attention(
@@ -69,6 +60,7 @@ def kv_hf_attention(
     """
     traced = taken(key, value)
     view = view_behind(key, value) if traced is None else traced
+    lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
     reason = None
     if view is not None and query.shape[2] <= view.kernel.longest:
         unknown = unknown_arguments(kwargs)
@@ -85,7 +77,11 @@ def kv_hf_attention(
                 view.kv,
                 softmax_scale=scale,
                 mask=_paged_mask(
-                    attention_mask, position_bias, query, key.shape[2], is_causal(module, kwargs)
+                    None if lazy is not None else _fitting(attention_mask, view),
+                    position_bias,
+                    query,
+                    key.shape[2],
+                    is_causal(module, kwargs),
                 ),
                 softcap=softcap,
                 sink_logits=s_aux,
@@ -105,8 +101,8 @@ def kv_hf_attention(
         )
     if view is not None:
         key, value = view.dense("keys"), view.dense("values")
-        if attention_mask is None and is_causal(module, kwargs):
-            attention_mask = _plain_mask(view, query.shape[2])
+    if lazy is not None:
+        attention_mask = lazy.dense()
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
     kwargs.update({name: given for name, given in named.items() if given is not None})
     return dense_attention(
@@ -117,6 +113,16 @@ def kv_hf_attention(
         attention_mask,
         {"dropout": dropout, "scaling": scaling, **kwargs},
     )
+
+
+def _fitting(mask: torch.Tensor | None, view: Any) -> torch.Tensor | None:
+    """Return `mask`. Raises CacheMismatchError where its columns are not those that a sliding layer still has."""
+    if mask is not None and view.sliding_window is not None and mask.shape[-1] != view.kv.seen:
+        raise CacheMismatchError(
+            f"attention_mask has {mask.shape[-1]} columns, and this sliding-window layer offers {view.kv.seen}: pass the 2D "
+            "mask [batch, columns], from which the model makes the one that fits"
+        )
+    return mask
 
 
 def _paged_mask(

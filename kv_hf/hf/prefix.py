@@ -1,6 +1,6 @@
 """Prompts that share a prefix skip its prefill: what happens before and behind generate()'s first forward."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ def read_prompt(
         attention_mask: [batch, columns], 0 or False = padding; None: no padding.
         inputs: the other inputs of the model.
     """
+    if inputs.get("adapter_names") is not None:
+        return "adapter_names gives each row an adapter of its own"
     if input_ids.ndim != 2 or not input_ids.numel():
         return f"input_ids have shape {tuple(input_ids.shape)}"
     for name, value in inputs.items():
@@ -79,15 +81,24 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         prompt: Prompt | str = "this transformers splits prompts into chunks only without a past"
         if chunk is None or CHUNKS_BEHIND_A_CACHE:
             prompt = read_prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs)
+        if rotates_by_length(self.config):
+            prompt = "the model's rotary embedding depends on the length of the whole text"
         if isinstance(prompt, str):
             warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         store.bind_model(self)
         space = adapters_of(self)
         skipped = attach_prefix(self, cache, prompt, space, chunk)
-        outputs = original(
-            self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
-        )
+        try:
+            outputs = original(
+                self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
+            )
+        except BaseException:
+            if (
+                not cache.group.epoch
+            ):  # no layer has run: what is known of this prompt must not stay
+                cache.reset()
+            raise
         store.add(cache, prompt.rows, space)
         return outputs
 
@@ -158,9 +169,22 @@ def adapters_of(model: Any) -> tuple[str, ...]:
     found: set[str] = set()
     for module in model.modules():
         names = vars(module).get("_active_adapter")
-        if names:
+        if names and not vars(module).get("_disable_adapters"):
             found.update([names] if isinstance(names, str) else names)
     return tuple(sorted(found))
+
+
+def rotates_by_length(config: Any) -> bool:
+    """Say whether keys depend on how long the text is that they are computed in (dynamic NTK, longrope)."""
+    config = config.get_text_config(decoder=True)
+    found = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while found:
+        given = found.pop()
+        if isinstance(given, Mapping):
+            if given.get("rope_type", given.get("type")) in ("dynamic", "longrope"):
+                return True
+            found += given.values()
+    return False
 
 
 def _last_logit(model: Any) -> dict[str, int]:

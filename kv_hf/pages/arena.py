@@ -4,6 +4,7 @@ A cache makes an arena of its own. Copies of it, and all caches of one prefix st
 held by several of them, and freed when the last lets go.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -25,6 +26,15 @@ class PageArena:
         self.max_pages = max_pages
         self.pools: dict[int | None, PagePool] = {}
         self.storages: dict[int, PageStorage] = {}
+        self.lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the lock."""
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock = threading.RLock()
 
     def pool(self, window: int | None) -> PagePool:
         """Return the pool of the group with this sliding window (None: full attention)."""
@@ -35,6 +45,10 @@ class PageArena:
 
         Raises: CacheMismatchError where pages of another spec or device are held there.
         """
+        with self.lock:
+            return self._storage(layer_idx, spec, device)
+
+    def _storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         found = self.storages.get(layer_idx)
         if found is not None and (found.spec, found.device) == (spec, device):
             return found
@@ -62,11 +76,12 @@ class PageArena:
 
     def clear(self) -> None:
         """Give all memory back where nobody holds a page, nor has tokens that will be sealed into one."""
-        holders = [holder for pool in self.pools.values() for holder in pool.holders]
-        if not self.num_held and not any(getattr(holder, "seen", 0) for holder in holders):
-            self.storages.clear()
-            for pool in self.pools.values():
-                pool.clear()
+        with self.lock:
+            holders = [holder for pool in self.pools.values() for holder in pool.holders]
+            if not self.num_held and not any(getattr(holder, "touched", 0) for holder in holders):
+                self.storages.clear()
+                for pool in self.pools.values():
+                    pool.clear()
 
     def shared_parts(self) -> list[Any]:
         """Return the objects that a copy of a cache shares with it."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CacheMismatchError
+from ..errors import CacheMismatchError, KVCacheError
 from ..spec import TABLE_DTYPE, reserved_pages, sealed_pages
 from .lockstep import Lockstep
 from .plan import RowPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
@@ -83,6 +83,7 @@ class PageGroup:
         return self.sizes.recording
 
     def _clear(self) -> None:
+        self.touched = False  # a layer has storage of the arena
         self.rows: tuple[Row, ...] = ()
         self.seen = 0
         self.confirmed = 0  # columns that a crop has left standing (past recording)
@@ -158,15 +159,6 @@ class PageGroup:
             self.pool.share(row.pages)
         self.rows, self.seen = tuple(rows), seen
 
-    def replace_pages(self, index: int, pages: tuple[int, ...]) -> None:
-        """Let row `index` hold `pages`, which contain the same tokens, in place of its own; between two steps."""
-        row = self.rows[index]
-        self.pool.share(pages)
-        self.pool.release(row.pages)
-        rows = list(self.rows)
-        rows[index] = replace(row, pages=pages)
-        self.rows = tuple(rows)
-
     # -- steps -----------------------------------------------------------------------------------------
 
     def append(self, layer: int, layer_epoch: int, rows: int, q_len: int) -> Step:
@@ -186,7 +178,11 @@ class PageGroup:
 
     def _open(self, op: tuple) -> Step:
         with self.pool.lock:
-            step, rows = self._plan(op)
+            try:
+                step, rows = self._plan(op)
+            except KVCacheError:
+                self._padding_seen = None  # of a forward that never was
+                raise
             self.rows, self.seen = rows, step.seen_after
             if op[0] == "crop":
                 self.confirmed = step.seen_after

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from ...errors import CacheFileError, CacheMismatchError, UnsupportedModelError
+from ...errors import (
+    CacheFileError,
+    CacheMismatchError,
+    InterruptedForwardError,
+    UnsupportedModelError,
+)
 from ...kernels.inputs import PagedKV
 from ...pages.group import PageGroup
 from ...pages.storage import PageStorage, SideStorage
@@ -115,6 +120,12 @@ def _check_savable(cache: "PagedCache", model: Any) -> None:
     cache.check_model(model.config)
     if not cache.group.rows:
         raise CacheMismatchError("this cache is empty: there is nothing to save")
+    behind = [one.layer_idx for one in cache.paged_layers if not one.is_up_to_date or not one.store]
+    if behind:
+        raise InterruptedForwardError(
+            f"layers {behind} have not taken part in all forwards of this cache: an earlier one stopped half-way; it cannot "
+            "be saved"
+        )
     cache.check_integrity()
     if any(layer.window != layer.group.window for layer in cache.paged_layers):
         raise UnsupportedModelError(

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from kv_hf.cache.handle import KVHandle
+from kv_hf.hf.lazy_mask import LazyMask
 
 FIRST, SECOND = torch.device("privateuseone", 0), torch.device("privateuseone", 1)
 CROSSING = ("aten::copy_", "aten::_to_copy")
@@ -116,6 +117,10 @@ class _Devices(TorchFunctionMode):
                 others.append(value)
         inner = tensor.held if isinstance(tensor, Pretended) else tensor
         wanted = tensor.device if wanted is None else torch.device(wanted)
+        if isinstance(tensor, LazyMask):
+            if wanted == tensor.device:
+                return tensor
+            return LazyMask(tuple(tensor.shape), wanted, lambda: tensor.dense().to(wanted))
         kwargs.pop("non_blocking", None)
         moved = inner.to(*others, **kwargs) if others or kwargs else inner
         if wanted == tensor.device and moved is inner:

@@ -50,7 +50,7 @@ def mask_of(padding, columns):
 
 
 def filled(cache, lengths, padding=(0, 0, 0)):
-    cache.observe_padding(mask_of(padding, sum(lengths)))
+    cache.learn_padding(mask_of(padding, sum(lengths)))
     for seed, length in enumerate(lengths):
         out = append(cache, states(len(padding), length, seed))
     return out
@@ -106,8 +106,8 @@ def test_lengths_are_those_of_a_page_group(lengths, padding, sinks):
     table.allocate(rows, torch.device("cpu"))
     if any(padding):
         mask = mask_of([min(p, total) for p in padding], total)
-        table.observe_padding(mask)
-        group.observe_padding(mask)
+        table.learn_padding(mask)
+        group.learn_padding(mask)
     for epoch, length in enumerate(lengths):
         step = group.append(0, epoch, rows, length)
         table.begin(rows, length)
@@ -129,7 +129,7 @@ def test_a_row_that_is_padding_longer_than_the_first_chunk_learns_it_from_the_ne
     static, grown = caches()
     for cache in (static, grown):
         for seed, (length, columns) in enumerate([(8, 8), (12, 20), (1, 21)]):
-            cache.observe_padding(mask_of((0, min(13, columns)), columns))
+            cache.learn_padding(mask_of((0, min(13, columns)), columns))
             append(cache, states(2, length, seed))
     assert static.table.padding.tolist() == [0, 13]
     assert_same_pages(static, grown)

@@ -55,8 +55,8 @@ class MaskLength(int):
         return torch.equal(attention_mask.bool(), columns >= known)
 
 
-def check_padding_mask(mask: Any, group: PageGroup) -> None:
-    """Raise CacheMismatchError unless `mask` is a 2D mask from which the rows of `group` can learn their padding."""
+def check_padding_mask(mask: Any, rows: int, late: bool) -> None:
+    """Raise CacheMismatchError unless `mask` is a 2D mask, and of `rows` rows (0: any) that are not `late`."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         got = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise CacheMismatchError(f"attention_mask must be a tensor [batch, columns], got {got}")
@@ -64,8 +64,7 @@ def check_padding_mask(mask: Any, group: PageGroup) -> None:
         raise CacheMismatchError(
             f"attention_mask must hold 0 and 1 (or be bool), got {mask.dtype} from {mask.min()} to {mask.max()}"
         )
-    rows = len(group.rows)
-    if rows and (rows != mask.shape[0] or not group.needs_padding()):
+    if rows and (rows != mask.shape[0] or late):
         raise CacheMismatchError(
             f"attention_mask of {mask.shape[0]} rows comes too late or to another batch: this cache holds the tokens of "
             f"{rows} rows; call observe_padding before the first forward"

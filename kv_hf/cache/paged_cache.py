@@ -141,10 +141,7 @@ class PagedCache(Savable, DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values of one layer; see `PagedLayer.update` for what comes back.
-
-        flex_attention is traced by torch.compile, which cannot look into handles: it gets dense tensors.
-        """
+        """Append keys and values of one layer; see `PagedLayer.update` for what comes back."""
         if layer_idx <= self._first_paged:
             # find out now whether layers that come later will refuse; this layer's own group asks by itself
             own = getattr(self.layers[layer_idx], "group", None)
@@ -155,7 +152,7 @@ class PagedCache(Savable, DynamicCache):
                 layers = self.paged_layers
                 make_room(self.arena, layers, self.groups, key_states, value_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._attention_config._attn_implementation == "flex_attention":
+        if self._attention_config._attn_implementation == "flex_attention":  # traced: no handles
             view = view_behind(keys, values)
             if view is not None:
                 warn_dense("flex_attention")
@@ -263,10 +260,12 @@ class PagedCache(Savable, DynamicCache):
             attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
         Raises: CacheMismatchError for anything else, for another batch size, and once all rows hold tokens.
         """
-        if attention_mask is None:
-            return
-        check_padding_mask(attention_mask, self.group)
-        self.learn_padding(attention_mask)
+        if attention_mask is not None:
+            self._check_padding(attention_mask)
+            self.learn_padding(attention_mask)
+
+    def _check_padding(self, mask: Any) -> None:
+        check_padding_mask(mask, len(self.group.rows), not self.group.needs_padding())
 
     def learn_padding(self, attention_mask: torch.Tensor | None) -> None:
         """Learn what there is to learn from the mask that a model is given; see `observe_padding`."""
@@ -309,8 +308,9 @@ class PagedCache(Savable, DynamicCache):
         return copied
 
     def __copy__(self) -> "PagedCache":
-        """As copy.deepcopy: two caches with one set of rows would pull the rug from under each other."""
-        return copy.deepcopy(self)
+        return copy.deepcopy(
+            self
+        )  # two caches with one set of rows would pull the rug from under each other
 
     def release_when_gone(self) -> None:
         """See to it that pages are freed with this cache although others share their storage."""

@@ -13,7 +13,7 @@ from ..kernels.choice import choose
 from ..pages.arena import PageArena
 from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
-from .mask_length import MaskLength
+from .mask_length import MaskLength, check_padding_mask
 from .model_shape import attention_config, decoder_config, planned_specs, signature
 from .paged_cache import PagedCache
 from .report import LayerReport
@@ -87,6 +87,9 @@ class StaticPagedCache(PagedCache):
     def save(self, path: Any, model: Any, token_ids: Any = None) -> None:
         """Raise CacheOptionError: saved caches grow."""
         raise refused("be saved")
+
+    def _check_padding(self, mask: Any) -> None:
+        check_padding_mask(mask, self.table.rows if self.table.started else 0, False)
 
     def end_recording(self) -> None:
         """Nothing to do: past recording is refused."""

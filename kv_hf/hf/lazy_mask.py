@@ -38,7 +38,12 @@ class LazyMask(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(cls, cls.dense, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func is torch.ops.aten._to_copy.default and device and not kwargs.get("dtype"):
+            mask = args[0]  # accelerate's hooks move the inputs of layers on other devices
+            return cls(tuple(mask.shape), device, lambda: mask.dense().to(device))
+        args, kwargs = tree_map_only(cls, cls.dense, (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

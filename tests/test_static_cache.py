@@ -106,8 +106,8 @@ def test_lengths_are_those_of_a_page_group(lengths, padding, sinks):
     table.allocate(rows, torch.device("cpu"))
     if any(padding):
         mask = mask_of([min(p, total) for p in padding], total)
-        table.learn_padding(mask)
-        group.learn_padding(mask)
+        table.observe_padding(mask)
+        group.observe_padding(mask)
     for epoch, length in enumerate(lengths):
         step = group.append(0, epoch, rows, length)
         table.begin(rows, length)

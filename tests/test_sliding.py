@@ -10,6 +10,7 @@ from tiny_models import COMMON, left_padded, tokens
 import kv_hf
 from kv_hf.cache import build
 from kv_hf.cache.paged_cache import PagedCache
+from kv_hf.kernels.cpu import library
 from kv_hf.pages.group import PageGroup
 
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -86,11 +87,8 @@ def test_generation_equals_dynamic_cache_and_pages_are_given_back(name, window):
 @pytest.mark.parametrize("keys", ["exact", "int8", "int4"])
 def test_giving_pages_back_changes_no_bit_of_a_step(kernel, keys, monkeypatch):
     """Against the same cache that keeps every page and lets the kernel's sliding window hide them."""
-    if kernel == "c":
-        from kv_hf.kernels.cpu import library
-
-        if library.missing():
-            pytest.skip(library.missing())
+    if kernel == "c" and library.missing():
+        pytest.skip(library.missing())
     model = make("mistral", 24)
     options = {"keys": keys, "values": keys, "page_size": PAGE, "kernel": kernel}
 
@@ -240,7 +238,8 @@ def test_queries_get_no_mask_where_the_kernels_hide_by_themselves(monkeypatch):
     assert made == [60, 60]
     made.clear()
     run(model, inputs, "paged_exact", max_new_tokens=5, prefill_chunk_size=30)
-    assert made == [30, 30]  # the first chunk, whose keys are plain tensors
+    # the first chunk, whose keys are plain tensors; a kernel that leaves chunks to SDPA asks for the others
+    assert made[:2] == [30, 30] and (library.missing() or len(made) == 2)
     made.clear()
     hole = {name: tensor.clone() for name, tensor in inputs.items()}
     hole["attention_mask"][:, 45] = 0

@@ -480,3 +480,25 @@ def test_shallow_copy_is_independent_too():
             model(torch.tensor([[5]]), past_key_values=one).logits for one in (copied, expected)
         ]
     assert torch.equal(*logits)
+
+
+def test_storage_is_not_replaced_under_a_cache_that_has_no_page_yet():
+    """Another dtype finds no page held, but a cache that will seal into the storage that is there."""
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    short = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
+    short.update(*torch.randn(2, 1, 2, 9, 16), 0)
+    other = kv_hf.PagedCache(model.config, page_size=PAGE, prefix_store=store)
+    with pytest.raises(kv_hf.CacheMismatchError, match="shared with a cache of other formats"):
+        other.update(*torch.randn(2, 1, 2, 9, 16).bfloat16(), 0)
+    short.reset()
+    other.update(*torch.randn(2, 1, 2, 9, 16).bfloat16(), 0)
+
+
+@pytest.mark.parametrize("made_by", ["generate", "user"])
+def test_assisted_decoding_says_that_it_does_not_share(made_by):
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    options = {"cache_implementation": "paged_exact", "cache_config": {"prefix_store": store}}
+    if made_by == "user":
+        options = {"past_key_values": kv_hf.PagedCache(model.config, prefix_store=store)}
+    with pytest.warns(kv_hf.KVCacheWarning, match="assisted decoding has no prefill"):
+        model.generate(**batch([SYSTEM]), **GREEDY, prompt_lookup_num_tokens=2, **options)

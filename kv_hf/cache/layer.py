@@ -8,7 +8,6 @@ from transformers.cache_utils import DynamicLayer
 
 from ..errors import InterruptedForwardError
 from ..formats import Scheme
-from ..kernels.choice import layout_for
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 from ..pages.arena import PageArena
@@ -18,6 +17,7 @@ from ..pages.storage import PageStorage
 from ..spec import PageSpec
 from .compat import CROP_TAKES_LENGTHS
 from .handle import KVHandle, KVView
+from .model_shape import spec_of
 from .store import LayerStore
 from .window import ExactWindow, chosen_rows
 
@@ -77,18 +77,8 @@ class PagedLayer(DynamicLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device from the first keys and values, and check the formats on them."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        spec = PageSpec.build(
-            *self.schemes,
-            num_kv_heads=key_states.shape[1],
-            key_dim=key_states.shape[-1],
-            value_dim=value_states.shape[-1],
-            page_size=self.group.page_size,
-            dtype=key_states.dtype,
-            value_dtype=value_states.dtype,
-            layout=layout_for(self.device),
-        )
-        self.group.touched = True  # before: another cache may be about to give the storage back
-        pages = self.arena.storage(self.layer_idx, spec, self.device)
+        spec = spec_of(self.schemes, key_states, value_states, self.group.page_size)
+        pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
         self.store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
         self.is_initialized = True
 
@@ -106,7 +96,7 @@ class PagedLayer(DynamicLayer):
             `max_pages`, with the cache unchanged; InterruptedForwardError after a forward that stopped half-way.
         """
         if self.store is None or (
-            self._seen == 0 and not self._may_begin(key_states, value_states)
+            self._seen == 0 and not self.store.fits(key_states, value_states)
         ):
             self.lazy_initialization(key_states, value_states)
         store = self.store
@@ -298,14 +288,6 @@ class PagedLayer(DynamicLayer):
         return self.store.kv(group.view(group.rows), keys, values, self._seen)
 
     # -- inside --------------------------------------------------------------------------------------------
-
-    def _may_begin(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Say whether an empty layer can take these with the tensors that it has."""
-        assert self.store is not None
-        shared = self.arena.storages.get(
-            self.layer_idx
-        )  # another cache may have given it back since
-        return shared is self.store.pages and self.store.fits(keys, values)
 
     def _joined(self, step: Step) -> None:
         self._epoch += 1

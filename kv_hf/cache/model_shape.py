@@ -7,6 +7,7 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..formats import Scheme
+from ..kernels.choice import layout_for
 from ..spec import ROWS, PageSpec
 
 VARIES = "differs from layer to layer"
@@ -91,6 +92,22 @@ def _read(config: Any, name: str) -> Any:
 def is_chunked(config: Any) -> bool:
     """Say whether layers attend within chunks of the text (llama4): a pattern that only a mask describes."""
     return getattr(config, "attention_chunk_size", None) is not None
+
+
+def spec_of(
+    schemes: tuple[Scheme, Scheme], keys: torch.Tensor, values: torch.Tensor, page_size: int
+) -> PageSpec:
+    """Return what pages of such keys and values [batch, num_kv_heads, q_len, ..] are like, in their device's layout."""
+    return PageSpec.build(
+        *schemes,
+        num_kv_heads=keys.shape[1],
+        key_dim=keys.shape[-1],
+        value_dim=values.shape[-1],
+        page_size=page_size,
+        dtype=keys.dtype,
+        value_dtype=values.dtype,
+        layout=layout_for(keys.device),
+    )
 
 
 def planned_specs(

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from ..config import CacheConfig
-from ..kernels.choice import layout_for
 from ..pages.arena import PageArena
 from ..pages.device_budget import DeviceBudget
 from ..pages.group import PageGroup
 from ..pages.offload import OffloadArena
-from ..spec import PageSpec, page_capacity, reserved_pages
+from ..spec import page_capacity, reserved_pages
+from .model_shape import spec_of
 
 
 def make_arena(options: CacheConfig) -> PageArena:
@@ -55,21 +55,8 @@ def make_room(
     if not capacities:
         return
     expected = {
-        layer.layer_idx: (_expected_spec(layer, keys, values), keys.device)
+        layer.layer_idx: (spec_of(layer.schemes, keys, values, layer.group.page_size), keys.device)
         for layer in layers
         if layer.store is None
     }
     arena.settle(capacities, slots, expected)
-
-
-def _expected_spec(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> PageSpec:
-    return PageSpec.build(
-        *layer.schemes,
-        num_kv_heads=keys.shape[1],
-        key_dim=keys.shape[-1],
-        value_dim=values.shape[-1],
-        page_size=layer.group.page_size,
-        dtype=keys.dtype,
-        value_dtype=values.dtype,
-        layout=layout_for(keys.device),
-    )

@@ -11,12 +11,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..formats import ATTENTION_NAME, Scheme
-from ..kernels.choice import layout_for
 from ..kernels.ops import MAX_DECODE_QUERIES
 from ..pages.static_table import StaticTable
 from ..pages.storing import storing
 from ..spec import PageSpec
 from .handle import KVHandle, KVView
+from .model_shape import spec_of
 from .static_store import StaticStore
 from .traced import forget, hand_over
 
@@ -75,16 +75,7 @@ class StaticPagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make all tensors, for the shapes, dtypes and device of the first keys and values (q_len may be 0)."""
         rows, device = key_states.shape[0], key_states.device
-        spec = PageSpec.build(
-            *self.schemes,
-            num_kv_heads=key_states.shape[1],
-            key_dim=key_states.shape[-1],
-            value_dim=value_states.shape[-1],
-            page_size=self.table.page_size,
-            dtype=key_states.dtype,
-            value_dtype=value_states.dtype,
-            layout=layout_for(device),
-        )
+        spec = spec_of(self.schemes, key_states, value_states, self.table.page_size)
         if self.layer_idx == 0:
             with storing():
                 self.table.allocate(rows, device)

@@ -26,7 +26,7 @@ from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
 from .models import restore_attention, use_paged_attention
 from .prefix import share_prefill
-from .static_generation import check_static_generation
+from .static_generation import check_static_generation, is_assisted
 
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -81,6 +81,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             for half in paged:
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs)
+            _say_unused_store(given, *args, **kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
@@ -97,16 +98,21 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             elif getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(self, cache, model_kwargs)
-            if cache.options.prefix_store is not None and "ASSISTED" in str(args[:1]):
-                warn_once(
-                    "prefix_store assisted",
-                    "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
-                )
+            _say_unused_store(cache, *args, **kwargs)
             model_kwargs["past_key_values"] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
 
     return prepare
+
+
+def _say_unused_store(cache: Any, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
+    """Say once that a prefix store does nothing for assisted decoding."""
+    if getattr(cache, "prefix_store", None) is not None and is_assisted(generation_mode):
+        warn_once(
+            "prefix_store assisted",
+            "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
+        )
 
 
 def _check_given(model: Any, given: Any) -> None:

@@ -10,6 +10,11 @@ from ..kernels.ops import MAX_DECODE_QUERIES
 from .models import why_not_pages
 
 
+def is_assisted(generation_mode: Any) -> bool:
+    """Say whether a transformers GenerationMode drafts tokens (draft model, prompt lookup, early exit)."""
+    return "assisted" in str(getattr(generation_mode, "value", generation_mode))
+
+
 def check_static_generation(
     model: Any,
     cache: StaticPagedCache,
@@ -31,9 +36,7 @@ def check_static_generation(
             f"prompt and new tokens are up to {length} long, and cache_config max_length is {cache.max_length}: raise "
             "max_length or generate fewer tokens (max_new_tokens)"
         )
-    if "assisted" in str(getattr(generation_mode, "value", generation_mode)) or getattr(
-        generation_config, "is_assistant", False
-    ):
+    if is_assisted(generation_mode) or getattr(generation_config, "is_assistant", False):
         raise refused("roll tokens back (assisted decoding, prompt lookup)")
     reason = why_not_pages(model, cache.options.attention)
     if reason is not None:

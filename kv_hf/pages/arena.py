@@ -11,6 +11,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..spec import PageSpec
+from .group import PageGroup
 from .pool import PagePool
 from .storage import PageStorage
 
@@ -40,19 +41,29 @@ class PageArena:
         """Return the pool of the group with this sliding window (None: full attention)."""
         return self.pools.setdefault(window, PagePool(self.max_pages))
 
-    def storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
-        """Return the storage of a layer, made on first use.
+    def storage(
+        self, layer_idx: int, spec: PageSpec, device: torch.device, group: PageGroup
+    ) -> PageStorage:
+        """Return the storage of a layer of `group`, made on first use; from then on nobody takes it away.
 
-        Raises: CacheMismatchError where pages of another spec or device are held there.
+        Raises: CacheMismatchError where another cache has or will have pages of another spec or device there.
         """
         with self.lock:
-            return self._storage(layer_idx, spec, device)
+            others = any(
+                getattr(holder, "touched", False) and holder is not group
+                for holder in group.pool.holders
+            )
+            found = self._storage(layer_idx, spec, device, others)
+            group.touched = True
+            return found
 
-    def _storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
+    def _storage(
+        self, layer_idx: int, spec: PageSpec, device: torch.device, others: bool
+    ) -> PageStorage:
         found = self.storages.get(layer_idx)
         if found is not None and (found.spec, found.device) == (spec, device):
             return found
-        if found is not None and self.num_held:
+        if found is not None and (others or self.num_held):
             raise CacheMismatchError(
                 f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds "
                 f"{found.spec.keys} on {found.device}, this one needs {spec.keys} on {device}"

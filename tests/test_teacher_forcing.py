@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy
+from kv_hf.evaluation.cache_kinds import cache_kind, why_not
 from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk
 from kv_hf.evaluation.texts import load_text, token_windows
 
@@ -24,6 +25,34 @@ def test_chunks_equal_token_by_token(implementation, options):
         )
         results.append(torch.cat([out for _, out in forced_logits(model, ids, cache, 21, chunk)]))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)  # fp32 logits
+
+
+PEERS = (
+    "quanto_int4:residual_length=20,q_group_size=16",
+    "quanto_int2:residual_length=20,q_group_size=16",
+    "hqq_int8:residual_length=20,q_group_size=16",
+    "hqq_int4:residual_length=20,q_group_size=16",
+    "hqq_int2:residual_length=20,q_group_size=16",
+    "quantized_fp8",
+    "static",
+)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_chunks_of_peers_equal_token_by_token(name):
+    """So that transformers' caches can be measured by the same code; a longer chunk would hide their errors."""
+    reason = why_not(name, torch.device("cpu"))
+    if reason:
+        pytest.skip(reason)
+    model = make_model("llama", dtype=torch.float64)
+    ids = tokens(1, 90)[0]
+    results = []
+    for chunk in (next_chunk, lambda cache, position: 1, lambda cache, position: 69):
+        cache = cache_kind(name).make(model.config, 90)
+        results.append(torch.cat([out for _, out in forced_logits(model, ids, cache, 21, chunk)]))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)  # fp32 logits
+    if "residual" in name:
+        assert (results[2] - results[1]).abs().max() > 1e-3
 
 
 def test_chunk_that_crosses_a_page_is_not_the_same():

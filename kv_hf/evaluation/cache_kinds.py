@@ -9,13 +9,17 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from ..cache.paged_cache import PagedCache
 from ..cache.report import tensor_bytes
+from ..config import CacheConfig, check_choice
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from .shapes import SHAPES
 
 # name -> arguments of transformers' QuantizedCache
 QUANTIZED: dict[str, dict[str, Any]] = {
     "quanto_int4": {"backend": "quanto", "nbits": 4},
+    "quanto_int2": {"backend": "quanto", "nbits": 2},
+    "hqq_int8": {"backend": "hqq", "nbits": 8},
     "hqq_int4": {"backend": "hqq", "nbits": 4},
+    "hqq_int2": {"backend": "hqq", "nbits": 2},
     "quantized_fp8": {"backend": "fp8"},
 }
 STOCK = ("dynamic", "static", "offloaded", *QUANTIZED)
@@ -37,24 +41,49 @@ class CacheKind:
 
 
 def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
-    """Return the cache called `name` (CACHE_NAMES); `kernel` is kv_hf's option of that name."""
-    if name in IMPLEMENTATIONS:
+    """Return the cache called `name`: one of CACHE_NAMES, with options behind a colon if need be.
+
+    "paged_int4:keys=int8,recent_tokens=32" takes options of kv_hf.CacheConfig, "hqq_int4:axis_key=1" those of
+    transformers' QuantizedCache. `kernel` is kv_hf's option of that name.
+
+    Raises: CacheOptionError for an unknown cache; ValueError for options of a cache that takes none, or that are not
+        NAME=VALUE.
+    """
+    base, options = parse_cache_name(name)
+    if base in IMPLEMENTATIONS:
+        given = {"kernel": kernel, **options}
+        CacheConfig.from_options(base, given)
         return CacheKind(
             name,
             ATTENTION_NAME,
-            lambda config, _: PagedCache.from_implementation(config, name, {"kernel": kernel}),
+            lambda config, _: PagedCache.from_implementation(config, base, given),
         )
-    if name in QUANTIZED:
-        options = QUANTIZED[name]
-        return CacheKind(name, "sdpa", lambda config, _: QuantizedCache(config=config, **options))
-    if name == "static":
+    if base in QUANTIZED:
+        quantized = {**QUANTIZED[base], **options}
+        return CacheKind(name, "sdpa", lambda config, _: QuantizedCache(config=config, **quantized))
+    if options:
+        raise ValueError(f"cache {base!r} takes no options, got {name!r}")
+    if base == "static":
         return CacheKind(
             name, "sdpa", lambda config, most: StaticCache(config=config, max_cache_len=most)
         )
-    offloads = name == "offloaded"
+    offloads = base == "offloaded"
     return CacheKind(
         name, "sdpa", lambda config, _: DynamicCache(config=config, offloading=offloads)
     )
+
+
+def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
+    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become integers."""
+    base, _, tail = name.partition(":")
+    check_choice("cache", base, CACHE_NAMES)
+    options: dict[str, Any] = {}
+    for item in tail.split(",") if tail else []:
+        option, equals, value = item.partition("=")
+        if not (option and equals and value):
+            raise ValueError(f"options of a cache must be NAME=VALUE, got {item!r} in {name!r}")
+        options[option] = int(value) if value.lstrip("-").isdigit() else value
+    return base, options
 
 
 def why_not(name: str, device: torch.device) -> str | None:
@@ -64,7 +93,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     """
     if name == "offloaded" and device.type != "cuda":
         return "it moves layers from the GPU to the CPU, and there is no GPU"
-    if name not in QUANTIZED:
+    if parse_cache_name(name)[0] not in QUANTIZED:
         return None
     states = torch.randn(1, 8, 64, 128, dtype=torch.bfloat16, device=device)
     try:

@@ -9,21 +9,50 @@ becomes full inside it, so chunks end where pages do; a test compares both.
 from collections.abc import Callable, Iterator
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+    cache_utils,
+)
+from transformers.cache_utils import QuantizedLayer
 
 from ..cache.paged_cache import PagedCache
 
-EXACT_CHUNK = 64  # tokens per forward where the cache stores numbers as they are
+EXACT_CHUNK = (
+    64  # tokens per forward where a token's stored form does not depend on what comes behind it
+)
+# layers of a QuantizedCache that encode each token as it comes; transformers has them from 5.20 or so on
+PER_TOKEN = tuple(
+    filter(None, (getattr(cache_utils, name, None) for name in ("Fp8QuantizedLayer",)))
+)
 
 
 def next_chunk(cache: Cache, position: int) -> int:
-    """Return how many tokens from `position` on may go into one forward without changing a result."""
+    """Return how many tokens from `position` on may go into one forward without changing a result.
+
+    Pages are sealed when they are full. transformers' quanto and hqq caches encode everything anew when
+    `residual_length` exact tokens have gathered; its fp8 cache encodes each token as it comes, and exact caches
+    none, so that any chunk will do there. A cache of another class is read token by token.
+    """
     if isinstance(cache, PagedCache):
         options = cache.options
         exact = options.sink_tokens + options.recent_tokens
         pages = max(0, position - exact) // options.page_size
         return exact + (pages + 1) * options.page_size - position
-    return EXACT_CHUNK if type(cache) is DynamicCache else 1
+    if type(cache) in (DynamicCache, StaticCache):
+        return EXACT_CHUNK
+    if type(cache) is QuantizedCache:
+        layer = cache.layers[0]
+        if not isinstance(layer, QuantizedLayer):
+            return EXACT_CHUNK if type(layer) in PER_TOKEN else 1
+        tail = layer.keys
+        held = tail.shape[-2] if tail is not None and tail.dim() == 4 else 0
+        # the token that fills the residual goes alone: transformers before 5.23 looks at the length before a forward
+        return max(1, layer.residual_length - 1 - held)
+    return 1
 
 
 @torch.no_grad()

@@ -13,13 +13,13 @@ from ..config import CacheConfig, check_choice
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from .shapes import SHAPES
 
-# name -> arguments of transformers' QuantizedCache
+# name -> arguments of transformers' QuantizedCache; the axes are those that its documentation recommends for a backend
 QUANTIZED: dict[str, dict[str, Any]] = {
     "quanto_int4": {"backend": "quanto", "nbits": 4},
     "quanto_int2": {"backend": "quanto", "nbits": 2},
-    "hqq_int8": {"backend": "hqq", "nbits": 8},
-    "hqq_int4": {"backend": "hqq", "nbits": 4},
-    "hqq_int2": {"backend": "hqq", "nbits": 2},
+    "hqq_int8": {"backend": "hqq", "nbits": 8, "axis_key": 1, "axis_value": 1},
+    "hqq_int4": {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
+    "hqq_int2": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "quantized_fp8": {"backend": "fp8"},
 }
 STOCK = ("dynamic", "static", "offloaded", *QUANTIZED)

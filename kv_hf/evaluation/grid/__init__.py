@@ -1,0 +1,1 @@
+"""A grid of measurements over models and caches: each cell once, rows as cells finish."""

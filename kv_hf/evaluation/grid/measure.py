@@ -1,0 +1,54 @@
+"""Measure a cell: load its model, kept for the cells that follow, and call the measurement of its kind."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from ..loaded import LoadedModel, TextSettings
+from .cell import Cell
+
+TEXT_FIELDS = ("text", "windows", "window", "prompt")
+
+
+class Bench:
+    """The one model that is loaded at a time, and the measurements of it.
+
+    Args:
+        device: where models run.
+        say: told which model is loaded.
+    """
+
+    def __init__(
+        self, device: str | torch.device = "cpu", say: Callable[[str], object] = print
+    ) -> None:
+        self.device = torch.device(device)
+        self.say = say
+        self._loaded: LoadedModel | None = None
+        self._dtype = ""
+
+    def loaded(self, name: str, dtype: str) -> LoadedModel:
+        """Return a model in a dtype; the one before is let go."""
+        if self._loaded is None or (self._loaded.name, self._dtype) != (name, dtype):
+            self._loaded = None
+            gc.collect()
+            self.say(f"loading {name} in {dtype}")
+            self._loaded = LoadedModel(name, getattr(torch, dtype), self.device)
+            self._dtype = dtype
+        return self._loaded
+
+    def measure(self, cell: Cell) -> list[dict[str, Any]]:
+        """Return the measured fields of a cell's rows.
+
+        Raises: ValueError for what cannot be measured; see the measurement of each kind.
+        """
+        settings = dict(cell.settings)
+        set_seed(settings["seed"])
+        return {"accuracy": self._accuracy}[cell.kind](cell, settings)
+
+    def _accuracy(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        loaded = self.loaded(cell.model, settings["dtype"])
+        texts = TextSettings(**{name: settings[name] for name in TEXT_FIELDS})
+        return [loaded.accuracy(cell.cache, texts, settings["divergence_tokens"])]

@@ -1,0 +1,72 @@
+"""Run the cells of a grid: what is finished is not repeated, what fails leaves no row."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..rows import append_rows, make_row, read_rows
+from .cell import Cell
+
+Measure = Callable[[Cell], list[dict[str, Any]]]
+
+
+def finished_cells(path: Path) -> set[str]:
+    """Return the keys of all cells that have rows in a file."""
+    return {row["cell"] for row in read_rows(path) if "cell" in row}
+
+
+def run_cells(
+    cells: Sequence[tuple[Cell, str]],
+    measure: Measure,
+    out: Path,
+    done: Callable[[Cell], object] = lambda cell: None,
+    say: Callable[[str], object] = print,
+) -> list[str]:
+    """Measure cells one by one and append each one's rows as soon as it is finished.
+
+    Args:
+        cells: (cell, revision of its model); those that have rows in `out` already are left out.
+        measure: returns the measured fields of a cell's rows.
+        out: a JSONL file.
+        done: called after each cell, measured or not.
+        say: told what could not be measured.
+    Returns: what could not be measured, in words; nothing was written of it.
+    Raises: OSError when rows cannot be written (a full disk): going on would measure for nothing.
+    """
+    failures = []
+    finished = finished_cells(out)
+    for cell, revision in cells:
+        key = cell.key(revision)
+        if key not in finished:
+            start = time.monotonic()
+            try:
+                found = measure(cell)
+            except (ValueError, RuntimeError, ImportError) as error:  # torch's out of memory too
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                failures.append(f"{cell}: {first}")
+                say(f"no row for {failures[-1]}")
+            else:
+                append_rows(out, [_row(cell, key, revision, start, fields) for fields in found])
+                finished.add(key)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        done(cell)
+    return failures
+
+
+def _row(
+    cell: Cell, key: str, revision: str, start: float, fields: dict[str, Any]
+) -> dict[str, Any]:
+    return make_row(
+        cell=key,
+        kind=cell.kind,
+        model=cell.model,
+        model_revision=revision,
+        cache=cell.cache,
+        threads=torch.get_num_threads(),
+        seconds=round(time.monotonic() - start, 2),
+        **{**cell.settings, **fields},
+    )

@@ -1,0 +1,166 @@
+"""A model of the evaluation with what its measurements share: texts, exact distributions, exact continuations."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import cached_file
+
+from ..formats import ATTENTION_NAME
+from .accuracy import PROTOCOL, check_texts, measure_accuracy
+from .cache_kinds import cache_kind, why_not
+from .divergence import greedy, measure_divergence
+from .held import layer_shapes, measure_held
+from .packaged_models import resolve_model
+from .reference import ExactReference
+from .texts import load_text, token_windows
+
+EDGE = 1 << 20  # bytes of a weight file's ends that a revision reads
+
+
+def model_revision(name: str) -> str:
+    """Return what tells one state of a model's files from another: the hub's commit, or a digest of a folder's files.
+
+    The digest reads the config and, of each weight file, the size and both ends.
+    """
+    folder = Path(resolve_model(name))
+    if not folder.is_dir():
+        found = cached_file(name, "config.json")
+        parts = Path(found).parts if found else ()
+        if "snapshots" in parts:
+            return parts[parts.index("snapshots") + 1][:12]
+        raise ValueError(f"model {name!r} is neither a folder nor on the hub")
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(EDGE))
+            file.seek(max(0, path.stat().st_size - EDGE))
+            digest.update(file.read(EDGE))
+    return digest.hexdigest()[:12]
+
+
+def weight_bytes(name: str) -> int:
+    """Return the bytes of a folder's weight files, as a measure of what a token costs; 1 where they are elsewhere."""
+    folder = Path(resolve_model(name))
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or 1
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """The scored text: windows of one source, one behind the other.
+
+    Attributes:
+        text: a file, a bundled text or a dataset, see `texts.load_text`.
+        windows: texts cut from the source, at most.
+        window: tokens of each.
+        prompt: tokens of each that are not scored.
+    """
+
+    text: str = "lincoln_1862"
+    windows: int = 7
+    window: int = 1600
+    prompt: int = 512
+
+
+class LoadedModel:
+    """A model, ready to be measured with any cache.
+
+    Args:
+        name: packaged model, hub id or folder.
+        dtype: that the model computes in.
+        device: where it runs.
+    """
+
+    def __init__(
+        self, name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> None:
+        self.name = name
+        self.device = torch.device(device)
+        self.revision = model_revision(name)
+        folder = resolve_model(name)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model = model.to(self.device).eval()
+        # it reads transformers' own caches by sdpa, so that all are measured by one attention
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        self._references: dict[TextSettings, ExactReference] = {}
+        self._continuations: dict[tuple[TextSettings, int], torch.Tensor] = {}
+
+    @cached_property
+    def shapes(self) -> list[Any]:
+        """Shapes of the layers' keys and values, see `held.layer_shapes`."""
+        return layer_shapes(self.model)
+
+    def reference(self, settings: TextSettings) -> ExactReference:
+        """Return the exact distributions of a text; those of the text before are let go.
+
+        Raises: ValueError for a text that is empty, too short for one window, or longer than the model reads.
+        """
+        if settings not in self._references:
+            ids = self.tokenizer(load_text(settings.text), verbose=False).input_ids
+            windows = token_windows(ids, settings.window, settings.windows)
+            texts = [torch.tensor(window, device=self.device) for window in windows]
+            check_texts(self.model, texts, settings.prompt)
+            self._references = {settings: ExactReference(self.model, texts, settings.prompt)}
+            self._continuations = {}
+        return self._references[settings]
+
+    def continuations(self, settings: TextSettings, tokens: int) -> torch.Tensor:
+        """Return the greedy continuations of the windows' prompts with the exact cache: [windows, tokens]."""
+        if (settings, tokens) not in self._continuations:
+            cache = DynamicCache(config=self.model.config)
+            found = greedy(self.model, self._prompts(settings), cache, tokens)
+            self._continuations = {(settings, tokens): found}
+        return self._continuations[settings, tokens]
+
+    def _prompts(self, settings: TextSettings) -> torch.Tensor:
+        texts = self.reference(settings).texts
+        return torch.stack([ids[: settings.prompt] for ids in texts])
+
+    def accuracy(
+        self,
+        cache: str,
+        settings: TextSettings,
+        divergence_tokens: int = 64,
+        progress: Any = lambda tokens: None,
+    ) -> dict[str, Any]:
+        """Return the distances of a cache from the exact one and the bytes it holds, as fields of a row.
+
+        Args:
+            cache: name with options, see `cache_kinds.cache_kind`.
+            divergence_tokens: greedy tokens behind each prompt that are compared; 0 compares none.
+            progress: called with the tokens scored since the last call.
+        Raises: ValueError when the cache cannot run here, for a bad text, and for logits that are not finite.
+        """
+        kind = cache_kind(cache)
+        reason = why_not(cache, self.device)
+        if reason is not None:
+            raise ValueError(f"cache {cache!r} cannot run here: {reason}")
+        reference = self.reference(settings)
+
+        def make() -> Any:
+            return kind.make(self.model.config, settings.window + divergence_tokens)
+
+        found = measure_accuracy(
+            self.model, reference.texts, {cache: make}, settings.prompt, progress, reference
+        )[cache]
+        held = measure_held(self.model.config, self.shapes, kind, settings.window, settings.prompt)
+        row = {
+            **asdict(settings),
+            "windows": len(reference.texts),
+            "protocol": PROTOCOL,
+            **asdict(found),
+            **held.row(),
+        }
+        row["bits_per_element"] = found.bits_per_element or None  # unknown for other caches
+        if divergence_tokens:
+            exact = self.continuations(settings, divergence_tokens)
+            prompts = self._prompts(settings)
+            apart = measure_divergence(self.model, prompts, make, divergence_tokens, exact)
+            row |= {f"divergence_{name}": value for name, value in asdict(apart).items()}
+        return row

@@ -1,0 +1,171 @@
+"""Measure accuracy against memory over models and caches, and write one report.
+
+    python scripts/accuracy_vs_memory.py --models smollm2-135m --caches paged_int4 paged_int8 quanto_int4
+    accelerate launch --num_processes 4 scripts/accuracy_vs_memory.py --models a-model another-model --tasks hellaswag
+    python scripts/accuracy_vs_memory.py --models smollm2-135m --needle 1024 2048 4096 --context 2048 8192
+
+A run that was stopped goes on where it was: cells whose rows are in --out are not measured again. With accelerate
+launch every process takes its part of the cells. What cannot be measured is said at the end and leaves no row.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
+
+from kv_hf.evaluation.cache_kinds import CACHE_NAMES
+from kv_hf.evaluation.grid.cell import Cell
+from kv_hf.evaluation.grid.measure import Bench
+from kv_hf.evaluation.grid.plan import CACHES, plan_cells
+from kv_hf.evaluation.grid.run import finished_cells, run_cells
+from kv_hf.evaluation.loaded import TextSettings, model_revision, weight_bytes
+from kv_hf.evaluation.packaged_models import PACKAGED
+from kv_hf.evaluation.report.write import write_report
+from kv_hf.evaluation.rows import read_rows
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results" / "accuracy_vs_memory.jsonl"
+REPORT = ROOT / "results" / "report"
+console = Console(width=140)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=f"packaged models: {', '.join(PACKAGED)}; caches: {', '.join(CACHE_NAMES)}",
+    )
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m"], metavar="MODEL")
+    parser.add_argument(
+        "--caches", nargs="+", default=list(CACHES), metavar="NAME[:OPTION=VALUE,..]"
+    )
+    parser.add_argument(
+        "--text", default="lincoln_1862", help="a file, a bundled text or dataset:.."
+    )
+    parser.add_argument("--windows", type=int, default=7, help="texts cut from the source; 0: none")
+    parser.add_argument("--window", type=int, default=1600, help="tokens of a text")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of it that are not scored")
+    parser.add_argument(
+        "--divergence", type=int, default=64, help="greedy tokens compared, 0: none"
+    )
+    parser.add_argument("--tasks", nargs="+", default=[], help="tasks of lm-eval")
+    parser.add_argument("--limit", type=int, default=100, help="samples per task, 0: all")
+    parser.add_argument("--shots", type=int, help="examples before each question")
+    parser.add_argument("--include-path", help="folder with more tasks (scripts/offline_tasks.py)")
+    parser.add_argument("--needle", nargs="+", type=int, default=[], metavar="LENGTH")
+    parser.add_argument("--needle-tasks", nargs="+", default=["single"])
+    parser.add_argument("--depths", nargs="+", type=float, default=[0.0, 0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--samples", type=int, default=4, help="needles per length and depth")
+    parser.add_argument(
+        "--context",
+        nargs="+",
+        type=int,
+        default=[],
+        help="lengths at which memory and speed are measured",
+    )
+    parser.add_argument("--steps", type=int, default=24, help="decode steps of those")
+    parser.add_argument(
+        "--memory-dtype", default="bfloat16", choices=("bfloat16", "float16", "float32")
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="rows, of earlier runs too")
+    parser.add_argument("--report", type=Path, default=REPORT, help="folder of the report")
+    parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
+    return parser.parse_args(argv)
+
+
+def planned(args: argparse.Namespace, device: torch.device) -> list[Cell]:
+    """Return the cells that the arguments ask for."""
+    texts = TextSettings(args.text, args.windows, args.window, args.prompt)
+    task = {"tasks": args.tasks, "limit": args.limit or None, "num_fewshot": args.shots}
+    needle = {"tasks": args.needle_tasks, "lengths": args.needle, "depths": args.depths}
+    memory = {"contexts": args.context, "batch": 1, "steps": args.steps, "dtype": args.memory_dtype}
+    return plan_cells(
+        args.models,
+        args.caches,
+        {"dtype": args.dtype, "device": device.type, "seed": args.seed},
+        texts=texts if args.windows else None,
+        divergence_tokens=args.divergence,
+        tasks={**task, "include_path": args.include_path} if args.tasks else None,
+        needle={**needle, "samples": args.samples} if args.needle else None,
+        memory=memory if args.context else None,
+    )
+
+
+def run(args: argparse.Namespace, state: PartialState) -> list[str]:
+    """Measure this process's part of the cells; return what could not be measured."""
+    cells = planned(args, state.device)
+    if not cells:
+        raise ValueError("nothing to measure: give --windows, --tasks, --needle or --context")
+    # the main process converts packaged models, the others find them converted
+    with state.main_process_first():
+        revisions = {model: model_revision(model) for model in args.models}
+        sizes = {model: weight_bytes(model) for model in args.models}
+    finished = finished_cells(args.out)
+    todo = [
+        (cell, revisions[cell.model])
+        for cell in cells
+        if cell.key(revisions[cell.model]) not in finished
+    ]
+    if state.is_main_process and len(todo) < len(cells):
+        console.print(f"{len(cells) - len(todo)} of {len(cells)} cells are finished already")
+    bench = Bench(state.device, say=lambda text: tqdm.write(text, file=sys.stderr))
+
+    def cost(cell: Cell) -> float:
+        return cell.tokens * sizes[cell.model] / 1e12
+
+    with (
+        state.split_between_processes(todo) as own,
+        tqdm(
+            total=sum(cost(cell) for cell, _ in own),
+            desc=f"process {state.process_index}" if state.num_processes > 1 else "cells",
+            position=state.process_index,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left{postfix}",
+        ) as bar,
+    ):
+
+        def measure(cell: Cell) -> list[dict[str, Any]]:
+            bar.set_postfix_str(str(cell))
+            return bench.measure(cell)
+
+        failures = run_cells(
+            own,
+            measure,
+            args.out,
+            done=lambda cell: bar.update(cost(cell)),
+            say=lambda text: tqdm.write(text, file=sys.stderr),
+        )
+    state.wait_for_everyone()
+    return failures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the grid and write the report; 0 when every cell has rows, 1 when some have none, 2 for bad arguments."""
+    args = arguments(argv)
+    transformers_logging.disable_progress_bar()
+    state = PartialState(cpu=args.cpu or not torch.cuda.is_available())
+    try:
+        failures = run(args, state)
+        if state.is_main_process:
+            rows = [row for row in read_rows(args.out) if row["model"] in args.models]
+            for path in write_report(rows, args.report):
+                console.print(f"wrote {path}", highlight=False)
+    except (ValueError, OSError) as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        return 2
+    finally:
+        state.destroy_process_group()
+    for failure in failures:
+        console.print(f"[bold red]no row for[/] {failure}", highlight=False)
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from kv_hf.evaluation.report.write import write_report
 from rich.console import Console
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
@@ -27,7 +28,6 @@ from kv_hf.evaluation.grid.plan import CACHES, plan_cells
 from kv_hf.evaluation.grid.run import finished_cells, run_cells
 from kv_hf.evaluation.loaded import TextSettings, model_revision, weight_bytes
 from kv_hf.evaluation.packaged_models import PACKAGED
-from kv_hf.evaluation.report.write import write_report
 from kv_hf.evaluation.rows import read_rows
 
 ROOT = Path(__file__).parent.parent

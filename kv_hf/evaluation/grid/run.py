@@ -44,13 +44,12 @@ def run_cells(
             start = time.monotonic()
             try:
                 found = measure(cell)
+                append_rows(out, [_row(cell, key, revision, start, fields) for fields in found])
+                finished.add(key)
             except (ValueError, RuntimeError, ImportError) as error:  # torch's out of memory too
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 failures.append(f"{cell}: {first}")
                 say(f"no row for {failures[-1]}")
-            else:
-                append_rows(out, [_row(cell, key, revision, start, fields) for fields in found])
-                finished.add(key)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         done(cell)

@@ -1,0 +1,223 @@
+"""A grid measures each cell once, goes on after a stop, and leaves no row of what failed."""
+
+import json
+import os
+
+import pytest
+import torch
+from tiny_models import make_model
+from tiny_tokenizers import word_tokenizer
+
+from kv_hf.evaluation import packaged_models
+from kv_hf.evaluation.cache_kinds import cache_kind, parse_cache_name
+from kv_hf.evaluation.grid.cell import Cell
+from kv_hf.evaluation.grid.measure import Bench
+from kv_hf.evaluation.grid.plan import plan_cells
+from kv_hf.evaluation.grid.run import run_cells
+from kv_hf.evaluation.loaded import LoadedModel, TextSettings, model_revision
+from kv_hf.evaluation.rows import append_rows, read_rows
+
+SETTINGS = {"dtype": "float32", "device": "cpu", "seed": 0}
+
+
+def cell(cache="dynamic", **settings):
+    return Cell("accuracy", "a-model", cache, {**SETTINGS, **settings})
+
+
+def test_key_depends_on_what_decides_the_figures(tmp_path):
+    base = cell(window=100)
+    assert base.key("r1") == cell(window=100).key("r1")
+    others = [
+        base.key("r2"),
+        cell("static", window=100).key("r1"),
+        cell(window=101).key("r1"),
+        Cell("needle", "a-model", "dynamic", {**SETTINGS, "window": 100}).key("r1"),
+    ]
+    assert len({base.key("r1"), *others}) == 5
+    text = tmp_path / "a.txt"
+    text.write_text("one")
+    before = cell(text=str(text)).key("r1")
+    text.write_text("two")
+    assert cell(text=str(text)).key("r1") != before
+
+
+def test_finished_cells_are_not_repeated(tmp_path):
+    out, calls = tmp_path / "rows.jsonl", []
+
+    def measure(one):
+        calls.append(one.cache)
+        return [{"kl_mean": 1.0}, {"kl_mean": 2.0}]
+
+    cells = [(cell("dynamic"), "r"), (cell("static"), "r")]
+    assert run_cells(cells[:1], measure, out) == []
+    assert run_cells(cells, measure, out) == []
+    assert calls == ["dynamic", "static"]
+    rows = read_rows(out)
+    assert [row["cache"] for row in rows] == ["dynamic"] * 2 + ["static"] * 2
+    assert rows[0]["cell"] == cells[0][0].key("r")
+    assert rows[0]["seed"] == 0 and rows[0]["model_revision"] == "r"
+
+
+def test_what_fails_leaves_no_row_and_the_others_go_on(tmp_path):
+    out, said = tmp_path / "rows.jsonl", []
+
+    def measure(one):
+        if one.cache == "dynamic":
+            raise ValueError("logits are not finite")
+        return [{"kl_mean": 1.0}]
+
+    failures = run_cells([(cell(), "r"), (cell("static"), "r")], measure, out, say=said.append)
+    assert failures == ["accuracy of dynamic on a-model: logits are not finite"]
+    assert len(said) == 1
+    assert [row["cache"] for row in read_rows(out)] == ["static"]
+
+
+def test_a_figure_that_is_not_finite_is_never_a_row(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    failures = run_cells([(cell(), "r")], lambda one: [{"kl_mean": float("nan")}], out, say=str)
+    assert len(failures) == 1 and read_rows(out) == []
+
+
+def test_a_full_disk_ends_the_run_and_leaves_whole_rows(tmp_path):
+    """The file system refuses in the middle of a line: what was there stays, and nothing else is measured."""
+    out, calls = tmp_path / "rows.jsonl", []
+    append_rows(out, [{"first": 1}])
+    before = out.read_bytes()
+    import resource
+    import signal
+
+    def measure(one):
+        calls.append(one)
+        return [{"much": "x" * 5000}]
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            run_cells([(cell(), "r"), (cell("static"), "r")], measure, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(calls) == 1
+    assert out.read_bytes() == before
+
+
+def test_a_line_that_was_never_finished_is_dropped(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    out.write_text('{"a": 1}\n{"b": 2, "c"')
+    assert read_rows(out) == [{"a": 1}]
+    append_rows(out, [{"d": 4}])
+    assert out.read_text() == '{"a": 1}\n{"d": 4}\n'
+    out.write_text('{"a": 1}\nnonsense\n{"d": 4}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: not a row"):
+        read_rows(out)
+
+
+def test_plan_covers_models_and_caches_and_refuses_bad_names():
+    cells = plan_cells(
+        ["a", "b"],
+        ["paged_int4", "quanto_int4"],
+        SETTINGS,
+        texts=TextSettings(),
+        memory={"contexts": [512, 1024], "steps": 8},
+    )
+    assert len(cells) == 2 * (2 + 2 * 4)
+    assert [one.model for one in cells] == ["a"] * 10 + ["b"] * 10
+    with pytest.raises(ValueError, match="got .paged_int. "):
+        plan_cells(["a"], ["paged_int"], SETTINGS, texts=TextSettings())
+    with pytest.raises(ValueError, match="caches must name"):
+        plan_cells(["a"], [], SETTINGS)
+    with pytest.raises(ValueError, match="models must name"):
+        plan_cells([], ["dynamic"], SETTINGS)
+
+
+def test_cache_names_take_options():
+    assert parse_cache_name("paged_int4:keys=int8,recent_tokens=32") == (
+        "paged_int4",
+        {"keys": "int8", "recent_tokens": 32},
+    )
+    with pytest.raises(ValueError, match="must be NAME=VALUE, got 'keys'"):
+        cache_kind("paged_int4:keys")
+    with pytest.raises(ValueError, match="takes no options"):
+        cache_kind("dynamic:keys=int8")
+    with pytest.raises(ValueError, match="page_size must be a power of two"):
+        cache_kind("paged_int4:page_size=24")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with a tokenizer of words, saved as users have theirs."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = word_tokenizer(97)
+    make_model("llama").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    text = " ".join(f"w{(7 * i * i + i) % 90}" for i in range(700))
+    (path / "text.txt").write_text(text)
+    return path
+
+
+def test_accuracy_cells_of_a_saved_model(folder, tmp_path):
+    texts = {"text": str(folder / "text.txt"), "windows": 2, "window": 200, "prompt": 100}
+    caches = ["paged_exact", "paged_int2:sink_tokens=0,page_size=16", "quantized_fp8", "static"]
+    cells = [
+        (Cell("accuracy", str(folder), cache, {**SETTINGS, **texts, "divergence_tokens": 6}), "r")
+        for cache in caches
+    ]
+    out = tmp_path / "rows.jsonl"
+    assert run_cells(cells, Bench(say=str).measure, out, say=str) == []
+    rows = {row["cache"]: row for row in read_rows(out)}
+    assert list(rows) == caches
+    assert rows["paged_exact"]["kl_mean"] < 1e-7 < rows[caches[1]]["kl_mean"]
+    assert rows["paged_exact"]["divergence_mean"] == 6
+    assert rows["static"]["kl_high"] < 1e-7
+    assert all(row["tokens"] == 200 and row["windows"] == 2 for row in rows.values())
+    assert rows[caches[1]]["stored_bits"] < rows["paged_exact"]["stored_bits"]
+    assert rows[caches[1]]["bits_per_element"] == pytest.approx(3.0, abs=1.6)
+    assert rows["quantized_fp8"]["bits_per_element"] is None
+    assert rows["quantized_fp8"]["kl_low"] <= rows["quantized_fp8"]["kl_mean"]
+
+
+def test_a_window_longer_than_the_model_gives_no_row(folder, tmp_path):
+    texts = {"text": str(folder / "text.txt"), "windows": 1, "window": 690, "prompt": 100}
+    model = json.loads((folder / "config.json").read_text())
+    assert model["max_position_embeddings"] > 690
+    long = {**texts, "window": 1100}
+    one = Cell("accuracy", str(folder), "dynamic", {**SETTINGS, **long, "divergence_tokens": 0})
+    out = tmp_path / "rows.jsonl"
+    (failure,) = run_cells([(one, "r")], Bench(say=str).measure, out, say=str)
+    assert "shorter than one window of 1100" in failure
+    assert not out.exists()
+
+
+def test_revision_follows_the_weights(folder, tmp_path):
+    first = model_revision(str(folder))
+    assert first == model_revision(str(folder))
+    weights = folder / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    other = tmp_path / "other"
+    other.mkdir()
+    data[-1] ^= 1
+    (other / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (other / "model.safetensors").write_bytes(data)
+    assert model_revision(str(other)) != first
+
+
+def test_loaded_model_names_a_cache_that_cannot_run(folder):
+    loaded = LoadedModel(str(folder))
+    texts = TextSettings(str(folder / "text.txt"), 1, 200, 100)
+    with pytest.raises(ValueError, match="cache 'offloaded' cannot run here"):
+        loaded.accuracy("offloaded", texts)
+
+
+def test_gemma_wants_its_terms_accepted(monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
+    monkeypatch.delenv(packaged_models.ACCEPT_GEMMA, raising=False)
+    with pytest.raises(ValueError, match=r"Gemma terms of use .* KV_HF_ACCEPT_GEMMA_TERMS=1"):
+        packaged_models.resolve_model("gemma-3-270m")
+    assert os.listdir(tmp_path) == []
+
+
+def test_torch_is_left_in_its_default_dtype(folder):
+    LoadedModel(str(folder), torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
 from tiny_models import make_model
 from tiny_tokenizers import word_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from kv_hf.evaluation import packaged_models
 from kv_hf.evaluation.cache_kinds import cache_kind, parse_cache_name
@@ -188,6 +190,23 @@ def test_a_window_longer_than_the_model_gives_no_row(folder, tmp_path):
     (failure,) = run_cells([(one, "r")], Bench(say=str).measure, out, say=str)
     assert "shorter than one window of 1100" in failure
     assert not out.exists()
+
+
+def test_every_window_begins_as_the_tokenizer_begins_texts(folder, tmp_path):
+    texts = TextSettings(str(folder / "text.txt"), 2, 200, 100)
+    plain = LoadedModel(str(folder)).reference(texts).texts
+    other = tmp_path / "bos"
+    shutil.copytree(folder, other)
+    tokenizer = word_tokenizer(97)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "<bos> $A", None, [("<bos>", 1)]
+    )
+    tokenizer.save_pretrained(other)
+    found = LoadedModel(str(other)).reference(texts).texts
+    assert [len(ids) for ids in found] == [200, 200]
+    assert [ids[0].item() for ids in found] == [1, 1]
+    assert torch.equal(found[0][1:], plain[0][:199])
+    assert torch.equal(found[1][1], plain[0][199])
 
 
 def test_revision_follows_the_weights(folder, tmp_path):

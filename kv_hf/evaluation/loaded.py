@@ -102,9 +102,14 @@ class LoadedModel:
         Raises: ValueError for a text that is empty, too short for one window, or longer than the model reads.
         """
         if settings not in self._references:
-            ids = self.tokenizer(load_text(settings.text), verbose=False).input_ids
-            windows = token_windows(ids, settings.window, settings.windows)
-            texts = [torch.tensor(window, device=self.device) for window in windows]
+            encode = self.tokenizer
+            ids = encode(
+                load_text(settings.text), add_special_tokens=False, verbose=False
+            ).input_ids
+            # a model that was trained with a token ahead of every text (Gemma) is lost without it
+            ahead = [i for i in encode("").input_ids if i == encode.bos_token_id]
+            windows = token_windows(ids, settings.window - len(ahead), settings.windows)
+            texts = [torch.tensor([*ahead, *window], device=self.device) for window in windows]
             check_texts(self.model, texts, settings.prompt)
             self._references = {settings: ExactReference(self.model, texts, settings.prompt)}
             self._continuations = {}

@@ -1,0 +1,120 @@
+"""Tables of README.md and docs/ about accuracy, from the rows of results/accuracy_vs_memory.jsonl."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kv_hf.formats import IMPLEMENTATIONS
+
+MODELS = {
+    "smollm2-135m": "SmolLM2-135M",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
+    "gemma-3-270m": "Gemma-3-270M",
+}
+# what README says of its table
+PROTOCOL = {
+    "kind": "accuracy",
+    "text": "lincoln_1862",
+    "window": 1600,
+    "prompt": 512,
+    "dtype": "float32",
+}
+FORMATS = tuple(name for name in IMPLEMENTATIONS if name != "paged_exact")
+PEERS = ("hqq_int8", "quantized_fp8", "quanto_int4", "hqq_int4", "quanto_int2", "hqq_int2")
+NOTHING = "No run has been recorded yet: `make eval` writes this table."
+
+
+def table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a Markdown table whose first line is its head; `left` columns are aligned to the left."""
+    head, *rest = lines
+    bars = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, bars, *rest))
+
+
+def newest(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, dict[str, Any]]:
+    """Return the last row of every cache among the rows with these values, in order of their bits."""
+    found = {
+        row["cache"]: row
+        for row in rows
+        if all(row.get(name) == value for name, value in wanted.items())
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1].get("stored_bits", 0)))
+
+
+def title(cache: str) -> str:
+    """Return a cache's name for people: recipes by their file."""
+    base, _, options = cache.partition(":")
+    if "recipe=" in options:
+        recipe = options.split("recipe=")[1].split(",")[0]
+        return f"recipe `{recipe.rsplit('/', 1)[-1]}`"
+    return f"`{cache}`" if base in IMPLEMENTATIONS else f"`{cache}` (transformers)"
+
+
+def digits(kl: float) -> str:
+    """Return a divergence with two digits that count, and never less than five places of none."""
+    if kl < 5e-6:
+        return "0.00000"
+    return f"{kl:.5f}" if kl < 0.01 else f"{kl:.4f}" if kl < 0.1 else f"{kl:.2f}"
+
+
+def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return bits and mean KL of the formats with their defaults, of recipes and of transformers' caches."""
+    models = {model: newest(rows, model=model, **PROTOCOL) for model in MODELS}
+    models = {model: found for model, found in models.items() if found}
+    if not models:
+        return NOTHING
+    head = ["cache"]
+    for model in models:
+        head += [f"{MODELS[model]}: bits", "KL (95 % interval)"]
+    budgets = sorted({budget(name) for found in models.values() for name in found} - {""})
+    lines = [head]
+    for cache in [*FORMATS, *reversed(budgets), *PEERS]:
+        line = [f"recipe, {cache}" if cache in budgets else title(cache)]
+        for found in models.values():
+            row = next((row for name, row in found.items() if cache in (name, budget(name))), None)
+            line += [f"{row['stored_bits']:.2f}", _with_interval(row)] if row else ["", "not run"]
+        lines.append(line)
+    return table(lines)
+
+
+def budget(cache: str) -> str:
+    """Return the budget in the file name of a recipe, such as "4.5 bits"; empty for other caches."""
+    found = re.search(r"recipe=.*-([0-9.]+)-bits\.json", cache)
+    return f"{found[1]} bits" if found else ""
+
+
+def _with_interval(row: dict[str, Any]) -> str:
+    return f"{digits(row['kl_mean'])} ({digits(row['kl_low'])} to {digits(row['kl_high'])})"
+
+
+def details_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return every measured cache with all figures, a table per model."""
+    blocks = []
+    for model, name in MODELS.items():
+        found = newest(rows, model=model, **PROTOCOL)
+        if not found:
+            continue
+        first = next(iter(found.values()))
+        blocks.append(
+            f"{name}: {first['windows']} windows, {first['tokens']:,} scored tokens, exact perplexity "
+            f"{first['perplexity_exact']:.2f}"
+        )
+        head = ["cache", "bits", "bytes/token", "KL", "median", "p99", "same top token"]
+        lines = [[*head, "perplexity", "same tokens"]]
+        for cache, row in found.items():
+            lines.append(
+                [
+                    title(cache),
+                    f"{row['stored_bits']:.2f}",
+                    f"{row['bytes_per_token']:,.0f}",
+                    _with_interval(row),
+                    digits(row["kl_median"]),
+                    digits(row["kl_p99"]),
+                    f"{100 * row['top1']:.1f} %",
+                    f"{row['perplexity_delta']:+.2f} % ({row['perplexity_delta_low']:+.2f} to "
+                    f"{row['perplexity_delta_high']:+.2f})",
+                    f"{row['divergence_mean']:.0f} of {row['divergence_tokens']}",
+                ]
+            )
+        blocks.append(table(lines))
+    return "\n\n".join(blocks) or NOTHING

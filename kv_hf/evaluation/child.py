@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,17 @@ class MeasurementError(RuntimeError):
     """A measurement gave no figures: out of memory, killed, or its results contradict each other."""
 
 
-def run_child(module: str, request: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+def run_child(
+    module: str,
+    request: dict[str, Any],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> dict[str, Any]:
     """Run `python -m module` with `request` on its standard input; return what it answered (see `answer`).
+
+    `env` is added to the environment.
+
 
     Raises: ValueError with the child's message for input that it refuses; MeasurementError when it fails, is
         killed, takes more than `timeout` seconds, or says nothing.
@@ -31,7 +40,7 @@ def run_child(module: str, request: dict[str, Any], timeout: float | None = None
     return run_command(
         [sys.executable, "-m", module],
         request,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(paths)},
         timeout=timeout,
     )
 

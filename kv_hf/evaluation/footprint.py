@@ -17,6 +17,8 @@ from .shapes import RANDOM_MODELS, random_config
 from .texts import load_text
 
 DTYPES = ("bfloat16", "float16", "float32")
+# of glibc, from the start of a process on: see resident.give_freed_memory_back
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 CHILD = "kv_hf.evaluation.footprint_child"
 
 
@@ -32,9 +34,10 @@ def measure_footprint(
     weights: str = "real",
     text: str = "lincoln_1862",
     threads: int | None = None,
+    speed: bool = True,
     timeout: float | None = None,
 ) -> dict[str, Any]:
-    """Measure bytes, memory and throughput of one cache in a process of its own.
+    """Measure bytes, memory and throughput of one cache in processes of its own (on a CPU one for each).
 
     Args:
         model: packaged model, hub id or folder; with weights="random" one of shapes.RANDOM_MODELS.
@@ -43,7 +46,8 @@ def measure_footprint(
         steps: decode steps; memory is read behind them. transformers' quanto and hqq caches encode everything
             anew each 128 tokens, which is seen with more steps than that only.
         threads: of torch, on a CPU; None leaves them to torch.
-        timeout: seconds until the process is ended.
+        speed: False leaves the times out.
+        timeout: seconds until a process is ended.
     Returns: the fields of a row of kind "memory" (docs/memory.md), without date, machine and versions.
     Raises: ValueError for bad input, before anything runs where that can be told; child.MeasurementError when the
         process runs out of memory, is killed, or finds its own figures wrong.
@@ -69,8 +73,17 @@ def measure_footprint(
         "weights": weights,
         "text": text,
     }
-    found = run_child(CHILD, {**request, "folder": folder, "threads": threads}, timeout)
-    return {"model": model, **request, "text": None if weights == "random" else text, **found}
+    kind = torch.device(device).type
+    wanted = {**request, "folder": folder, "threads": threads}
+    found: dict[str, Any] = {"model": model, **request}
+    if weights == "random":
+        found["text"] = None
+    passes = ("speed", "memory") if speed else ("memory",)
+    # a GPU's allocator counts for itself, so that one process does there
+    for together in [(one,) for one in passes] if kind == "cpu" else [passes]:
+        env = GIVE_BACK if together == ("memory",) else {}
+        found.update(run_child(CHILD, {**wanted, "passes": together}, env=env, timeout=timeout))
+    return found
 
 
 def check_request(

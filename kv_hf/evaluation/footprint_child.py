@@ -1,7 +1,8 @@
 """Measure one cache in this process: `python -m kv_hf.evaluation.footprint_child` is what footprint.py starts.
 
-Two passes over the same prompt. The first is timed with the allocator as it is. The second reads memory; it has freed
-blocks given back to the system at once, which costs time, so that nothing is timed there.
+Two passes over the same prompt. One is timed with the allocator as every user has it. The other reads memory, with
+freed blocks given back to the system at once; that costs time, and blocks that were freed before stay behind as
+holes, so that on a CPU each pass has a process of its own.
 """
 
 import gc
@@ -35,20 +36,10 @@ def text_prompt(
 
 
 @torch.no_grad()
-def footprint_here(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
-    """Return the figures of one cache behind `prompt` [batch, context] and `steps` decoded tokens.
-
-    Raises: ValueError when some logits are not finite; RuntimeError when bytes and prediction differ.
-    """
-    warm_up = Decoding(model, kind, prompt[:, :WARM_TOKENS], room=2)
-    for _ in range(2):
-        warm_up.step()
-    del warm_up
-    return {**_speed(model, kind, prompt, steps), **_memory(model, kind, prompt, steps)}
-
-
-def _speed(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
+def speed(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
+    """Return the time of one prefill of `prompt` [batch, context], and of `steps` decode steps behind it."""
     batch, context = prompt.shape
+    _rehearse(model, kind, prompt[:, :WARM_TOKENS])
     decoding = Decoding(model, kind, prompt, room=steps + WARMUP)
     step = spread(step_times({kind.name: decoding}, steps)[kind.name])
     assert decoding.prefill_ms is not None
@@ -60,15 +51,16 @@ def _speed(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dic
     }
 
 
-def _memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
-    gc.collect()
+@torch.no_grad()
+def memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
+    """Return what a cache holds behind `prompt` [batch, context] and `steps` tokens, and the memory taken for it.
+
+    Raises: ValueError when some logits are not finite; RuntimeError when bytes and prediction differ.
+    """
+    _rehearse(model, kind, prompt)  # buffers that libraries keep for these sizes are not the cache
     meter = meter_for(prompt.device)
     decoding = Decoding(model, kind, prompt, room=steps)
-    found: dict[str, Any] = {
-        "base_bytes": meter.base,
-        "prefill_grown_bytes": meter.grown(),
-        "prefill_peak_bytes": meter.peak(),
-    }
+    prefill = meter.grown(), meter.peak()
     meter.restart()
     for _ in range(steps):
         decoding.before()
@@ -79,14 +71,7 @@ def _memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> di
     grown, peak = meter.grown(), meter.peak()
     parts = cache_parts(decoding.cache, prompt.device)
     held = sum(parts[part] for part in HELD)
-    peaks = [one for one in (found["prefill_peak_bytes"], peak) if one is not None]
     return {
-        **found,
-        "steps_grown_bytes": grown,
-        "steps_peak_bytes": peak,
-        "peak_bytes": max(peaks, default=None),
-        "rss_bytes": grown if meter.name == "resident" else None,
-        "measured_by": meter.name,
         "kernel": kernel_of(decoding.cache),
         "tokens": decoding.tokens,
         "held_bytes": held,
@@ -94,7 +79,27 @@ def _memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> di
         "kept_bytes": kept_bytes(decoding.cache),
         "predicted_bytes": check_prediction(decoding.cache),
         "bytes_per_token": held / (decoding.tokens * len(prompt)),
+        "measured_by": meter.name,
+        "base_bytes": meter.base,
+        "prefill_grown_bytes": prefill[0],
+        "prefill_peak_bytes": prefill[1],
+        "steps_grown_bytes": grown,
+        "steps_peak_bytes": peak,
+        "peak_bytes": max((one for one in (prefill[1], peak) if one is not None), default=None),
+        "rss_bytes": grown if meter.name == "resident" else None,
     }
+
+
+def _rehearse(model: Any, kind: CacheKind, prompt: torch.Tensor) -> None:
+    """Run a prefill and two steps, and forget them."""
+    decoding = Decoding(model, kind, prompt, room=2)
+    for _ in range(2):
+        decoding.step()
+    del decoding
+    gc.collect()
+
+
+PASSES = {"speed": speed, "memory": memory}
 
 
 def _loaded(request: dict[str, Any], device: torch.device) -> tuple[Any, torch.Tensor]:
@@ -125,8 +130,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     if reason:
         raise ValueError(f"{name} cannot run here: {reason}")
     model, prompt = _loaded(request, device)
-    found = footprint_here(model, cache_kind(name), prompt, request["steps"])
-    return {"threads": torch.get_num_threads(), **found}
+    found: dict[str, Any] = {"threads": torch.get_num_threads()}
+    for one in request["passes"]:
+        found.update(PASSES[one](model, cache_kind(name), prompt, request["steps"]))
+    return found
 
 
 if __name__ == "__main__":

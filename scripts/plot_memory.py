@@ -28,7 +28,9 @@ PANELS = [
 
 def draw_memory(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the rows of one model, device and batch; one panel for each of PANELS, with the same axes."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 4.4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(PANELS), figsize=(12, 4.4), sharey=True, layout="constrained"
+    )
     contexts = sorted({row["context"] for row in rows})
     for place, (field, title) in zip(axes, PANELS, strict=True):
         for name in dict.fromkeys(row["cache"] for row in rows):

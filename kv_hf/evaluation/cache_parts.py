@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from ..cache.layer import PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..spec import MemoryReport, predict_memory
 
@@ -91,14 +90,14 @@ def predicted_memory(cache: Cache) -> MemoryReport | None:
     """
     if not isinstance(cache, PagedCache):
         return None
-    options, layers = cache.options, cache.layers
-    paged = [layer for layer in layers if isinstance(layer, PagedLayer)]
-    if options.offload is not None or options.prefix_store is not None or len(paged) < len(layers):
+    options, paged = cache.options, cache.paged_layers
+    if options.offload is not None or options.prefix_store is not None:
         return None
-    if any(layer.window is not None or layer.spec is None for layer in paged):
+    specs = [layer.spec for layer in paged if layer.spec is not None]
+    if len(specs) < len(cache.layers) or any(getattr(one, "window", None) for one in paged):
         return None
     told = predict_memory(
-        [layer.spec for layer in paged if layer.spec is not None],
+        specs,
         [cache.group.tokens(row) for row in cache.group.rows],
         sink_tokens=options.sink_tokens,
         recent_tokens=options.recent_tokens,

@@ -107,9 +107,9 @@ def _loaded(request: dict[str, Any], device: torch.device) -> tuple[Any, torch.T
     dtype = getattr(torch, request["dtype"])
     batch, context = request["batch"], request["context"]
     if request["weights"] == "random":
-        model = random_model(request["folder"], device, dtype)
-        return model, random_prompt(model.config.vocab_size, batch, context, device)
-    model = AutoModelForCausalLM.from_pretrained(request["folder"], dtype=dtype)
+        made = random_model(request["folder"], device, dtype)
+        return made, random_prompt(made.config.vocab_size, batch, context, device)
+    model: Any = AutoModelForCausalLM.from_pretrained(request["folder"], dtype=dtype)
     for tensor in (*model.parameters(), *model.buffers()):
         # weights that are mapped from their file become resident when they are read: that is not the cache
         tensor.data = tensor.data.clone()

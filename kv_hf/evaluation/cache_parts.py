@@ -86,7 +86,7 @@ def predicted_memory(cache: Cache) -> MemoryReport | None:
     """Return what `predict_memory` says of a cache's tokens, None for caches that it does not cover.
 
     Those are caches of transformers, layers with a sliding window or without pages, pages outside of the device and
-    shared ones. With `max_length` the tables are others: they are taken as they are.
+    shared ones. With `max_length` the tables are others: they are taken as they are, and rows must have no padding.
     """
     if not isinstance(cache, PagedCache):
         return None
@@ -96,15 +96,17 @@ def predicted_memory(cache: Cache) -> MemoryReport | None:
     specs = [layer.spec for layer in paged if layer.spec is not None]
     if len(specs) < len(cache.layers) or any(getattr(one, "window", None) for one in paged):
         return None
+    fixed = options.max_length is not None
+    rows = [cache.get_seq_length()] * cache.group.rows if fixed else None
     told = predict_memory(
         specs,
-        [cache.group.tokens(row) for row in cache.group.rows],
+        rows or [cache.group.tokens(row) for row in cache.group.rows],
         sink_tokens=options.sink_tokens,
         recent_tokens=options.recent_tokens,
         reserve_tokens=options.max_length or options.reserve_tokens,
         max_pages=options.max_pages,
     )
-    if options.max_length is not None:
+    if fixed:
         memory = cache.memory()
         told = dataclasses.replace(told, tables=memory.tables, other=memory.other)
     return told

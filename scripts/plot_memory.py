@@ -15,15 +15,19 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from plots import COLOURS, DASHES, GREY, MARKERS, RESULTS, groups, machine
+from plots import COLOURS, DASHES, GREY, ORANGE, RED, RESULTS, groups, machine
 
 from kv_hf.evaluation.rows import latest_run, read_rows
 
 PANELS = [
     ("held_bytes", "held by the cache"),
-    ("steps_peak_bytes", "{} memory, peak of the decode steps"),
-    ("prefill_peak_bytes", "{} memory, peak of the prefill"),
+    ("steps_peak_bytes", "peak of the decode steps"),
+    ("prefill_peak_bytes", "peak of the prefill"),
 ]
+MARKERS = {"paged": "o", "quanto": "D", "hqq": "^", "quantized": "v"}
+# of the two quantizers of transformers: one colour each, a dash for the bits
+FURTHER = {"quanto_int2": ORANGE, "hqq_int8": RED, "hqq_int2": RED}
+MORE_DASHES = {"quanto_int2": (3, 1, 1, 1), "hqq_int2": (3, 1, 1, 1)}
 
 
 def draw_memory(rows: list[dict[str, Any]], path: Path) -> None:
@@ -40,14 +44,16 @@ def draw_memory(rows: list[dict[str, Any]], path: Path) -> None:
             place.plot(
                 [x for x, _ in points],
                 [y for _, y in points],
-                color=COLOURS.get(base, GREY),
+                color=COLOURS.get(base) or FURTHER.get(base, GREY),
                 marker=MARKERS.get(base.split("_")[0], "s"),
                 markersize=4,
                 linewidth=1.4,
-                dashes=DASHES.get(base, (1, 1) if name != base else (None, None)),
+                dashes=(1, 1)
+                if name != base
+                else {**DASHES, **MORE_DASHES}.get(base, (None, None)),
                 label=name,
             )
-        place.set_title(title.format(rows[0]["measured_by"]), loc="left")
+        place.set_title(title, loc="left")
         place.set_xscale("log", base=2)
         place.set_yscale("log", base=2)
         place.set_xticks(contexts, [f"{x:,}" for x in contexts])
@@ -60,7 +66,8 @@ def draw_memory(rows: list[dict[str, Any]], path: Path) -> None:
     axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
     first = rows[0]
     figure.suptitle(
-        f"{Path(str(first['model'])).name}, {machine(first)}, batch {first['batch']}, {first['dtype']}"
+        f"{Path(str(first['model'])).name}, {machine(first)}, batch {first['batch']}, {first['dtype']}; "
+        f"peaks: {first['measured_by']} memory"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else {})

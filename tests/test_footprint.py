@@ -412,3 +412,11 @@ def test_script_refuses_bad_input_with_no_row(script, tmp_path, capsys):
             script.main([*SOME, *wrong, "--record", "--out", str(out)])
     assert "batch must be an integer of at least 1, got 0" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_preallocated_cache_is_measured_too(model):
+    """Its store wraps the plain one, and had no kernel to name."""
+    kind = cache_kind("paged_int4:keys=int8,max_length=400")
+    found = footprint_child.memory(model, kind, tokens(1, 150), steps=2)
+    assert found["kernel"] in ("c", "sdpa", "reference")
+    assert found["predicted_bytes"] == found["held_bytes"]

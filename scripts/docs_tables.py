@@ -126,3 +126,46 @@ def suites_table(rows: Rows) -> str:
         lines.append([short, *(f"{number:,}" for number in numbers)])
     lines.append(["**all**", *(f"**{number:,}**" for number in total)])
     return table(lines)
+
+
+def memory_table(rows: Rows) -> str:
+    """Return, for each model, batch and device, the caches side by side at the longest context of the newest run."""
+    rows = [row for row in rows if row["kind"] == "memory"]
+    blocks = []
+    for model, batch, device in dict.fromkeys(
+        (row["model"], row["batch"], row["device"]) for row in rows
+    ):
+        found = latest_run(rows, model=model, batch=batch, device=device)
+        longest = max(row["context"] for row in found)
+        newest = {row["cache"]: row for row in found if row["context"] == longest}
+        blocks.append(_memory_block(list(newest.values())))
+    return "\n\n".join(blocks) if blocks else "No run has been recorded yet."
+
+
+def _memory_block(rows: Rows) -> str:
+    lines = [
+        ["cache", "held, MiB", "of dynamic", "bytes per token", "growth behind the prefill, MiB", "behind the steps",
+         "peak of the prefill", "of the steps", "prefill, tokens/s", "decode, tokens/s"]
+    ]  # fmt: skip
+    exact = next((row["held_bytes"] for row in rows if row["cache"] == "dynamic"), None)
+    grown = ("prefill_grown", "steps_grown", "prefill_peak", "steps_peak")
+    for row in rows:
+        sizes = [row[f"{name}_bytes"] for name in grown]
+        rates = [row.get(f"{name}_tokens_per_s") for name in ("prefill", "decode")]
+        lines.append(
+            [
+                f"`{row['cache']}`",
+                f"{row['held_bytes'] / 2**20:.1f}",
+                f"{100 * row['held_bytes'] / exact:.1f} %" if exact else "-",
+                f"{row['bytes_per_token']:,.0f}",
+                *("-" if size is None else f"{size / 2**20:.1f}" for size in sizes),
+                *("-" if rate is None else f"{rate:,.3g}" for rate in rates),
+            ]
+        )
+    first = rows[0]
+    on = f"{first['threads']} thread(s) of " if first["device"] == "cpu" else ""
+    head = (
+        f"{first['model']}, {first['dtype']}, {first['context']:,} tokens, batch {first['batch']}, {first['steps']} steps, "
+        f"{on}{first['machine']}; growth and peak: {first['measured_by']} memory:"
+    )
+    return f"{head}\n\n{table(lines)}"

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ("prefix_sharing.md", "prefix", "prefix.jsonl", docs_tables.prefix_table),
     ("design.md", "beams", "beams.jsonl", docs_tables.beams_table),
+    ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
     ("offload.md", "offload", "offload.jsonl", docs_tables.offload_table),
     ("transformers_suites.md", "suites", "transformers_suites.jsonl", docs_tables.suites_table),
 ]

@@ -87,14 +87,14 @@ def peer_table(group: Group, found: Sequence[PeerRatio]) -> Markup:
         lines.append(
             [
                 named(peer["cache"], "peer"),
+                verdict(each),
+                derived(each.ratio),
+                derived(_worst(peer, best) if each.ratio is not None else None),
                 measured(peer, "bytes_per_token", whole),
                 measured(peer, "kl_mean", ends=("kl_low", "kl_high")),
                 tag("td", tag("code", best["cache"])) if best else NONE,
                 measured(best, "bytes_per_token", whole),
                 measured(best, "kl_mean", ends=("kl_low", "kl_high")),
-                derived(each.ratio),
-                derived(_worst(peer, best) if each.ratio is not None else None),
-                verdict(each),
             ]
         )
     heads = [

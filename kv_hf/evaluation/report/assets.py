@@ -44,14 +44,15 @@ figure svg { display: block; width: 100%; min-width: 38rem; max-width: 60rem; he
 figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .scroll { overflow-x: auto; max-width: 100%; }
 .scroll:focus-visible, button:focus-visible, summary:focus-visible { outline: 2px solid var(--ours); outline-offset: 2px; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: separate; border-spacing: 0; font-size: .85rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding-bottom: .3rem; position: sticky; left: 0; }
 th, td { padding: .3rem .65rem; border-bottom: 1px solid var(--grid); text-align: left; white-space: nowrap; }
 thead th { vertical-align: bottom; white-space: normal; min-width: 5.5rem; border-bottom: 2px solid var(--line);
   font-weight: 600; }
 tbody th { font-weight: 400; position: sticky; left: 0; background: var(--surface); z-index: 1; }
 thead th:first-child { position: sticky; left: 0; background: var(--surface); z-index: 2; }
-td.number, td.none, td.score { text-align: right; }
+td.wrap { white-space: normal; min-width: 16rem; }
+td.number, td.none, td.score, th.number { text-align: right; }
 td.none { color: var(--muted); }
 .interval, .difference { color: var(--muted); font-size: .92em; }
 .difference { display: inline-block; min-width: 4.6em; text-align: right; }
@@ -74,12 +75,11 @@ th[aria-sort="descending"] button::after { content: " \\2193"; color: var(--ink)
 .heat td.score { background: color-mix(in srgb, color-mix(in oklab, var(--high) calc(var(--part) * 100%), var(--low)) 42%,
   var(--surface)); border: 1px solid var(--surface); }
 summary { cursor: pointer; color: var(--muted); font-size: .87rem; }
-details > .scroll { margin-top: .6rem; }
+details > .scroll, details > dl { margin-top: .6rem; }
 #theme { position: absolute; right: 1rem; top: 1.5rem; padding: .35rem .8rem; font: inherit; font-size: .85rem;
   color: var(--ink); background: var(--surface); border: 1px solid var(--line); border-radius: 6px; cursor: pointer; }
 #theme[hidden] { display: none; }
 @media (max-width: 36rem) {
-  dl { grid-template-columns: 1fr; } dd { margin-bottom: .35rem; }
   main, header, footer { padding-left: .6rem; padding-right: .6rem; }
   section.card { padding: .7rem; } #theme { right: .6rem; }
   tbody th { max-width: 11rem; white-space: normal; }

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
-from .canvas import COLOURS, headed, new_figure, plain
+from .canvas import COLOURS, headed, new_figure, plain, tick
 from .points import FLOOR
 from .select import SIDES, Row, formats
 
@@ -42,7 +42,7 @@ def sensitivity_plot(rows: Sequence[Row], title: str, below: str) -> Figure:
         axes.set_ylim(bottom, 2 * max(above))
         powers = range(round(math.log10(bottom)), math.ceil(math.log10(2 * max(above))) + 1)
         axes.yaxis.set_major_locator(FixedLocator([10.0**power for power in powers]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
         axes.minorticks_off()
         axes.grid(False, axis="x")
         axes.set_ylabel(f"{name}\nKL, nats")
@@ -51,6 +51,7 @@ def sensitivity_plot(rows: Sequence[Row], title: str, below: str) -> Figure:
     last.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
     last.set_xlabel("layer")
     headed(grid[0], title, below)
+    figure.align_ylabels(list(grid))
     handles = [
         Patch(
             facecolor=COLOURS[side],

@@ -5,6 +5,7 @@ The only module of the report that needs matplotlib at import.
 
 import io
 import re
+import textwrap
 from typing import Any
 
 from .markup import Markup, escape
@@ -31,14 +32,16 @@ COLOURS = {
     "keys": "#0072b3",
     "values": "#e69f00",
 }
-MARKERS = {"ours": "o", "peer": "s", "recipe": "D", "exact": "*"}
-FAMILIES = {
-    "ours": "kv_hf, one format",
-    "recipe": "kv_hf, recipe",
-    "peer": "transformers",
-    "exact": "exact",
+# start of a cache's name in a family -> sign, its size in points, and what the legend calls it
+LOOKS = {
+    ("ours", ""): ("o", 6.5, "kv_hf, one format"),
+    ("recipe", ""): ("D", 6, "kv_hf, recipe"),
+    ("peer", "quanto"): ("s", 6, "quanto"),
+    ("peer", "hqq"): ("^", 7, "hqq"),
+    ("peer", ""): ("P", 7.5, "fp8 of transformers"),
+    ("exact", ""): ("*", 14, "exact"),
 }
-SETTINGS: dict[str, Any] = {
+SETTINGS: Any = {
     "font.size": 9,
     "text.color": COLOURS["ink"],
     "axes.labelcolor": COLOURS["ink"],
@@ -51,6 +54,18 @@ SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "kv_hf",  # the same bytes each time
 }
 DPI = 160
+
+
+def look(family: str, cache: str) -> tuple[str, float, str]:
+    """Return the sign of a cache, its size in points, and what the legend calls it."""
+    own = [start for known, start in LOOKS if known == family and cache.startswith(start)]
+    return LOOKS[family, max(own, key=len)]
+
+
+def tick(value: float) -> str:
+    """Return the text of a tick: 0.001, 1e-5."""
+    text = f"{value:g}"
+    return text.replace("e-0", "e-").replace("e+0", "e")
 
 
 def settings() -> Any:
@@ -75,9 +90,11 @@ def plain(axes: Any) -> None:
 
 def headed(axes: Any, title: str, below: str) -> None:
     """Put a title and a line that says how it was measured at the upper left of the axes."""
-    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", pad=36)
+    axes.set_title(
+        textwrap.shorten(title, 72), loc="left", fontsize=10.5, fontweight="bold", pad=36
+    )
     axes.annotate(
-        below,
+        textwrap.shorten(below, 100),
         (0, 1),
         xytext=(0, 25),
         xycoords="axes fraction",

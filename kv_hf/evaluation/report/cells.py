@@ -7,6 +7,7 @@ from .select import Row
 
 MIB = 2**20
 MINUS = "\u2212"
+NUMBER = 'class="number"'
 NONE = tag("td", "\u2013", class_="none")
 
 
@@ -83,7 +84,14 @@ def table(
     caption: str, heads: list[str], lines: list[list[Markup]], sortable: bool = True
 ) -> Markup:
     """Return a table in a box that scrolls sideways where it is too wide."""
-    head = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in heads)))
+    # the head of a column of numbers stands over the numbers
+    kinds = [
+        "number" if any(NUMBER in line[at] for line in lines) else None for at in range(len(heads))
+    ]
+    cells = (
+        tag("th", name, scope="col", class_=kind) for name, kind in zip(heads, kinds, strict=True)
+    )
+    head = tag("thead", tag("tr", *cells))
     body = tag("tbody", *(join(tag("tr", *line), Markup("\n")) for line in lines))
     whole = tag(
         "table", tag("caption", caption), head, body, class_="sortable" if sortable else None

@@ -58,7 +58,9 @@ def below_title(group: Group) -> str:
     known = group.protocol
     said = [str(known["text"])] if "text" in known else []
     if {"windows", "window", "prompt"} <= known.keys():
-        said.append(f"{known['windows']} windows of {known['window']:,} tokens, the first {known['prompt']:,} not scored")
+        said.append(
+            f"{known['windows']} windows of {known['window']:,} tokens, the first {known['prompt']:,} not scored"
+        )
     said += [f"{tokens:,} tokens scored" for tokens in distinct(group.rows, "tokens")[:1]]
     if "dtype" in known:
         said.append(str(known["dtype"]))

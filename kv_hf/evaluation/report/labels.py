@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib.patheffects import withStroke
+
 from .canvas import COLOURS
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 # what it costs to cover something, per square point of a box
-TEXT, MARKER, BAR, LINE, OUTSIDE = 100.0, 60.0, 6.0, 0.6, 1000.0
+TEXT, MARKER, BAR, LINE, OUTSIDE = 100.0, 60.0, 60.0, 12.0, 1000.0
 NEAR = 7.0  # from the centre of a marker to its name, in points
 RINGS = (1.0, 1.7, 2.8, 4.2, 6.0, 8.0, 11.0)  # in NEAR
 SIDES = 16
@@ -51,7 +53,7 @@ def place(
         return float(at[0]), float(at[1])
 
     frame = axes.get_window_extent(renderer)
-    inside = (frame.x0 + 2, frame.y0 + 2, frame.x1 + 26 * point, frame.y1 - 2)
+    inside = (frame.x0 + 2, frame.y0 + 2, frame.x1, frame.y1 - 2)
     centres = [pixels(each.x, each.y) for each in points]
     half = 4.5 * point
     fixed: list[tuple[Box, float]] = [
@@ -65,7 +67,7 @@ def place(
         fixed.append(((min(x0, x1) - 1, min(y0, y1) - 1, max(x0, x1) + 1, max(y0, y1) + 1), LINE))
     texts = [
         axes.annotate(
-            each.name,
+            shortened(each.name),
             (each.x, each.y),
             xytext=(0, 0),
             textcoords="offset pixels",
@@ -75,6 +77,7 @@ def place(
             va="center",
             annotation_clip=False,
             zorder=6,
+            path_effects=[withStroke(linewidth=2, foreground=COLOURS["surface"])],
         )
         for each in points
     ]
@@ -106,6 +109,12 @@ def place(
                 annotation_clip=False,
                 zorder=2,
             )
+
+
+def shortened(name: str, most: int = 40) -> str:
+    """Return a name of at most `most` letters: long ones lose their middle, for names often differ at the end."""
+    half = (most - 1) // 2
+    return name if len(name) <= most else f"{name[:half]}\u2026{name[-half:]}"
 
 
 def _solve(

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from .canvas import COLOURS, FAMILIES, MARKERS, headed, new_figure, plain
+from .canvas import COLOURS, LOOKS, headed, look, new_figure, plain, tick
 from .labels import Named, place
 from .points import FLOOR, Mark, at_floor, front_marks
 
@@ -44,7 +44,7 @@ def pareto_plot(marks: Sequence[Mark], title: str, below: str) -> Figure:
         FixedLocator([floor, *decades] if len(above) < len(marks) else decades)
     )
     axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"< {FLOOR:g}" if value < bottom * 0.99 else f"{value:g}")
+        FuncFormatter(lambda value, _: f"< {tick(FLOOR)}" if value < bottom * 0.99 else tick(value))
     )
     axes.set_ylim(floor / 1.6 if len(above) < len(marks) else bottom, 2.2 * highest)
     axes.set_xlabel("stored bits per number, everything counted")
@@ -91,6 +91,7 @@ def perplexity_plot(marks: Sequence[Mark], title: str, below: str) -> Figure:
 def _draw(axes: Any, mark: Mark, y: float, floor: float | None) -> Named:
     """Draw a point with its interval; return it with its name for the labels."""
     colour = COLOURS[mark.family]
+    sign, size, _ = look(mark.family, mark.name)
     low = min(y, max(mark.low, floor) if floor is not None else mark.low)
     high = max(y, mark.high)
     axes.errorbar(
@@ -98,13 +99,13 @@ def _draw(axes: Any, mark: Mark, y: float, floor: float | None) -> Named:
         [y],
         yerr=[[y - low], [high - y]],
         color=colour,
-        marker=MARKERS[mark.family],
-        markersize=9 if mark.family == "exact" else 6,
+        marker=sign,
+        markersize=size,
         markeredgecolor=COLOURS["surface"],
         markeredgewidth=0.8,
         elinewidth=1.2,
         capsize=2.5,
-        zorder=4,
+        zorder=3 if mark.family == "exact" else 4,
     )
     return Named(mark.name, mark.cost, y, (low, high), colour)
 
@@ -134,23 +135,23 @@ def _ticks(axis: Any, values: Sequence[float], thousands: bool = False) -> None:
     axis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:,.0f}" if thousands else f"{value:g}")
     )
-    axis.axes.set_xlim(low / 1.16, high * 1.16)
+    axis.axes.set_xlim(low / 1.16, high * 1.24)
 
 
 def _legend(axes: Any, marks: Sequence[Mark], front: bool) -> None:
-    present = {mark.family for mark in marks}
+    present = {look(mark.family, mark.name) for mark in marks}
     handles = [
         Line2D(
             [],
             [],
-            color=COLOURS[name],
-            marker=MARKERS[name],
-            markersize=9 if name == "exact" else 6,
+            color=COLOURS[family],
+            marker=sign,
+            markersize=min(size, 10),
             linestyle="none",
-            label=FAMILIES[name],
+            label=name,
         )
-        for name in FAMILIES
-        if name in present
+        for (family, _), (sign, size, name) in LOOKS.items()
+        if (sign, size, name) in present
     ]
     if front:
         handles.append(Line2D([], [], color=COLOURS["front"], linewidth=1.2, label="Pareto front"))

@@ -99,12 +99,13 @@ def peer_table(group: Group, found: Sequence[PeerRatio]) -> Markup:
         )
     heads = [
         "peer",
+        "aim met",
+        "our KL / its KL",
+        "at the worst ends",
         "its bytes per token",
         "its KL",
-        "our best at no more bytes",
-        "bytes per token",
     ]
-    heads += ["KL", "our KL / its KL", "… at the worst ends of both intervals", "aim met"]
+    heads += ["our best at no more bytes", "bytes per token", "KL"]
     return table(f"At each peer's bytes: at most {AIM:g} of its KL", heads, lines)
 
 

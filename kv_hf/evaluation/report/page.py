@@ -84,15 +84,20 @@ def _summary(groups: Sequence[Group]) -> Markup | None:
             [
                 tag("th", group.model, scope="row"),
                 words(group.protocol.get("text")),
-                words(", ".join(front) or "none", class_="wrap"),
-                words(", ".join(behind), class_="wrap"),
                 words(tag("strong", result) if result else None, **met),
+                words(_listed(front) if front else "none", class_="wrap"),
+                words(_listed(behind) if behind else "none", class_="wrap"),
             ]
         )
     if not lines:
         return None
-    heads = ["model", "text", "ours on the Pareto front", "ours behind it", "aim met against"]
+    heads = ["model", "text", "aim met against", "ours on the Pareto front", "ours behind it"]
     return _card("Summary", table("Front and peers, per model", heads, lines))
+
+
+def _listed(caches: Sequence[str]) -> Markup:
+    """Return names of caches with commas between them."""
+    return join(*(join(", " if at else "", tag("code", name)) for at, name in enumerate(caches)))
 
 
 def _chapter(at: int, model: str, groups: Sequence[Group], pictures: Pictures) -> Markup:
@@ -124,6 +129,8 @@ def _card(heading: str, *content: Markup | None) -> Markup:
 def _content(group: Group, plots: Sequence[Markup]) -> list[Markup | None]:
     figures = [tag("figure", plot, tabindex="0") for plot in plots]
     known = conditions(group)
+    if group.kind != "accuracy":
+        known = tag("details", tag("summary", "How it was measured"), known)
     if group.kind == "accuracy":
         compared = peers(group)
         return [
@@ -137,9 +144,9 @@ def _content(group: Group, plots: Sequence[Markup]) -> list[Markup | None]:
         ]
     if group.kind == "sensitivity":
         details = tag("details", tag("summary", "The same as a table"), sensitivity_table(group))
-        return [known, *figures, details]
+        return [*figures, details, known]
     tables = {"task": task_table, "needle": needle_maps, "memory": memory_table}
-    return [known, tables[group.kind](group)]
+    return [tables[group.kind](group), known]
 
 
 def _missing(group: Group) -> Markup | None:

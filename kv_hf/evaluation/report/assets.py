@@ -55,7 +55,7 @@ td.wrap { white-space: normal; min-width: 16rem; }
 td.number, td.none, td.score, th.number { text-align: right; }
 td.none { color: var(--muted); }
 .interval, .difference { color: var(--muted); font-size: .92em; }
-.difference { display: inline-block; min-width: 4.6em; text-align: right; }
+.difference { display: inline-block; min-width: 4.6em; margin-left: .4em; text-align: right; }
 .pass strong { color: var(--good); } .fail strong { color: var(--bad); }
 tbody tr:hover > * { background: color-mix(in srgb, var(--ours) 9%, var(--surface)); }
 th button { all: unset; cursor: pointer; font: inherit; display: inline-block; }
@@ -82,7 +82,8 @@ details > .scroll, details > dl { margin-top: .6rem; }
 @media (max-width: 36rem) {
   main, header, footer { padding-left: .6rem; padding-right: .6rem; }
   section.card { padding: .7rem; } #theme { right: .6rem; }
-  tbody th { max-width: 11rem; white-space: normal; }
+  tbody th { min-width: 9rem; max-width: 11rem; white-space: normal; }
+  .heat tbody th { min-width: 0; }
 }
 @media print { #theme { display: none; } .scroll, figure { overflow: visible; } }
 """

@@ -50,6 +50,7 @@ SETTINGS: Any = {
     "ytick.color": COLOURS["muted"],
     "hatch.color": COLOURS["surface"],
     "hatch.linewidth": 0.8,
+    "text.parse_math": False,  # a "$" in a name is a dollar
     "svg.fonttype": "path",  # the same picture where the font is missing
     "svg.hashsalt": "kv_hf",  # the same bytes each time
 }

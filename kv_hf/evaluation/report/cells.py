@@ -24,12 +24,18 @@ def short(value: float) -> str:
 
 def percent(value: float) -> str:
     """Return a fraction as a percentage."""
-    return f"{100 * value:.1f} %"
+    text = f"{100 * value:.1f}"
+    return f"{text.removesuffix('.0')} %"
 
 
-def signed(value: float, unit: str = "") -> str:
+def score(value: float) -> str:
+    """Return a score: three decimals where it is a part of 1."""
+    return f"{value:.3f}".replace("-", MINUS) if abs(value) <= 1 else short(value)
+
+
+def signed(value: float, unit: str = "", form: Any = short) -> str:
     """Return a difference with its sign."""
-    text = short(value)
+    text = form(value)
     return ("+" if value > 0 else "") + text + (f" {unit}" if unit else "")
 
 

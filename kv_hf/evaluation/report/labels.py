@@ -15,8 +15,9 @@ from .canvas import COLOURS
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 
-# what it costs to cover something, per square point of a box
-TEXT, MARKER, BAR, LINE, OUTSIDE = 100.0, 60.0, 60.0, 12.0, 1000.0
+# what it costs to cover something: for touching it, and more with the area, in squares of NEAR
+TEXT, MARKER, BAR, LINE, OUTSIDE = 100.0, 60.0, 40.0, 12.0, 1000.0
+TOUCH = 0.25  # of a square
 NEAR = 7.0  # from the centre of a marker to its name, in points
 RINGS = (1.0, 1.7, 2.8, 4.2, 6.0, 8.0, 11.0)  # in NEAR
 SIDES = 16
@@ -160,10 +161,13 @@ def _covers(
     box: Box, fixed: Sequence[tuple[Box, float]], others: Sequence[Box], inside: Box, near: float
 ) -> float:
     unit = near * near
-    cost = sum(weight * _shared(box, other) for other, weight in fixed)
-    cost += sum(TEXT * _shared(box, other) for other in others)
+    cost = 0.0
+    for other, weight in [*fixed, *((other, TEXT) for other in others)]:
+        shared = _shared(box, other)
+        if shared:
+            cost += weight * (TOUCH + shared / unit)
     area = (box[2] - box[0]) * (box[3] - box[1])
-    return (cost + OUTSIDE * (area - _shared(box, inside))) / unit
+    return cost + OUTSIDE * (area - _shared(box, inside)) / unit
 
 
 def _shared(one: Box, other: Box) -> float:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .accuracy_tables import columns_table, whole
-from .cells import NONE, measured, named, percent, short, signed, size, table
+from .cells import NONE, measured, named, percent, score, short, signed, size, table
 from .markup import Markup, join, tag
 from .select import Group, Row, distinct, family
 
@@ -41,13 +41,13 @@ def _score(row: Row | None, exact: Row | None, cache: str) -> Markup:
     if row is None:
         return NONE
     value, error = row["value"], row.get("stderr")
-    parts: list[Any] = [short(value)]
+    parts: list[Any] = [score(value)]
     if error is not None:
-        parts.append(tag("span", f" ± {short(error)}", class_="interval"))
+        parts.append(tag("span", f" ± {score(error)}", class_="interval"))
     difference = None
     if exact is not None and exact["cache"] != cache:
         difference = value - exact["value"]
-        parts.append(tag("span", f" {signed(difference)}", class_="difference"))
+        parts.append(tag("span", f" {signed(difference, form=score)}", class_="difference"))
     return tag(
         "td",
         *parts,
@@ -74,7 +74,15 @@ def needle_maps(group: Group) -> Markup:
         ]
         heads = ["depth", *(f"{length:,}" for length in lengths)]
         maps.append(table(cache, heads, lines, sortable=False))
-    return tag("div", join(*maps), class_="heat")
+    return join(tag("p", _needle_note(group), class_="note"), tag("div", *maps, class_="heat"))
+
+
+def _needle_note(group: Group) -> str:
+    samples = group.protocol.get("samples")
+    each = f", of {samples:,} in each field" if samples is not None else ""
+    return (
+        f"Part that is found{each}. Across: length in tokens; down: how deep in the text it lies."
+    )
 
 
 def _heat(row: Row | None) -> Markup:
@@ -116,7 +124,11 @@ def memory_table(group: Group) -> Markup:
     )
     columns += [(head, _cell(name, text)) for head, name, text in TOTALS]
     columns += [(name.replace("_", " "), _cell(name, size)) for name in parts]
-    return columns_table("Memory and speed", rows, columns)
+    context, batch = group.protocol.get("context"), group.protocol.get("batch")
+    at = [f"{context:,} tokens" if context is not None else ""]
+    at.append(f"batch {batch:,}" if batch is not None else "")
+    caption = ", ".join(["Every cache", *(part for part in at if part)])
+    return columns_table(caption, rows, columns)
 
 
 def _cell(name: str, text: Any) -> Any:

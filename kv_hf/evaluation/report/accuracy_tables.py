@@ -121,7 +121,7 @@ def verdict(found: PeerRatio) -> Markup:
     elif found.ratio >= 1:
         why = ": ours is no better here"
     else:
-        why = f": better, but by less than 1/{1 / AIM:g}"
+        why = f": better, but more than {AIM:g} of its KL"
     return tag("td", tag("strong", "FAIL"), why, class_="fail")
 
 

@@ -30,7 +30,9 @@ def percent(value: float) -> str:
 
 def score(value: float) -> str:
     """Return a score: three decimals where it is a part of 1."""
-    return f"{value:.3f}".replace("-", MINUS) if abs(value) <= 1 else short(value)
+    if abs(value) > 1:
+        return short(value)
+    return f"{round(value, 3) or 0.0:.3f}".replace("-", MINUS)
 
 
 def signed(value: float, unit: str = "", form: Any = short) -> str:

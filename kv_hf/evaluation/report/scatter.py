@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from .canvas import COLOURS, LOOKS, headed, look, new_figure, plain, tick
 from .labels import Named, place
@@ -130,7 +130,7 @@ def _ticks(axis: Any, values: Sequence[float], thousands: bool = False) -> None:
         for step in steps
         if low / 1.2 <= step * 2.0**power <= high * 1.2
     ]
-    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_locator(MaxNLocator(6) if high / low < 1.6 else FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:,.0f}" if thousands else f"{value:g}")

@@ -73,10 +73,10 @@ def _figures(group: Group) -> list[tuple[str, str, "Callable[[], Figure]"]]:
     below = below_title(group)
     if group.kind == "accuracy":
         kl, perplexity = kl_marks(group.rows), perplexity_marks(group.rows)
-        if kl:
+        if any(mark.family != "exact" for mark in kl):
             title = f"{group.model}: KL against memory"
             found.append(("pareto", title, lambda: _scatter().pareto_plot(kl, title, below)))
-        if perplexity:
+        if any(mark.family != "exact" for mark in perplexity):
             other = f"{group.model}: perplexity against memory"
             found.append(
                 ("ppl", other, lambda: _scatter().perplexity_plot(perplexity, other, below))

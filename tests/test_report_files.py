@@ -4,7 +4,7 @@ import importlib.util
 import os
 import sys
 import xml.etree.ElementTree as ElementTree
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -118,6 +118,8 @@ def test_front_is_drawn_through_the_caches_on_it_and_exact_ones_lie_on_the_floor
     assert front[0].name == "paged_int2"
     for mark in front:
         assert [mark.cost, mark.value if mark.value >= 1e-6 else floor] in line
+    for (x0, y0), (x1, y1) in pairwise(line):  # steps: right, or down
+        assert (x0 == x1 and y1 < y0) or (y0 == y1 and x0 < x1)
     assert front[-1].name == "dynamic" and 0 < floor < 1e-5
     assert axes.get_ylim()[0] < floor
     behind = next(mark for mark in marks if mark.name == "quanto_int4")

@@ -162,6 +162,46 @@ def test_every_number_in_a_table_is_in_a_row_or_follows_from_rows():
     assert "4,096" in heads and "0123abc" in heads and "2026-11-21" in heads
 
 
+def test_columns_show_the_fields_that_they_are_named_after():
+    row = accuracy_row(kl_low=0.5, kl_high=0.75)
+    fields = {
+        "mean KL (interval)": "kl_mean",
+        "stored bits per number": "stored_bits",
+        "bytes per token": "bytes_per_token",
+        "median KL": "kl_median",
+        "99th percentile": "kl_p99",
+        "same top token": "top1",
+        "perplexity": "perplexity",
+        "change of perplexity (interval)": "perplexity_delta",
+        "first different token, mean": "divergence_mean",
+        "… median": "divergence_median",
+        "bits of the format": "bits_per_element",
+        "bytes held": "bytes",
+    }
+    assert len({row[name] for name in fields.values()}) == len(fields)
+    found = shown([row])
+    (table,) = [text for _, _, text in found.all("table") if text.startswith("Every cache")]
+    heads = [text for _, a, text in found.all("th") if a.get("scope") == "col"]
+    heads = heads[heads.index("mean KL (interval)") :]
+    cells = found.all("td")[-len(heads) :]
+    given = {h: a.get("data-value") for h, (_, a, _) in zip(heads, cells, strict=True)}
+    assert {h: given[h] for h in fields} == {h: repr(row[n]) for h, n in fields.items()}
+    interval = cells[0][1]
+    assert (interval["data-low"], interval["data-high"]) == ("0.5", "0.75")
+    assert "0.00300 0.500 … 0.750" in table
+
+
+def test_a_kl_of_noise_counts_as_none():
+    # 2.9e-9 is what float arithmetic leaves of an exact cache: at the same bits it is as good as 0
+    rows = [accuracy_row(cache="dynamic"), accuracy_row(cache="paged_exact", stored_bits=16.0)]
+    rows += [accuracy_row(cache="hqq_int8", kl_mean=4e-9, stored_bits=16.5, bytes_per_token=1e5)]
+    lines = [text for _, _, text in shown(rows).all("tr")]
+    assert (
+        sum("on the front" in text and text.startswith(("dynamic", "paged")) for text in lines) == 2
+    )
+    assert any(text.startswith("hqq_int8pass: neither loses anything") for text in lines)
+
+
 def test_numbers_that_are_derived_are_right():
     rows = [accuracy_row(cache=cache) for cache in CACHES]
     by_name = {row["cache"]: row for row in rows}
@@ -227,7 +267,7 @@ def test_rows_with_only_what_is_needed_make_a_page():
     )
 
 
-EVIL = "<script>alert(1)</script><b a='x' onload=\"y\">&amp;"
+EVIL = "\" onload=\"x\" ' onload='<script>alert(1)</script><b a='x'>&amp;"
 
 
 def test_whatever_stands_in_a_row_is_text():

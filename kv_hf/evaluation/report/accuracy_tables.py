@@ -7,7 +7,7 @@ from .cells import NONE, derived, measured, named, percent, signed, size, table,
 from .frontier import AIM, PeerRatio, dominated_by, peer_ratio
 from .markup import Markup, tag
 from .points import front_marks, kl_marks, loss_point, marks
-from .select import SIDES, Group, Row, family, formats
+from .select import SIDES, Group, Row, distinct, family, formats
 
 OURS, PEERS = ("ours", "recipe"), ("peer",)
 
@@ -26,6 +26,8 @@ def accuracy_table(group: Group) -> Markup:
         better = dominated_by(points[row["cache"]], list(points.values()))[0].name
         return tag("td", "behind ", tag("code", better), data_sort=f"1 {better}")
 
+    generated = [f"{count:,}" for count in distinct(group.rows, "divergence_tokens")]
+    of = f" (of {' or '.join(generated)})" if generated else ""
     columns: list[tuple[str, Any]] = [
         ("mean KL (interval)", lambda row: measured(row, "kl_mean", ends=("kl_low", "kl_high"))),
         ("stored bits per number", lambda row: measured(row, "stored_bits")),
@@ -45,7 +47,7 @@ def accuracy_table(group: Group) -> Markup:
                 ("perplexity_delta_low", "perplexity_delta_high"),
             ),
         ),
-        ("first different token, mean", lambda row: measured(row, "divergence_mean")),
+        (f"first different token{of}, mean", lambda row: measured(row, "divergence_mean")),
         ("… median", lambda row: measured(row, "divergence_median")),
         ("bits of the format", lambda row: measured(row, "bits_per_element")),
         ("bytes held", lambda row: measured(row, "bytes", size)),

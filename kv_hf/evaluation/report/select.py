@@ -16,7 +16,17 @@ Row = dict[str, Any]
 # kind -> (fields that rows of one table share, fields that name a cell of it)
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "accuracy": (
-        ("text", "windows", "window", "prompt", "protocol", "dtype", "bytes_dtype", "seed"),
+        (
+            "text",
+            "windows",
+            "window",
+            "prompt",
+            "protocol",
+            "dtype",
+            "bytes_dtype",
+            "seed",
+            "options",
+        ),
         ("cache",),
     ),
     "sensitivity": (

@@ -47,7 +47,9 @@ def _score(row: Row | None, exact: Row | None, cache: str) -> Markup:
     difference = None
     if exact is not None and exact["cache"] != cache:
         difference = value - exact["value"]
-        parts.append(tag("span", f" {signed(difference, form=score)}", class_="difference"))
+    if exact is not None:  # an empty place for the exact cache itself, so that values stand in line
+        said = "" if difference is None else f" {signed(difference, form=score)}"
+        parts.append(tag("span", said, class_="difference"))
     return tag(
         "td",
         *parts,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from .accuracy_tables import OURS, accuracy_table, peer_table, peers, sensitivity_table
 from .assets import SCRIPT, STYLE
-from .cells import table, words
+from .cells import short, table, words
 from .headers import conditions
 from .markup import Markup, join, tag
 from .other_tables import memory_table, needle_maps, task_table
@@ -185,7 +185,7 @@ def _notes(groups: Sequence[Group], unknown: Sequence[str]) -> list[Markup]:
             "neighbouring tokens.",
             "The interval of the change of perplexity is paired: both caches score the same tokens, and the difference is "
             "resampled.",
-            f"A KL below {FLOOR:g} is noise of float arithmetic. It is drawn on the dotted line, and counts as 0 for the "
+            f"A KL below {short(FLOOR)} is noise of float arithmetic. It is drawn on the dotted line, and counts as 0 for the "
             "front and for peers.",
             "Stored bits count everything that is held at the end of a window (codes, scales, exact tail, unused slots) "
             "per number stored. On the front are the caches that no other beats in both KL and stored bits.",
@@ -207,4 +207,4 @@ def _notes(groups: Sequence[Group], unknown: Sequence[str]) -> list[Markup]:
         )
     if unknown:
         notes.append(f"Rows of these kinds are not shown: {', '.join(unknown)}.")
-    return [tag("p", note) for note in notes]
+    return [tag("h2", "How the figures were made"), *(tag("p", note) for note in notes)]

@@ -1,0 +1,154 @@
+"""Tables of tasks, of needles in long texts, and of memory and speed."""
+
+from typing import Any
+
+from .accuracy_tables import columns_table, whole
+from .cells import NONE, measured, named, percent, score, short, signed, size, table
+from .markup import Markup, join, tag
+from .select import Group, Row, distinct, family
+
+
+def task_table(group: Group) -> Markup:
+    """Return the score of each cache in each task, with its standard error and its difference from the exact cache."""
+    names = ("task", "metric", "samples", "context", "shots")
+    columns = list(dict.fromkeys(tuple(row.get(name) for name in names) for row in group.rows))
+    by_cell = {(row["cache"], *(row.get(name) for name in names)): row for row in group.rows}
+    reference = group.reference()
+    exact = reference["cache"] if reference else None
+    heads = ["cache"]
+    for task, metric, samples, context, shots in columns:
+        parts = [f"{samples} samples" if samples is not None else ""]
+        parts += [f"context {context:,}" if isinstance(context, int) else ""]
+        parts += [f"{shots} shots" if shots is not None else ""]
+        heads.append(f"{task}, {metric}" + "".join(f"; {part}" for part in parts if part))
+    if any(row.get("bytes_per_token") is not None for row in group.rows):
+        heads.append("bytes per token")
+    lines = []
+    for cache in distinct(group.rows, "cache"):
+        line = [named(cache, family(cache))]
+        for column in columns:
+            line.append(_score(by_cell.get((cache, *column)), by_cell.get((exact, *column)), cache))
+        if heads[-1] == "bytes per token":
+            own = [row for row in group.rows if row["cache"] == cache]
+            held = [row for row in own if row.get("bytes_per_token") is not None]
+            line.append(measured(held[-1] if held else {}, "bytes_per_token", whole))
+        lines.append(line)
+    against = f", and the difference from {exact}" if exact else ""
+    return table(f"Tasks: value ± standard error{against}", heads, lines)
+
+
+def _score(row: Row | None, exact: Row | None, cache: str) -> Markup:
+    if row is None:
+        return NONE
+    value, error = row["value"], row.get("stderr")
+    parts: list[Any] = [score(value)]
+    if error is not None:
+        parts.append(tag("span", f" ± {score(error)}", class_="interval"))
+    difference = None
+    if exact is not None and exact["cache"] != cache:
+        difference = value - exact["value"]
+    if exact is not None:  # an empty place for the exact cache itself, so that values stand in line
+        said = "" if difference is None else f" {signed(difference, form=score)}"
+        parts.append(tag("span", said, class_="difference"))
+    return tag(
+        "td",
+        *parts,
+        data_value=repr(value),
+        data_stderr=None if error is None else repr(error),
+        data_derived=None if difference is None else repr(difference),
+        class_="number",
+    )
+
+
+def needle_maps(group: Group) -> Markup:
+    """Return a heat map per cache: part of the needles found, depth (down) by length (across)."""
+    lengths = sorted({row["length"] for row in group.rows})
+    depths = sorted({row["depth"] for row in group.rows})
+    maps = []
+    for cache in distinct(group.rows, "cache"):
+        by_cell = {(r["length"], r["depth"]): r for r in group.rows if r["cache"] == cache}
+        lines = [
+            [
+                tag("th", percent(depth), scope="row"),
+                *(_heat(by_cell.get((length, depth))) for length in lengths),
+            ]
+            for depth in depths
+        ]
+        heads = ["depth", *(f"{length:,}" for length in lengths)]
+        maps.append(table(cache, heads, lines, sortable=False))
+    return join(tag("p", _needle_note(group), class_="note"), tag("div", *maps, class_="heat"))
+
+
+def _needle_note(group: Group) -> str:
+    samples = group.protocol.get("samples")
+    each = f", of {samples:,} in each field" if samples is not None else ""
+    return (
+        f"Part that is found{each}. Across: length in tokens; down: how deep in the text it lies."
+    )
+
+
+def _heat(row: Row | None) -> Markup:
+    if row is None:
+        return NONE
+    part = min(1.0, max(0.0, row["score"]))
+    return tag(
+        "td",
+        percent(row["score"]),
+        class_="score",
+        data_value=repr(row["score"]),
+        style=f"--part:{part:.3f}",
+    )
+
+
+SPEED = [
+    ("prefill, tokens/s", "prefill_tokens_per_s", short),
+    ("decoding, tokens/s", "decode_tokens_per_s", short),
+]
+TOTALS = [
+    ("bytes held", "bytes", size),
+    ("bytes per token", "bytes_per_token", whole),
+    ("peak on the device", "peak_bytes", size),
+    ("resident memory", "rss_bytes", size),
+]
+
+
+def memory_table(group: Group) -> Markup:
+    """Return bytes by part and speed of each cache; parts are the fields `bytes_*`, or what `bytes` has by name."""
+    rows = [_flat(row) for row in group.rows]
+    known = {name for _, name, _ in TOTALS}
+    parts = sorted({name for row in rows for name in row if _is_part(name, row)} - known)
+    columns: list[tuple[str, Any]] = [(head, _cell(name, text)) for head, name, text in SPEED]
+    columns.append(
+        (
+            "ms per step: median (20th … 80th percentile)",
+            lambda row: measured(row, "step_ms_p50", ends=("step_ms_p20", "step_ms_p80")),
+        )
+    )
+    columns += [(head, _cell(name, text)) for head, name, text in TOTALS]
+    columns += [(name.replace("_", " "), _cell(name, size)) for name in parts]
+    context, batch = group.protocol.get("context"), group.protocol.get("batch")
+    at = [f"{context:,} tokens" if context is not None else ""]
+    at.append(f"batch {batch:,}" if batch is not None else "")
+    caption = ", ".join(["Every cache", *(part for part in at if part)])
+    return columns_table(caption, rows, columns)
+
+
+def _cell(name: str, text: Any) -> Any:
+    return lambda row: measured(row, name, text)
+
+
+def _is_part(name: str, row: Row) -> bool:
+    numeric = isinstance(row[name], (int, float)) and not isinstance(row[name], bool)
+    return numeric and name.startswith(("bytes_", "peak_", "rss_"))
+
+
+def _flat(row: Row) -> Row:
+    """Return a row in which the parts of `bytes`, or of `bytes_by_part`, are fields of their own."""
+    flat: Row = {}
+    for name, value in row.items():
+        if isinstance(value, dict) and name.startswith("bytes"):
+            for part, held in value.items():
+                flat["bytes" if part == "total" else f"bytes_{part}"] = held
+        else:
+            flat[name] = value
+    return flat

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from ..footprint import measure_footprint
 from ..loaded import LoadedModel, TextSettings
 from .cell import Cell
 
@@ -46,9 +47,14 @@ class Bench:
         """
         settings = dict(cell.settings)
         set_seed(settings["seed"])
-        return {"accuracy": self._accuracy}[cell.kind](cell, settings)
+        measure = {"accuracy": self._accuracy, "memory": self._memory}[cell.kind]
+        return measure(cell, settings)
 
     def _accuracy(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
         loaded = self.loaded(cell.model, settings["dtype"])
         texts = TextSettings(**{name: settings[name] for name in TEXT_FIELDS})
         return [loaded.accuracy(cell.cache, texts, settings["divergence_tokens"])]
+
+    def _memory(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        sizes = {name: settings[name] for name in ("context", "batch", "steps", "dtype", "device")}
+        return [measure_footprint(cell.model, cell.cache, **sizes)]

@@ -42,12 +42,9 @@ def newest(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, dict[str,
 
 
 def title(cache: str) -> str:
-    """Return a cache's name for people: recipes by their file."""
-    base, _, options = cache.partition(":")
-    if "recipe=" in options:
-        recipe = options.split("recipe=")[1].split(",")[0]
-        return f"recipe `{recipe.rsplit('/', 1)[-1]}`"
-    return f"`{cache}`" if base in IMPLEMENTATIONS else f"`{cache}` (transformers)"
+    """Return a cache's name for people."""
+    ours = cache.startswith(("paged_", "recipe:"))
+    return f"`{cache}`" if ours or cache in ("dynamic", "static") else f"`{cache}` (transformers)"
 
 
 def digits(kl: float) -> str:
@@ -78,8 +75,8 @@ def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def budget(cache: str) -> str:
-    """Return the budget in the file name of a recipe, such as "4.5 bits"; empty for other caches."""
-    found = re.search(r"recipe=.*-([0-9.]+)-bits\.json", cache)
+    """Return the budget in the name of a recipe (MODEL-4.5-bits), such as "4.5 bits"; empty for other caches."""
+    found = re.fullmatch(r"recipe:.*-([0-9.]+)-bits", cache)
     return f"{found[1]} bits" if found else ""
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.cache_kinds import CACHE_NAMES
+from kv_hf.evaluation.cache_kinds import CACHE_NAMES, cache_label
 from kv_hf.evaluation.grid.cell import check_caches
 from kv_hf.evaluation.loaded import LoadedModel, TextSettings
 from kv_hf.evaluation.packaged_models import PACKAGED
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 failures.append(f"{cache}: {error}")
                 bar.update(begun + scored - bar.n)
                 continue
-            rows.append({"cache": cache, **found})
+            rows.append({"cache": cache_label(cache), **found})
     for failure in failures:
         console.print(f"[bold red]no figures for[/] {failure}", highlight=False)
     if rows:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class CacheKind:
 
 
 def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
-    """Return the cache called `name`: one of CACHE_NAMES, with options behind a colon if need be.
+    """Return the cache called `name`: one of CACHE_NAMES, with options behind a colon if need be, or recipe:PATH.
 
     "paged_int4:keys=int8,recent_tokens=32" takes options of kv_hf.CacheConfig, "hqq_int4:axis_key=1" those of
     transformers' QuantizedCache. `kernel` is kv_hf's option of that name.
@@ -74,8 +75,17 @@ def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
 
 
 def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
-    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become integers."""
+    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become integers.
+
+    "recipe:PATH" is a cache with the formats of that recipe.
+    """
     base, _, tail = name.partition(":")
+    if base == "recipe":
+        if not tail:
+            raise ValueError(
+                f"cache must name the recipe's file, as in recipe:my.json, got {name!r}"
+            )
+        return "paged_exact", {"recipe": tail}
     check_choice("cache", base, CACHE_NAMES)
     options: dict[str, Any] = {}
     for item in tail.split(",") if tail else []:
@@ -84,6 +94,12 @@ def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"options of a cache must be NAME=VALUE, got {item!r} in {name!r}")
         options[option] = int(value) if value.lstrip("-").isdigit() else value
     return base, options
+
+
+def cache_label(name: str) -> str:
+    """Return the name of a cache in rows and tables: that of a recipe is its file's, without folder and ending."""
+    recipe = parse_cache_name(name)[1].get("recipe")
+    return name if recipe is None else f"recipe:{Path(recipe).stem}"
 
 
 def why_not(name: str, device: torch.device) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cache_kinds import cache_kind, parse_cache_name
+from ..cache_kinds import cache_kind, cache_label, parse_cache_name
 
 KINDS = ("accuracy", "needle", "task", "memory")
 
@@ -37,7 +37,8 @@ class Cell:
             revision: of the model's files, so that new weights are measured anew.
         """
         files = [cache_contents(self.cache), file_contents(self.settings.get("text"))]
-        known = [self.kind, revision, self.cache, files, dict(self.settings)]
+        # a recipe is what its file says, wherever it lies
+        known = [self.kind, revision, cache_label(self.cache), files, dict(self.settings)]
         text = json.dumps(known, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..cache_kinds import cache_label
 from ..rows import append_rows, make_row, read_rows
 from .cell import Cell
 
@@ -64,7 +65,7 @@ def _row(
         kind=cell.kind,
         model=cell.model,
         model_revision=revision,
-        cache=cell.cache,
+        cache=cache_label(cell.cache),
         threads=torch.get_num_threads(),
         seconds=round(time.monotonic() - start, 2),
         **{**cell.settings, **fields},

@@ -97,7 +97,7 @@ def measure_cells(
     seed: int,
     haystack: str | Path = LINCOLN,
     chat: bool | None = None,
-    progress: Progress = lambda readings: None,
+    progress: Progress = lambda tokens: None,
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per cell and cache, as cells finish.
 
@@ -105,7 +105,7 @@ def measure_cells(
         model: a causal language model in eval mode, on one device.
         haystack: "lincoln", "noise", a bundled text or a file; the tasks on lists of words do not read it.
         chat: put the prompts into the tokenizer's chat template; None: where it has one.
-        progress: called with 1 after each reading; there are cells * samples * caches.
+        progress: called with the length of each prompt that one cache was asked.
     Yields: kind="needle", task, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
         the expected answer), samples, scores and nlls (of each sample), prompt_tokens (mean), answer_tokens (mean),
         bytes_per_token with bytes_dtype (of the context of the first sample), haystack, chat, protocol, seed, seconds.
@@ -160,7 +160,7 @@ def _measure_cell(
             if name not in stored:
                 stored[name] = prefill.bytes_per_token(kind)
             seconds[name] += shared + time.perf_counter() - begun
-            progress(1)
+            progress(cell.length)
     for name, readings in found.items():
         yield {
             "kind": "needle",

@@ -178,7 +178,7 @@ def variable_tracking(rng: random.Random, haystack: Haystack, depth: float | Non
         opening="Read the text below. It says where values are written and copied to. Follow them.",
         body=lambda words: hide(haystack.take(words, start), needles),
         least=1,
-        question=f"Which {HOPS + 1} variables hold the value {values[0]}? Follow it from one to the next.",
+        question=f"Which {HOPS + 1} variables hold the value {values[0]}? Give all {HOPS + 1} steps.",
         lead=answer[: -len(target)],
         target=target,
         expected=tuple(asked),
@@ -198,7 +198,7 @@ def _word_list(
         body=body,
         least=LEAST_LIST,
         question=question,
-        lead=f"The {COMMON} words that come most often are:",
+        lead="The words that come most often are",
         target=f" {_listed(found)}",
         expected=tuple(found),
     )

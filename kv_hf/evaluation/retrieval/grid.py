@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...formats import ATTENTION_NAME
-from ..cache_kinds import cache_kind, why_not
+from ..cache_kinds import CacheKind, cache_kind, why_not
 from .haystack import LINCOLN, Haystack, load_haystack
 from .prompt import Cell, Frame, make_prompt
 from .puzzles import AT_A_DEPTH, TASKS
@@ -119,6 +119,7 @@ def measure_cells(
     for name in names:
         if reason := why_not(name, model.device):
             raise ValueError(f"cache {name!r} cannot be measured here: {reason}")
+        _check_model(kinds[name], model)
     hay, frame = load_haystack(haystack), Frame.of(tokenizer, chat)
     for cell in cells:
         _check_length(model, cell)
@@ -133,7 +134,7 @@ def measure_cells(
 def _measure_cell(
     model: PreTrainedModel,
     tokenizer: Any,
-    kinds: dict[str, Any],
+    kinds: dict[str, CacheKind],
     cell: Cell,
     samples: int,
     seed: int,
@@ -184,6 +185,14 @@ def _measure_cell(
             "seed": seed,
             "seconds": round(seconds[name], 3),
         }
+
+
+def _check_model(kind: CacheKind, model: PreTrainedModel) -> None:
+    try:
+        kind.make(model.config, 1)  # transformers' quantized caches refuse sliding layers
+    except ValueError as error:
+        own = type(model).__name__
+        raise ValueError(f"cache {kind.name!r} cannot be measured with {own}: {error}") from error
 
 
 def _check_length(model: PreTrainedModel, cell: Cell) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from .haystack import Haystack
 from .puzzles import TASKS, Puzzle
 
-SPARE = 8  # tokens that a generated answer may be longer than the expected one
+SPARE = 16  # tokens that a generated answer may be longer than the expected one
 PLACE = "kv_hf-content"
 
 

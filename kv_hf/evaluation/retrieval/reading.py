@@ -1,6 +1,5 @@
 """Read one prompt through a cache: the context is prefilled, question and answer are decoded from the store."""
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -140,19 +139,24 @@ def read(
 
     Raises: ValueError naming the cache when logits are not finite.
     """
-    cache = kind.make(model.config, prompt.tokens + ROOM)
-    prefill.fill(cache)
     asked = torch.tensor(prompt.context + prompt.question, device=model.device)
     answer = torch.tensor(prompt.answer, device=model.device)
-    # all but the question's last token: its logits belong to the answer, and generate() wants a token to begin with
-    for logits in decoded_logits(model, asked[:-1], cache, len(prompt.context), chunk):
-        check_finite(logits, kind.name)
-    branch = copy.deepcopy(cache)
+
+    def opened() -> Any:
+        """Return a cache that has read all but the question's last token, whose logits belong to the answer."""
+        cache = kind.make(model.config, prompt.tokens + ROOM)
+        prefill.fill(cache)
+        for logits in decoded_logits(model, asked[:-1], cache, len(prompt.context), chunk):
+            check_finite(logits, kind.name)
+        return cache
+
+    cache = opened()
     whole = torch.cat([asked, answer])[:-1]
     logits = torch.cat(list(decoded_logits(model, whole, cache, len(asked) - 1, chunk)))
     check_finite(logits, kind.name)
+    del cache  # not every cache can be copied (quanto's tensors cannot): a second one is filled for the free answer
     likelihood = torch.log_softmax(logits.double(), -1).gather(-1, answer[:, None])[:, 0]
-    generated = _generate(model, tokenizer, branch, asked, prompt.new_tokens)
+    generated = _generate(model, tokenizer, opened(), asked, prompt.new_tokens)
     return Reading(
         score=found_part(generated, prompt.expected),
         nll=-likelihood.mean().item(),

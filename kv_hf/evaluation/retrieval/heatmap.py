@@ -46,16 +46,16 @@ def draw_needle(
     label, colours, ends = MEASURES[measure]
     low, high = ends or (0.0, max(cells.values()) or 1.0)
 
-    wide = min(len(caches), PANELS_A_ROW)
-    high_count = math.ceil(len(caches) / wide)
+    tall = math.ceil(len(caches) / PANELS_A_ROW)
+    wide = math.ceil(len(caches) / tall)  # rows of panels of nearly equal length
     width, height = 0.62 * len(lengths) + 0.5, 0.42 * len(depths) + 0.8
     figure = Figure(
-        figsize=(max(wide * width, 3.2) + 1.4, high_count * height + 0.5),
+        figsize=(max(wide * width, 3.2) + 1.4, tall * height + 0.5),
         layout="constrained",
         facecolor="white",
     )
     FigureCanvasAgg(figure)
-    grid = figure.subplots(high_count, wide, squeeze=False)
+    grid = figure.subplots(tall, wide, squeeze=False)
     picture: Any = None
     for panel, axes in enumerate(grid.flat):
         if panel >= len(caches):
@@ -75,7 +75,10 @@ def draw_needle(
         axes.set_yticks(
             range(len(depths)), [f"{100 * d:.0f} %" for d in depths] if panel % wide == 0 else []
         )
-        axes.tick_params(labelsize=8, length=0)
+        axes.set_xticks([x - 0.5 for x in range(1, len(lengths))], minor=True)
+        axes.set_yticks([y - 0.5 for y in range(1, len(depths))], minor=True)
+        axes.grid(which="minor", color="white", linewidth=1)
+        axes.tick_params(which="both", labelsize=8, length=0)
         axes.spines[:].set_visible(False)
     figure.supxlabel("tokens", fontsize=9)
     figure.supylabel("depth of the needle", fontsize=9)

@@ -96,14 +96,16 @@ def measured(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]], title: str) -> None:
     table = Table(title=title)
-    for name in ("task", "length", "depth", "cache", "found", "nats/token", "top-1", "bytes/token"):
-        table.add_column(name, justify="left" if name in ("task", "cache") else "right")
+    for name in ("task", "cache"):
+        table.add_column(name, overflow="fold")
+    for name in ("length", "depth", "found", "nll", "top-1", "bytes/token"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["task"],
+            row["cache"],
             f"{row['length']:,}",
             "" if row["depth"] is None else f"{row['depth']:g}",
-            row["cache"],
             f"{row['score']:.2f}",
             f"{row['nll']:.4f}",
             f"{100 * row['top1']:.1f} %",

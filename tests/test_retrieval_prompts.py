@@ -28,7 +28,7 @@ def prompt_of(task, length=700, depth=None, seed=0, sample=0, chat=False, haysta
 def test_make_prompt_fills_the_length(task, length, chat, haystack):
     tokenizer, prompt = prompt_of(task, length, chat=chat, haystack=haystack)
     # one word more would not fit; a word of the haystack or of a list takes at most this many tokens here
-    assert length - 12 < prompt.tokens <= length
+    assert length - 9 < prompt.tokens <= length
     assert prompt.tokens == len(prompt.context + prompt.question + prompt.answer) + SPARE
     whole = tokenizer(prompt.text, add_special_tokens=not chat).input_ids
     assert prompt.context + prompt.question == whole
@@ -128,6 +128,9 @@ def test_take_cuts_to_words_and_begins_anew():
     haystack = Haystack("h", ("one two three.", "four, five."))
     assert haystack.take(4) == ["one two three.", "four."]
     assert haystack.take(9, start=1) == ["four, five.", "one two three.", "four, five.", "one two."]
+    numbers = Haystack("n", ("It is $901,125,674.86, all in all.",))
+    assert numbers.take(5) == ["It is $901,125."]
+    assert numbers.take(10) == ["It is $901,125,674.86, all in all."]
     assert load_haystack("noise").start(random.Random(1)) == 0
 
 

@@ -1,4 +1,4 @@
-"""The text that needles are hidden in: sentences without end, cut to a number of words."""
+"""The text that needles are hidden in: sentences without end, cut to a number of words and parts of numbers."""
 
 import random
 import re
@@ -18,6 +18,8 @@ NOISE_SENTENCES = (
     "The wind is cold today.",
     "Later it will be warm.",
 )
+# a word, or up to three digits of one: "$901,125,674.86" would be twenty tokens at once
+PIECE = re.compile(r"\s*(?:[^\s\d]+|\d{1,3}[^\s\d]*)")
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,23 @@ class Haystack:
         """Return a sentence to begin at; noise always begins at its first, as all of it is alike."""
         return 0 if self.name == NOISE else rng.randrange(len(self.sentences))
 
-    def take(self, words: int, start: int = 0) -> list[str]:
-        """Return sentences from `start` on that hold exactly `words` words; the last may be cut behind a word."""
+    @cached_property
+    def pieces(self) -> tuple[tuple[str, ...], ...]:
+        """The pieces of each sentence, which make it up again."""
+        return tuple(tuple(PIECE.findall(sentence)) for sentence in self.sentences)
+
+    def take(self, pieces: int, start: int = 0) -> list[str]:
+        """Return sentences from `start` on that hold exactly `pieces` pieces; the last may be cut behind a piece."""
         taken: list[str] = []
-        left = words
+        left = pieces
         index = start
         while left > 0:
-            sentence = self.sentences[index % len(self.sentences)]
-            split = sentence.split()
-            if len(split) > left:
-                sentence = " ".join(split[:left]).rstrip(".,;:!?-") + "."
+            parts = self.pieces[index % len(self.pieces)]
+            sentence = "".join(parts)
+            if len(parts) > left:
+                sentence = "".join(parts[:left]).rstrip(" .,;:!?-$") + "."
             taken.append(sentence)
-            left -= len(split)
+            left -= len(parts)
             index += 1
         return taken
 

@@ -27,8 +27,8 @@ class Puzzle:
 
     Attributes:
         opening: what the reader is told before the text.
-        body: number of words -> text; more words make it longer, and what is hidden stays whole.
-        least: the smallest number of words.
+        body: number of words (pieces of a haystack) -> text; more make it longer, and what is hidden stays whole.
+        least: the smallest number of them.
         question: stands behind the text.
         lead: first words of the answer, given to the model.
         target: the rest of the answer, with a space in front.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -95,10 +96,10 @@ def measured(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
     for name in ("task", "cache"):
         table.add_column(name, overflow="fold")
-    for name in ("length", "depth", "found", "nll", "top-1", "bytes/token"):
+    for name in ("length", "depth", "found", "nll", "top-1", "B/token"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

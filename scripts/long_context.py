@@ -96,7 +96,7 @@ def measured(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0)
     for name in ("task", "cache"):
         table.add_column(name, overflow="fold")
     for name in ("length", "depth", "found", "nll", "top-1", "B/token"):

@@ -9,12 +9,13 @@ from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy, percent
-from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes
+from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
 from kv_hf.evaluation.distances import Tally, block_interval
 from kv_hf.evaluation.divergence import greedy, leading_equal, measure_divergence
 from kv_hf.evaluation.held import layer_shapes, measure_held
+from kv_hf.evaluation.prefill import Prefill
 from kv_hf.evaluation.reference import ExactReference
-from kv_hf.evaluation.teacher_forcing import next_chunk
+from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk
 from kv_hf.evaluation.texts import dataset_text, load_text
 
 
@@ -170,12 +171,39 @@ def test_bytes_of_sliding_layers_are_those_of_their_window():
     assert kept <= long.bytes_exact < kept + 64  # a count per layer
 
 
+@pytest.mark.parametrize("name", [*CACHES, "paged_int2", "quanto_int4:q_group_size=16"])
+def test_a_recorded_prefill_changes_nothing(name):
+    reason = why_not(name, torch.device("cpu"))
+    if reason:
+        pytest.skip(reason)
+    model = make_model("llama")
+    model.set_attn_implementation("kv_hf")
+    ids = tokens(1, 150)[0]
+    prefill = Prefill(model, ids[None, :80])
+    own, given = (
+        torch.cat(
+            [
+                logits
+                for _, logits in forced_logits(
+                    model, ids, cache_kind(name).make(model.config, 150), 80, prefill=one
+                )
+            ]
+        )
+        for one in (None, prefill)
+    )
+    assert torch.equal(own, given)
+    cache = cache_kind(name).make(model.config, 150)
+    torch.testing.assert_close(prefill.fill(cache), model(ids[None, :80]).logits[:, -1])
+
+
 def test_greedy_is_generate():
     model = make_model("llama")
     ids = tokens(2, 40)
-    wanted = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)[:, 40:]
-    found = greedy(model, ids, DynamicCache(config=model.config), 12)
-    assert torch.equal(found, wanted) or (wanted == model.config.eos_token_id).any()
+    wanted = model.generate(
+        ids, max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    found = greedy(Prefill(model, ids), DynamicCache(config=model.config), 12)
+    assert torch.equal(found, wanted[:, 40:])
 
 
 def test_divergence_counts_the_tokens_before_the_first_difference():
@@ -183,7 +211,8 @@ def test_divergence_counts_the_tokens_before_the_first_difference():
     other = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4], [9, 2, 3, 4]])
     assert leading_equal(exact, other) == [4, 1, 0]
     model = make_model("llama")
-    same = measure_divergence(model, tokens(2, 40), lambda: kv_hf.PagedCache(model.config), 8)
+    prefill = Prefill(model, tokens(2, 40))
+    same = measure_divergence(prefill, lambda: kv_hf.PagedCache(model.config), 8)
     assert (same.mean, same.median, same.tokens) == (8.0, 8.0, 8)
 
 

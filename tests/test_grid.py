@@ -240,3 +240,19 @@ def test_gemma_wants_its_terms_accepted(monkeypatch, tmp_path):
 def test_torch_is_left_in_its_default_dtype(folder):
     LoadedModel(str(folder), torch.bfloat16)
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_needle_cells_ask_every_length_and_depth(folder, tmp_path):
+    settings = {"tasks": ["single"], "lengths": [300], "depths": [0.0, 1.0], "samples": 1}
+    cells = [
+        (Cell("needle", str(folder), cache, {**SETTINGS, **settings}), "r")
+        for cache in ("dynamic", "paged_exact")
+    ]
+    out = tmp_path / "rows.jsonl"
+    assert run_cells(cells, Bench(say=str).measure, out, say=str) == []
+    rows = read_rows(out)
+    assert [(row["cache"], row["depth"]) for row in rows] == [
+        (cache, depth) for cache in ("dynamic", "paged_exact") for depth in (0.0, 1.0)
+    ]
+    assert all(row["kind"] == "needle" and row["length"] == 300 for row in rows)
+    assert rows[0]["nll"] == pytest.approx(rows[2]["nll"], abs=1e-4)

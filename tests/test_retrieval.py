@@ -14,12 +14,14 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import kv_hf
 from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
+from kv_hf.evaluation.prefill import Prefill
 from kv_hf.evaluation.retrieval import needle_grid, retrieval_tasks
 from kv_hf.evaluation.retrieval.grid import measure_cells
 from kv_hf.evaluation.retrieval.haystack import load_haystack
 from kv_hf.evaluation.retrieval.heatmap import draw_needle
 from kv_hf.evaluation.retrieval.prompt import Cell, Frame, make_prompt
-from kv_hf.evaluation.retrieval.reading import Prefill, decoded_logits, found_part, read
+from kv_hf.evaluation.retrieval.reading import found_part, read
+from kv_hf.evaluation.teacher_forcing import decoded_logits
 
 SMALL = "page_size=16,sink_tokens=0"
 PEERS = (
@@ -45,7 +47,9 @@ def prompt_of(task="single", length=300, depth=0.5):
 
 def reading(model, kind, prompt, **how):
     kind = cache_kind(kind) if isinstance(kind, str) else kind
-    return read(model, TOKENIZER, kind, prompt, Prefill(model, prompt.context), **how)
+    return read(
+        model, TOKENIZER, kind, prompt, Prefill(model, torch.tensor([prompt.context])), **how
+    )
 
 
 @pytest.mark.parametrize("name", [f"paged_int4:{SMALL}", f"paged_int2:{SMALL}", PEERS[0]])
@@ -65,8 +69,12 @@ def test_question_in_chunks_equals_token_by_token(name):
     logits = []
     for how in ((), (lambda cache, position: 1,), (lambda cache, position: 1000,)):
         cache = cache_kind(name).make(model.config, 400)
-        Prefill(model, prompt.context).fill(cache)
-        logits.append(torch.cat(list(decoded_logits(model, ids, cache, len(prompt.context), *how))))
+        Prefill(model, torch.tensor([prompt.context])).fill(cache)
+        logits.append(
+            torch.cat(
+                [part for _, part in decoded_logits(model, ids, cache, len(prompt.context), *how)]
+            )
+        )
     assert len(logits[0]) == len(prompt.question + prompt.answer)
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-6)
     assert (logits[2] - logits[1]).abs().max() > 1e-3
@@ -126,15 +134,17 @@ def test_shared_prefill_leaves_what_an_own_one_leaves(family, name):
         return
     kind, prompt = cache_kind(name), prompt_of(length=260)
     ids = torch.tensor(prompt.context + prompt.question)
-    shared = Prefill(model, prompt.context)
-    own = Prefill(model, prompt.context)
+    shared = Prefill(model, torch.tensor([prompt.context]))
+    own = Prefill(model, torch.tensor([prompt.context]))
     assert shared.calls
     own.calls = None  # as for models that cannot share
     logits = []
     for prefill in (shared, own):
         cache = kind.make(model.config, 300)
         prefill.fill(cache)
-        logits.append(torch.cat(list(decoded_logits(model, ids, cache, len(prompt.context)))))
+        logits.append(
+            torch.cat([part for _, part in decoded_logits(model, ids, cache, len(prompt.context))])
+        )
     if (family, name) == ("bloom", "static"):  # its sums run over the unused columns, too
         torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
     else:
@@ -154,7 +164,7 @@ def test_layers_without_keys_are_not_shared():
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     prompt = prompt_of()
-    assert Prefill(model, prompt.context).calls is None
+    assert Prefill(model, torch.tensor([prompt.context])).calls is None
     [row] = needle_grid(model, TOKENIZER, "dynamic", [300], [0.5], 1)
     ids = torch.tensor([prompt.context + prompt.question + prompt.answer])
     with torch.no_grad():

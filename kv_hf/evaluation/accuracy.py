@@ -74,7 +74,9 @@ def measure_accuracy(
         targets = ids[prompt_tokens + 1 :]
         for name, make in subjects.items():
             cache = make()
-            for position, logits in forced_logits(model, ids, cache, prompt_tokens):
+            for position, logits in forced_logits(
+                model, ids, cache, prompt_tokens, prefill=reference.prefill(number)
+            ):
                 if not torch.isfinite(logits).all():
                     raise ValueError(f"{name} gives logits that are not finite at token {position}")
                 first = position - prompt_tokens

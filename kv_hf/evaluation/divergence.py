@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
+
+from .prefill import Prefill, last_logits
 
 
 @dataclass(frozen=True)
@@ -22,17 +24,19 @@ class Divergence:
 
 
 @torch.no_grad()
-def greedy(
-    model: PreTrainedModel, prompts: torch.Tensor, cache: Cache, tokens: int
-) -> torch.Tensor:
-    """Return the `tokens` most likely tokens behind prompts of one length, one by one: [batch, tokens].
+def greedy(prefill: Prefill, cache: Cache, tokens: int) -> torch.Tensor:
+    """Return the `tokens` most likely tokens behind prompts of one length, one by one: [rows, tokens].
 
     No token ends a continuation, so that all have the same length.
+
+    Args:
+        prefill: of the prompts.
+        cache: an empty cache.
     """
-    step, found = prompts, []
-    for _ in range(tokens):
-        out = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        step = out.logits[:, -1].argmax(-1, keepdim=True)
+    step = prefill.fill(cache).argmax(-1, keepdim=True)
+    found = [step]
+    while len(found) < tokens:
+        step = last_logits(prefill.model, step, cache).argmax(-1, keepdim=True)
         found.append(step)
     return torch.cat(found, 1)
 
@@ -43,20 +47,16 @@ def leading_equal(exact: torch.Tensor, subject: torch.Tensor) -> list[int]:
 
 
 def measure_divergence(
-    model: PreTrainedModel,
-    prompts: torch.Tensor,
-    make: Callable[[], Cache],
-    tokens: int,
-    exact: torch.Tensor | None = None,
+    prefill: Prefill, make: Callable[[], Cache], tokens: int, exact: torch.Tensor | None = None
 ) -> Divergence:
-    """Compare greedy continuations of prompts [batch, prompt tokens] with those of DynamicCache.
+    """Compare greedy continuations of prompts with those of DynamicCache.
 
     Args:
         make: returns an empty cache.
         exact: continuations with DynamicCache from an earlier call of `greedy`; None computes them.
     """
     if exact is None:
-        exact = greedy(model, prompts, DynamicCache(config=model.config), tokens)
-    equal = leading_equal(exact, greedy(model, prompts, make(), tokens))
+        exact = greedy(prefill, DynamicCache(config=prefill.model.config), tokens)
+    equal = leading_equal(exact, greedy(prefill, make(), tokens))
     lengths = torch.tensor(equal, dtype=torch.float64)
     return Divergence(lengths.mean().item(), lengths.quantile(0.5).item(), tokens)

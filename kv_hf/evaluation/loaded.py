@@ -16,6 +16,7 @@ from .cache_kinds import cache_kind, why_not
 from .divergence import greedy, measure_divergence
 from .held import layer_shapes, measure_held
 from .packaged_models import resolve_model
+from .prefill import Prefill
 from .reference import ExactReference
 from .texts import load_text, token_windows
 
@@ -89,7 +90,7 @@ class LoadedModel:
         # it reads transformers' own caches by sdpa, so that all are measured by one attention
         self.model.set_attn_implementation(ATTENTION_NAME)
         self._references: dict[TextSettings, ExactReference] = {}
-        self._continuations: dict[tuple[TextSettings, int], torch.Tensor] = {}
+        self._continuations: tuple[tuple[TextSettings, int], Prefill, torch.Tensor] | None = None
 
     @cached_property
     def shapes(self) -> list[Any]:
@@ -112,20 +113,16 @@ class LoadedModel:
             texts = [torch.tensor([*ahead, *window], device=self.device) for window in windows]
             check_texts(self.model, texts, settings.prompt)
             self._references = {settings: ExactReference(self.model, texts, settings.prompt)}
-            self._continuations = {}
         return self._references[settings]
 
-    def continuations(self, settings: TextSettings, tokens: int) -> torch.Tensor:
-        """Return the greedy continuations of the windows' prompts with the exact cache: [windows, tokens]."""
-        if (settings, tokens) not in self._continuations:
-            cache = DynamicCache(config=self.model.config)
-            found = greedy(self.model, self._prompts(settings), cache, tokens)
-            self._continuations = {(settings, tokens): found}
-        return self._continuations[settings, tokens]
-
-    def _prompts(self, settings: TextSettings) -> torch.Tensor:
-        texts = self.reference(settings).texts
-        return torch.stack([ids[: settings.prompt] for ids in texts])
+    def continuations(self, settings: TextSettings, tokens: int) -> tuple[Prefill, torch.Tensor]:
+        """Return the windows' prompts and their greedy continuations with the exact cache: [windows, tokens]."""
+        if self._continuations is None or self._continuations[0] != (settings, tokens):
+            texts = self.reference(settings).texts
+            prefill = Prefill(self.model, torch.stack([ids[: settings.prompt] for ids in texts]))
+            exact = greedy(prefill, DynamicCache(config=self.model.config), tokens)
+            self._continuations = ((settings, tokens), prefill, exact)
+        return self._continuations[1:]
 
     def accuracy(
         self,
@@ -164,8 +161,7 @@ class LoadedModel:
         }
         row["bits_per_element"] = found.bits_per_element or None  # unknown for other caches
         if divergence_tokens:
-            exact = self.continuations(settings, divergence_tokens)
-            prompts = self._prompts(settings)
-            apart = measure_divergence(self.model, prompts, make, divergence_tokens, exact)
+            prompts, exact = self.continuations(settings, divergence_tokens)
+            apart = measure_divergence(prompts, make, divergence_tokens, exact)
             row |= {f"divergence_{name}": value for name, value in asdict(apart).items()}
         return row

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from .prefill import Prefill
 from .teacher_forcing import forced_logits
 
 KEPT_BYTES = 6 << 30  # of log-probabilities; what goes beyond it is computed anew for each subject
@@ -32,6 +33,14 @@ class ExactReference:
         self.prompt_tokens = prompt_tokens
         self._left = kept_bytes
         self._kept: dict[int, torch.Tensor] = {}
+        self._prefills: dict[int, Prefill] = {}
+
+    def prefill(self, number: int) -> Prefill:
+        """Return the prefill of text `number`, with which every subject begins."""
+        if number not in self._prefills:
+            ids = self.texts[number][None, : self.prompt_tokens]
+            self._prefills[number] = Prefill(self.model, ids)
+        return self._prefills[number]
 
     def log_probs(self, number: int) -> torch.Tensor:
         """Return the log-probabilities of text `number`: fp32 [scored tokens, vocab] on the model's device.
@@ -43,7 +52,9 @@ class ExactReference:
         ids = self.texts[number]
         cache = DynamicCache(config=self.model.config)
         parts = []
-        for position, logits in forced_logits(self.model, ids, cache, self.prompt_tokens):
+        for position, logits in forced_logits(
+            self.model, ids, cache, self.prompt_tokens, prefill=self.prefill(number)
+        ):
             if not torch.isfinite(logits).all():
                 raise ValueError(
                     f"the model gives logits that are not finite at token {position}, with the exact cache: nothing can "

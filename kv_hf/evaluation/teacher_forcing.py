@@ -20,6 +20,7 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer
 
 from ..cache.paged_cache import PagedCache
+from .prefill import Prefill, last_logits
 
 EXACT_CHUNK = (
     64  # tokens per forward where a token's stored form does not depend on what comes behind it
@@ -56,12 +57,32 @@ def next_chunk(cache: Cache, position: int) -> int:
 
 
 @torch.no_grad()
+def decoded_logits(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    position: int,
+    chunk: Callable[[Cache, int], int] = next_chunk,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (position, logits) of token_ids[position:], read through a cache that holds what is before them.
+
+    Args and yields are those of `forced_logits`.
+    """
+    while position < len(token_ids):
+        end = min(len(token_ids), position + chunk(cache, position))
+        out = model(token_ids[None, position:end], past_key_values=cache, use_cache=True)
+        yield position, out.logits[0].float()
+        position = end
+
+
+@torch.no_grad()
 def forced_logits(
     model: PreTrainedModel,
     token_ids: torch.Tensor,
     cache: Cache,
     prompt_tokens: int,
     chunk: Callable[[Cache, int], int] = next_chunk,
+    prefill: Prefill | None = None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (position, logits) of the scored part of one text, chunk by chunk.
 
@@ -71,6 +92,7 @@ def forced_logits(
         cache: an empty cache; it holds the text afterwards.
         prompt_tokens: tokens of the prompt, which are not scored; at least 1.
         chunk: tokens per forward at a position (see `next_chunk`).
+        prefill: of this prompt, from an earlier run; None computes it.
     Yields: the position of the chunk's first token, and fp32 logits [chunk, vocab]: row i predicts the token
         behind position + i.
     """
@@ -78,10 +100,8 @@ def forced_logits(
         raise ValueError(
             f"prompt_tokens must be between 1 and {len(token_ids) - 1}, got {prompt_tokens}"
         )
-    model(token_ids[None, :prompt_tokens], past_key_values=cache, use_cache=True)
-    position = prompt_tokens
-    while position < len(token_ids):
-        end = min(len(token_ids), position + chunk(cache, position))
-        out = model(token_ids[None, position:end], past_key_values=cache, use_cache=True)
-        yield position, out.logits[0].float()
-        position = end
+    if prefill is None:
+        last_logits(model, token_ids[None, :prompt_tokens], cache)
+    else:
+        prefill.fill(cache)
+    yield from decoded_logits(model, token_ids, cache, prompt_tokens, chunk)

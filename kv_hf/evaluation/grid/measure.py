@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from ..cache_kinds import cache_label
 from ..footprint import measure_footprint
 from ..loaded import LoadedModel, TextSettings
+from ..retrieval.grid import needle_grid, retrieval_tasks
+from ..retrieval.puzzles import AT_A_DEPTH
 from .cell import Cell
 
 TEXT_FIELDS = ("text", "windows", "window", "prompt")
@@ -47,8 +50,8 @@ class Bench:
         """
         settings = dict(cell.settings)
         set_seed(settings["seed"])
-        measure = {"accuracy": self._accuracy, "memory": self._memory}[cell.kind]
-        return measure(cell, settings)
+        kinds = {"accuracy": self._accuracy, "memory": self._memory, "needle": self._needle}
+        return kinds[cell.kind](cell, settings)
 
     def _accuracy(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
         loaded = self.loaded(cell.model, settings["dtype"])
@@ -58,3 +61,16 @@ class Bench:
     def _memory(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
         sizes = {name: settings[name] for name in ("context", "batch", "steps", "dtype", "device")}
         return [measure_footprint(cell.model, cell.cache, **sizes)]
+
+    def _needle(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        loaded = self.loaded(cell.model, settings["dtype"])
+        asked = (loaded.model, loaded.tokenizer, cell.cache)
+        samples, seed, rows = settings["samples"], settings["seed"], []
+        lists = [task for task in settings["tasks"] if task not in AT_A_DEPTH]
+        for task in settings["tasks"]:
+            if task in AT_A_DEPTH:
+                where = (settings["lengths"], settings["depths"], samples, seed, task)
+                rows += needle_grid(*asked, *where)
+        for length in settings["lengths"] if lists else ():
+            rows += retrieval_tasks(*asked, lists, length, samples, seed)
+        return [{**row, "cache": cache_label(cell.cache)} for row in rows]

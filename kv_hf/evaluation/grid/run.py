@@ -61,12 +61,17 @@ def _row(
     cell: Cell, key: str, revision: str, start: float, fields: dict[str, Any]
 ) -> dict[str, Any]:
     return make_row(
-        cell=key,
-        kind=cell.kind,
-        model=cell.model,
-        model_revision=revision,
-        cache=cache_label(cell.cache),
-        threads=torch.get_num_threads(),
-        seconds=round(time.monotonic() - start, 2),
-        **{**cell.settings, **fields},
+        **{
+            **cell.settings,
+            "seconds": round(
+                time.monotonic() - start, 2
+            ),  # of the cell, where a row has none of its own
+            **fields,
+            "cell": key,
+            "kind": cell.kind,
+            "model": cell.model,
+            "model_revision": revision,
+            "cache": cache_label(cell.cache),
+            "threads": torch.get_num_threads(),
+        }
     )

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ...formats import ATTENTION_NAME
 from ..cache_kinds import CacheKind, cache_kind, why_not
+from ..prefill import Prefill
 from .haystack import LINCOLN, Haystack, load_haystack
 from .prompt import Cell, Frame, make_prompt
 from .puzzles import AT_A_DEPTH, TASKS
-from .reading import Prefill, Reading, read
+from .reading import Reading, bytes_per_token, read
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
 Progress = Callable[[int], object]
@@ -150,7 +152,7 @@ def _measure_cell(
         prompt = make_prompt(tokenizer, hay, frame, cell, seed, sample)
         prompts.append(prompt)
         begun = time.perf_counter()
-        prefill = Prefill(model, prompt.context)
+        prefill = Prefill(model, torch.tensor([prompt.context], device=model.device))
         shared = (time.perf_counter() - begun) / len(kinds)
         for name, kind in kinds.items():
             begun = time.perf_counter()
@@ -159,7 +161,7 @@ def _measure_cell(
             except ValueError as error:
                 raise ValueError(f"{cell}, sample {sample}: {error}") from error
             if name not in stored:
-                stored[name] = prefill.bytes_per_token(kind)
+                stored[name] = bytes_per_token(prefill, kind)
             seconds[name] += shared + time.perf_counter() - begun
             progress(cell.length)
     for name, readings in found.items():

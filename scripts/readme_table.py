@@ -5,47 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import docs_tables
+import eval_tables
 
 from kv_hf.evaluation.rows import latest_run, read_rows
 from kv_hf.formats import IMPLEMENTATIONS
 
-# what the README says of its table
-PROTOCOL = {"options": {}, "text": "lincoln_1862", "prompt": 512, "dtype": "float32"}
 ROOT = Path(__file__).parent.parent
+MEASURED = "accuracy_vs_memory.jsonl"
 # document, block, rows, table
 DOCUMENTS = [
     ("prefix_sharing.md", "prefix", "prefix.jsonl", docs_tables.prefix_table),
     ("design.md", "beams", "beams.jsonl", docs_tables.beams_table),
+    ("evaluation.md", "accuracy", MEASURED, eval_tables.details_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
     ("offload.md", "offload", "offload.jsonl", docs_tables.offload_table),
     ("transformers_suites.md", "suites", "transformers_suites.jsonl", docs_tables.suites_table),
 ]
-MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B"}
 
 
 def newest(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
     """Return the last row whose fields have these values."""
     found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
     return found[-1] if found else None
-
-
-def accuracy_table(rows: list[dict[str, Any]]) -> str:
-    """Return mean KL and top-1 agreement per cache and model, with the default options."""
-    head = ["cache", "bits (head_dim 64 / 128)"]
-    for title in MODELS.values():
-        head += [f"{title}: KL", "same top token"]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    for name in IMPLEMENTATIONS:
-        found = [newest(rows, model=model, cache=name, **PROTOCOL) for model in MODELS]
-        if name == "paged_exact" or None in found:
-            continue
-        bits = " / ".join(f"{row['bits_per_element']:.2f}" for row in found if row)
-        line = [f"`{name}`", bits]
-        for row in found:
-            assert row is not None
-            line += [f"{row['kl_mean']:.5f}", f"{100 * row['top1']:.1f} %"]
-        lines.append(line)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def demo_table(rows: list[dict[str, Any]]) -> str:
@@ -132,7 +113,7 @@ def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text("utf-8")
     text = replace_block(
-        text, "accuracy", accuracy_table(read_rows(ROOT / "results" / "accuracy.jsonl"))
+        text, "accuracy", eval_tables.accuracy_table(read_rows(ROOT / "results" / MEASURED))
     )
     text = replace_block(text, "demo", demo_table(read_rows(ROOT / "results" / "demo.jsonl")))
     speed = speed_table(

@@ -1,0 +1,27 @@
+"""lm-eval's own command line with the model class `kv_hf`: python -m kv_hf.evaluation.harness --model kv_hf ..."""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run lm-eval's command line; it learns of the model class `kv_hf` before it reads its arguments.
+
+    Args:
+        argv: arguments of `lm_eval`, those of this process when None.
+    Raises: ImportError with the remedy where lm-eval is not installed.
+    """
+    from .register import register
+    from .ruler import use_packaged_nltk
+
+    register()
+    use_packaged_nltk()
+    from lm_eval.__main__ import cli_evaluate
+
+    if argv is not None:
+        sys.argv = ["lm_eval", *argv]
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,18 +8,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run lm-eval's command line; it learns of the model class `kv_hf` before it reads its arguments.
 
     Args:
-        argv: arguments of `lm_eval`, those of this process when None.
+        argv: arguments of `lm_eval`, those of this process when None; "--include" alone prints the path of the task
+            file that `lm_eval --tasks` takes to know the class.
     Raises: ImportError with the remedy where lm-eval is not installed.
     """
-    from .register import register
+    from .register import include_file, register
     from .ruler import use_packaged_nltk
 
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given == ["--include"]:
+        print(include_file())
+        return
     register()
     use_packaged_nltk()
     from lm_eval.__main__ import cli_evaluate
 
-    if argv is not None:
-        sys.argv = ["lm_eval", *argv]
+    sys.argv = ["lm_eval", *given]
     cli_evaluate()
 
 

@@ -17,6 +17,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from ...cache.paged_cache import PagedCache
 from ...formats import ATTENTION_NAME
 from ...hf.models import use_paged_attention
+from ...notices import warn_once
+from ...version import __version__
 from ..cache_kinds import why_not
 from ..rows import versions
 from .caches import harness_cache
@@ -197,13 +199,23 @@ class KVCacheLM(HFLM):
         """Return HFLM's facts about the model and, under "kv_cache", how it was cached and what that took."""
         held = self.scorer.held
         empty = self.cache_kind.make(self.model.config, 1)
+        paged = isinstance(empty, PagedCache)
+        if paged and held.tokens and not held.encoded:
+            warn_once(
+                f"unread {self.cache_kind.name}",
+                f"No text of these tasks was long enough to fill a page of {self.cache_kind.name} ({held.longest} tokens at "
+                "most): all scores are those of the exact cache. More examples in the prompt (--num_fewshot) or longer "
+                "tasks measure something",
+            )
         facts = {
             **self._how(),
-            "options": _plain(empty.options) if isinstance(empty, PagedCache) else {},
+            "options": _plain(empty.options) if paged else {},
             "bytes_per_token": held.bytes_per_token,
             "bytes_dtype": str(self.model.dtype).removeprefix("torch."),
+            "bits_per_element": held.bits_per_element,
+            "encoded_share": held.encoded / held.tokens if paged and held.tokens else None,
             "longest": held.longest,
-            "versions": versions(),
+            "versions": {"kv_hf": __version__, **versions()},
         }
         return {**super().get_model_info(), "kv_cache": facts}
 

@@ -164,13 +164,11 @@ def _including(shipped: Path, file: str, name: str) -> dict[str, Any]:
         "training_split": None,
         "validation_split": None,
         "test_split": None,
-        "fewshot_split": None,
-        "num_fewshot": 0,
     }
 
 
 def _choice_configs(shipped: Path, source: Path) -> dict[str, dict[str, Any]]:
-    """Return multiple-choice tasks on their validation data, without examples (there is no training data)."""
+    """Return multiple-choice tasks on their validation data, from which examples (--num_fewshot) come as well."""
     configs = {}
     for name, (file, folder) in CHOICES.items():
         data = source / "hf_datasets" / folder / "validation" / ARROW
@@ -178,6 +176,7 @@ def _choice_configs(shipped: Path, source: Path) -> dict[str, dict[str, Any]]:
             **_including(shipped, file, name),
             **_local("arrow", {"validation": data}),
             "validation_split": "validation",
+            "fewshot_split": "validation",
         }
     # this copy of BoolQ says True and False where the shipped task reads 0 and 1
     configs["boolq_offline"]["doc_to_target"] = "{{answer|int}}"
@@ -197,12 +196,15 @@ def _text_configs(shipped: Path, source: Path) -> dict[str, dict[str, Any]]:
         "doc_to_text": "{{doc.query}}",
         "doc_to_target": "{{' ' + doc.answers_text[0]}}",
         "should_decontaminate": False,
+        "fewshot_split": "test",
     }
     gsm8k = {
         **_including(shipped, "gsm8k/gsm8k.yaml", "gsm8k"),
         **requests("gsm8k/gold_bpb_5shot"),
         "doc_to_text": "{{request.context}}",  # five worked examples stand in front of each question
         "doc_to_target": "{{doc.answer}}",
+        "fewshot_split": "test",
+        "num_fewshot": 0,
     }
     squad = {"task": "squad_offline", "tag": [TAG], **requests("squad/bpb_5shot"), **SQUAD}
     return {"lambada_offline": lambada, "gsm8k_offline": gsm8k, "squad_offline": squad}

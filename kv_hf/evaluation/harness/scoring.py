@@ -23,17 +23,25 @@ class Held:
     Attributes:
         bytes, tokens: summed over all caches that were looked at.
         longest: tokens of the longest row.
+        encoded: tokens of them in sealed pages; 0 for caches without pages.
+        bits_per_element: of sealed pages, scales included; None for caches without pages.
     """
 
     bytes: int = 0
     tokens: int = 0
     longest: int = 0
+    encoded: int = 0
+    bits_per_element: float | None = None
 
     def add(self, cache: Cache, lengths: list[int]) -> None:
         """Count a cache whose rows hold `lengths` tokens."""
         self.bytes += held_bytes(cache)
         self.tokens += sum(lengths)
         self.longest = max(self.longest, *lengths)
+        if isinstance(cache, PagedCache):
+            pages = sum(len(row.pages) for row in cache.group.rows)
+            self.encoded += pages * cache.options.page_size
+            self.bits_per_element = cache.bits_per_element
 
     @property
     def bytes_per_token(self) -> float | None:

@@ -1,5 +1,6 @@
 """Run lm-eval tasks through one cache and return rows: the cell of a grid."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def run_tasks(
         cache_config, reread_tokens, rolling_prefill: as for the model class `kv_hf`.
         num_fewshot, apply_chat_template, system_instruction, gen_kwargs: as for lm_eval.simple_evaluate.
     Returns: a row per task and metric: kind="task", task, metric, value, stderr (None where lm-eval has none), samples,
-        context (tokens of the longest text), bytes_per_token (measured, in `bytes_dtype`), task_version, num_fewshot,
-        limit, protocol. Of a group only its mean, where it defines one.
+        context (tokens of the longest text), bytes_per_token (measured, in `bytes_dtype`), encoded_share (part of the
+        tokens that lay in sealed pages in the end; None without pages), task_version, num_fewshot, limit, protocol. Of a group only its mean, where it defines one.
     Raises: ValueError for a bad argument, an unknown task and data that cannot be loaded, before anything runs, and for
         logits that are nan; ImportError where lm-eval is not installed.
     """
@@ -63,7 +64,7 @@ def run_tasks(
 
     register()
     facts = {"tokenizer": getattr(tokenizer, "name_or_path", ""), **(metadata or {})}
-    loaded = _load(names, include_path, facts)
+    manager, loaded = _load(names, include_path, facts)
 
     import lm_eval
 
@@ -86,6 +87,7 @@ def run_tasks(
         results = lm_eval.simple_evaluate(
             model=lm,
             tasks=objects,
+            task_manager=manager,
             limit=limit,
             num_fewshot=num_fewshot,
             batch_size=batch_size,
@@ -104,13 +106,9 @@ def run_tasks(
 
 def _load(
     names: Sequence[str], include_path: str | Path | None, metadata: Mapping[str, Any]
-) -> list[list[Any]]:
-    """Return the task objects (or the group) of each name, with their data loaded."""
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(
-        include_path=None if include_path is None else str(include_path), metadata=dict(metadata)
-    )
+) -> tuple[Any, list[list[Any]]]:
+    """Return lm-eval's manager, and the task objects (or the group) of each name with their data loaded."""
+    manager = _manager(names, include_path, metadata)
     for name in names:
         if name not in manager.all_tasks:
             where = "" if include_path is None else f", nor in include_path {str(include_path)!r}"
@@ -126,7 +124,33 @@ def _load(
             ) from error
         groups = one.get("groups") or {}
         found.append([groups[name]] if name in groups else list(one["tasks"].values()))
-    return found
+    return manager, found
+
+
+# reading all of lm-eval's task files takes seconds: (what it depends on, the manager) of the last time
+_managers: dict[str, Any] = {}
+
+
+def _manager(
+    names: Sequence[str], include_path: str | Path | None, metadata: Mapping[str, Any]
+) -> Any:
+    """Return a manager of the tasks under `include_path`, where these are all that is asked for, or of all tasks."""
+    from lm_eval import tasks
+
+    facts = dict(metadata)
+    if include_path is not None:
+        own = tasks.TaskManager(
+            include_path=str(include_path), include_defaults=False, metadata=facts
+        )
+        if set(names) <= set(own.all_tasks):
+            return own
+    folder = None if include_path is None else str(Path(include_path).resolve())
+    changed = None if folder is None else Path(folder).stat().st_mtime_ns
+    key = json.dumps([folder, changed, facts], sort_keys=True, default=str)
+    if key not in _managers:
+        _managers.clear()
+        _managers[key] = tasks.TaskManager(include_path=folder, metadata=facts)
+    return _managers[key]
 
 
 def _rows(results: Mapping[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
@@ -155,6 +179,7 @@ def _rows(results: Mapping[str, Any], limit: int | None) -> Iterator[dict[str, A
                 "context": how["longest"],
                 "bytes_per_token": how["bytes_per_token"],
                 "bytes_dtype": how["bytes_dtype"],
+                "encoded_share": how["encoded_share"],
                 "task_version": results.get("versions", {}).get(name),
                 "num_fewshot": results.get("n-shot", {}).get(name),
                 "limit": limit,

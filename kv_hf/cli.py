@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--page-size", type=int, default=64)
     doctor.add_argument("--model", help="folder or hub name: say how each layer would be cached")
     commands.add_parser(
-        "lm-eval", help="lm-eval's command line, which then knows the model class kv_hf", add_help=False
+        "lm-eval",
+        help="lm-eval's command line, which then knows the model class kv_hf",
+        add_help=False,
     )
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["lm-eval"]:

@@ -74,9 +74,7 @@ def scores(lm):
 def own(model):
     """lm-eval's own numbers."""
     return scores(
-        HFLM(
-            pretrained=model, tokenizer=tiny_tokenizer(), batch_size=4, max_length=MAX_LENGTH
-        )
+        HFLM(pretrained=model, tokenizer=tiny_tokenizer(), batch_size=4, max_length=MAX_LENGTH)
     )
 
 
@@ -89,7 +87,9 @@ def test_exact_caches_reproduce_hf(model, own, cache, batch_size):
     assert (found[1], found[3]) == (own[1], own[3])
 
 
-@pytest.mark.parametrize("options", [{"reread_tokens": 0}, {"reread_tokens": 40, "rolling_prefill": 1}])
+@pytest.mark.parametrize(
+    "options", [{"reread_tokens": 0}, {"reread_tokens": 40, "rolling_prefill": 1}]
+)
 def test_split_of_a_text_does_not_matter_to_exact_pages(model, own, options):
     found = scores(lm_of(model, "paged_exact:page_size=16", **options))
     torch.testing.assert_close(found[0], own[0], rtol=0, atol=1e-10)
@@ -130,9 +130,7 @@ def test_scores_are_those_of_decoding_token_by_token(model, own, cache):
         pytest.skip(reason)
     lm = lm_of(model, cache)
     found = lm.loglikelihood(requests("loglikelihood", PAIRS[:8]), disable_tqdm=True)
-    expected = [
-        token_by_token(model, lm.cache_kind, *lm._encode_pair(*pair)) for pair in PAIRS[:8]
-    ]
+    expected = [token_by_token(model, lm.cache_kind, *lm._encode_pair(*pair)) for pair in PAIRS[:8]]
     assert [total for total, _ in found] == pytest.approx(expected, abs=1e-9)
     assert max(abs(a - b) for a, b in zip(expected, own[0][:8].tolist(), strict=True)) > 1e-3
 
@@ -163,6 +161,7 @@ def test_a_broken_format_changes_every_kind_of_request(model, own, monkeypatch):
 
 def test_single_token_choices_read_the_store_by_default_only(model, own):
     """As generate() does it the first token behind a prompt comes from the exact prefill: nothing is measured."""
+
     def error(reread_tokens):
         lm = lm_of(model, "paged_int2:page_size=16", reread_tokens=reread_tokens)
         found = lm.loglikelihood(requests("loglikelihood", PAIRS[-2:]), disable_tqdm=True)

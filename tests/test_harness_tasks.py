@@ -15,11 +15,11 @@ from kv_hf.evaluation.harness.register import include_file
 from kv_hf.evaluation.harness.ruler import use_packaged_nltk
 
 lm_eval = pytest.importorskip("lm_eval")
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
-from kv_hf.evaluation.harness.model import KVCacheLM
-from kv_hf.evaluation.harness.tasks import run_tasks
+from kv_hf.evaluation.harness.model import KVCacheLM  # noqa: E402
+from kv_hf.evaluation.harness.tasks import run_tasks  # noqa: E402
 
 
 @pytest.fixture(scope="module", name="folder")
@@ -98,12 +98,14 @@ def test_results_say_how_they_were_cached(manager):
     assert (how["reread_tokens"], how["rolling_prefill"]) == (1, 64)
     assert "decode semantics" in how["protocol"]
     assert how["versions"]["kv_hf"] == kv_hf.__version__
-    assert 0 < how["bytes_per_token"] and how["bytes_dtype"] == "float32"
+    assert how["bytes_per_token"] > 0 and how["bytes_dtype"] == "float32"
     assert 0.5 < how["encoded_share"] < 1
     assert how["bits_per_element"] == pytest.approx(
         ((8 + 16 / 256 + 16 / 16) + (4 + 32 / 16)) / 2  # 16 tokens of 16 channels in a page
     )
-    assert how["longest"] == 170  # the longest text: 70 + 20 * 5 words, its first predicted from <s>
+    assert (
+        how["longest"] == 170
+    )  # the longest text: 70 + 20 * 5 words, its first predicted from <s>
     json.dumps(how)
 
 

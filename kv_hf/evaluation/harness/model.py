@@ -36,7 +36,7 @@ class RefuseNan(LogitsProcessor):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return `scores` [rows, vocab] as they are."""
         if torch.isnan(scores).any():
             raise ValueError(

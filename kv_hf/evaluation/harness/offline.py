@@ -130,7 +130,9 @@ def wiki_articles(path: Path, shortest: int = SHORTEST_ARTICLE) -> list[str]:
     Raises: ValueError when the file is missing or holds no such article.
     """
     if not path.is_file():
-        raise ValueError(f"wiki must be a file of articles (from {WIKI_PACKAGE}), got {str(path)!r}")
+        raise ValueError(
+            f"wiki must be a file of articles (from {WIKI_PACKAGE}), got {str(path)!r}"
+        )
     bodies = re.findall(r"<doc [^>]*>\n(.*?)\n?</doc>", path.read_text("utf-8"), re.DOTALL)
     articles = [body.strip() for body in bodies if len(body.strip()) >= shortest]
     if not articles:

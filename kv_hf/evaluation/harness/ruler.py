@@ -61,9 +61,7 @@ def ruler_configs(shipped: Path, tag: str) -> dict[str, dict[str, Any]]:
             "metric_list": [
                 {
                     "metric": str(length),
-                    "aggregation": Function(
-                        "lm_eval.tasks.ruler.common_utils.aggregate_metrics"
-                    ),
+                    "aggregation": Function("lm_eval.tasks.ruler.common_utils.aggregate_metrics"),
                     "higher_is_better": True,
                 }
                 for length in LENGTHS

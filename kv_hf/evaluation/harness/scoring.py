@@ -111,7 +111,9 @@ class CacheScorer:
         lead = max(0, *(-run.start for prefix in batch for run in prefix.runs))
         rounds = max(len(prefix.runs) for prefix in batch)
         cache = self.kind.make(self.model.config, width + max(p.longest for p in batch))
-        ids = [[self.pad_id] * left + list(p.tokens) for left, p in zip(padding, batch, strict=True)]
+        ids = [
+            [self.pad_id] * left + list(p.tokens) for left, p in zip(padding, batch, strict=True)
+        ]
         if any(padding) and isinstance(cache, PagedCache):
             # models whose attention is not transformers' interface cannot tell the cache
             cache.observe_padding(self._mask(padding, width))

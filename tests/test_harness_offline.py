@@ -52,9 +52,9 @@ def run(folder, model_folder, task):
         task,
         limit=2,
         include_path=folder,
-        max_length=600,
+        max_length=1020,
         gen_kwargs={"max_gen_toks": 4},
-        metadata={"max_seq_lengths": [512]},
+        metadata={"max_seq_lengths": [1024]},
     )
     assert {row["task"] for row in rows} == {task}
     for row in rows:
@@ -72,7 +72,7 @@ def test_ruler_runs_below_its_lengths(folder, model_folder, task):
     if packaged_nltk() is None:
         pytest.skip("llama-index-core is not installed")
     rows = run(folder, model_folder, f"{task}_offline")
-    assert {row["metric"] for row in rows} == {"512"}
+    assert {row["metric"] for row in rows} == {"1024"}
 
 
 def test_lm_eval_itself_runs_with_the_include_file(tmp_path, model_folder):

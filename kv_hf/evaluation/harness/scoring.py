@@ -11,6 +11,7 @@ import torch
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 
 from ...cache.paged_cache import PagedCache
+from ...spec import sealed_pages
 from ..cache_kinds import CacheKind, held_bytes
 from ..teacher_forcing import next_chunk
 from .plan import Prefix, Run
@@ -39,8 +40,13 @@ class Held:
         self.tokens += sum(lengths)
         self.longest = max(self.longest, *lengths)
         if isinstance(cache, PagedCache):
-            pages = sum(len(row.pages) for row in cache.group.rows)
-            self.encoded += pages * cache.options.page_size
+            own = cache.options
+            sizes = {
+                "page_size": own.page_size,
+                "sink_tokens": own.sink_tokens,
+                "recent_tokens": own.recent_tokens,
+            }
+            self.encoded += own.page_size * sum(sealed_pages(n, **sizes) for n in lengths)
             self.bits_per_element = cache.bits_per_element
 
     @property

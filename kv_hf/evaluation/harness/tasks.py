@@ -167,6 +167,8 @@ def _rows(results: Mapping[str, Any], limit: int | None) -> Iterator[dict[str, A
             metric, comma, filtered = key.partition(",")
             if not comma or metric.endswith("_stderr") or isinstance(value, str):
                 continue
+            if metric.isdigit() and value == -1:  # RULER's sign for a length without samples
+                continue
             stderr = figures.get(f"{metric}_stderr,{filtered}")
             effective = counts.get(name, {}).get("effective", figures.get("sample_len"))
             yield {

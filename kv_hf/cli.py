@@ -1,6 +1,7 @@
-"""The command line: `kv-hf doctor` says what would run here, and why."""
+"""The command line: `kv-hf doctor` says what would run here, and why; `kv-hf lm-eval` runs lm-eval over our caches."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--head-dim", type=int, help="default: --model's, else 128")
     doctor.add_argument("--page-size", type=int, default=64)
     doctor.add_argument("--model", help="folder or hub name: say how each layer would be cached")
-    args = parser.parse_args(argv)
+    commands.add_parser(
+        "lm-eval",
+        help="lm-eval's command line, which then knows the model class kv_hf",
+        add_help=False,
+    )
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["lm-eval"]:
+        from .evaluation.harness.__main__ import main as lm_eval
+
+        lm_eval(arguments[1:])
+        return 0
+    args = parser.parse_args(arguments)
     try:
         own = sizes_of(args.model) if args.model is not None else {}
         dtype = DTYPES[args.dtype] if args.dtype else own.get("dtype", torch.bfloat16)

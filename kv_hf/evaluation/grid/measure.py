@@ -50,7 +50,12 @@ class Bench:
         """
         settings = dict(cell.settings)
         set_seed(settings["seed"])
-        kinds = {"accuracy": self._accuracy, "memory": self._memory, "needle": self._needle}
+        kinds = {
+            "accuracy": self._accuracy,
+            "memory": self._memory,
+            "needle": self._needle,
+            "task": self._task,
+        }
         return kinds[cell.kind](cell, settings)
 
     def _accuracy(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,3 +79,18 @@ class Bench:
         for length in settings["lengths"] if lists else ():
             rows += retrieval_tasks(*asked, lists, length, samples, seed)
         return [{**row, "cache": cache_label(cell.cache)} for row in rows]
+
+    def _task(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        from ..harness.tasks import run_tasks  # lm-eval is asked for by these cells alone
+
+        loaded = self.loaded(cell.model, settings["dtype"])
+        return run_tasks(
+            loaded.model,
+            loaded.tokenizer,
+            cell.cache,
+            settings["tasks"],
+            limit=settings["limit"],
+            num_fewshot=settings["num_fewshot"],
+            include_path=settings["include_path"],
+            seed=settings["seed"],
+        )

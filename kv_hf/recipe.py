@@ -110,11 +110,8 @@ class Recipe:
         pairs = list(zip(self.keys, self.values, strict=True))
         for pair, run in groupby(range(len(pairs)), key=lambda index: pairs[index]):
             first, *rest = run
-            own = {
-                side: name
-                for side, name in zip(base, pair, strict=True)
-                if name is not None and name != base[side]
-            }
+            sides = zip(base, pair, strict=True)
+            own = {side: one for side, one in sides if one is not None and one != base[side]}
             if own:
                 layers[f"{first}-{rest[-1]}" if rest else str(first)] = own
         return {**base, "layers": layers or None, **self.options}

@@ -134,10 +134,10 @@ class Recipe:
                 raise CacheOptionError(
                     f"recipe {self.name} was made for a model of {name}={wanted!r}, this one has {name}={own!r}"
                 )
-        for index, name in enumerate(self.keys):
-            if (name is not None) != (index in paged):
+        for index, stored in enumerate(self.keys):
+            if (stored is not None) != (index in paged):
                 raise CacheOptionError(
-                    f"recipe {self.name} has {'a' if name else 'no'} format for layer {index}, which "
+                    f"recipe {self.name} has {'a' if stored else 'no'} format for layer {index}, which "
                     f"{'is' if index in paged else 'is not'} in pages"
                 )
 

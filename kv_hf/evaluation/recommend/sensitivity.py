@@ -1,0 +1,160 @@
+"""What each layer and side costs in each format, alone: KL of the next-token distributions, everything else exact."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...formats import FORMAT_NAMES
+from ..rows import append_rows, make_row, read_rows
+from .calibration import Calibration
+
+SIDES = ("keys", "values")
+PROTOCOL = "teacher forced, decode semantics; one layer and side stored, all else exact"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure: `layers` store `side` in `format`, everything else is exact."""
+
+    layers: tuple[int, ...]
+    side: str
+    format: str
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """CacheConfig.layers that say so."""
+        return {str(layer): {self.side: self.format} for layer in self.layers}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """KL(exact || one layer's one side in `format`), in nats per token.
+
+    Attributes:
+        estimated: True where all layers were measured together and the sum was shared out (see
+            `measure_sensitivities`).
+    """
+
+    layer: int
+    side: str
+    format: str
+    kl_mean: float
+    estimated: bool = False
+
+
+class CellFile:
+    """Finished cells in a JSONL file: a run that was killed goes on where it stopped.
+
+    Args:
+        path: the file, or None to keep nothing.
+        setting: everything that a cell's figure depends on; cells of other settings are passed over.
+    """
+
+    def __init__(
+        self, path: Path | None, setting: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> None:
+        self.path = path
+        self.facts = facts
+        self._setting = json.dumps(setting, sort_keys=True, default=str)
+        rows = read_rows(path) if path is not None else []
+        self._known = {row["cell"]: row["kl_mean"] for row in rows if "cell" in row}
+
+    def key(self, cell: Cell) -> str:
+        """Return what a cell of this setting is found by."""
+        text = f"{self._setting} {cell.layers} {cell.side} {cell.format}"
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def get(self, cell: Cell) -> float | None:
+        """Return the KL of a finished cell, None for another."""
+        return self._known.get(self.key(cell))
+
+    def put(self, cell: Cell, kl_mean: float, **measured: Any) -> None:
+        """Keep the KL of a cell."""
+        self._known[self.key(cell)] = kl_mean
+        if self.path is None:
+            return
+        alone = {"layer": cell.layers[0]} if len(cell.layers) == 1 else {"layers": cell.layers}
+        row = make_row(
+            kind="sensitivity",
+            **self.facts,
+            **alone,
+            side=cell.side,
+            format=cell.format,
+            kl_mean=kl_mean,
+            protocol=PROTOCOL,
+            **measured,
+            cell=self.key(cell),
+        )
+        append_rows(self.path, [row])
+
+
+def measure_sensitivities(
+    calibration: Calibration,
+    layers: Sequence[int],
+    formats: Sequence[str],
+    together: Sequence[str] = (),
+    *,
+    cells: Path | None = None,
+    measured: Callable[[Cell], Mapping[str, Any]] = lambda cell: {},
+    facts: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Sensitivity]:
+    """Measure layers and sides in every format, each alone.
+
+    Args:
+        calibration: the model and the texts.
+        layers: those that live in pages.
+        formats: those to measure layer by layer; the first of them serves to share out those of `together`.
+        together: formats that hardly lose anything: all layers of a side are measured at once, and the KL is shared
+            out in proportion to what the layers lose in formats[0]. (Both errors go with the square of a scale, so
+            their ratio is much the same in all layers; where nothing is at stake, this is enough.)
+        cells: JSONL file of finished cells; those of the same model, texts and options are not measured again.
+        measured, facts: more fields for the rows in `cells`: of each cell, and of all.
+        progress: called with (layers run, layers to run) before the first cell and after each.
+    Raises: ValueError for bad arguments, and where logits are not finite.
+    """
+    for name in (*formats, *together):
+        if name not in FORMAT_NAMES or name == "exact":
+            raise ValueError(f"formats must be some of {', '.join(FORMAT_NAMES[1:])}, got {name!r}")
+    if not formats:
+        raise ValueError("formats must name at least one format to measure layer by layer")
+    wanted = [Cell((layer,), side, name) for layer in layers for side in SIDES for name in formats]
+    wanted += [Cell(tuple(layers), side, name) for side in SIDES for name in together]
+    done = CellFile(cells, calibration.setting(), facts or {})
+    missing = [cell for cell in wanted if done.get(cell) is None]
+    work = [calibration.work(min(cell.layers)) for cell in missing]
+    progress(0, sum(work))
+    above = [cell for cell in missing if min(cell.layers) > 0]
+    if above:
+        middle = above[len(above) // 2]
+        calibration.check_replay(middle.overrides, min(middle.layers))
+    for index, cell in enumerate(missing):
+        kl = calibration.kl(cell.overrides, min(cell.layers))
+        done.put(cell, kl, tokens=calibration.tokens, **measured(cell))
+        progress(sum(work[: index + 1]), sum(work))
+    found = {cell: done.get(cell) or 0.0 for cell in wanted}
+    return [
+        Sensitivity(layer, side, name, found[Cell((layer,), side, name)])
+        for layer in layers
+        for side in SIDES
+        for name in formats
+    ] + _shared_out(layers, formats[0], together, found)
+
+
+def _shared_out(
+    numbers: Sequence[int], by: str, together: Sequence[str], found: dict[Cell, float]
+) -> list[Sensitivity]:
+    """Split the KL of all layers of a side among them, in proportion to what they lose in format `by`."""
+    made = []
+    for side in SIDES:
+        each = {layer: found[Cell((layer,), side, by)] for layer in numbers}
+        whole = sum(each.values())
+        for name in together:
+            kl = found[Cell(tuple(numbers), side, name)]
+            for layer in numbers:
+                part = each[layer] / whole if whole else 1 / len(numbers)
+                made.append(Sensitivity(layer, side, name, kl * part, estimated=True))
+    return made

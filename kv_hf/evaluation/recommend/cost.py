@@ -18,6 +18,7 @@ from ...spec import (
 )
 
 BUDGETS = ("bits", "bytes_per_token", "bytes")
+ROUNDING = 0.005  # a budget in bits holds what has that many bits to two decimals: int8 has 8.252
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ class Budget:
     ) -> int:
         """Return the bytes that all pages together may take."""
         if self.kind == "bits":
-            # a hair more, so that 4.5 bits hold what has 4.5 bits
-            return int(self.amount * stored_numbers(shapes, options, serving) / 8 + 1e-6)
+            bits = self.amount + ROUNDING
+            return int(bits * stored_numbers(shapes, options, serving) / 8)
         if self.kind == "like":
             name = IMPLEMENTATIONS[self.like]
             return sum(

@@ -86,7 +86,7 @@ def recommend(
         "model": Path(name).name if Path(name).is_dir() else name,
         "text": str(text) if isinstance(text, (str, Path)) else "token ids",
         "windows": len(ids),
-        "window": len(ids[0]),
+        "window": max(map(len, ids), default=0),
         "prompt": prompt,
         "dtype": str(model.dtype).removeprefix("torch."),
     }

@@ -91,6 +91,15 @@ class CellFile:
         append_rows(self.path, [row])
 
 
+def check_formats(formats: Sequence[str], together: Sequence[str]) -> None:
+    """Raise ValueError for formats that cannot be measured, or none."""
+    for name in (*formats, *together):
+        if name not in FORMAT_NAMES or name == "exact":
+            raise ValueError(f"formats must be some of {', '.join(FORMAT_NAMES[1:])}, got {name!r}")
+    if not formats:
+        raise ValueError("formats must name at least one format to measure layer by layer")
+
+
 def measure_sensitivities(
     calibration: Calibration,
     layers: Sequence[int],
@@ -116,11 +125,7 @@ def measure_sensitivities(
         progress: called with (layers run, layers to run) before the first cell and after each.
     Raises: ValueError for bad arguments, and where logits are not finite.
     """
-    for name in (*formats, *together):
-        if name not in FORMAT_NAMES or name == "exact":
-            raise ValueError(f"formats must be some of {', '.join(FORMAT_NAMES[1:])}, got {name!r}")
-    if not formats:
-        raise ValueError("formats must name at least one format to measure layer by layer")
+    check_formats(formats, together)
     wanted = [Cell((layer,), side, name) for layer in layers for side in SIDES for name in formats]
     wanted += [Cell(tuple(layers), side, name) for side in SIDES for name in together]
     done = CellFile(cells, calibration.setting(), facts or {})

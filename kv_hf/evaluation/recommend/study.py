@@ -19,7 +19,6 @@ from ..rows import versions
 from .calibration import Calibration, with_group_sizes
 from .cost import (
     Budget,
-    LayerShape,
     Serving,
     choices_of,
     layer_shapes,
@@ -27,7 +26,7 @@ from .cost import (
     side_bytes,
     stored_numbers,
 )
-from .sensitivity import PROTOCOL, SIDES, Cell, Sensitivity, measure_sensitivities
+from .sensitivity import PROTOCOL, SIDES, Cell, Sensitivity, check_formats, measure_sensitivities
 from .solve import Frontier, solve
 
 FORMATS = ("int4", "int2")  # measured layer by layer
@@ -96,6 +95,7 @@ class Study:
         model = calibration.model
         if model.training:
             raise ValueError("model is in training mode: call model.eval() first")
+        check_formats(formats, together)
         self.calibration, self.formats, self.together = calibration, formats, together
         self.serving = serving or Serving()
         self.cells, self.facts, self._progress = cells, dict(facts or {}), progress

@@ -116,6 +116,14 @@ class Recipe:
                 layers[f"{first}-{rest[-1]}" if rest else str(first)] = own
         return {**base, "layers": layers or None, **self.options}
 
+    def layers(self) -> dict[str, dict[str, str]]:
+        """Return CacheConfig.layers that name both formats of every paged layer."""
+        return {
+            str(index): {"keys": keys, "values": values}
+            for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
+            if keys is not None and values is not None
+        }
+
     def check_model(self, sizes: Mapping[str, Any], num_layers: int, paged: set[int]) -> None:
         """Raise CacheOptionError unless this recipe fits a model.
 

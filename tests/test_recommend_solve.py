@@ -59,7 +59,7 @@ def test_frontier_is_every_undominated_selection(items):
     best = {
         (size, loss)
         for size, loss in totals
-        if not any((s < size and l <= loss) or (s <= size and l < loss) for s, l in totals)
+        if not any((s < size and o <= loss) or (s <= size and o < loss) for s, o in totals)
     }
     assert set(zip(frontier.sizes.tolist(), frontier.losses.tolist(), strict=True)) == best
 

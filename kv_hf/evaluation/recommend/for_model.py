@@ -70,7 +70,51 @@ def recommend(
         options: page_size, sink_tokens, recent_tokens, key_group_size, value_group_size of all caches.
     Raises: ValueError that names the argument, before anything is measured; CacheOptionError for bad `options`.
     """
-    Budget.parse(budget)
+    asked = Budget.parse(budget)
+    with paged_attention(model):
+        study = make_study(
+            model,
+            tokenizer=tokenizer,
+            text=text,
+            windows=windows,
+            window=window,
+            prompt=prompt,
+            formats=formats,
+            together=together,
+            context=context,
+            batch=batch,
+            dtype=dtype,
+            cells=cells,
+            progress=progress,
+            **options,
+        )
+        found = study.recommend(asked)
+    if out is not None:
+        found.save(out)
+    return found
+
+
+def make_study(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    text: str | Path | Sequence[Any] = TEXT,
+    windows: int = 2,
+    window: int = 1024,
+    prompt: int = 768,
+    formats: Sequence[str] = FORMATS,
+    together: Sequence[str] = TOGETHER,
+    context: int = 4096,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    cells: str | Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: Any,
+) -> Study:
+    """Return the study behind `recommend`, for several budgets; the arguments are those of `recommend`.
+
+    Use it inside `paged_attention(model)`: it measures at the first recommendation.
+    """
     check_option_names(options)
     for name in options:
         if name not in MEASURED_OPTIONS:
@@ -90,25 +134,21 @@ def recommend(
         "prompt": prompt,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    with paged_attention(model):
-        study = Study(
-            Calibration(model, ids, prompt, options),
-            formats=formats,
-            together=together,
-            serving=Serving(context, batch, dtype),
-            cells=None if cells is None else Path(cells),
-            facts=facts,
-            progress=progress,
-        )
-        found = study.recommend(budget)
-    if out is not None:
-        found.save(out)
-    return found
+    return Study(
+        Calibration(model, ids, prompt, options),
+        formats=formats,
+        together=together,
+        serving=Serving(context, batch, dtype),
+        cells=None if cells is None else Path(cells),
+        facts=facts,
+        progress=progress,
+    )
 
 
 def _token_ids(
     model: Any, tokenizer: Any, text: str | Path | Sequence[Any], windows: int, window: int
 ) -> list[torch.Tensor]:
+    """Return the texts to measure on, as token ids on the model's device."""
     if not isinstance(text, (str, Path)):
         return [torch.as_tensor(ids, dtype=torch.long, device=model.device) for ids in text]
     if tokenizer is None:

@@ -9,6 +9,7 @@ Works for decoders that are a list of layers, each of which takes and gives hidd
 model looks like one, and `measure_sensitivities` compares the first result with that of a whole run.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -142,10 +143,20 @@ def rerun(
             below = recording.outputs[lowest - 1][:, position - first : end - first]
             with _skipped(layers[:lowest], below):
                 out = model(
-                    recording.ids[None, position:end], past_key_values=cache, use_cache=True
+                    recording.ids[None, position:end],
+                    past_key_values=cache,
+                    use_cache=True,
+                    **_positions(model, recording.ids, position, end),
                 )
             yield position, out.logits[0].float()
             position = end
+
+
+def _positions(model: Any, ids: torch.Tensor, start: int, end: int) -> dict[str, torch.Tensor]:
+    """Return the positions of tokens for a model that would else ask a layer that has seen none."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": torch.arange(start, end, device=ids.device)[None]}
 
 
 @contextmanager

@@ -60,7 +60,9 @@ class CellFile:
         self.facts = facts
         self._setting = json.dumps(setting, sort_keys=True, default=str)
         rows = read_rows(path) if path is not None else []
-        self._known = {row["cell"]: row["kl_mean"] for row in rows if "cell" in row}
+        self._known = {
+            row["cell"]: row["kl_mean"] for row in rows if row.get("kind") == "sensitivity"
+        }
 
     def key(self, cell: Cell) -> str:
         """Return what a cell of this setting is found by."""
@@ -132,10 +134,10 @@ def measure_sensitivities(
     missing = [cell for cell in wanted if done.get(cell) is None]
     work = [calibration.work(min(cell.layers)) for cell in missing]
     progress(0, sum(work))
-    above = [cell for cell in missing if min(cell.layers) > 0]
-    if above:
-        middle = above[len(above) // 2]
-        calibration.check_replay(middle.overrides, min(middle.layers))
+    above = {min(cell.layers): cell for cell in missing if min(cell.layers) > 0}
+    numbers = sorted(above)
+    for lowest in {*numbers[len(numbers) // 2 :][:1], *numbers[-1:]}:
+        calibration.check_replay(above[lowest].overrides, lowest)
     for index, cell in enumerate(missing):
         kl = calibration.kl(cell.overrides, min(cell.layers))
         done.put(cell, kl, tokens=calibration.tokens, **measured(cell))

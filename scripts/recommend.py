@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.recommend.calibration import Calibration
 from kv_hf.evaluation.recommend.cost import Budget
-from kv_hf.evaluation.recommend.for_model import TEXT, make_study, paged_attention
-from kv_hf.evaluation.recommend.study import Recommendation
+from kv_hf.evaluation.recommend.for_model import TEXT, make_search, paged_attention
+from kv_hf.evaluation.recommend.search import Recommendation
 from kv_hf.evaluation.texts import BUNDLED, load_text, token_windows
 from kv_hf.formats import IMPLEMENTATIONS
 from kv_hf.recipe import MEASURED_OPTIONS
@@ -56,6 +56,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--option", nargs="*", default=[], metavar="NAME=N", help=", ".join(MEASURED_OPTIONS)
     )
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=N,..",
+        help="other options of the whole cache to try within the same bytes; may be repeated",
+    )
     parser.add_argument("--check-text", default="lincoln_1862", help="other text; '' leaves it out")
     parser.add_argument("--check-windows", type=int, default=4)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -74,6 +81,11 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def numbers(items: list[str]) -> dict[str, int]:
+    """Read NAME=N options."""
+    return {name: int(value) for name, value in (item.split("=") for item in items)}
+
+
 def place(args: argparse.Namespace, budget: Budget) -> Path:
     """Return where the recipe of a budget goes."""
     if args.out is not None and args.out.suffix == ".json":
@@ -88,7 +100,8 @@ def main() -> None:
         Budget.parse(item if item in IMPLEMENTATIONS or "=" in item else f"bits={item}")
         for item in args.budget
     ]
-    options = {name: int(value) for name, value in (item.split("=") for item in args.option)}
+    options = numbers(args.option)
+    variants = [numbers(one.split(",")) for one in args.variant]
     folder = resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
@@ -106,7 +119,7 @@ def main() -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        study = make_study(
+        search = make_search(
             model,
             tokenizer=tokenizer,
             text=args.text,
@@ -117,43 +130,46 @@ def main() -> None:
             batch=args.batch,
             cells=args.cells,
             progress=progress,
+            variants=variants,
             **options,
         )
-        study.facts["model"] = args.model
-        found = [study.recommend(budget) for budget in budgets]
+        search.study.facts["model"] = args.model
+        found = [search.recommend(budget) for budget in budgets]
         bar.close()
         print(f"measured in {time.perf_counter() - started:.0f} s")
-        other = check_calibration(args, model, tokenizer, options)
+        texts = check_texts(args, tokenizer)
         for one in found:
             path = place(args, one.budget)
             one.save(path)
-            table.add_row(*row(one, other), str(path))
+            table.add_row(*row(one, model, texts, args.prompt, options), str(path))
     Console(width=200).print(table)
 
 
-def check_calibration(args, model, tokenizer, options):  # type: ignore[no-untyped-def]
-    """Return other text to compare on, None where none is wanted."""
+def check_texts(args, tokenizer):  # type: ignore[no-untyped-def]
+    """Return other text to compare on; none where none is wanted."""
     if not args.check_text:
-        return None
+        return []
     ids = tokenizer(load_text(args.check_text)).input_ids
     cut = token_windows(ids, args.window, args.check_windows)
-    texts = [torch.tensor(window, device=args.device) for window in cut]
-    return Calibration(model, texts, args.prompt, options)
+    return [torch.tensor(window, device=args.device) for window in cut]
 
 
-def row(one: Recommendation, other: Calibration | None) -> list[str]:
+def row(one: Recommendation, model, texts, prompt: int, options: dict[str, int]) -> list[str]:  # type: ignore[no-untyped-def]
     """Return what the table says about a recommendation."""
 
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:.6f}"
 
     there = uniform_there = None
-    if other is not None:
-        there = other.kl(one.recipe.layers())
+    if texts:
+        layers = one.recipe.layers()
+        there = Calibration(model, texts, prompt, one.recipe.options).kl(layers)
         if one.uniform is not None:
             name = IMPLEMENTATIONS[one.uniform]
             both = {"keys": name, "values": name}
-            uniform_there = other.kl(dict.fromkeys(one.recipe.layers(), both))
+            uniform_there = Calibration(model, texts, prompt, options).kl(
+                dict.fromkeys(layers, both)
+            )
     return [
         str(one.budget),
         f"{one.bits_per_element:.3f}",

@@ -296,7 +296,7 @@ def test_another_budget_costs_no_measurement_of_layers(found, monkeypatch):
 
 def test_what_measures_worse_than_the_uniform_format_is_never_returned(monkeypatch, caplog):
     """Sensitivities can be wrong; here they are the wrong way round."""
-    from kv_hf.evaluation.recommend import study
+    from kv_hf.evaluation.recommend import study  # where it is looked up
 
     original = study.measure_sensitivities
 
@@ -314,6 +314,39 @@ def test_what_measures_worse_than_the_uniform_format_is_never_returned(monkeypat
     assert made.is_uniform and set(made.recipe.keys) == set(made.recipe.values) == {"int4"}
     assert made.measured_kl == made.uniform_kl
     assert "no mixed recipe for budget paged_int4 measured better than paged_int4" in caplog.text
+
+
+def test_other_options_get_the_same_bytes_exact_tokens_included(tmp_path):
+    """More exact tokens and smaller groups compete with better formats for one budget."""
+    model = planted()
+    cells = tmp_path / "cells.jsonl"
+    options = {
+        "text": TEXTS,
+        "prompt": PROMPT,
+        "context": 4000,
+        "dtype": torch.float32,
+        "cells": cells,
+    }
+    plain = kv_hf.recommend(model, 6.0, **options, **SMALL)
+    before = len(read_rows(cells))
+    tried = kv_hf.recommend(
+        model, 6.0, **options, **SMALL, variants=[{"recent_tokens": 24}, {"sink_tokens": 60}]
+    )
+    assert tried.measured_kl <= plain.measured_kl
+    # all layers together, once per side and format: with the old options (8 bits are known) and the new ones
+    assert len(read_rows(cells)) - before == 4 + 2 * 6
+    assert tried.recipe.options == {"page_size": 16, "recent_tokens": 24}
+    sizes = []
+    for one in (plain, tried):
+        cache = kv_hf.PagedCache(model.config, recipe=one.recipe)
+        with torch.no_grad():
+            for part in tokens(1, 4000).split(1000, 1):
+                model(part, past_key_values=cache)
+        sizes.append(cache.memory())
+        assert sizes[-1].per_token == pytest.approx(one.bytes_per_token)
+    assert sizes[1].tail > sizes[0].tail
+    budget = 6.005 / 8 * 4000 * 4 * 2 * 2 * 16 + sizes[0].tail + sizes[0].tables
+    assert max(one.total for one in sizes) <= budget
 
 
 def test_group_sizes_go_along_where_they_are_read():
@@ -349,6 +382,8 @@ def test_group_sizes_go_along_where_they_are_read():
         ({"batch": True}, "batch must be an integer"),
         ({"page_sise": 16}, "page_sise"),
         ({"keys": "int8"}, "got keys='int8'"),
+        ({"variants": [{"kernel": "c"}]}, "got kernel='c'"),
+        ({"variants": [{"page_size": 5}]}, "page_size must be"),
         ({"page_size": 24}, "page_size must be a power of two"),
         ({"window": 5000, "text": "lincoln_1863", "tokenizer": print}, "window must be at most"),
     ],

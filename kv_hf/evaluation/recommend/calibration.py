@@ -38,6 +38,7 @@ class Calibration:
     ) -> None:
         self.model, self.texts, self.prompt_tokens = model, list(texts), prompt_tokens
         self.options = dict(options or {})
+        self.fast = fast
         self.layers = find_layers(model) if fast else None
         if not self.texts:
             raise ValueError("texts must hold at least one text, got none")

@@ -1,6 +1,6 @@
 """`kv_hf.recommend`: from a model and a budget to a recipe."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from ...recipe import MEASURED_OPTIONS
 from ..texts import load_text, token_windows
 from .calibration import Calibration
 from .cost import Budget, Serving
-from .study import FORMATS, TOGETHER, Recommendation, Study
+from .search import Recommendation, Search
+from .study import FORMATS, TOGETHER, Study
 
 TEXT = "lincoln_1863"
 
@@ -33,6 +34,7 @@ def recommend(
     prompt: int = 768,
     formats: Sequence[str] = FORMATS,
     together: Sequence[str] = TOGETHER,
+    variants: Sequence[Mapping[str, Any]] = (),
     context: int = 4096,
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
@@ -63,6 +65,9 @@ def recommend(
         prompt: tokens of each that are not scored.
         formats: those to measure layer by layer.
         together: those that lose so little that all layers are measured at once (see `measure_sensitivities`).
+        variants: other options of the whole cache to try, e.g. {"recent_tokens": 32}: they get as many bytes as the
+            given ones at `context` tokens, exact tokens included. Layers are not measured again for them: the
+            losses are scaled by what all layers together gain.
         context, batch, dtype: what bytes are counted for.
         cells: JSONL file of measured cells. A killed run continues there, and another budget costs no measurement.
         out: where the recipe goes.
@@ -72,7 +77,7 @@ def recommend(
     """
     asked = Budget.parse(budget)
     with paged_attention(model):
-        study = make_study(
+        search = make_search(
             model,
             tokenizer=tokenizer,
             text=text,
@@ -81,6 +86,7 @@ def recommend(
             prompt=prompt,
             formats=formats,
             together=together,
+            variants=variants,
             context=context,
             batch=batch,
             dtype=dtype,
@@ -88,13 +94,13 @@ def recommend(
             progress=progress,
             **options,
         )
-        found = study.recommend(asked)
+        found = search.recommend(asked)
     if out is not None:
         found.save(out)
     return found
 
 
-def make_study(
+def make_search(
     model: Any,
     *,
     tokenizer: Any = None,
@@ -104,23 +110,25 @@ def make_study(
     prompt: int = 768,
     formats: Sequence[str] = FORMATS,
     together: Sequence[str] = TOGETHER,
+    variants: Sequence[Mapping[str, Any]] = (),
     context: int = 4096,
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     cells: str | Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
-) -> Study:
-    """Return the study behind `recommend`, for several budgets; the arguments are those of `recommend`.
+) -> Search:
+    """Return the search behind `recommend`, for several budgets; the arguments are those of `recommend`.
 
     Use it inside `paged_attention(model)`: it measures at the first recommendation.
     """
-    check_option_names(options)
-    for name in options:
-        if name not in MEASURED_OPTIONS:
-            raise CacheOptionError(
-                f"a recipe holds {', '.join(MEASURED_OPTIONS)} beside its formats, got {name}={options[name]!r}"
-            )
+    for given in (options, *variants):
+        check_option_names(given)
+        for name in given:
+            if name not in MEASURED_OPTIONS:
+                raise CacheOptionError(
+                    f"a recipe holds {', '.join(MEASURED_OPTIONS)} beside its formats, got {name}={given[name]!r}"
+                )
     for name, count in (("windows", windows), ("context", context), ("batch", batch)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
@@ -134,7 +142,7 @@ def make_study(
         "prompt": prompt,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    return Study(
+    study = Study(
         Calibration(model, ids, prompt, options),
         formats=formats,
         together=together,
@@ -143,6 +151,7 @@ def make_study(
         facts=facts,
         progress=progress,
     )
+    return Search(study, variants)
 
 
 def _token_ids(

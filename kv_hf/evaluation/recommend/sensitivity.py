@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,34 +102,24 @@ def check_formats(formats: Sequence[str], together: Sequence[str]) -> None:
         raise ValueError("formats must name at least one format to measure layer by layer")
 
 
-def measure_sensitivities(
+def measure_cells(
     calibration: Calibration,
-    layers: Sequence[int],
-    formats: Sequence[str],
-    together: Sequence[str] = (),
+    wanted: Sequence[Cell],
     *,
     cells: Path | None = None,
     measured: Callable[[Cell], Mapping[str, Any]] = lambda cell: {},
     facts: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Sensitivity]:
-    """Measure layers and sides in every format, each alone.
+) -> dict[Cell, float]:
+    """Return the KL of each cell, measured or read from a file.
 
     Args:
         calibration: the model and the texts.
-        layers: those that live in pages.
-        formats: those to measure layer by layer; the first of them serves to share out those of `together`.
-        together: formats that hardly lose anything: all layers of a side are measured at once, and the KL is shared
-            out in proportion to what the layers lose in formats[0]. (Both errors go with the square of a scale, so
-            their ratio is much the same in all layers; where nothing is at stake, this is enough.)
         cells: JSONL file of finished cells; those of the same model, texts and options are not measured again.
         measured, facts: more fields for the rows in `cells`: of each cell, and of all.
         progress: called with (layers run, layers to run) before the first cell and after each.
-    Raises: ValueError for bad arguments, and where logits are not finite.
+    Raises: ValueError where logits are not finite.
     """
-    check_formats(formats, together)
-    wanted = [Cell((layer,), side, name) for layer in layers for side in SIDES for name in formats]
-    wanted += [Cell(tuple(layers), side, name) for side in SIDES for name in together]
     done = CellFile(cells, calibration.setting(), facts or {})
     missing = [cell for cell in wanted if done.get(cell) is None]
     work = [calibration.work(min(cell.layers)) for cell in missing]
@@ -142,13 +132,64 @@ def measure_sensitivities(
         kl = calibration.kl(cell.overrides, min(cell.layers))
         done.put(cell, kl, tokens=calibration.tokens, **measured(cell))
         progress(sum(work[: index + 1]), sum(work))
-    found = {cell: done.get(cell) or 0.0 for cell in wanted}
+    return {cell: done.get(cell) or 0.0 for cell in wanted}
+
+
+def measure_sensitivities(
+    calibration: Calibration,
+    layers: Sequence[int],
+    formats: Sequence[str],
+    together: Sequence[str] = (),
+    **how: Any,
+) -> list[Sensitivity]:
+    """Measure layers and sides in every format, each alone.
+
+    Args:
+        calibration: the model and the texts.
+        layers: those that live in pages.
+        formats: those to measure layer by layer; the first of them serves to share out those of `together`.
+        together: formats that hardly lose anything: all layers of a side are measured at once, and the KL is shared
+            out in proportion to what the layers lose in formats[0]. (Both errors go with the square of a scale, so
+            their ratio is much the same in all layers; where nothing is at stake, this is enough.)
+        how: cells, measured, facts, progress of `measure_cells`.
+    Raises: ValueError for bad arguments, and where logits are not finite.
+    """
+    check_formats(formats, together)
+    wanted = [Cell((layer,), side, name) for layer in layers for side in SIDES for name in formats]
+    wanted += [Cell(tuple(layers), side, name) for side in SIDES for name in together]
+    found = measure_cells(calibration, wanted, **how)
     return [
         Sensitivity(layer, side, name, found[Cell((layer,), side, name)])
         for layer in layers
         for side in SIDES
         for name in formats
     ] + _shared_out(layers, formats[0], together, found)
+
+
+def scaled(
+    sensitivities: Sequence[Sensitivity],
+    before: Calibration,
+    after: Calibration,
+    **how: Any,
+) -> list[Sensitivity]:
+    """Carry sensitivities over to other options of the cache, without measuring each layer again.
+
+    All layers of a side are stored at once, in each format, with the options of both calibrations; each layer is
+    taken to gain or lose by the same factor as all of them together.
+
+    Args:
+        how: cells, facts, progress of `measure_cells`.
+    """
+    layers = tuple(dict.fromkeys(one.layer for one in sensitivities))
+    wanted = list(dict.fromkeys(Cell(layers, one.side, one.format) for one in sensitivities))
+    old, new = (measure_cells(which, wanted, **how) for which in (before, after))
+    ratios = {
+        (cell.side, cell.format): new[cell] / old[cell] if old[cell] else 1.0 for cell in wanted
+    }
+    return [
+        replace(one, kl_mean=one.kl_mean * ratios[one.side, one.format], estimated=True)
+        for one in sensitivities
+    ]
 
 
 def _shared_out(

@@ -8,7 +8,9 @@ The last columns compare recipe and uniform format on other text.
 """
 
 import argparse
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -59,9 +61,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--variant",
         action="append",
-        default=[],
         metavar="NAME=N,..",
-        help="other options of the whole cache to try within the same bytes; may be repeated",
+        help="other options of the whole cache to try within the same bytes; may be repeated; 'none' tries nothing",
     )
     parser.add_argument("--check-text", default="lincoln_1862", help="other text; '' leaves it out")
     parser.add_argument("--check-windows", type=int, default=4)
@@ -101,7 +102,9 @@ def main() -> None:
         for item in args.budget
     ]
     options = numbers(args.option)
-    variants = [numbers(one.split(",")) for one in args.variant]
+    variants = None
+    if args.variant is not None:
+        variants = [numbers(one.split(",")) for one in args.variant if one != "none"]
     folder = resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
@@ -109,7 +112,8 @@ def main() -> None:
     table = Table(title=f"{args.model}: recipes against uniform formats, KL in nats per token")
     for column in (
         *("budget", "bits", "KL predicted", "KL measured"),
-        *("uniform", "its KL predicted", "its KL", "other text", "uniform there", "recipe"),
+        *("bytes/token", "options", "uniform", "its KL predicted", "its KL"),
+        *("other text", "uniform there", "recipe"),
     ):
         table.add_column(column)
     started = time.perf_counter()
@@ -137,44 +141,47 @@ def main() -> None:
         found = [search.recommend(budget) for budget in budgets]
         bar.close()
         print(f"measured in {time.perf_counter() - started:.0f} s")
-        texts = check_texts(args, tokenizer)
+        other = functools.cache(functools.partial(check_calibration, args, model, tokenizer))
         for one in found:
             path = place(args, one.budget)
             one.save(path)
-            table.add_row(*row(one, model, texts, args.prompt, options), str(path))
+            table.add_row(*row(one, other if args.check_text else None, options), str(path))
     Console(width=200).print(table)
 
 
-def check_texts(args, tokenizer):  # type: ignore[no-untyped-def]
-    """Return other text to compare on; none where none is wanted."""
-    if not args.check_text:
-        return []
+def check_calibration(args, model, tokenizer, options: frozenset[tuple[str, int]]) -> Calibration:  # type: ignore[no-untyped-def]
+    """Return other text to compare caches of these options on."""
     ids = tokenizer(load_text(args.check_text)).input_ids
     cut = token_windows(ids, args.window, args.check_windows)
-    return [torch.tensor(window, device=args.device) for window in cut]
+    texts = [torch.tensor(window, device=args.device) for window in cut]
+    return Calibration(model, texts, args.prompt, dict(options))
 
 
-def row(one: Recommendation, model, texts, prompt: int, options: dict[str, int]) -> list[str]:  # type: ignore[no-untyped-def]
+def row(
+    one: Recommendation,
+    other: Callable[[frozenset[tuple[str, int]]], Calibration] | None,
+    options: dict[str, int],
+) -> list[str]:
     """Return what the table says about a recommendation."""
 
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:.6f}"
 
     there = uniform_there = None
-    if texts:
+    if other is not None:
         layers = one.recipe.layers()
-        there = Calibration(model, texts, prompt, one.recipe.options).kl(layers)
+        there = other(frozenset(one.recipe.options.items())).kl(layers)
         if one.uniform is not None:
             name = IMPLEMENTATIONS[one.uniform]
             both = {"keys": name, "values": name}
-            uniform_there = Calibration(model, texts, prompt, options).kl(
-                dict.fromkeys(layers, both)
-            )
+            uniform_there = other(frozenset(options.items())).kl(dict.fromkeys(layers, both))
     return [
         str(one.budget),
         f"{one.bits_per_element:.3f}",
         number(one.predicted_kl),
         number(one.measured_kl),
+        f"{one.bytes_per_token:.0f}",
+        ", ".join(f"{name}={value}" for name, value in one.recipe.options.items()),
         one.uniform or "",
         number(one.uniform_predicted_kl),
         number(one.uniform_kl),

@@ -20,6 +20,7 @@ from kv_hf.evaluation.rows import read_rows
 TEXTS = [tokens(1, 150, seed=seed)[0] for seed in range(2)]
 PROMPT = 100
 SMALL = {"page_size": 16}
+ALONE = {**SMALL, "variants": ()}
 
 
 def model_of(layers=4, family="llama", dtype=torch.float32):
@@ -138,7 +139,7 @@ def test_layers_kept_by_transformers_mean_whole_runs():
     torch.manual_seed(0)
     model = Qwen3NextForCausalLM(config).eval()
     found = kv_hf.recommend(
-        model, 5.0, text=TEXTS, prompt=PROMPT, context=1000, dtype=torch.float32, **SMALL
+        model, 5.0, text=TEXTS, prompt=PROMPT, context=1000, dtype=torch.float32, **ALONE
     )
     assert [name is None for name in found.recipe.keys] == [True, False, True, False]
     assert {one.layer for one in found.sensitivities} == {1, 3}
@@ -225,7 +226,7 @@ def found(tmp_path_factory):
         cells=folder / "cells.jsonl",
         context=1000,
         dtype=torch.float32,
-        **SMALL,
+        **ALONE,
     )
     return made, model, folder
 
@@ -288,7 +289,7 @@ def test_another_budget_costs_no_measurement_of_layers(found, monkeypatch):
     monkeypatch.setattr(
         Calibration, "kl", lambda self, *a, **k: asked.append(a) or original(self, *a, **k)
     )
-    options = {"text": TEXTS, "prompt": PROMPT, "context": 1000, "dtype": torch.float32, **SMALL}
+    options = {"text": TEXTS, "prompt": PROMPT, "context": 1000, "dtype": torch.float32, **ALONE}
     made = kv_hf.recommend(model, 6.0, cells=folder / "cells.jsonl", **options)
     assert len(asked) == 2  # the recipe and the uniform cache
     assert made.bits_per_element <= 6.005
@@ -309,7 +310,7 @@ def test_what_measures_worse_than_the_uniform_format_is_never_returned(monkeypat
 
     monkeypatch.setattr(study, "measure_sensitivities", reversed_layers)
     made = kv_hf.recommend(
-        planted(0), "paged_int4", text=TEXTS, prompt=PROMPT, context=1000, **SMALL
+        planted(0), "paged_int4", text=TEXTS, prompt=PROMPT, context=1000, **ALONE
     )
     assert made.is_uniform and set(made.recipe.keys) == set(made.recipe.values) == {"int4"}
     assert made.measured_kl == made.uniform_kl
@@ -317,7 +318,7 @@ def test_what_measures_worse_than_the_uniform_format_is_never_returned(monkeypat
 
 
 def test_other_options_get_the_same_bytes_exact_tokens_included(tmp_path):
-    """More exact tokens and smaller groups compete with better formats for one budget."""
+    """A longer page stores fewer scales of keys, and more tokens exactly."""
     model = planted()
     cells = tmp_path / "cells.jsonl"
     options = {
@@ -327,15 +328,15 @@ def test_other_options_get_the_same_bytes_exact_tokens_included(tmp_path):
         "dtype": torch.float32,
         "cells": cells,
     }
-    plain = kv_hf.recommend(model, 6.0, **options, **SMALL)
+    plain = kv_hf.recommend(model, 6.0, **options, **ALONE)
     before = len(read_rows(cells))
     tried = kv_hf.recommend(
-        model, 6.0, **options, **SMALL, variants=[{"recent_tokens": 24}, {"sink_tokens": 60}]
+        model, 6.0, **options, **SMALL, variants=[{"page_size": 32}, {"sink_tokens": 60}]
     )
     assert tried.measured_kl <= plain.measured_kl
     # all layers together, once per side and format: with the old options (8 bits are known) and the new ones
     assert len(read_rows(cells)) - before == 4 + 2 * 6
-    assert tried.recipe.options == {"page_size": 16, "recent_tokens": 24}
+    assert tried.recipe.options == {"page_size": 32}
     sizes = []
     for one in (plain, tried):
         cache = kv_hf.PagedCache(model.config, recipe=one.recipe)
@@ -349,9 +350,27 @@ def test_other_options_get_the_same_bytes_exact_tokens_included(tmp_path):
     assert max(one.total for one in sizes) <= budget
 
 
+def test_standard_variants_leave_alone_what_was_asked_for():
+    model = model_of()
+
+    def tried(**options):
+        search = for_model.make_search(model, text=TEXTS, prompt=PROMPT, context=1000, **options)
+        given = search.study.calibration.options
+        return [
+            {k: v for k, v in one.calibration.options.items() if given.get(k) != v}
+            for one in search.variants
+        ]
+
+    whole = {"key_group_size": 64, "value_group_size": 16}
+    assert tried() == [{"recent_tokens": 32}, {"recent_tokens": 32, **whole}]
+    assert tried(recent_tokens=0) == [whole]
+    assert tried(value_group_size=8) == tried(formats=("int4",)) == [{"recent_tokens": 32}]
+    assert tried(variants=()) == []
+
+
 def test_group_sizes_go_along_where_they_are_read():
     model = model_of()
-    options = {"text": TEXTS, "prompt": PROMPT, "context": 1000, "together": ()}
+    options = {"text": TEXTS, "prompt": PROMPT, "context": 1000, "together": (), "variants": ()}
     sizes = {"page_size": 32, "key_group_size": 16, "value_group_size": 8}
     made = kv_hf.recommend(model, 12.0, formats=("int4",), **options, **sizes)
     assert made.recipe.options == sizes

@@ -34,7 +34,7 @@ def recommend(
     prompt: int = 768,
     formats: Sequence[str] = FORMATS,
     together: Sequence[str] = TOGETHER,
-    variants: Sequence[Mapping[str, Any]] = (),
+    variants: Sequence[Mapping[str, Any]] | None = None,
     context: int = 4096,
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
@@ -65,9 +65,10 @@ def recommend(
         prompt: tokens of each that are not scored.
         formats: those to measure layer by layer.
         together: those that lose so little that all layers are measured at once (see `measure_sensitivities`).
-        variants: other options of the whole cache to try, e.g. {"recent_tokens": 32}: they get as many bytes as the
+        variants: other options of the whole cache to try, e.g. [{"recent_tokens": 32}]: they get as many bytes as the
             given ones at `context` tokens, exact tokens included. Layers are not measured again for them: the
-            losses are scaled by what all layers together gain.
+            losses are scaled by what all layers together gain. None tries 32 recent tokens, with and without larger
+            groups at 2 bits; () tries nothing.
         context, batch, dtype: what bytes are counted for.
         cells: JSONL file of measured cells. A killed run continues there, and another budget costs no measurement.
         out: where the recipe goes.
@@ -110,7 +111,7 @@ def make_search(
     prompt: int = 768,
     formats: Sequence[str] = FORMATS,
     together: Sequence[str] = TOGETHER,
-    variants: Sequence[Mapping[str, Any]] = (),
+    variants: Sequence[Mapping[str, Any]] | None = None,
     context: int = 4096,
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
@@ -122,7 +123,7 @@ def make_search(
 
     Use it inside `paged_attention(model)`: it measures at the first recommendation.
     """
-    for given in (options, *variants):
+    for given in (options, *(variants or ())):
         check_option_names(given)
         for name in given:
             if name not in MEASURED_OPTIONS:

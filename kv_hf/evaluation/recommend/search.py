@@ -17,6 +17,8 @@ from .cost import Budget, predict_layers
 from .sensitivity import PROTOCOL, Sensitivity
 from .study import Selection, Study
 
+RECENT = 32  # newest tokens that a standard variant keeps exact
+
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -67,11 +69,12 @@ class Search:
     Args:
         study: of the options that the uniform caches have too.
         variants: other options to try, e.g. {"recent_tokens": 32}. They get as many bytes as the study's, exact
-            windows included, and its sensitivities scaled.
+            windows included, and its sensitivities scaled. None takes `standard_variants`.
     """
 
-    def __init__(self, study: Study, variants: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, study: Study, variants: Sequence[Mapping[str, Any]] | None = None) -> None:
         self.study = study
+        variants = standard_variants(study) if variants is None else variants
         self.variants = [study.variant(options) for options in variants]
 
     def recommend(self, budget: object) -> Recommendation:
@@ -87,7 +90,7 @@ class Search:
         found = []
         for one in (study, *self.variants):
             left = limit + study.outside_bytes - one.outside_bytes
-            chosen = one.best(left)
+            chosen = one.best(left) if _least_bytes(one) <= left else None
             if chosen is not None:
                 found.append(_Candidate(one, chosen, one.measured(chosen)))
         plain = None if uniform is None else _Candidate(study, uniform, study.measured(uniform))
@@ -108,8 +111,7 @@ class Search:
         """Raise ValueError where nothing fits."""
         needs = []
         for study in (self.study, *self.variants):
-            size = min(study.page_bytes(study.uniform(name)) for name in study.choices)
-            needs.append(size + study.outside_bytes - self.study.outside_bytes)
+            needs.append(_least_bytes(study) + study.outside_bytes - self.study.outside_bytes)
         if limit < min(needs):
             least = 8 * min(needs) / self.study.numbers
             raise ValueError(
@@ -158,6 +160,28 @@ class Search:
             sensitivities=self.study.sensitivities,
             **figures,
         )
+
+
+def standard_variants(study: Study) -> list[dict[str, Any]]:
+    """Return the options that are worth trying: newest tokens exact, and 2 bits with as few scales as 4 bits have.
+
+    Options that the study sets itself are left alone.
+    """
+    given, options = study.calibration.options, study.options
+    found = []
+    exact = {} if "recent_tokens" in given else {"recent_tokens": RECENT}
+    if exact:
+        found.append(exact)
+    dims = {shape.value_dim for shape in study.shapes}
+    if "int2" in study.choices and len(dims) == 1:
+        sizes = {"key_group_size": options.page_size, "value_group_size": dims.pop()}
+        if not set(sizes) & set(given):
+            found.append({**exact, **sizes})
+    return found
+
+
+def _least_bytes(study: Study) -> int:
+    return min(study.page_bytes(study.uniform(name)) for name in study.choices)
 
 
 def _name_of(plain: _Candidate) -> str:

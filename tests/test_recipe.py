@@ -245,3 +245,11 @@ def test_layers_that_transformers_keeps_have_no_format():
     assert formats(cache) == [("int8", "int4"), ("int4", "int4")]
     with pytest.raises(kv_hf.CacheOptionError, match="a format for layer 0, which is not in pages"):
         kv_hf.PagedCache(hybrid, recipe=FOUND)
+
+
+def test_evaluation_names_take_a_recipe(tmp_path):
+    from kv_hf.evaluation.cache_kinds import cache_kind
+
+    path = write(tmp_path / "r.json")
+    cache = cache_kind(f"paged_int4:recipe={path}").make(config(), 100)
+    assert formats(cache) == list(zip(KEYS, VALUES, strict=True))

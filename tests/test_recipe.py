@@ -183,6 +183,11 @@ def test_generate_takes_a_recipe(tmp_path):
         **ids, **options, cache_implementation="paged_int4", cache_config={"recipe": str(path)}
     )
     assert formats(found.past_key_values) == [("int8", "int2"), ("int4", "int8")]
+    for given in (recipe, Recipe.parse(recipe, "here")):
+        again = model.generate(
+            **ids, **options, cache_implementation="paged_exact", cache_config={"recipe": given}
+        )
+        assert torch.equal(again.sequences, found.sequences)
     layers = {"0": {"keys": "int8", "values": "int2"}, "1": {"values": "int8"}}
     same = model.generate(
         **ids, **options, cache_implementation="paged_int4", cache_config={"layers": layers}

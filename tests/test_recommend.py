@@ -401,6 +401,7 @@ def test_group_sizes_go_along_where_they_are_read():
         ({"batch": True}, "batch must be an integer"),
         ({"page_sise": 16}, "page_sise"),
         ({"keys": "int8"}, "got keys='int8'"),
+        ({"out": "."}, "out must be a file"),
         ({"variants": [{"kernel": "c"}]}, "got kernel='c'"),
         ({"variants": [{"page_size": 5}]}, "page_size must be"),
         ({"page_size": 24}, "page_size must be a power of two"),

@@ -74,9 +74,14 @@ def recommend(
         out: where the recipe goes.
         progress: called with (layers run, layers to run).
         options: page_size, sink_tokens, recent_tokens, key_group_size, value_group_size of all caches.
-    Raises: ValueError that names the argument, before anything is measured; CacheOptionError for bad `options`.
+    Raises: ValueError that names the argument, before anything is measured; CacheOptionError for bad `options`;
+        OSError where a file cannot be written.
     """
     asked = Budget.parse(budget)
+    if out is not None:
+        if Path(out).is_dir():
+            raise ValueError(f"out must be a file, got the folder {str(out)!r}")
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
     with paged_attention(model):
         search = make_search(
             model,

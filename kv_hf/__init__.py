@@ -7,6 +7,8 @@ Importing registers the names paged_exact, paged_fp8, paged_int8, paged_int4 and
 transformers, and an attention implementation "kv_hf"; `uninstall()` takes them back.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .cache import compat as _compat  # noqa: F401  (an old transformers is named first)
 from .cache.cross import CrossCache
 from .cache.encoder_decoder import PagedEncoderDecoderCache
@@ -55,7 +57,21 @@ __all__ = [
     "__version__",
     "install",
     "predict_memory",
+    "recommend",
     "uninstall",
 ]
+
+if TYPE_CHECKING:
+    from .evaluation.recommend import recommend
+
+
+def __getattr__(name: str) -> Any:
+    """Import what measures models when it is asked for: a program that only generates does without."""
+    if name == "recommend":
+        from .evaluation.recommend import recommend
+
+        return recommend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 install()

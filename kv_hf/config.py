@@ -10,6 +10,7 @@ from typing import Any
 
 from .errors import CacheOptionError
 from .formats import FORMAT_NAMES, IMPLEMENTATIONS, Scheme, key_scheme, value_scheme
+from .recipe import Recipe, beside_recipe
 
 ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
@@ -73,6 +74,8 @@ class CacheConfig:
         device_pages: the same budget in pages: one page of one layer counts as one, so that a page of the text
             counts once for every layer.
         offload_dir: folder of the file of offload="disk"; None takes the system's folder for temporary files.
+        recipe: path of a recipe (docs/recipes.md), or its contents: it decides keys, values and layers, and the sizes
+            that it was measured with. Held as a kv_hf.recipe.Recipe.
     """
 
     keys: str = "exact"
@@ -94,8 +97,11 @@ class CacheConfig:
     device_bytes: int | None = None
     device_pages: int | None = None
     offload_dir: str | None = None
+    recipe: Any = None
 
     def __post_init__(self) -> None:
+        if self.recipe is not None:
+            self._take_recipe()
         check_choice("keys", self.keys, FORMAT_NAMES)
         check_choice("values", self.values, FORMAT_NAMES)
         check_choice("attention", self.attention, ATTENTION_CHOICES)
@@ -130,6 +136,24 @@ class CacheConfig:
         if self.layers is not None:
             self.layer_overrides()
             object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
+
+    def _take_recipe(self) -> None:
+        """Let the recipe decide what it decides. An option at its default counts as not given here."""
+        recipe = Recipe.read(self.recipe)
+        decided = recipe.as_options()
+        try:
+            CacheConfig(**decided)
+        except CacheOptionError as error:
+            raise CacheOptionError(f"recipe {recipe.name}: {error}") from None
+        defaults = {option.name: option.default for option in fields(self)}
+        for name, value in decided.items():
+            own = getattr(self, name)
+            if own != defaults[name] and own != value:
+                raise CacheOptionError(
+                    f"{name}={own!r} does not go with recipe {recipe.name}, which decides {name}; leave one of them out"
+                )
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "recipe", recipe)
 
     def _check_max_length(self) -> None:
         """Raise CacheOptionError for a bad `max_length`, or for options of a cache that grows beside it."""
@@ -204,7 +228,28 @@ class CacheConfig:
         name = IMPLEMENTATIONS[implementation]
         given = dict(options or {})
         check_option_names(given)
+        if given.get("recipe") is not None:
+            return cls(**beside_recipe(given))
         return cls(**{"keys": name, "values": name, **given})
+
+    @classmethod
+    def from_arguments(
+        cls, keys: str | None, values: str | None, options: Mapping[str, Any]
+    ) -> "CacheConfig":
+        """Build the options of `PagedCache(config, keys=keys, values=values, **options)`.
+
+        None is the format "exact" for keys, and that of the keys for values; with a recipe it is what that says.
+        """
+        check_option_names(options)
+        if options.get("recipe") is not None:
+            return cls(**beside_recipe({"keys": keys, "values": values, **options}))
+        keys = "exact" if keys is None else keys
+        return cls(**{"keys": keys, "values": keys if values is None else values, **options})
+
+    def check_model(self, sizes: Mapping[str, Any], num_layers: int, paged: set[int]) -> None:
+        """Raise CacheOptionError where a recipe is for another model; see Recipe.check_model."""
+        if self.recipe is not None:
+            self.recipe.check_model(sizes, num_layers, paged)
 
     def layer_overrides(self) -> list[tuple[int, int, dict[str, str]]]:
         """Return `layers` as (first layer, last layer, {side: format}); empty without overrides."""

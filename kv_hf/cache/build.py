@@ -34,8 +34,6 @@ def page_layers(
         layer_class: what takes the place of the others.
     Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
     """
-    schemes = [options.schemes(index, len(layers)) for index in range(len(layers))]
-    planned_specs(config, schemes, options.page_size)
     paged = [
         index for index, layer in enumerate(layers) if type(layer) in _PAGED and index not in kept
     ]
@@ -45,6 +43,9 @@ def page_layers(
             f"{getattr(config, 'model_type', config)!r} has no attention layer that pages could hold "
             f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
         )
+    options.check_model(signature(config), len(layers), set(paged))
+    schemes = [options.schemes(index, len(layers)) for index in range(len(layers))]
+    planned_specs(config, schemes, options.page_size)
     _check_overrides(layers, set(paged), options)
     arena = _arena(layers, set(paged), config, options)
     groups: dict[int | None, PageGroup] = {}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from ..config import CacheConfig, check_option_names
+from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..spec import MemoryReport
 from .cross import CrossCache
@@ -37,12 +37,9 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
     self_attention_cache: PagedCache
 
     def __init__(
-        self, config: Any, *, keys: str = "exact", values: str | None = None, **options: Any
+        self, config: Any, *, keys: str | None = None, values: str | None = None, **options: Any
     ) -> None:
-        check_option_names(options)
-        self._build(
-            config, CacheConfig(keys=keys, values=keys if values is None else values, **options)
-        )
+        self._build(config, CacheConfig.from_arguments(keys, values, options))
 
     @classmethod
     def from_implementation(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ..config import CacheConfig, check_option_names
+from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
@@ -44,7 +44,7 @@ class PagedCache(Savable, DynamicCache):
 
     Args:
         config: the model's config (`model.config`).
-        keys, values: exact, fp8, int8, int4 or int2; `values` defaults to the format of `keys`.
+        keys, values: exact (the default), fp8, int8, int4 or int2; `values` defaults to the format of `keys`.
         **options: the other fields of `kv_hf.CacheConfig`.
     Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
     """
@@ -60,11 +60,9 @@ class PagedCache(Savable, DynamicCache):
         return super().__new__(cls)
 
     def __init__(
-        self, config: Any, *, keys: str = "exact", values: str | None = None, **options: Any
+        self, config: Any, *, keys: str | None = None, values: str | None = None, **options: Any
     ) -> None:
-        check_option_names(options)
-        chosen = CacheConfig(keys=keys, values=keys if values is None else values, **options)
-        self._build(config, chosen)
+        self._build(config, CacheConfig.from_arguments(keys, values, options))
 
     @classmethod
     def from_implementation(

@@ -50,6 +50,7 @@ class StaticPagedCache(PagedCache):
             StaticTable(options.page_size, options.sink_tokens, options.max_length),
         )
         count = len(self.layers)
+        options.check_model(self.model_signature, count, set(range(count)))
         schemes = [options.schemes(index, count) for index in range(count)]
         planned_specs(decoder, schemes, options.page_size)
         for index, pair in enumerate(schemes):

@@ -156,7 +156,9 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
         )
     if options and getattr(generation_config, "is_assistant", False):
         # the target's options reach the assistant, whose layers are others
-        options = {option: value for option, value in options.items() if option != "layers"}
+        options = {
+            option: value for option, value in options.items() if option not in ("layers", "recipe")
+        }
     if not is_encoder_decoder(model.config):
         return PagedCache.from_implementation(model.config, name, options)
     cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from ..paged_cache import PagedCache
 
 FORMAT = "kv_hf.PagedCache"
-PLACEMENT = ("prefix_store", "offload", "device_bytes", "device_pages", "offload_dir")
+# a file holds no recipe either: what it decides stands among the other options
+PLACEMENT = ("prefix_store", "offload", "device_bytes", "device_pages", "offload_dir", "recipe")
 VERSION = "1"
 
 

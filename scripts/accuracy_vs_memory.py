@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from kv_hf.evaluation.report.write import write_report
 from rich.console import Console
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
@@ -28,10 +27,12 @@ from kv_hf.evaluation.grid.plan import CACHES, plan_cells
 from kv_hf.evaluation.grid.run import finished_cells, run_cells
 from kv_hf.evaluation.loaded import TextSettings, model_revision, weight_bytes
 from kv_hf.evaluation.packaged_models import PACKAGED
+from kv_hf.evaluation.report.write import write_report
 from kv_hf.evaluation.rows import read_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "accuracy_vs_memory.jsonl"
+SENSITIVITY = ROOT / "results" / "sensitivity.jsonl"
 REPORT = ROOT / "results" / "report"
 console = Console(width=140)
 
@@ -77,6 +78,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="rows, of earlier runs too")
     parser.add_argument("--report", type=Path, default=REPORT, help="folder of the report")
+    parser.add_argument(
+        "--sensitivity",
+        type=Path,
+        default=SENSITIVITY,
+        help="rows of scripts/recommend.py, for the report",
+    )
+    parser.add_argument("--all-models", action="store_true", help="report all models of --out")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
     return parser.parse_args(argv)
 
@@ -154,7 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         failures = run(args, state)
         if state.is_main_process:
-            rows = [row for row in read_rows(args.out) if row["model"] in args.models]
+            measured = [*read_rows(args.out), *read_rows(args.sensitivity)]
+            rows = [row for row in measured if row["model"] in args.models or args.all_models]
             for path in write_report(rows, args.report):
                 console.print(f"wrote {path}", highlight=False)
     except (ValueError, OSError) as error:

@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -82,7 +83,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def numbers(items: list[str]) -> dict[str, int]:
+def numbers(items: list[str]) -> dict[str, Any]:
     """Read NAME=N options."""
     return {name: int(value) for name, value in (item.split("=") for item in items)}
 

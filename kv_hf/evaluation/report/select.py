@@ -93,7 +93,9 @@ def groups(rows: Sequence[Row]) -> list[Group]:
     dated = sorted(enumerate(rows, 1), key=lambda numbered: str(numbered[1].get("date", "")))
     for number, row in dated:
         kind = row.get("kind")
-        if kind not in KINDS:
+        if (
+            kind not in KINDS or "layers" in row
+        ):  # what several layers cost at once is for the solver
             continue
         _check(row, number)
         shared, cell = KINDS[kind]

@@ -260,3 +260,16 @@ def test_attention_weights_of_a_padded_sliding_model_equal_eager():
     assert torch.equal(found.sequences, expected.sequences)
     for a, b in zip(found.logits, expected.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_a_stage_of_full_layers_alone_knows_its_length():
+    """A pipeline stage may run no layer of the kind that is asked for lengths: any layer with tokens answers."""
+    model = make("gemma3", 24)
+    kinds = model.config.layer_types
+    cache = kv_hf.PagedCache(model.config)
+    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"][-1]
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    cache.update(*torch.randn(2, 1, heads, 50, dim), full)
+    assert kinds[0] == "sliding_attention"
+    assert cache.get_seq_length() == 50
+    assert cache.get_seq_length(full) == 50

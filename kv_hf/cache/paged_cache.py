@@ -159,7 +159,7 @@ class PagedCache(Savable, DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns seen by a layer, padding included; of a layer run by another process, its neighbour's."""
-        return super().get_seq_length(answering_layer(self.layers, layer_idx))
+        return super().get_seq_length(answering_layer(self.layers, layer_idx, any_kind=True))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def answering_layer(layers: Sequence[Any], layer_idx: int) -> int:
+def answering_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
     """Return `layer_idx`, or the first layer of its kind behind it that has tokens where it is not run here.
+
+    With `any_kind` a layer of another kind answers where none of its own has tokens: all have seen as many.
 
     Under pipeline parallelism a process runs a run of the layers and its cache fills only those, but models ask
     the first layer of a kind for lengths. An empty layer with no filled one before it is either empty like all
@@ -14,8 +16,9 @@ def answering_layer(layers: Sequence[Any], layer_idx: int) -> int:
     if layer_idx >= len(layers) or any(_filled(layer) for layer in layers[: layer_idx + 1]):
         return layer_idx
     kind = _kind(layers[layer_idx])
-    later = range(layer_idx + 1, len(layers))
-    return next((i for i in later if _kind(layers[i]) == kind and _filled(layers[i])), layer_idx)
+    filled = [i for i in range(layer_idx + 1, len(layers)) if _filled(layers[i])]
+    alike = [i for i in filled if _kind(layers[i]) == kind]
+    return next(iter(alike or (filled if any_kind else ())), layer_idx)
 
 
 def _kind(layer: Any) -> tuple[type, int | None]:

@@ -69,7 +69,7 @@ def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
         line = [f"recipe, {cache}" if cache in budgets else title(cache)]
         for found in models.values():
             row = next((row for name, row in found.items() if cache in (name, budget(name))), None)
-            line += [f"{row['stored_bits']:.2f}", _with_interval(row)] if row else ["", "not run"]
+            line += [f"{row['stored_bits']:.2f}", _with_interval(row)] if row else ["", "-"]
         lines.append(line)
     return table(lines)
 
@@ -115,3 +115,82 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
             )
         blocks.append(table(lines))
     return "\n\n".join(blocks) or NOTHING
+
+
+def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return recipes beside the uniform format of ours that takes as many bytes, or the least more."""
+    lines = [["model", "recipe", "bytes/token", "KL", "uniform", "bytes/token", "KL"]]
+    for model, name in MODELS.items():
+        found = newest(rows, model=model, **PROTOCOL)
+        ours = [row for cache, row in found.items() if cache.startswith("paged_")]
+        for cache, row in found.items():
+            larger = [one for one in ours if one["bytes"] >= row["bytes"]]
+            if not cache.startswith("recipe:") or not larger:
+                continue
+            other = min(larger, key=lambda one: one["bytes"])
+            lines.append(
+                [
+                    name,
+                    cache.removeprefix("recipe:"),
+                    f"{row['bytes_per_token']:,.0f}",
+                    _with_interval(row),
+                    title(other["cache"]),
+                    f"{other['bytes_per_token']:,.0f}",
+                    _with_interval(other),
+                ]
+            )
+    return table(lines, left=2) if len(lines) > 1 else NOTHING
+
+
+def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the newest values of lm-eval's metrics: a row per task and metric, a column per cache."""
+    found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["kind"] == "task":
+            which = (row["model"], row["task"], row["metric"], str(row["samples"]))
+            found.setdefault(which, {})[row["cache"]] = row
+    if not found:
+        return NOTHING
+    caches = list(dict.fromkeys(cache for values in found.values() for cache in values))
+    lines = [["model", "task", "metric", "questions", *map(title, caches), "in sealed pages"]]
+    for (model, *which), values in found.items():
+        cells = [values.get(cache) for cache in caches]
+        shares = [row["encoded_share"] for row in values.values() if row.get("encoded_share")]
+        lines.append(
+            [
+                MODELS.get(model, model),
+                *which,
+                *("" if row is None else _with_error(row) for row in cells),
+                f"{100 * max(shares):.0f} %" if shares else "",
+            ]
+        )
+    return table(lines, left=3)
+
+
+def _with_error(row: dict[str, Any]) -> str:
+    error = row.get("stderr")
+    return f"{row['value']:.4g}" + (f" ± {error:.2g}" if error else "")
+
+
+def needle_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return scores and nats per answer token of needle rows, means over depths: a row per length."""
+    found: dict[tuple[str, str, int], dict[str, dict[Any, dict[str, Any]]]] = {}
+    for row in rows:
+        if row["kind"] == "needle":
+            key = (row["model"], row["task"], row["length"])
+            found.setdefault(key, {}).setdefault(row["cache"], {})[row["depth"]] = row
+    if not found:
+        return NOTHING
+    caches = list(dict.fromkeys(cache for cells in found.values() for cache in cells))
+    lines = [["model", "task", "tokens", "prompts", *map(title, caches)]]
+    for (model, task, length), cells in sorted(found.items()):
+        prompts = max(sum(row["samples"] for row in depths.values()) for depths in cells.values())
+        line = [MODELS.get(model, model), f"`{task}`", f"{length:,}", str(prompts)]
+        for cache in caches:
+            depths = list(cells.get(cache, {}).values())
+            score, nll = (sum(row[name] for row in depths) for name in ("score", "nll"))
+            line.append(
+                f"{100 * score / len(depths):.0f} %, {nll / len(depths):.3f}" if depths else ""
+            )
+        lines.append(line)
+    return table(lines, left=2)

@@ -153,13 +153,13 @@ def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
         return NOTHING
     caches = list(dict.fromkeys(cache for values in found.values() for cache in values))
     lines = [["model", "task", "metric", "questions", *map(title, caches), "in sealed pages"]]
-    for (model, *which), values in found.items():
+    for (model, *rest), values in found.items():
         cells = [values.get(cache) for cache in caches]
         shares = [row["encoded_share"] for row in values.values() if row.get("encoded_share")]
         lines.append(
             [
                 MODELS.get(model, model),
-                *which,
+                *rest,
                 *("" if row is None else _with_error(row) for row in cells),
                 f"{100 * max(shares):.0f} %" if shares else "",
             ]

@@ -2,13 +2,17 @@
 
     python scripts/accuracy_vs_memory.py --models smollm2-135m --caches paged_int4 paged_int8 quanto_int4
     accelerate launch --num_processes 4 scripts/accuracy_vs_memory.py --models a-model another-model --tasks hellaswag
+    torchrun --nproc-per-node 2 scripts/accuracy_vs_memory.py --cpu --models a-model another-model
     python scripts/accuracy_vs_memory.py --models smollm2-135m --needle 1024 2048 4096 --context 2048 8192
 
-A run that was stopped goes on where it was: cells whose rows are in --out are not measured again. With accelerate
-launch every process takes its part of the cells. What cannot be measured is said at the end and leaves no row.
+A run that was stopped goes on where it was: cells whose rows are in --out are not measured again. Of several processes
+(accelerate launch on GPUs, torchrun on CPUs) each takes its part of the cells. What cannot be measured is said at the end
+and leaves no row.
 """
 
 import argparse
+import datetime
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from rich.console import Console
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
@@ -34,6 +39,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "accuracy_vs_memory.jsonl"
 SENSITIVITY = ROOT / "results" / "sensitivity.jsonl"
 REPORT = ROOT / "results" / "report"
+Todo = tuple[Cell, str]  # a cell and the revision of its model
 console = Console(width=140)
 
 
@@ -86,7 +92,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--all-models", action="store_true", help="report all models of --out")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    # one folder, one name
+    args.models = [os.path.normpath(name) if os.path.isdir(name) else name for name in args.models]
+    return args
 
 
 def planned(args: argparse.Namespace, device: torch.device) -> list[Cell]:
@@ -107,72 +116,85 @@ def planned(args: argparse.Namespace, device: torch.device) -> list[Cell]:
     )
 
 
-def run(args: argparse.Namespace, state: PartialState) -> list[str]:
-    """Measure this process's part of the cells; return what could not be measured."""
-    cells = planned(args, state.device)
-    if not cells:
-        raise ValueError("nothing to measure: give --windows, --tasks, --needle or --context")
+def dealt(todo: list[Todo], state: PartialState) -> list[Todo]:
+    """Return this process's part: every n-th cell, so that all get cheap and dear ones."""
+    return todo[state.process_index :: state.num_processes]
+
+
+def measure_cells(args: argparse.Namespace, state: PartialState, cells: list[Cell]) -> list[str]:
+    """Measure this process's part of the cells; return what could not be measured, of all processes."""
     # the main process converts packaged models, the others find them converted
     with state.main_process_first():
         revisions = {model: model_revision(model) for model in args.models}
         sizes = {model: weight_bytes(model) for model in args.models}
     finished = finished_cells(args.out)
-    todo = [
-        (cell, revisions[cell.model])
-        for cell in cells
-        if cell.key(revisions[cell.model]) not in finished
-    ]
+    known = [(cell, revisions[cell.model]) for cell in cells]
+    todo = [(cell, revision) for cell, revision in known if cell.key(revision) not in finished]
+    state.wait_for_everyone()  # before the first of them writes
     if state.is_main_process and len(todo) < len(cells):
         console.print(f"{len(cells) - len(todo)} of {len(cells)} cells are finished already")
-    bench = Bench(state.device, say=lambda text: tqdm.write(text, file=sys.stderr))
+    # memory and speed are measured where nothing else runs
+    alone = [one for one in todo if one[0].kind == "memory"]
+    own = dealt([one for one in todo if one[0].kind != "memory"], state)
+
+    def say(text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    bench = Bench(state.device, say)
 
     def cost(cell: Cell) -> float:
         return cell.tokens * sizes[cell.model] / 1e12
 
-    with (
-        state.split_between_processes(todo) as own,
-        tqdm(
-            total=sum(cost(cell) for cell, _ in own),
-            desc=f"process {state.process_index}" if state.num_processes > 1 else "cells",
-            position=state.process_index,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left{postfix}",
-        ) as bar,
-    ):
+    mine = [*own, *alone] if state.is_main_process else own
+    with tqdm(
+        total=sum(cost(cell) for cell, _ in mine),
+        desc=f"process {state.process_index}" if state.num_processes > 1 else "cells",
+        position=state.process_index,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left{postfix}",
+    ) as bar:
 
         def measure(cell: Cell) -> list[dict[str, Any]]:
             bar.set_postfix_str(str(cell))
             return bench.measure(cell)
 
-        failures = run_cells(
-            own,
-            measure,
-            args.out,
-            done=lambda cell: bar.update(cost(cell)),
-            say=lambda text: tqdm.write(text, file=sys.stderr),
-        )
-    state.wait_for_everyone()
-    return failures
+        def done(cell: Cell) -> None:
+            bar.update(cost(cell))
+
+        failures = run_cells(own, measure, args.out, done, say)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            failures += run_cells(alone, measure, args.out, done, say)
+    gathered = gather_object(failures) if state.num_processes > 1 else failures
+    return list(gathered)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the grid and write the report; 0 when every cell has rows, 1 when some have none, 2 for bad arguments."""
     args = arguments(argv)
     transformers_logging.disable_progress_bar()
-    state = PartialState(cpu=args.cpu or not torch.cuda.is_available())
+    # processes wait for the slowest one: days, not torch's half an hour
+    cpu = args.cpu or not torch.cuda.is_available()
+    state = PartialState(cpu=cpu, timeout=datetime.timedelta(days=30))
     try:
-        failures = run(args, state)
+        cells = planned(args, state.device)
+        if not cells:
+            raise ValueError("nothing to measure: give --windows, --tasks, --needle or --context")
+        failures = measure_cells(args, state, cells)
         if state.is_main_process:
             measured = [*read_rows(args.out), *read_rows(args.sensitivity)]
             rows = [row for row in measured if row["model"] in args.models or args.all_models]
-            for path in write_report(rows, args.report):
-                console.print(f"wrote {path}", highlight=False)
+            if rows:
+                for path in write_report(rows, args.report):
+                    console.print(f"wrote {path}", highlight=False)
+        state.wait_for_everyone()  # a process that ends with an error ends the others
     except (ValueError, OSError) as error:
         console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
         return 2
     finally:
         state.destroy_process_group()
-    for failure in failures:
-        console.print(f"[bold red]no row for[/] {failure}", highlight=False)
+    if state.is_main_process:
+        for failure in failures:
+            console.print(f"[bold red]no row for[/] {failure}", highlight=False)
     return int(bool(failures))
 
 

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from kv_hf.evaluation.cache_kinds import CACHE_NAMES, cache_label
 from kv_hf.evaluation.grid.cell import check_caches
+from kv_hf.evaluation.grid.run import in_words
 from kv_hf.evaluation.loaded import LoadedModel, TextSettings
 from kv_hf.evaluation.packaged_models import PACKAGED
 from kv_hf.evaluation.rows import append_rows, make_row
@@ -110,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             begun = bar.n
             try:
                 found = loaded.accuracy(cache, settings, args.divergence, bar.update)
-            except (ValueError, RuntimeError, ImportError) as error:
-                failures.append(f"{cache}: {error}")
+            except Exception as error:  # whatever a cache or its library raises; the others go on
+                failures.append(f"{cache}: {in_words(error)}")
                 bar.update(begun + scored - bar.n)
                 continue
             rows.append({"cache": cache_label(cache), **found})

@@ -25,7 +25,7 @@ from kv_hf.evaluation.recommend.calibration import Calibration
 from kv_hf.evaluation.recommend.cost import Budget
 from kv_hf.evaluation.recommend.for_model import TEXT, make_search, paged_attention
 from kv_hf.evaluation.recommend.search import Recommendation
-from kv_hf.evaluation.texts import BUNDLED, load_text, token_windows
+from kv_hf.evaluation.texts import BUNDLED, text_windows
 from kv_hf.formats import IMPLEMENTATIONS
 from kv_hf.recipe import MEASURED_OPTIONS
 
@@ -152,8 +152,7 @@ def main() -> None:
 
 def check_calibration(args, model, tokenizer, options: frozenset[tuple[str, int]]) -> Calibration:  # type: ignore[no-untyped-def]
     """Return other text to compare caches of these options on."""
-    ids = tokenizer(load_text(args.check_text)).input_ids
-    cut = token_windows(ids, args.window, args.check_windows)
+    cut = text_windows(tokenizer, args.check_text, args.window, args.check_windows)
     texts = [torch.tensor(window, device=args.device) for window in cut]
     return Calibration(model, texts, args.prompt, dict(options))
 

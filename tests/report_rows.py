@@ -136,7 +136,7 @@ def task_rows(
                     "value": value,
                     "stderr": (value * (1 - value) / 200) ** 0.5,
                     "samples": 200,
-                    "context": 2048,
+                    "num_fewshot": None,
                     "bytes_per_token": bits * 1440,
                 }
             )
@@ -189,12 +189,14 @@ def memory_rows(model="smollm2-135m"):
                 "step_ms_p50": step,
                 "step_ms_p20": step - 1.1,
                 "step_ms_p80": step + 2.3,
-                "bytes": {
-                    "total": held,
-                    "codes": int(held * 0.8),
-                    "scales": held - int(held * 0.8),
-                },
-                "rss_bytes": 900_000_000 + held,
+                "steps": 32,
+                "threads": 2,
+                "held_bytes": held,
+                "payload_bytes": int(held * 0.8),
+                "scales_bytes": held - int(held * 0.8),
+                "tail_bytes": 0,
+                "steps_peak_bytes": held + 1_000_000,
+                "rss_bytes": held,
             }
         )
     return rows

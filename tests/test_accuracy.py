@@ -72,6 +72,11 @@ def test_interval_is_the_same_at_every_call():
     assert block_interval(text) == block_interval(text)
 
 
+def test_interval_of_few_tokens_has_a_width():
+    low, high = block_interval([torch.arange(60.0)])
+    assert low < 29.5 < high
+
+
 def test_percent_of_a_loss():
     assert percent(0.0) == 0.0
     assert percent(0.01) == pytest.approx(1.005, abs=1e-3)
@@ -211,8 +216,9 @@ def test_divergence_counts_the_tokens_before_the_first_difference():
     other = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4], [9, 2, 3, 4]])
     assert leading_equal(exact, other) == [4, 1, 0]
     model = make_model("llama")
-    prefill = Prefill(model, tokens(2, 40))
-    same = measure_divergence(prefill, lambda: kv_hf.PagedCache(model.config), 8)
+    prefills = [Prefill(model, tokens(1, 40, seed=seed)) for seed in range(2)]
+    wanted = torch.cat([greedy(one, DynamicCache(config=model.config), 8) for one in prefills])
+    same = measure_divergence(prefills, lambda: kv_hf.PagedCache(model.config), 8, wanted)
     assert (same.mean, same.median, same.tokens) == (8.0, 8.0, 8)
 
 

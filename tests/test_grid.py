@@ -12,7 +12,7 @@ from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
 
 from kv_hf.evaluation import packaged_models
-from kv_hf.evaluation.cache_kinds import cache_kind, parse_cache_name
+from kv_hf.evaluation.cache_kinds import cache_kind, cache_label, parse_cache_name
 from kv_hf.evaluation.grid.cell import Cell
 from kv_hf.evaluation.grid.measure import Bench
 from kv_hf.evaluation.grid.plan import plan_cells
@@ -59,6 +59,35 @@ def test_finished_cells_are_not_repeated(tmp_path):
     assert [row["cache"] for row in rows] == ["dynamic"] * 2 + ["static"] * 2
     assert rows[0]["cell"] == cells[0][0].key("r")
     assert rows[0]["seed"] == 0 and rows[0]["model_revision"] == "r"
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("shape"), KeyError("x"), torch.OutOfMemoryError()]
+)
+def test_whatever_a_library_raises_the_others_go_on(tmp_path, error):
+    def measure(one):
+        if one.cache == "dynamic":
+            raise error
+        return []
+
+    out = tmp_path / "rows.jsonl"
+    failures = run_cells([(cell(), "r"), (cell("static"), "r")], measure, out, say=str)
+    assert failures[0].startswith(f"accuracy of dynamic on a-model: {type(error).__name__}")
+    assert failures[1] == "accuracy of static on a-model: nothing was measured"
+    assert not out.exists()
+
+
+def test_recipes_of_one_name_are_different_cells(tmp_path):
+    for name, keys in (("a", "int4"), ("b", "int8")):
+        (tmp_path / name).mkdir()
+        recipe = {"format": "kv_hf recipe", "version": 1, "keys": [keys] * 2, "values": [keys] * 2}
+        (tmp_path / name / "x.json").write_text(json.dumps(recipe))
+    caches = [f"recipe:{tmp_path}/a/x.json", f"recipe:{tmp_path}/b/x.json"]
+    caches += [f"paged_int4:recipe={tmp_path}/a/x.json,max_length=400"]
+    assert len({cell(cache).key("r") for cache in caches}) == 3
+    assert [cache_label(cache) for cache in caches] == ["recipe:x"] * 2 + [
+        "recipe:x,max_length=400"
+    ]
 
 
 def test_what_fails_leaves_no_row_and_the_others_go_on(tmp_path):
@@ -214,9 +243,15 @@ def test_revision_follows_the_weights(folder, tmp_path):
     data = bytearray(weights.read_bytes())
     other = tmp_path / "other"
     other.mkdir()
-    data[-1] ^= 1
-    (other / "config.json").write_bytes((folder / "config.json").read_bytes())
+    for path in folder.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    assert model_revision(str(other)) == first
+    middle = len(data) // 2
+    data[middle : middle + 8192] = bytes(8192)
     (other / "model.safetensors").write_bytes(data)
+    assert model_revision(str(other)) != first
+    (other / "model.safetensors").write_bytes(weights.read_bytes())
+    (other / "tokenizer_config.json").write_text("{}")
     assert model_revision(str(other)) != first
 
 

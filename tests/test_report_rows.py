@@ -19,7 +19,9 @@ from report_rows import (
     task_rows,
 )
 
+from kv_hf.evaluation import cache_parts
 from kv_hf.evaluation.report.cells import MINUS, short
+from kv_hf.evaluation.report.other_tables import PARTS
 from kv_hf.evaluation.report.page import page
 from kv_hf.evaluation.report.select import KINDS, family, groups
 
@@ -113,6 +115,7 @@ def test_newest_row_of_a_cell_wins_whatever_the_order():
         {"model_revision": "v2"},
         {"options": {"recent_tokens": 8}},
         {"model": "gemma-3-270m"},
+        {"text_digest": "another text of that name"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -128,12 +131,15 @@ def test_rows_of_different_protocols_are_not_mixed(change):
     ("rows", "change"),
     [
         (task_rows()[:1], {"samples": 100}),
-        (task_rows()[:1], {"context": 4096}),
+        (task_rows()[:1], {"num_fewshot": 5}),
         (needle_rows()[:1], {"seed": 1}),
         (needle_rows()[:1], {"task": "many keys"}),
         (memory_rows()[:1], {"context": 8192}),
         (memory_rows()[:1], {"machine": "another"}),
         (memory_rows()[:1], {"device": "cuda"}),
+        (memory_rows()[:1], {"steps": 2}),
+        (needle_rows()[:1], {"haystack": "noise"}),
+        (sensitivity_rows("gemma-3-270m", ("int4",))[:1], {"options": {"sink_tokens": 0}}),
         (sensitivity_rows("gemma-3-270m", ("int4",))[:1], {"window": 64}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value[0]["kind"],
@@ -362,3 +368,18 @@ def test_short_numbers_are_right_to_their_digits(value, negative):
 )
 def test_family(cache, wanted):
     assert family(cache) == wanted
+
+
+def test_what_several_layers_cost_at_once_is_left_out_and_lists_have_no_depth():
+    whole = {**sensitivity_rows("gemma-3-270m", ("int4",))[0], "layers": [0, 1]}
+    del whole["layer"]
+    asked = {**needle_rows()[0], "task": "common_words", "depth": None}
+    found = shown([accuracy_row(), whole, asked])
+    assert any("anywhere" in text for _, _, text in found.all("th"))
+
+
+def test_rows_of_the_measurement_itself_show_their_bytes():
+    """The table reads the fields that kv_hf.evaluation.footprint writes."""
+    assert {f"{part}_bytes" for part in cache_parts.PARTS} <= {*PARTS}
+    heads = [text for _, _, text in shown(memory_rows()).all("th")]
+    assert {"payload", "scales"} <= {head.strip(" ↕") for head in heads}

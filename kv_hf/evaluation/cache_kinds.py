@@ -98,8 +98,11 @@ def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
 
 def cache_label(name: str) -> str:
     """Return the name of a cache in rows and tables: that of a recipe is its file's, without folder and ending."""
-    recipe = parse_cache_name(name)[1].get("recipe")
-    return name if recipe is None else f"recipe:{Path(recipe).stem}"
+    options = parse_cache_name(name)[1]
+    if "recipe" not in options:
+        return name
+    others = [f"{option}={value}" for option, value in options.items() if option != "recipe"]
+    return ",".join([f"recipe:{Path(options['recipe']).stem}", *others])
 
 
 def why_not(name: str, device: torch.device) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 BLOCK = 64  # neighbouring tokens that an interval draws together, because their errors go together
+LEAST_BLOCKS = 10
 RESAMPLES = 2000
 
 
@@ -58,12 +59,15 @@ def block_interval(
     """Return the 95 % bootstrap interval of the mean of per-token figures.
 
     Blocks of neighbouring tokens of one text are drawn with replacement (moving neither across texts nor within
-    one), so that a few hard passages widen the interval as they should.
+    one), so that a few hard passages widen the interval as they should. Of less than ten blocks nothing could be
+    told: blocks are shorter there.
 
     Args:
         texts: [tokens] of each text.
     Source: the block bootstrap, Kuensch 1989 (with fixed blocks, Carlstein 1986).
     """
+    tokens = sum(len(text) for text in texts)
+    block = max(1, min(block, tokens // LEAST_BLOCKS))
     blocks = [part for text in texts for part in text.double().split(block)]
     sums = torch.stack([part.sum() for part in blocks])
     counts = torch.tensor([float(len(part)) for part in blocks], dtype=torch.float64)

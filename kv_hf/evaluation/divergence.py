@@ -1,10 +1,10 @@
 """How long a greedy continuation stays the same as with the exact cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from .prefill import Prefill, last_logits
 
@@ -47,16 +47,15 @@ def leading_equal(exact: torch.Tensor, subject: torch.Tensor) -> list[int]:
 
 
 def measure_divergence(
-    prefill: Prefill, make: Callable[[], Cache], tokens: int, exact: torch.Tensor | None = None
+    prefills: Sequence[Prefill], make: Callable[[], Cache], tokens: int, exact: torch.Tensor
 ) -> Divergence:
-    """Compare greedy continuations of prompts with those of DynamicCache.
+    """Compare greedy continuations of prompts with the exact ones.
 
     Args:
+        prefills: of the prompts, each with a cache of its own.
         make: returns an empty cache.
-        exact: continuations with DynamicCache from an earlier call of `greedy`; None computes them.
+        exact: [prompts, tokens], continuations with the exact cache (see `greedy`).
     """
-    if exact is None:
-        exact = greedy(prefill, DynamicCache(config=prefill.model.config), tokens)
-    equal = leading_equal(exact, greedy(prefill, make(), tokens))
+    equal = leading_equal(exact, torch.cat([greedy(one, make(), tokens) for one in prefills]))
     lengths = torch.tensor(equal, dtype=torch.float64)
     return Divergence(lengths.mean().item(), lengths.quantile(0.5).item(), tokens)

@@ -1,6 +1,7 @@
 """A model of the evaluation with what its measurements share: texts, exact distributions, exact continuations."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +19,16 @@ from .held import layer_shapes, measure_held
 from .packaged_models import resolve_model
 from .prefill import Prefill
 from .reference import ExactReference
-from .texts import load_text, token_windows
+from .texts import text_windows
 
-EDGE = 1 << 20  # bytes of a weight file's ends that a revision reads
+SAMPLES, SAMPLE = 512, 4096  # places of a weight file that a revision reads, and bytes of each
 
 
 def model_revision(name: str) -> str:
     """Return what tells one state of a model's files from another: the hub's commit, or a digest of a folder's files.
 
-    The digest reads the config and, of each weight file, the size and both ends.
+    The digest reads the config and the tokenizer's files, and of each weight file its size and bytes of 512 places, spread evenly
+    over it: a model that was trained on differs in all of them.
     """
     folder = Path(resolve_model(name))
     if not folder.is_dir():
@@ -36,19 +38,25 @@ def model_revision(name: str) -> str:
             return parts[parts.index("snapshots") + 1][:12]
         raise ValueError(f"model {name!r} is neither a folder nor on the hub")
     digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
+    small = [*folder.glob("*.json"), *folder.glob("*.model"), *folder.glob("*.txt")]
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    for path in sorted(small):
+        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted(weights):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(EDGE))
-            file.seek(max(0, path.stat().st_size - EDGE))
-            digest.update(file.read(EDGE))
+            for place in range(SAMPLES):
+                file.seek(place * max(0, size - SAMPLE) // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE))
     return digest.hexdigest()[:12]
 
 
 def weight_bytes(name: str) -> int:
     """Return the bytes of a folder's weight files, as a measure of what a token costs; 1 where they are elsewhere."""
     folder = Path(resolve_model(name))
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or 1
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return sum(path.stat().st_size for path in files) or 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,12 @@ class TextSettings:
     windows: int = 7
     window: int = 1600
     prompt: int = 512
+
+
+def digest_of(texts: Sequence[torch.Tensor]) -> str:
+    """Return what tells texts apart that have one name: a digest of their token ids."""
+    ids = [text.tolist() for text in texts]
+    return hashlib.sha256(str(ids).encode()).hexdigest()[:12]
 
 
 class LoadedModel:
@@ -90,7 +104,9 @@ class LoadedModel:
         # it reads transformers' own caches by sdpa, so that all are measured by one attention
         self.model.set_attn_implementation(ATTENTION_NAME)
         self._references: dict[TextSettings, ExactReference] = {}
-        self._continuations: tuple[tuple[TextSettings, int], Prefill, torch.Tensor] | None = None
+        self._continuations: tuple[tuple[TextSettings, int], list[Prefill], torch.Tensor] | None = (
+            None
+        )
 
     @cached_property
     def shapes(self) -> list[Any]:
@@ -103,25 +119,26 @@ class LoadedModel:
         Raises: ValueError for a text that is empty, too short for one window, or longer than the model reads.
         """
         if settings not in self._references:
-            encode = self.tokenizer
-            ids = encode(
-                load_text(settings.text), add_special_tokens=False, verbose=False
-            ).input_ids
-            # a model that was trained with a token ahead of every text (Gemma) is lost without it
-            ahead = [i for i in encode("").input_ids if i == encode.bos_token_id]
-            windows = token_windows(ids, settings.window - len(ahead), settings.windows)
-            texts = [torch.tensor([*ahead, *window], device=self.device) for window in windows]
+            windows = text_windows(self.tokenizer, settings.text, settings.window, settings.windows)
+            texts = [torch.tensor(window, device=self.device) for window in windows]
             check_texts(self.model, texts, settings.prompt)
             self._references = {settings: ExactReference(self.model, texts, settings.prompt)}
         return self._references[settings]
 
-    def continuations(self, settings: TextSettings, tokens: int) -> tuple[Prefill, torch.Tensor]:
-        """Return the windows' prompts and their greedy continuations with the exact cache: [windows, tokens]."""
+    def continuations(
+        self, settings: TextSettings, tokens: int
+    ) -> tuple[list[Prefill], torch.Tensor]:
+        """Return the windows' prompts and their greedy continuations with the exact cache: [windows, tokens].
+
+        Each prompt runs alone: transformers' fp8 cache shares one scale among the rows of a batch.
+        """
         if self._continuations is None or self._continuations[0] != (settings, tokens):
             texts = self.reference(settings).texts
-            prefill = Prefill(self.model, torch.stack([ids[: settings.prompt] for ids in texts]))
-            exact = greedy(prefill, DynamicCache(config=self.model.config), tokens)
-            self._continuations = ((settings, tokens), prefill, exact)
+            prefills = [Prefill(self.model, ids[None, : settings.prompt]) for ids in texts]
+            exact = [
+                greedy(one, DynamicCache(config=self.model.config), tokens) for one in prefills
+            ]
+            self._continuations = ((settings, tokens), prefills, torch.cat(exact))
         return self._continuations[1:]
 
     def accuracy(
@@ -155,6 +172,7 @@ class LoadedModel:
         row = {
             **asdict(settings),
             "windows": len(reference.texts),
+            "text_digest": digest_of(reference.texts),
             "protocol": PROTOCOL,
             **asdict(found),
             **held.row(),

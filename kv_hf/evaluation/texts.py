@@ -85,6 +85,18 @@ def dataset_text(
     return text
 
 
+def text_windows(tokenizer: Any, source: str | Path, length: int, count: int) -> list[list[int]]:
+    """Return the first `count` windows of `length` tokens of a text, each begun as the tokenizer begins texts.
+
+    A model that was trained with a token ahead of every text (Gemma) is lost without it.
+
+    Raises: ValueError as `load_text` and `token_windows` do.
+    """
+    ids = tokenizer(load_text(source), add_special_tokens=False, verbose=False).input_ids
+    ahead = [i for i in tokenizer("").input_ids if i == tokenizer.bos_token_id]
+    return [[*ahead, *window] for window in token_windows(ids, length - len(ahead), count)]
+
+
 def token_windows(token_ids: list[int], length: int, count: int) -> list[list[int]]:
     """Cut the first `count` windows of `length` tokens, one behind the other.
 

@@ -36,7 +36,11 @@ class Cell:
         Args:
             revision: of the model's files, so that new weights are measured anew.
         """
-        files = [cache_contents(self.cache), file_contents(self.settings.get("text"))]
+        files = [
+            cache_contents(self.cache),
+            file_contents(self.settings.get("text")),
+            folder_contents(self.settings.get("include_path")),
+        ]
         # a recipe is what its file says, wherever it lies
         known = [self.kind, revision, cache_label(self.cache), files, dict(self.settings)]
         text = json.dumps(known, sort_keys=True, default=str)
@@ -56,6 +60,17 @@ def file_contents(path: str | None) -> str:
     if path is None or not Path(path).is_file():
         return ""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def folder_contents(path: str | None) -> str:
+    """Return a digest of the task files in a folder, and of the data beside them; empty for None."""
+    if path is None or not Path(path).is_dir():
+        return ""
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).rglob("*")):
+        if file.suffix in (".yaml", ".jsonl", ".json", ".py"):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def check_caches(names: list[str]) -> None:

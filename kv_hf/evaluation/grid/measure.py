@@ -64,8 +64,10 @@ class Bench:
         return [loaded.accuracy(cell.cache, texts, settings["divergence_tokens"])]
 
     def _memory(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        sizes = {name: settings[name] for name in ("context", "batch", "steps", "dtype", "device")}
-        return [measure_footprint(cell.model, cell.cache, **sizes)]
+        self._loaded = None  # a model that lies beside would take memory and time
+        gc.collect()
+        sizes = {name: settings[name] for name in ("context", "batch", "steps", "dtype")}
+        return [measure_footprint(cell.model, cell.cache, device=str(self.device), **sizes)]
 
     def _needle(self, cell: Cell, settings: dict[str, Any]) -> list[dict[str, Any]]:
         loaded = self.loaded(cell.model, settings["dtype"])

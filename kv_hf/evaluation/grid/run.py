@@ -1,5 +1,6 @@
 """Run the cells of a grid: what is finished is not repeated, what fails leaves no row."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from ..cache_kinds import cache_label
+from ..child import MeasurementError
 from ..rows import append_rows, make_row, read_rows
 from .cell import Cell
 
@@ -45,16 +47,29 @@ def run_cells(
             start = time.monotonic()
             try:
                 found = measure(cell)
-                append_rows(out, [_row(cell, key, revision, start, fields) for fields in found])
-                finished.add(key)
-            except (ValueError, RuntimeError, ImportError) as error:  # torch's out of memory too
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                failures.append(f"{cell}: {first}")
+                if not found:
+                    raise ValueError("nothing was measured")
+                rows = [_row(cell, key, revision, start, fields) for fields in found]
+                json.dumps(rows, allow_nan=False)
+            except (
+                Exception
+            ) as error:  # whatever a cache, a task or its library raises; the others go on
+                failures.append(f"{cell}: {in_words(error)}")
                 say(f"no row for {failures[-1]}")
+            else:
+                append_rows(out, rows)
+                finished.add(key)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         done(cell)
     return failures
+
+
+def in_words(error: Exception) -> str:
+    """Return the first line of an error, with its class where that is no word of ours."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    known = isinstance(error, (ValueError, MeasurementError)) and first
+    return first if known else f"{type(error).__name__}: {first}"
 
 
 def _row(

@@ -35,8 +35,11 @@ class Held:
     bits_per_element: float | None = None
 
     def add(self, cache: Cache, lengths: list[int]) -> None:
-        """Count a cache whose rows hold `lengths` tokens."""
-        self.bytes += held_bytes(cache)
+        """Count a cache whose rows hold `lengths` tokens; what padding takes in a cache that stores it is left out."""
+        share = 1.0
+        if not isinstance(cache, PagedCache):
+            share = sum(lengths) / max(1, len(lengths) * int(cache.get_seq_length()))
+        self.bytes += round(share * held_bytes(cache))
         self.tokens += sum(lengths)
         self.longest = max(self.longest, *lengths)
         if isinstance(cache, PagedCache):

@@ -14,7 +14,7 @@ from ...errors import CacheOptionError
 from ...formats import ATTENTION_NAME
 from ...hf.models import use_paged_attention
 from ...recipe import MEASURED_OPTIONS
-from ..texts import load_text, token_windows
+from ..texts import text_windows
 from .calibration import Calibration
 from .cost import Budget, Serving
 from .search import Recommendation, Search
@@ -176,7 +176,7 @@ def _token_ids(
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(most, int) and window > most:
         raise ValueError(f"window must be at most the model's {most} positions, got {window}")
-    cut = token_windows(tokenizer(load_text(text)).input_ids, window, windows)
+    cut = text_windows(tokenizer, text, window, windows)
     return [torch.tensor(ids, device=model.device) for ids in cut]
 
 

@@ -58,6 +58,7 @@ class CellFile:
     ) -> None:
         self.path = path
         self.facts = facts
+        self.options = setting.get("options") or {}
         self._setting = json.dumps(setting, sort_keys=True, default=str)
         rows = read_rows(path) if path is not None else []
         self._known = {
@@ -78,11 +79,13 @@ class CellFile:
         self._known[self.key(cell)] = kl_mean
         if self.path is None:
             return
+        options = {"options": self.options} if self.options else {}
         alone = {"layer": cell.layers[0]} if len(cell.layers) == 1 else {"layers": cell.layers}
         row = make_row(
             kind="sensitivity",
             **self.facts,
             **alone,
+            **options,
             side=cell.side,
             format=cell.format,
             kl_mean=kl_mean,

@@ -10,15 +10,14 @@ from .select import Group, Row, distinct, family
 
 def task_table(group: Group) -> Markup:
     """Return the score of each cache in each task, with its standard error and its difference from the exact cache."""
-    names = ("task", "metric", "samples", "context", "shots")
+    names = ("task", "metric", "samples", "num_fewshot")
     columns = list(dict.fromkeys(tuple(row.get(name) for name in names) for row in group.rows))
     by_cell = {(row["cache"], *(row.get(name) for name in names)): row for row in group.rows}
     reference = group.reference()
     exact = reference["cache"] if reference else None
     heads = ["cache"]
-    for task, metric, samples, context, shots in columns:
+    for task, metric, samples, shots in columns:
         parts = [f"{samples} samples" if samples is not None else ""]
-        parts += [f"context {context:,}" if isinstance(context, int) else ""]
         parts += [f"{shots} shots" if shots is not None else ""]
         heads.append(f"{task}, {metric}" + "".join(f"; {part}" for part in parts if part))
     if any(row.get("bytes_per_token") is not None for row in group.rows):
@@ -63,13 +62,14 @@ def _score(row: Row | None, exact: Row | None, cache: str) -> Markup:
 def needle_maps(group: Group) -> Markup:
     """Return a heat map per cache: part of the needles found, depth (down) by length (across)."""
     lengths = sorted({row["length"] for row in group.rows})
-    depths = sorted({row["depth"] for row in group.rows})
+    # tasks on lists of words have no depth
+    depths = sorted({row["depth"] for row in group.rows}, key=lambda depth: depth or 0.0)
     maps = []
     for cache in distinct(group.rows, "cache"):
         by_cell = {(r["length"], r["depth"]): r for r in group.rows if r["cache"] == cache}
         lines = [
             [
-                tag("th", percent(depth), scope="row"),
+                tag("th", "anywhere" if depth is None else percent(depth), scope="row"),
                 *(_heat(by_cell.get((length, depth))) for length in lengths),
             ]
             for depth in depths
@@ -100,12 +100,18 @@ def _heat(row: Row | None) -> Markup:
     )
 
 
+# fields of kv_hf.evaluation.footprint, what a cache consists of first
+PARTS = (
+    *("payload_bytes", "scales_bytes", "tail_bytes", "tables_bytes", "staging_bytes"),
+    *("other_bytes", "offloaded_bytes", "prefill_peak_bytes", "steps_grown_bytes"),
+    "steps_peak_bytes",
+)
 SPEED = [
     ("prefill, tokens/s", "prefill_tokens_per_s", short),
     ("decoding, tokens/s", "decode_tokens_per_s", short),
 ]
 TOTALS = [
-    ("bytes held", "bytes", size),
+    ("bytes held", "held_bytes", size),
     ("bytes per token", "bytes_per_token", whole),
     ("peak on the device", "peak_bytes", size),
     ("resident memory", "rss_bytes", size),
@@ -113,10 +119,8 @@ TOTALS = [
 
 
 def memory_table(group: Group) -> Markup:
-    """Return bytes by part and speed of each cache; parts are the fields `bytes_*`, or what `bytes` has by name."""
-    rows = [_flat(row) for row in group.rows]
-    known = {name for _, name, _ in TOTALS}
-    parts = sorted({name for row in rows for name in row if _is_part(name, row)} - known)
+    """Return bytes by part, memory and speed of each cache; parts that nobody has are left out."""
+    parts = [name for name in PARTS if any(row.get(name) for row in group.rows)]
     columns: list[tuple[str, Any]] = [(head, _cell(name, text)) for head, name, text in SPEED]
     columns.append(
         (
@@ -125,30 +129,17 @@ def memory_table(group: Group) -> Markup:
         )
     )
     columns += [(head, _cell(name, text)) for head, name, text in TOTALS]
-    columns += [(name.replace("_", " "), _cell(name, size)) for name in parts]
+    columns += [(_head(name), _cell(name, size)) for name in parts]
     context, batch = group.protocol.get("context"), group.protocol.get("batch")
     at = [f"{context:,} tokens" if context is not None else ""]
     at.append(f"batch {batch:,}" if batch is not None else "")
     caption = ", ".join(["Every cache", *(part for part in at if part)])
-    return columns_table(caption, rows, columns)
+    return columns_table(caption, group.rows, columns)
 
 
 def _cell(name: str, text: Any) -> Any:
     return lambda row: measured(row, name, text)
 
 
-def _is_part(name: str, row: Row) -> bool:
-    numeric = isinstance(row[name], (int, float)) and not isinstance(row[name], bool)
-    return numeric and name.startswith(("bytes_", "peak_", "rss_"))
-
-
-def _flat(row: Row) -> Row:
-    """Return a row in which the parts of `bytes`, or of `bytes_by_part`, are fields of their own."""
-    flat: Row = {}
-    for name, value in row.items():
-        if isinstance(value, dict) and name.startswith("bytes"):
-            for part, held in value.items():
-                flat["bytes" if part == "total" else f"bytes_{part}"] = held
-        else:
-            flat[name] = value
-    return flat
+def _head(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")

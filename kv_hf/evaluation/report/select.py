@@ -18,27 +18,38 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "accuracy": (
         (
             "text",
+            "text_digest",
             "windows",
             "window",
             "prompt",
             "protocol",
             "dtype",
             "bytes_dtype",
+            "device",
             "seed",
             "options",
         ),
         ("cache",),
     ),
     "sensitivity": (
-        ("text", "windows", "window", "prompt", "protocol", "dtype", "bytes_dtype", "seed"),
+        (
+            *("text", "windows", "window", "prompt", "protocol"),
+            *("dtype", "bytes_dtype", "seed", "options"),
+        ),
         ("layer", "side", "format"),
     ),
     "task": (
         ("protocol", "dtype", "seed"),
-        ("task", "metric", "samples", "context", "shots", "cache"),
+        ("task", "metric", "samples", "num_fewshot", "cache"),
     ),
-    "needle": (("task", "samples", "protocol", "dtype", "seed"), ("cache", "length", "depth")),
-    "memory": (("device", "machine", "dtype", "context", "batch"), ("cache",)),
+    "needle": (
+        ("task", "samples", "haystack", "chat", "protocol", "dtype", "seed"),
+        ("cache", "length", "depth"),
+    ),
+    "memory": (
+        ("device", "machine", "threads", "dtype", "context", "batch", "steps"),
+        ("cache",),
+    ),
 }
 SIDES = ("keys", "values")
 EXACT = ("dynamic", "static", "offloaded")  # transformers' own caches that lose nothing
@@ -146,7 +157,7 @@ NEEDED = {
     "accuracy": ("model", "cache", "kl_mean"),
     "sensitivity": ("model", "layer", "side", "format", "kl_mean"),
     "task": ("model", "cache", "task", "metric", "value"),
-    "needle": ("model", "cache", "task", "length", "depth", "score"),
+    "needle": ("model", "cache", "task", "length", "score"),
     "memory": ("model", "cache"),
 }
 

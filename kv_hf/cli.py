@@ -33,7 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["lm-eval"]:
         from .evaluation.harness.__main__ import main as lm_eval
 
-        lm_eval(arguments[1:])
+        try:
+            lm_eval(arguments[1:])
+        except (
+            ValueError,
+            ImportError,
+            OSError,
+        ) as error:  # bad arguments, a task or data that is not there
+            print(f"kv-hf lm-eval: error: {error}", file=sys.stderr)
+            return 2
         return 0
     args = parser.parse_args(arguments)
     try:
@@ -69,3 +77,7 @@ def print_doctor(device: torch.device, dtype: torch.dtype, head_dim: int, page_s
         }
         for reason in reasons:
             print(f"  {name:<14}{reason}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

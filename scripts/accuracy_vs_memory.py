@@ -3,7 +3,7 @@
     python scripts/accuracy_vs_memory.py --models smollm2-135m --caches paged_int4 paged_int8 quanto_int4
     accelerate launch --num_processes 4 scripts/accuracy_vs_memory.py --models a-model another-model --tasks hellaswag
     torchrun --nproc-per-node 2 scripts/accuracy_vs_memory.py --cpu --models a-model another-model
-    python scripts/accuracy_vs_memory.py --models smollm2-135m --needle 1024 2048 4096 --context 2048 8192
+    python scripts/accuracy_vs_memory.py --models smollm2-135m --needle 1024 2048 4096 --context 2048 4096
 
 A run that was stopped goes on where it was: cells whose rows are in --out are not measured again. Of several processes
 (accelerate launch on GPUs, torchrun on CPUs) each takes its part of the cells. What cannot be measured is said at the end
@@ -23,6 +23,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
 from tqdm import tqdm
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from kv_hf.evaluation.cache_kinds import CACHE_NAMES
@@ -31,9 +32,11 @@ from kv_hf.evaluation.grid.measure import Bench
 from kv_hf.evaluation.grid.plan import CACHES, plan_cells
 from kv_hf.evaluation.grid.run import finished_cells, run_cells
 from kv_hf.evaluation.loaded import TextSettings, model_revision, weight_bytes
-from kv_hf.evaluation.packaged_models import PACKAGED
+from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.report.write import write_report
-from kv_hf.evaluation.rows import read_rows
+from kv_hf.evaluation.retrieval.puzzles import TASKS
+from kv_hf.evaluation.rows import check_writable, read_rows
+from kv_hf.evaluation.texts import load_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "accuracy_vs_memory.jsonl"
@@ -46,9 +49,16 @@ console = Console(width=140)
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog=f"packaged models: {', '.join(PACKAGED)}; caches: {', '.join(CACHE_NAMES)}",
+        epilog=f"packaged models: {', '.join(PACKAGED)}; caches: {', '.join(CACHE_NAMES)}, recipe:FILE",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--models", nargs="+", default=["smollm2-135m"], metavar="MODEL")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["smollm2-135m"],
+        metavar="MODEL",
+        help="names, hub ids or folders",
+    )
     parser.add_argument(
         "--caches", nargs="+", default=list(CACHES), metavar="NAME[:OPTION=VALUE,..]"
     )
@@ -65,9 +75,24 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=100, help="samples per task, 0: all")
     parser.add_argument("--shots", type=int, help="examples before each question")
     parser.add_argument("--include-path", help="folder with more tasks (scripts/offline_tasks.py)")
-    parser.add_argument("--needle", nargs="+", type=int, default=[], metavar="LENGTH")
-    parser.add_argument("--needle-tasks", nargs="+", default=["single"])
-    parser.add_argument("--depths", nargs="+", type=float, default=[0.0, 0.25, 0.5, 0.75, 1.0])
+    parser.add_argument(
+        "--needle",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="LENGTH",
+        help="lengths of texts with needles",
+    )
+    parser.add_argument(
+        "--needle-tasks", nargs="+", default=["single"], help=f"some of {', '.join(TASKS)}"
+    )
+    parser.add_argument(
+        "--depths",
+        nargs="+",
+        type=float,
+        default=[0.0, 0.25, 0.5, 0.75, 1.0],
+        help="of needles, 0 to 1",
+    )
     parser.add_argument("--samples", type=int, default=4, help="needles per length and depth")
     parser.add_argument(
         "--context",
@@ -114,6 +139,25 @@ def planned(args: argparse.Namespace, device: torch.device) -> list[Cell]:
         needle={**needle, "samples": args.samples} if args.needle else None,
         memory=memory if args.context else None,
     )
+
+
+def check_lengths(args: argparse.Namespace) -> None:
+    """Raise ValueError for a text that is none, or for lengths that a model does not read, before anything is loaded."""
+    if args.windows:
+        load_text(args.text)
+    asked = {
+        "--window": [args.window] if args.windows else [],
+        "--needle": args.needle,
+        "--context (with its steps and 2 to warm up)": [n + args.steps + 2 for n in args.context],
+    }
+    for model in args.models:
+        config = AutoConfig.from_pretrained(resolve_model(model)).get_text_config(decoder=True)
+        longest = getattr(config, "max_position_embeddings", None)
+        for name, lengths in asked.items():
+            if longest and lengths and max(lengths) > longest:
+                raise ValueError(
+                    f"{name} must be at most the {longest} tokens that {model} reads, got {max(lengths)}"
+                )
 
 
 def dealt(todo: list[Todo], state: PartialState) -> list[Todo]:
@@ -176,6 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cpu = args.cpu or not torch.cuda.is_available()
     state = PartialState(cpu=cpu, timeout=datetime.timedelta(days=30))
     try:
+        if state.is_main_process:
+            check_writable(args.out)
+        check_lengths(args)
         cells = planned(args, state.device)
         if not cells:
             raise ValueError("nothing to measure: give --windows, --tasks, --needle or --context")
@@ -186,7 +233,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if rows:
                 for path in write_report(rows, args.report):
                     console.print(f"wrote {path}", highlight=False)
+            else:
+                console.print("no report: nothing was measured")
         state.wait_for_everyone()  # a process that ends with an error ends the others
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command goes on behind the rows in {args.out}")
+        return 130
     except (ValueError, OSError) as error:
         console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
         return 2

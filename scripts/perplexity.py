@@ -26,7 +26,7 @@ from kv_hf.evaluation.grid.cell import check_caches
 from kv_hf.evaluation.grid.run import in_words
 from kv_hf.evaluation.loaded import LoadedModel, TextSettings
 from kv_hf.evaluation.packaged_models import PACKAGED
-from kv_hf.evaluation.rows import append_rows, make_row
+from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.evaluation.texts import BUNDLED
 from kv_hf.formats import IMPLEMENTATIONS
 
@@ -37,7 +37,9 @@ console = Console(width=140)
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=f"caches: {', '.join(CACHE_NAMES)}"
+        description=__doc__.splitlines()[0],
+        epilog=f"caches: {', '.join(CACHE_NAMES)}, recipe:FILE",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     packaged = ", ".join(PACKAGED)
     parser.add_argument("--model", default="smollm2-135m", help=f"{packaged}, a hub id or a folder")
@@ -98,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = TextSettings(args.text, args.windows, args.window, args.prompt)
     try:
         check_caches(args.caches)
+        if args.record:
+            check_writable(args.out)
         loaded = LoadedModel(args.model, getattr(torch, args.dtype), args.device)
         texts = loaded.reference(settings).texts
     except (ValueError, OSError) as error:

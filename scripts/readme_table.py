@@ -1,5 +1,6 @@
 """Write the measured tables of README.md and docs/ from the newest rows of results/."""
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ LAYERS = [
     ("llama-8b", "cpu", "32 query and 8 kv heads of 128"),
     ("llama-8b", "cuda", "32 query and 8 kv heads of 128"),
 ]
+NO_RUN = "No run has been recorded yet"
 NOTHING = "No run has been recorded yet: `make bench` and `make bench-gpu` write this table."
 
 
@@ -107,12 +109,15 @@ def speed_table(generate: list[dict[str, Any]], decode: list[dict[str, Any]]) ->
 
 
 def replace_block(text: str, name: str, block: str) -> str:
-    """Put `block` between the markers `<!-- name -->` and `<!-- /name -->`."""
+    """Put `block` between the markers `<!-- name -->` and `<!-- /name -->`; a table stays where there are no rows."""
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    if block.startswith(NO_RUN) and re.search(rf"<!-- {name} -->\n\|", text):
+        return text
     return re.sub(pattern, lambda m: m[1] + block + "\n" + m[2], text, flags=re.DOTALL)
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     readme = ROOT / "README.md"
     text = readme.read_text("utf-8")
     text = replace_block(

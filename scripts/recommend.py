@@ -9,6 +9,7 @@ The last columns compare recipe and uniform format on other text.
 
 import argparse
 import functools
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from kv_hf.formats import IMPLEMENTATIONS
 from kv_hf.recipe import MEASURED_OPTIONS
 
 ROOT = Path(__file__).parent.parent
+FEW = 256  # scored tokens
 
 
 def arguments() -> argparse.Namespace:
@@ -106,6 +108,11 @@ def main() -> None:
     variants = None
     if args.variant is not None:
         variants = [numbers(one.split(",")) for one in args.variant if one != "none"]
+    scored = args.windows * (args.window - args.prompt)
+    if scored < FEW:
+        print(
+            f"only {scored} tokens are scored: a choice by so few may be wrong on other text (512 are the default)"
+        )
     folder = resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
@@ -191,4 +198,8 @@ def row(
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"recommend.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

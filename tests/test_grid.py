@@ -154,8 +154,8 @@ def test_plan_covers_models_and_caches_and_refuses_bad_names():
         texts=TextSettings(),
         memory={"contexts": [512, 1024], "steps": 8},
     )
-    assert len(cells) == 2 * (2 + 2 * 4)
-    assert [one.model for one in cells] == ["a"] * 10 + ["b"] * 10
+    assert len(cells) == 2 * (2 + 2 * 3)
+    assert [one.model for one in cells] == ["a"] * 8 + ["b"] * 8
     with pytest.raises(ValueError, match="got .paged_int. "):
         plan_cells(["a"], ["paged_int"], SETTINGS, texts=TextSettings())
     with pytest.raises(ValueError, match="caches must name"):

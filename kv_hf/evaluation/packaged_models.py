@@ -106,8 +106,23 @@ PACKAGED: dict[str, Callable[[], Path]] = {
 
 
 def resolve_model(name: str) -> str:
-    """Return what from_pretrained takes: the folder of a packaged model, or `name` (hub id or folder)."""
-    return str(PACKAGED[name]()) if name in PACKAGED else name
+    """Return what from_pretrained takes: the folder of a packaged model, or `name` (hub id or folder).
+
+    Raises: ValueError for what looks like a folder and is none, or is one without a model.
+    """
+    if name in PACKAGED:
+        return str(PACKAGED[name]())
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model {name!r} is a folder without a config.json")
+    elif (
+        folder.is_absolute()
+        or name.startswith((".", "~"))
+        or (name.count("/") != 1 and "/" in name)
+    ):
+        raise ValueError(f"model {name!r}: there is no such folder")
+    return name
 
 
 def _converted(name: str, gguf: Callable[[Path], Path]) -> Path:

@@ -89,6 +89,19 @@ def make_row(**measured: Any) -> dict[str, Any]:
     }
 
 
+def check_writable(path: Path) -> None:
+    """Raise ValueError when no row can be appended to a file, before anything is measured for it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"--out {str(path)!r} cannot be written: {error.strerror}") from error
+
+
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Append rows to a JSONL file: all of them or, where the disk is full, none.
 

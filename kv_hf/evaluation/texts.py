@@ -104,5 +104,7 @@ def token_windows(token_ids: list[int], length: int, count: int) -> list[list[in
     """
     windows = [token_ids[i : i + length] for i in range(0, len(token_ids) - length + 1, length)]
     if not windows:
-        raise ValueError(f"text of {len(token_ids)} tokens is shorter than one window of {length}")
+        raise ValueError(
+            f"text of {len(token_ids)} tokens is shorter than one window of {length}: take more text, or a smaller window"
+        )
     return windows[:count]

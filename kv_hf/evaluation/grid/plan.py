@@ -75,6 +75,6 @@ def plan_cells(
         if memory is not None:
             for context in memory["contexts"]:
                 rest = {name: value for name, value in memory.items() if name != "contexts"}
-                for cache in ("dynamic", "static", *caches):
+                for cache in ("dynamic", *caches):
                     add("memory", cache, {"context": context, **rest}, context)
     return cells

@@ -117,7 +117,7 @@ def verdict(found: PeerRatio) -> Markup:
         why = "" if found.ratio is not None else ": neither loses anything"
         return tag("td", tag("strong", "pass"), why, class_="pass")
     if found.best is None:
-        why = ": none of ours holds so few bytes"
+        return tag("td", "not compared: no cache of ours that was measured holds so few bytes")
     elif found.ratio is None:
         why = ": the peer loses nothing"
     elif found.ratio >= 1:

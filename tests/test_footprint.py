@@ -306,7 +306,7 @@ def test_times_and_memory_come_from_processes_of_their_own(monkeypatch):
         ({"weights": "none"}, "weights must be"),
         ({"device": "mps"}, "device must be a CPU or CUDA"),
         ({"model": "tinier"}, "model must be one of.*tinier"),
-        ({"model": "/no/such", "weights": "real"}, "model '/no/such' cannot be loaded"),
+        ({"model": "/no/such", "weights": "real"}, "model '/no/such': there is no such folder"),
         ({"text": "/no/such", "weights": "real"}, "text must be a file"),
     ],
     ids=str,

@@ -93,7 +93,7 @@ results/recipes/qwen2.5-coder-1.5b-%: RECIPE += --tokens 256
 results/recipes/%-bits.json: | $(VENV)/.eval
 	$(RECIPE) --model $(patsubst %-5.4,%,$(patsubst %-4.9,%,$(patsubst %-3.5,%,$*))) --budget bytes_per_token=$(BYTES) --out $@
 
-eval: $(VENV)/.eval $(patsubst recipe:%,%,$(FINER)) $(foreach model,smollm2-135m qwen2.5-coder-1.5b,$(patsubst recipe:%,%,$(call recipes,$(model)))) ## measure accuracy against memory on two models or three, write results/report and the README's tables (two hours on 2 cores; goes on where it was stopped)
+eval: $(VENV)/.eval $(patsubst recipe:%,%,$(FINER)) $(foreach model,smollm2-135m qwen2.5-coder-1.5b,$(patsubst recipe:%,%,$(call recipes,$(model)))) ## measure accuracy against memory on two models or three, write results/report and the README's tables (takes hours on a CPU; goes on where it was stopped)
 	$(BIN)/python scripts/offline_tasks.py --folder $(VENV)/tasks
 	$(GRID) --models smollm2-135m --caches $(OURS) $(MORE) $(call recipes,smollm2-135m) $(FINER) $(PEERS)
 	$(GRID) --models qwen2.5-coder-1.5b --windows 2 --divergence 32 --caches $(OURS) $(call recipes,qwen2.5-coder-1.5b) $(PEERS)

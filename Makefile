@@ -88,7 +88,7 @@ results/recipes/smollm2-135m-3.5-bits.json: BYTES = 5126
 results/recipes/smollm2-135m-5.4-bits.json: BYTES = 7891
 results/recipes/qwen2.5-coder-1.5b-4.9-bits.json: BYTES = 8745
 results/recipes/qwen2.5-coder-1.5b-3.5-bits.json: BYTES = 6379
-# a token of the larger model takes a second on 2 cores
+# fewer tokens of the larger model, which takes its time on a CPU
 results/recipes/qwen2.5-coder-1.5b-%: RECIPE += --tokens 256
 results/recipes/%-bits.json: | $(VENV)/.eval
 	$(RECIPE) --model $(patsubst %-5.4,%,$(patsubst %-4.9,%,$(patsubst %-3.5,%,$*))) --budget bytes_per_token=$(BYTES) --out $@

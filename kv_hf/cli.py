@@ -35,11 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         try:
             lm_eval(arguments[1:])
-        except (
-            ValueError,
-            ImportError,
-            OSError,
-        ) as error:  # bad arguments, a task or data that is not there
+        # bad arguments, a task or data that is not there
+        except (ValueError, ImportError, OSError) as error:
             print(f"kv-hf lm-eval: error: {error}", file=sys.stderr)
             return 2
         return 0

@@ -36,7 +36,7 @@ from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.report.write import write_report
 from kv_hf.evaluation.retrieval.puzzles import TASKS
 from kv_hf.evaluation.rows import check_writable, read_rows
-from kv_hf.evaluation.texts import load_text
+from kv_hf.evaluation.texts import load_text, longest_context
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "accuracy_vs_memory.jsonl"
@@ -151,10 +151,9 @@ def check_lengths(args: argparse.Namespace) -> None:
         "--context (with its steps and 2 to warm up)": [n + args.steps + 2 for n in args.context],
     }
     for model in args.models:
-        config = AutoConfig.from_pretrained(resolve_model(model)).get_text_config(decoder=True)
-        longest = getattr(config, "max_position_embeddings", None)
+        longest = longest_context(AutoConfig.from_pretrained(resolve_model(model)))
         for name, lengths in asked.items():
-            if longest and lengths and max(lengths) > longest:
+            if lengths and max(lengths) > longest:
                 raise ValueError(
                     f"{name} must be at most the {longest} tokens that {model} reads, got {max(lengths)}"
                 )

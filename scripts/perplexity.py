@@ -22,8 +22,8 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from kv_hf.evaluation.cache_kinds import CACHE_NAMES, cache_label
+from kv_hf.evaluation.child import in_words
 from kv_hf.evaluation.grid.cell import check_caches
-from kv_hf.evaluation.grid.run import in_words
 from kv_hf.evaluation.loaded import LoadedModel, TextSettings
 from kv_hf.evaluation.packaged_models import PACKAGED
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row

@@ -72,7 +72,8 @@ def test_whatever_a_library_raises_the_others_go_on(tmp_path, error):
 
     out = tmp_path / "rows.jsonl"
     failures = run_cells([(cell(), "r"), (cell("static"), "r")], measure, out, say=str)
-    assert failures[0].startswith(f"accuracy of dynamic on a-model: {type(error).__name__}")
+    said = failures[0].removeprefix("accuracy of dynamic on a-model: ")
+    assert type(error).__name__ in said or said.startswith("out of memory")
     assert failures[1] == "accuracy of static on a-model: nothing was measured"
     assert not out.exists()
 

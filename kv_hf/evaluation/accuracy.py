@@ -10,6 +10,7 @@ from transformers import Cache, PreTrainedModel
 from .distances import Tally, block_interval
 from .reference import ExactReference
 from .teacher_forcing import forced_logits
+from .texts import longest_context
 
 PROTOCOL = "teacher forced, decode semantics"
 
@@ -95,7 +96,7 @@ def check_texts(model: PreTrainedModel, texts: list[torch.Tensor], prompt_tokens
     """Raise ValueError for texts that cannot be measured with this model."""
     if not texts:
         raise ValueError("texts must hold at least one text, got none")
-    longest = longest_context(model)
+    longest = longest_context(model.config)
     for ids in texts:
         if len(ids) > longest:
             raise ValueError(
@@ -106,12 +107,6 @@ def check_texts(model: PreTrainedModel, texts: list[torch.Tensor], prompt_tokens
             raise ValueError(
                 f"prompt_tokens must leave at least two of a text's {len(ids)} tokens to score, got {prompt_tokens}"
             )
-
-
-def longest_context(model: PreTrainedModel) -> int:
-    """Return the tokens that a model was made for; a very large number where its config does not say."""
-    config = model.config.get_text_config(decoder=True)
-    return int(getattr(config, "max_position_embeddings", None) or 1 << 60)
 
 
 def summary(tally: Tally, bits: float) -> Accuracy:

@@ -131,6 +131,6 @@ def in_words(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if ran_out_of_memory(error):
         return f"out of memory: {lines[0][:200]}"
-    if isinstance(error, ValueError):
+    if isinstance(error, (ValueError, MeasurementError)):
         return " ".join(lines)
     return f"{type(error).__name__}: {' '.join(lines)[:600]}"

@@ -27,11 +27,8 @@ class Tally:
 
     def add(self, exact: torch.Tensor, subject: torch.Tensor, targets: torch.Tensor) -> None:
         """Add a chunk: log-probabilities [n, vocab] of both; `targets` [n or n - 1] are the tokens that follow."""
-        # log-probabilities of -inf on both sides (a vocabulary with banned tokens) add nothing
-        terms = torch.nan_to_num(exact.exp() * (exact - subject), nan=0.0)
-        kl = terms.sum(
-            -1
-        ).double()  # may be below 0 by about 1e-8, by rounding; cut off, it would not average out
+        # may be below 0 by about 1e-8, by rounding; cut off, it would not average out
+        kl = (exact.exp() * (exact - subject)).sum(-1).double()
         index = targets[:, None]
         rows = len(targets)
         self._parts.append(

@@ -14,7 +14,7 @@ from .child import run_child
 from .decode_steps import WARMUP
 from .packaged_models import resolve_model
 from .shapes import RANDOM_MODELS, random_config
-from .texts import load_text
+from .texts import load_text, longest_context
 
 DTYPES = ("bfloat16", "float16", "float32")
 # of glibc, from the start of a process on: see resident.give_freed_memory_back
@@ -129,8 +129,8 @@ def check_request(
         except OSError as error:
             raise ValueError(f"model {model!r} cannot be loaded: {error}") from error
     needed = context + steps + WARMUP
-    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is not None and needed > most:
+    most = longest_context(config)
+    if needed > most:
         raise ValueError(
             f"context={context} and {steps + WARMUP} decoded tokens are {needed}, but {model} supports {most} tokens"
         )

@@ -85,6 +85,12 @@ def dataset_text(
     return text
 
 
+def longest_context(config: Any) -> int:
+    """Return the tokens that a model of this config was made for; a very large number where it does not say."""
+    own = config.get_text_config(decoder=True)
+    return int(getattr(own, "max_position_embeddings", None) or 1 << 60)
+
+
 def text_windows(tokenizer: Any, source: str | Path, length: int, count: int) -> list[list[int]]:
     """Return the first `count` windows of `length` tokens of a text, each begun as the tokenizer begins texts.
 

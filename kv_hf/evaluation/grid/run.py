@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..cache_kinds import cache_label
-from ..child import MeasurementError
+from ..child import in_words
 from ..rows import append_rows, make_row, read_rows
 from .cell import Cell
 
@@ -63,13 +63,6 @@ def run_cells(
                 torch.cuda.empty_cache()
         done(cell)
     return failures
-
-
-def in_words(error: Exception) -> str:
-    """Return the first line of an error, with its class where that is no word of ours."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    known = isinstance(error, (ValueError, MeasurementError)) and first
-    return first if known else f"{type(error).__name__}: {first}"
 
 
 def _row(

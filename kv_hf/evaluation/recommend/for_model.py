@@ -14,7 +14,7 @@ from ...errors import CacheOptionError
 from ...formats import ATTENTION_NAME
 from ...hf.models import use_paged_attention
 from ...recipe import MEASURED_OPTIONS
-from ..texts import text_windows
+from ..texts import longest_context, text_windows
 from .calibration import Calibration
 from .cost import Budget, Serving
 from .search import Recommendation, Search
@@ -173,8 +173,8 @@ def _token_ids(
             raise ValueError(
                 f"tokenizer must be given: none lies at the model's {model.name_or_path!r} ({str(error)[:120]})"
             ) from None
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(most, int) and window > most:
+    most = longest_context(model.config)
+    if window > most:
         raise ValueError(f"window must be at most the model's {most} positions, got {window}")
     cut = text_windows(tokenizer, text, window, windows)
     return [torch.tensor(ids, device=model.device) for ids in cut]

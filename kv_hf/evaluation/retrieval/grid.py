@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ...formats import ATTENTION_NAME
 from ..cache_kinds import CacheKind, cache_kind, why_not
 from ..prefill import Prefill
+from ..texts import longest_context
 from .haystack import LINCOLN, Haystack, load_haystack
 from .prompt import Cell, Frame, make_prompt
 from .puzzles import AT_A_DEPTH, TASKS
@@ -198,8 +199,8 @@ def _check_model(kind: CacheKind, model: PreTrainedModel) -> None:
 
 
 def _check_length(model: PreTrainedModel, cell: Cell) -> None:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and cell.length > most:
+    most = longest_context(model.config)
+    if cell.length > most:
         raise ValueError(
             f"length {cell.length} is longer than the model reads: max_position_embeddings is {most}"
         )

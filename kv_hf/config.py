@@ -1,46 +1,31 @@
 """User options of a paged cache, validated once and frozen. Knows no model and no tensor."""
 
 import copy
-import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .checks import check_choice, check_int, is_power_of_two
 from .errors import CacheOptionError
-from .formats import FORMAT_NAMES, IMPLEMENTATIONS, Scheme, key_scheme, value_scheme
+from .formats import (
+    FORMAT_NAMES,
+    IMPLEMENTATIONS,
+    K_ROPE_FORMAT_NAMES,
+    LATENT_FORMAT_NAMES,
+    Scheme,
+    key_scheme,
+    latent_scheme,
+    value_scheme,
+)
 from .recipe import Recipe, beside_recipe
 
 ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
 OFFLOAD_CHOICES = ("cpu", "disk")
+MLA_CHOICES = ("auto", "absorb", "expand")
 KERNEL_CHOICES = ("auto", "triton", "c", "sdpa", "reference")
-
-
-def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise CacheOptionError unless `value` is one of `choices`; the message lists them and the nearest."""
-    names = list(choices)
-    if isinstance(value, str) and value in names:
-        return
-    near = difflib.get_close_matches(str(value), names, n=1) or [
-        name
-        for name in names
-        if isinstance(value, str) and value and (value in name or name in value)
-    ]
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
-
-
-def _check_int(argument: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise CacheOptionError(
-            f"{argument} must be an integer of at least {minimum}, got {value!r}"
-        )
-
-
-def _is_power_of_two(value: int) -> bool:
-    return value & (value - 1) == 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +59,12 @@ class CacheConfig:
         device_pages: the same budget in pages: one page of one layer counts as one, so that a page of the text
             counts once for every layer.
         offload_dir: folder of the file of offload="disk"; None takes the system's folder for temporary files.
+        latent: format of the latents of multi-head latent attention (MLA, docs/mla.md): as `keys`, or fp8_ds_mla;
+            None takes that of `keys`.
+        latent_group_size: numbers of a latent that share a scale (8, 4 and 2 bits); must divide kv_lora_rank.
+        k_rope: format of the RoPE keys beside latents: exact or int8.
+        mla: "auto" attends to latents themselves in a decode step (absorbed) where the model allows it, and says why
+            where it does not; "absorb" raises there; "expand" computes keys and values of all tokens, as transformers.
         recipe: path of a recipe (docs/recipes.md), or its contents: it decides keys, values and layers, and the sizes
             that it was measured with. Held as a kv_hf.recipe.Recipe.
     """
@@ -97,6 +88,10 @@ class CacheConfig:
     device_bytes: int | None = None
     device_pages: int | None = None
     offload_dir: str | None = None
+    latent: str | None = None
+    latent_group_size: int | None = None
+    k_rope: str = "exact"
+    mla: str = "auto"
     recipe: Any = None
 
     def __post_init__(self) -> None:
@@ -107,25 +102,26 @@ class CacheConfig:
         check_choice("attention", self.attention, ATTENTION_CHOICES)
         check_choice("kernel", self.kernel, KERNEL_CHOICES)
         check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
-        _check_int("page_size", self.page_size, 16)
-        if not _is_power_of_two(self.page_size):
+        self._check_latent()
+        check_int("page_size", self.page_size, 16)
+        if not is_power_of_two(self.page_size):
             raise CacheOptionError(
                 f"page_size must be a power of two of at least 16, got {self.page_size}"
             )
         if self.key_group_size is not None:
-            _check_int("key_group_size", self.key_group_size, 1)
+            check_int("key_group_size", self.key_group_size, 1)
             if self.page_size % self.key_group_size:
                 raise CacheOptionError(
                     f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
                 )
         if self.value_group_size is not None:
-            _check_int("value_group_size", self.value_group_size, 1)
+            check_int("value_group_size", self.value_group_size, 1)
         self._check_groups()
-        _check_int("sink_tokens", self.sink_tokens, 0)
-        _check_int("recent_tokens", self.recent_tokens, 0)
-        _check_int("reserve_tokens", self.reserve_tokens, 0)
+        check_int("sink_tokens", self.sink_tokens, 0)
+        check_int("recent_tokens", self.recent_tokens, 0)
+        check_int("reserve_tokens", self.reserve_tokens, 0)
         if self.max_pages is not None:
-            _check_int("max_pages", self.max_pages, 1)
+            check_int("max_pages", self.max_pages, 1)
         if self.prefix_store is not None and self.max_pages is not None:
             raise CacheOptionError(
                 f"max_pages={self.max_pages} does not go with prefix_store, whose pages many caches share; bound it by "
@@ -159,7 +155,7 @@ class CacheConfig:
         """Raise CacheOptionError for a bad `max_length`, or for options of a cache that grows beside it."""
         if self.max_length is None:
             return
-        _check_int("max_length", self.max_length, 1)
+        check_int("max_length", self.max_length, 1)
         for name, default in (
             ("recent_tokens", 0),
             ("reserve_tokens", 0),
@@ -172,6 +168,19 @@ class CacheConfig:
                 raise CacheOptionError(
                     f"{name}={value} does not go with max_length={self.max_length}, which allocates all pages at once "
                     f"and keeps one page of exact tokens; leave out {name} or max_length"
+                )
+
+    def _check_latent(self) -> None:
+        """Raise CacheOptionError for bad options about multi-head latent attention."""
+        check_choice("mla", self.mla, MLA_CHOICES)
+        check_choice("k_rope", self.k_rope, K_ROPE_FORMAT_NAMES)
+        if self.latent is not None:
+            check_choice("latent", self.latent, LATENT_FORMAT_NAMES)
+        if self.latent_group_size is not None:
+            check_int("latent_group_size", self.latent_group_size, 1)
+            if self.latent == "fp8_ds_mla":
+                raise CacheOptionError(
+                    f"latent_group_size={self.latent_group_size}: the groups of latent='fp8_ds_mla' are 128"
                 )
 
     def _check_groups(self) -> None:
@@ -198,7 +207,7 @@ class CacheConfig:
         budgets = {"device_bytes": self.device_bytes, "device_pages": self.device_pages}
         given = {name: value for name, value in budgets.items() if value is not None}
         for name, value in given.items():
-            _check_int(name, value, 1)
+            check_int(name, value, 1)
         if len(given) > 1:
             raise CacheOptionError(
                 f"device_bytes and device_pages are two ways to give one budget, got both ({given})"
@@ -285,6 +294,29 @@ class CacheConfig:
 
         Raises: CacheOptionError when `layers` names a layer that the model does not have.
         """
+        sides = self._formats_of(layer_idx, num_layers)
+        return (
+            key_scheme(sides["keys"], self.key_group_size),
+            value_scheme(sides["values"], self.value_group_size),
+        )
+
+    def latent_scheme(self, layer_idx: int, num_layers: int) -> Scheme:
+        """Return the scheme of one layer's latents, with the overrides of `layers` applied.
+
+        Raises: CacheOptionError where two formats are given for the one latent that is key and value.
+        """
+        sides = self._formats_of(layer_idx, num_layers)
+        name = self.latent
+        if name is None:
+            name = sides["keys"]
+            if sides["values"] != name:
+                raise CacheOptionError(
+                    f"keys={name!r} and values={sides['values']!r}: layer {layer_idx} stores one latent for both; give "
+                    "one format for both, or latent="
+                )
+        return latent_scheme(name, self.latent_group_size)
+
+    def _formats_of(self, layer_idx: int, num_layers: int) -> dict[str, str]:
         sides = {"keys": self.keys, "values": self.values}
         for low, high, override in self.layer_overrides():
             if high >= num_layers:
@@ -293,10 +325,7 @@ class CacheConfig:
                 )
             if low <= layer_idx <= high:
                 sides.update(override)
-        return (
-            key_scheme(sides["keys"], self.key_group_size),
-            value_scheme(sides["values"], self.value_group_size),
-        )
+        return sides
 
 
 def check_option_names(given: Mapping[str, Any]) -> None:

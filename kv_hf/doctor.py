@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from .cache.encoder_decoder import PagedEncoderDecoderCache
-from .cache.model_shape import decoder_config, is_encoder_decoder, planned_specs
+from .cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
 from .cache.paged_cache import PagedCache
 from .config import CacheConfig
 from .errors import CacheOptionError
@@ -80,9 +80,9 @@ def sizes_of(name: str) -> dict[str, Any]:
     """Return head_dim and dtype of a model, as far as its config says them; see `report_model`."""
     config = decoder_config(_config(name))
     found: dict[str, Any] = {}
-    specs = planned_specs(config, [(key_scheme("exact"), value_scheme("exact"))], 64)
-    if specs:
-        found["head_dim"] = specs[0].keys.head_dim
+    sizes = page_sizes(config)
+    if sizes is not None and latent_rank(config) is None:
+        found["head_dim"] = sizes["key_dim"]
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, torch.dtype):
         found["dtype"] = dtype

@@ -9,6 +9,11 @@ from dataclasses import dataclass, replace
 from .errors import CacheOptionError
 
 FORMAT_NAMES = ("exact", "fp8", "int8", "int4", "int2")
+LATENT_FORMAT_NAMES = (
+    *FORMAT_NAMES,
+    "fp8_ds_mla",
+)  # the last one: the record of DeepSeek's own kernels
+K_ROPE_FORMAT_NAMES = ("exact", "int8")
 IMPLEMENTATIONS = {f"paged_{name}": name for name in FORMAT_NAMES}
 
 ATTENTION_NAME = "kv_hf"  # what transformers knows the paged attention by
@@ -31,6 +36,7 @@ class Scheme:
         offset_group: the same for offsets, or None where the format has no offset.
         clip: part of a group's range that the codes span; numbers beyond it saturate ("unsigned" only).
             Two bits have four codes: losing the extremes costs less than spreading the codes over them.
+        scale_bits: bits of a scale and of an offset, as floating-point numbers: 16 or 32.
     Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of
     keys, SageAttention (arXiv 2410.02367).
     """
@@ -41,6 +47,7 @@ class Scheme:
     scale_group: tuple[int, int] | None = None
     offset_group: tuple[int, int] | None = None
     clip: float = 1.0
+    scale_bits: int = 16
 
     @property
     def is_exact(self) -> bool:
@@ -64,24 +71,27 @@ class Scheme:
                 f"{where} format {self.name!r} packs {self.codes_per_byte} channels into a byte, so head_dim "
                 f"must be a multiple of {self.codes_per_byte}, got {head_dim}; use 'int8', 'fp8' or 'exact'"
             )
-        scale = _sizes(self.scale_group, page_size, head_dim, f"{where} format {self.name!r}")
-        offset = _sizes(self.offset_group, page_size, head_dim, f"{where} format {self.name!r}")
+        scale = _sizes(self.scale_group, page_size, head_dim, where, self.name)
+        offset = _sizes(self.offset_group, page_size, head_dim, where, self.name)
         return replace(self, scale_group=scale, offset_group=offset)
 
 
 def _sizes(
-    group: tuple[int, int] | None, page_size: int, head_dim: int, where: str
+    group: tuple[int, int] | None, page_size: int, head_dim: int, where: str, name: str
 ) -> tuple[int, int] | None:
     if group is None:
         return None
     tokens, channels = _size(group[0], page_size), _size(group[1], head_dim)
     if page_size % tokens:
         raise CacheOptionError(
-            f"{where}: key_group_size must divide page_size {page_size}, got {tokens}"
+            f"{where} format {name!r}: key_group_size must divide page_size {page_size}, got {tokens}"
         )
     if head_dim % channels:
+        option, size = "value_group_size", "head_dim"
+        if where == "latent":
+            option, size = "latent_group_size", "kv_lora_rank"
         raise CacheOptionError(
-            f"{where}: value_group_size must divide head_dim {head_dim}, got {channels}"
+            f"{where} format {name!r}: {option} must divide {size} {head_dim}, got {channels}"
         )
     return tokens, channels
 
@@ -133,3 +143,33 @@ def value_scheme(name: str, group_size: int | None = None) -> Scheme:
         channels = -32 if group_size is None else group_size
         return Scheme("int2", "unsigned", 2, (1, channels), (1, channels), clip=0.9)
     raise AssertionError(name)
+
+
+def latent_scheme(name: str, group_size: int | None = None) -> Scheme:
+    """Describe how latents of multi-head latent attention are stored in format `name`.
+
+    A latent is read as key and as value, so that its groups lie along the rank, as those of values do.
+
+    `group_size`: numbers of a latent that share a scale; None takes the default, at most 128 of them at 8 bits, 64
+    at 4 and 32 at 2 bits. "fp8_ds_mla" is the record of DeepSeek's kernels: e4m3 in groups of 128 with fp32 scales,
+    beside exact RoPE keys (656 bytes for a rank of 512 and 64 bf16 RoPE channels; FlashMLA, deepseek-ai).
+    """
+    if name == "exact":
+        return Scheme("exact", "none", 0)
+    if name == "fp8_ds_mla":
+        return Scheme(name, "float8", 8, (1, 128), scale_bits=32)
+    if name in ("fp8", "int8"):
+        group = (1, -128 if group_size is None else group_size)
+        return Scheme(name, "float8" if name == "fp8" else "signed", 8, group)
+    if name == "int4":
+        group = (1, -64 if group_size is None else group_size)
+        return Scheme("int4", "unsigned", 4, group, group)
+    if name == "int2":
+        group = (1, -32 if group_size is None else group_size)
+        return Scheme("int2", "unsigned", 2, group, group, clip=0.9)
+    raise AssertionError(name)
+
+
+def k_rope_scheme(name: str, rope_dim: int) -> Scheme:
+    """Describe how the RoPE keys beside latents are stored: "exact" or "int8"; models without RoPE have none."""
+    return key_scheme(name if rope_dim else "exact")

@@ -12,7 +12,7 @@ import torch
 
 from .formats import Scheme
 
-SCALE_DTYPE = torch.float16
+SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
 TABLE_DTYPE = torch.int32
 # float8 codes lie in uint8 tensors: torch cannot index float8 tensors on every device
 CODE_DTYPES = {"unsigned": torch.uint8, "signed": torch.int8, "float8": torch.uint8}
@@ -31,7 +31,7 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class SideSpec:
-    """One side (keys or values) of one layer's pages.
+    """One side (keys or values, or latents or their RoPE keys) of one layer's pages.
 
     A page holds, for each kv head (int4 keys as the example):
 
@@ -46,9 +46,16 @@ class SideSpec:
 
         codes  [head_dim * bits / 32, page_size]   keys:   word w of token t = bytes 4w .. 4w + 3 of its row above
         codes  [page_size * bits / 32, head_dim]   values: the same with tokens packed in place of channels
+
+    Latents are read as keys and as values at once. In layout "rows" a 16-bit word holds codes of one channel and of
+    tokens that lie page_size * bits / 16 apart, from its lowest bits up:
+
+        codes  [page_size * bits / 16, head_dim]   int16
+
+    RoPE keys beside latents lie as keys do. In layout "lanes" both lie as values do.
     """
 
-    side: str  # "keys" or "values"
+    side: str  # "keys", "values", "latent" or "k_rope"
     scheme: Scheme  # resolved: no "whole" groups
     num_kv_heads: int
     head_dim: int
@@ -60,6 +67,16 @@ class SideSpec:
     def token_contiguous(self) -> bool:
         """True where neighbouring bytes are neighbouring tokens (encoded values in layout "rows")."""
         return self.side == "values" and not self.scheme.is_exact
+
+    @property
+    def token_words(self) -> bool:
+        """True where 16-bit words hold codes of several tokens (encoded latents in layout "rows")."""
+        return self.side == "latent" and not self.scheme.is_exact
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of scales and offsets."""
+        return SCALE_DTYPES[self.scheme.scale_bits]
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -79,7 +96,7 @@ class SideSpec:
         for name, group in (("scale", scheme.scale_group), ("offset", scheme.offset_group)):
             if group is not None:
                 shape = (heads, self.page_size // group[0], self.head_dim // group[1])
-                result[name] = (shape, SCALE_DTYPE)
+                result[name] = (shape, self.scale_dtype)
         return result
 
     def _codes_field(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -87,6 +104,8 @@ class SideSpec:
         if self.layout == LANES:
             along, across = (dim, page) if self.side == "keys" else (page, dim)
             return (heads, along * self.code_bits // 32, across), torch.int32
+        if self.token_words:
+            return (heads, page * self.code_bits // 16, dim), torch.int16
         packed = dim // self.scheme.codes_per_byte
         shape = (packed, page) if self.token_contiguous else (page, packed)
         return (heads, *shape), self.code_dtype
@@ -146,9 +165,48 @@ class PageSpec:
             return cls(replace(spec.keys, layout=ROWS), replace(spec.values, layout=ROWS))
         return spec
 
+    @classmethod
+    def build_latent(
+        cls,
+        latent_scheme: Scheme,
+        k_rope_scheme: Scheme,
+        *,
+        rank: int,
+        rope_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        rope_dtype: torch.dtype | None = None,
+        layout: str = ROWS,
+    ) -> "PageSpec":
+        """Resolve both schemes for latents of `rank` numbers and RoPE keys of `rope_dim` (0: none), one head each.
+
+        The latents take the place of the keys, the RoPE keys that of the values, as in transformers' caches.
+        """
+        latent = latent_scheme.resolve(page_size, rank, "latent")
+        k_rope = k_rope_scheme.resolve(page_size, rope_dim, "k_rope")
+        return cls(
+            SideSpec("latent", latent, 1, rank, page_size, dtype, layout),
+            SideSpec("k_rope", k_rope, 1, rope_dim, page_size, rope_dtype or dtype, layout),
+        )
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether pages hold latents and RoPE keys in place of keys and values."""
+        return self.keys.side == "latent"
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a query: those of a key, or of a latent and a RoPE key."""
+        return self.keys.head_dim + (self.values.head_dim if self.is_latent else 0)
+
+    @property
+    def out_dim(self) -> int:
+        """Channels that attention gives back: those of a value, or of a latent."""
+        return self.keys.head_dim if self.is_latent else self.values.head_dim
+
     @property
     def sides(self) -> tuple[SideSpec, SideSpec]:
-        """(keys, values)"""
+        """(keys, values), or (latents, RoPE keys)."""
         return self.keys, self.values
 
     @property

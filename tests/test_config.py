@@ -9,7 +9,8 @@ import tiny_models
 import torch
 
 import kv_hf
-from kv_hf.config import CacheConfig, check_choice, check_option_names
+from kv_hf.checks import check_choice
+from kv_hf.config import CacheConfig, check_option_names
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import FORMAT_NAMES, IMPLEMENTATIONS, key_scheme, value_scheme
 from kv_hf.kernels import choice
@@ -363,6 +364,7 @@ def test_cache_config_documents_and_tests_every_field():
         "cross_attention",
         *("offload", "device_bytes", "device_pages", "offload_dir"),  # test_offload.py
         "recipe",  # test_recipe.py
+        *("latent", "latent_group_size", "k_rope", "mla"),  # test_latent.py
     }
     assert [
         name for name in names if name not in CacheConfig.__doc__.partition("Attributes")[2]

@@ -206,7 +206,7 @@ def test_dropout_and_unknown_arguments_take_the_dense_route(monkeypatch):
     )
     cases = [
         ({"dropout": 0.5}, 1),
-        ({"indices": torch.zeros(1)}, 3),
+        ({"chosen": torch.zeros(1)}, 3),
     ]
     for count, (given, q_len) in enumerate(cases, 1):
         forget()

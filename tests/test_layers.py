@@ -10,7 +10,7 @@ import kv_hf
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
     {"errors", "notices", "version"},
-    {"config", "formats", "recipe"},
+    {"checks", "config", "formats", "recipe"},
     {"spec", "planner"},
     {"quant"},
     {"kernels", "pages"},

@@ -25,7 +25,7 @@ def write(path, **changes):
 
 
 def formats(cache):
-    return [tuple(scheme.name for scheme in layer.schemes) for layer in cache.paged_layers]
+    return [layer.formats.names for layer in cache.paged_layers]
 
 
 def config(**changes):
@@ -42,7 +42,7 @@ def test_a_recipe_decides_the_formats_of_every_layer(tmp_path):
         kv_hf.PagedCache(config(), recipe=path, max_length=64),
         kv_hf.PagedCache(config(), recipe=path, page_size=32, kernel="sdpa").fresh(),
     ):
-        layers = [tuple(scheme.name for scheme in layer.schemes) for layer in cache.layers]
+        layers = [layer.formats.names for layer in cache.layers]
         assert layers == list(zip(KEYS, VALUES, strict=True))
         assert (cache.options.page_size, cache.options.sink_tokens) == (32, 0)
     assert kv_hf.PagedCache(config(), recipe=path, kernel="sdpa").options.kernel == "sdpa"

@@ -227,7 +227,7 @@ def test_files_do_not_depend_on_the_layout_of_pages(name, tmp_path, monkeypatch)
     inputs = {"input_ids": tokens(2, 90)}
     lanes, text = filled(model, inputs, keys=name, kernel="reference")
     lanes.save(tmp_path / "lanes", model)
-    monkeypatch.setattr("kv_hf.cache.model_shape.layout_for", lambda device: "rows")
+    monkeypatch.setattr("kv_hf.cache.layer_formats.layout_for", lambda device: "rows")
     rows = kv_hf.PagedCache.load(tmp_path / "lanes", model)
     assert rows.layers[0].spec.keys.layout == "rows" != lanes.layers[0].spec.keys.layout
     rows.save(tmp_path / "rows", model)

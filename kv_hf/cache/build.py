@@ -3,15 +3,21 @@
 from collections.abc import Container, Sequence
 from typing import Any
 
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from .compat import is_dummy
+from .latent_layer import IndexedLatentLayer, LatentLayer
 from .layer import PagedLayer
-from .model_shape import planned_specs, signature
+from .layer_formats import LayerFormats, planned_specs
+from .model_shape import latent_rank, page_sizes, signature
 from .offloading import make_arena
 from .prefix_store import PrefixStore
 
@@ -34,8 +40,10 @@ def page_layers(
         layer_class: what takes the place of the others.
     Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
     """
+    rank = latent_rank(config)
+    known = _PAGED if rank is None else (*_PAGED, DynamicIndexedLayer)
     paged = [
-        index for index, layer in enumerate(layers) if type(layer) in _PAGED and index not in kept
+        index for index, layer in enumerate(layers) if type(layer) in known and index not in kept
     ]
     if not paged:
         kinds = sorted({type(layer).__name__ for layer in layers})
@@ -44,8 +52,8 @@ def page_layers(
             f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
         )
     options.check_model(signature(config), len(layers), set(paged))
-    schemes = [options.schemes(index, len(layers)) for index in range(len(layers))]
-    planned_specs(config, schemes, options.page_size)
+    formats = {index: LayerFormats.of(options, index, len(layers), rank) for index in paged}
+    planned_specs(page_sizes(config), list(formats.values()))
     _check_overrides(layers, set(paged), options)
     arena = _arena(layers, set(paged), config, options)
     groups: dict[int | None, PageGroup] = {}
@@ -56,9 +64,13 @@ def page_layers(
         shown = window if options.prefix_store is None else None
         if shown not in groups:
             groups[shown] = _new_group(shown, options, arena)
-        made[index] = layer_class(
-            index, groups[shown], arena, *schemes[index], options.kernel, window
-        )
+        rest = (groups[shown], arena, formats[index], options.kernel, window)
+        if rank is None:
+            made[index] = layer_class(index, *rest)
+        else:
+            indexed = type(layers[index]) is DynamicIndexedLayer
+            latent_class = IndexedLatentLayer if indexed else LatentLayer
+            made[index] = latent_class(index, *rest, options=options)
     ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
     for group in ordered:
         others = (peer for peer in ordered if peer is not group)
@@ -88,6 +100,10 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
             f"prefix_store must be a kv_hf.PrefixStore, got {type(store).__name__}"
         )
     for index, layer in enumerate(layers):
+        if type(layer) is DynamicIndexedLayer and index in paged:
+            raise CacheOptionError(
+                f"prefix_store keeps no indexer keys, which layer {index} needs (sparse attention); leave it out"
+            )
         if index not in paged and not is_dummy(layer):
             raise CacheOptionError(
                 f"prefix_store needs all layers in pages; layer {index} is kept by transformers' "

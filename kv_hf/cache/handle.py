@@ -19,6 +19,8 @@ from ..notices import warn_once
 class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
+    mla = "auto"  # CacheConfig.mla, of layers that hold latents
+
     def __init__(
         self,
         kv: PagedKV,

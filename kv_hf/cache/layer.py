@@ -7,7 +7,6 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import InterruptedForwardError
-from ..formats import Scheme
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 from ..pages.arena import PageArena
@@ -17,7 +16,7 @@ from ..pages.storage import PageStorage
 from ..spec import PageSpec
 from .compat import CROP_TAKES_LENGTHS
 from .handle import KVHandle, KVView
-from .model_shape import spec_of
+from .layer_formats import LayerFormats
 from .store import LayerStore
 from .window import ExactWindow, chosen_rows
 
@@ -29,7 +28,7 @@ class PagedLayer(DynamicLayer):
         layer_idx: position in the model, for messages.
         group: bookkeeping shared with the other paged layers of the same window.
         arena: where the sealed pages live.
-        key_scheme, value_scheme: formats of this layer.
+        formats: of this layer.
         kernel: CacheConfig.kernel.
         window: tokens that a query of this layer sees, itself included; None for all.
     """
@@ -42,8 +41,7 @@ class PagedLayer(DynamicLayer):
         layer_idx: int,
         group: PageGroup,
         arena: PageArena,
-        key_scheme: Scheme,
-        value_scheme: Scheme,
+        formats: LayerFormats,
         kernel: str = "auto",
         window: int | None = None,
     ) -> None:
@@ -55,7 +53,7 @@ class PagedLayer(DynamicLayer):
         self.kernel = kernel
         self.group = group
         self.arena = arena
-        self.schemes = (key_scheme, value_scheme)
+        self.formats = formats
         self._forget()
         super().__init__()
 
@@ -77,7 +75,7 @@ class PagedLayer(DynamicLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device from the first keys and values, and check the formats on them."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        spec = spec_of(self.schemes, key_states, value_states, self.group.page_size)
+        spec = self.formats.spec_of(key_states, value_states)
         pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
         self.store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
         self.is_initialized = True
@@ -214,6 +212,16 @@ class PagedLayer(DynamicLayer):
         self._check_unchanged("values", value)
 
     # -- beside transformers' interface ------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """What the pages hold, for reports."""
+        return "paged"
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of tensors that are neither pages nor exact tokens."""
+        return 0
 
     @property
     def spec(self) -> PageSpec | None:

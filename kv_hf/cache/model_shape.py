@@ -3,12 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from ..errors import UnsupportedModelError
-from ..formats import Scheme
-from ..kernels.choice import layout_for
-from ..spec import ROWS, PageSpec
 
 VARIES = "differs from layer to layer"
 _SIGNATURE = (
@@ -94,55 +89,31 @@ def is_chunked(config: Any) -> bool:
     return getattr(config, "attention_chunk_size", None) is not None
 
 
-def spec_of(
-    schemes: tuple[Scheme, Scheme], keys: torch.Tensor, values: torch.Tensor, page_size: int
-) -> PageSpec:
-    """Return what pages of such keys and values [batch, num_kv_heads, q_len, ..] are like, in their device's layout."""
-    return PageSpec.build(
-        *schemes,
-        num_kv_heads=keys.shape[1],
-        key_dim=keys.shape[-1],
-        value_dim=values.shape[-1],
-        page_size=page_size,
-        dtype=keys.dtype,
-        value_dtype=values.dtype,
-        layout=layout_for(keys.device),
-    )
+def latent_rank(config: Any) -> int | None:
+    """Return kv_lora_rank of a decoder's config: not None where its attention caches latents (MLA)."""
+    rank = _read(config, "kv_lora_rank")
+    return rank if isinstance(rank, int) else None
 
 
-def planned_specs(
-    config: Any,
-    schemes: list[tuple[Scheme, Scheme]],
-    page_size: int,
-    dtype: torch.dtype = torch.float32,
-    layout: str = ROWS,
-) -> list[PageSpec]:
-    """Return what the pages of each layer will be like, as far as `config` states the size of a head.
+def page_sizes(config: Any) -> dict[str, Any] | None:
+    """Return the sizes of a page as LayerFormats.spec takes them, or None where `config` states no single ones.
 
-    Models whose config states no single head size (latent attention, for one) give an empty list: they are
-    checked on their first keys. Raises CacheOptionError where a format cannot store heads of that size.
+    Heads are alike, so that one stands for all.
     """
+    if _read(config, "kv_lora_rank") is not None:
+        rank, rope = latent_rank(config), _read(config, "qk_rope_head_dim")
+        if rank is None or not isinstance(rope, int):
+            return None
+        return {"num_kv_heads": 1, "key_dim": rank, "value_dim": rope}
     num_heads = _read(config, "num_attention_heads")
     hidden = _read(config, "hidden_size")
     head_dim = _read(config, "head_dim")
     if not isinstance(head_dim, int) and head_dim != VARIES:
         head_dim = _read(config, "d_kv")  # T5 and its kin: heads need not add up to hidden_size
-    if head_dim == VARIES or _read(config, "kv_lora_rank") is not None:
-        return []
+    if head_dim == VARIES:
+        return None
     if not isinstance(head_dim, int):
         if not isinstance(num_heads, int) or not isinstance(hidden, int):
-            return []
+            return None
         head_dim = hidden // num_heads
-    return [
-        PageSpec.build(
-            keys,
-            values,
-            num_kv_heads=1,
-            key_dim=head_dim,
-            value_dim=head_dim,
-            page_size=page_size,
-            dtype=dtype,
-            layout=layout,
-        )
-        for keys, values in schemes
-    ]
+    return {"num_kv_heads": 1, "key_dim": head_dim, "value_dim": head_dim}

@@ -11,7 +11,6 @@ from ..pages.device_budget import DeviceBudget
 from ..pages.group import PageGroup
 from ..pages.offload import OffloadArena
 from ..spec import page_capacity, reserved_pages
-from .model_shape import spec_of
 
 
 def make_arena(options: CacheConfig) -> PageArena:
@@ -55,7 +54,7 @@ def make_room(
     if not capacities:
         return
     expected = {
-        layer.layer_idx: (spec_of(layer.schemes, keys, values, layer.group.page_size), keys.device)
+        layer.layer_idx: (layer.formats.spec_of(keys, values), keys.device)
         for layer in layers
         if layer.store is None
     }

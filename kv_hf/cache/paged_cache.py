@@ -19,13 +19,14 @@ from .compat import is_dummy
 from .handle import view_behind, warn_dense
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
+from .layer_formats import planned_specs
 from .mask_length import MaskLength, check_padding_mask
 from .model_shape import (
     attention_config,
     decoder_config,
     is_chunked,
     kept_layers,
-    planned_specs,
+    page_sizes,
     signature,
 )
 from .offloading import make_room
@@ -243,9 +244,9 @@ class PagedCache(Savable, DynamicCache):
         if isinstance(self.arena, OffloadArena):
             self.arena.check_device(device)
         if self.options.kernel != "auto":
-            schemes = [layer.schemes for layer in self.paged_layers]
+            formats = [layer.formats for layer in self.paged_layers]
             layout = layout_for(device)
-            for spec in planned_specs(self._config, schemes, self.options.page_size, dtype, layout):
+            for spec in planned_specs(page_sizes(self._config), formats, dtype, layout):
                 choose(self.options.kernel, device, spec)
 
     def observe_padding(self, attention_mask: torch.Tensor | None) -> None:

@@ -17,7 +17,8 @@ class LayerReport:
 
     Attributes:
         layer_idx: position in the model.
-        kind: "paged", "paged, sliding window of N", either with ", offloaded" while the pages live outside of the
+        kind: "paged" or "paged latents" (then `keys` and `values` are the formats of latents and RoPE keys), each also
+            as "..., sliding window of N" and ", offloaded" while the pages live outside of the
             device, or the name of transformers' layer class.
         keys, values: formats, None for layers of transformers.
         reason: why the layer is not paged, else None.
@@ -35,9 +36,9 @@ def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[Lay
     rows = []
     for index, layer in enumerate(layers):
         if isinstance(layer, PagedLayer):
-            keys, values = (scheme.name for scheme in layer.schemes)
+            keys, values = layer.formats.names
             window = layer.window
-            kind = "paged" if window is None else f"paged, sliding window of {window}"
+            kind = layer.kind if window is None else f"{layer.kind}, sliding window of {window}"
             if layer.storage is not None and layer.storage.offloaded_bytes:
                 kind += ", offloaded"
             rows.append(LayerReport(index, kind, keys, values, None))
@@ -75,7 +76,8 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> Memory
         scales=scales,
         tail=tail,
         tables=tables,
-        other=sum(tensor_bytes(vars(one)) for one in layers if not isinstance(one, PagedLayer)),
+        other=sum(layer.extra_bytes for layer in paged)
+        + sum(tensor_bytes(vars(one)) for one in layers if not isinstance(one, PagedLayer)),
         pages_held=held,
         pages_allocated=allocated,
         tokens=max(sum(map(group.tokens, group.rows)) for group in groups),

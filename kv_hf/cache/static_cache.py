@@ -13,8 +13,9 @@ from ..kernels.choice import choose
 from ..pages.arena import PageArena
 from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
+from .layer_formats import LayerFormats, planned_specs
 from .mask_length import MaskLength, check_padding_mask
-from .model_shape import attention_config, decoder_config, planned_specs, signature
+from .model_shape import attention_config, decoder_config, latent_rank, page_sizes, signature
 from .paged_cache import PagedCache
 from .report import LayerReport
 from .static_layer import StaticPagedLayer, refused
@@ -40,7 +41,7 @@ class StaticPagedCache(PagedCache):
         self._first_paged = -1  # no other group to ask before an update
         self.model_signature = signature(decoder)
         others = sorted({type(layer).__name__ for layer in self.layers} - {DynamicLayer.__name__})
-        if others or not self.layers or getattr(decoder, "kv_lora_rank", None) is not None:
+        if others or not self.layers or latent_rank(decoder) is not None:
             kind = ", ".join(others) or "latent attention"
             raise UnsupportedModelError(
                 f"max_length={options.max_length}: {getattr(config, 'model_type', config)!r} has layers ({kind}) that a "
@@ -51,11 +52,11 @@ class StaticPagedCache(PagedCache):
         )
         count = len(self.layers)
         options.check_model(self.model_signature, count, set(range(count)))
-        schemes = [options.schemes(index, count) for index in range(count)]
-        planned_specs(decoder, schemes, options.page_size)
-        for index, pair in enumerate(schemes):
+        formats = [LayerFormats.of(options, index, count) for index in range(count)]
+        planned_specs(page_sizes(decoder), formats)
+        for index, own in enumerate(formats):
             self.layers[index] = StaticPagedLayer(
-                index, index == count - 1, self.table, *pair, decoder, options.kernel
+                index, index == count - 1, self.table, own, decoder, options.kernel
             )
 
     @property
@@ -138,8 +139,8 @@ class StaticPagedCache(PagedCache):
         """Raise CacheOptionError when the kernel that such a model gets cannot run, or waits for the device."""
         super().check_kernel(device, dtype)
         if device.type != "cpu":
-            schemes = [layer.schemes for layer in self.paged_layers]
-            for spec in planned_specs(self._config, schemes, self.options.page_size, dtype):
+            formats = [layer.formats for layer in self.paged_layers]
+            for spec in planned_specs(page_sizes(self._config), formats, dtype):
                 check_static_kernel(choose(self.options.kernel, device, spec), device)
 
     def memory(self) -> MemoryReport:
@@ -168,8 +169,7 @@ class StaticPagedCache(PagedCache):
         """Return, for each layer, how it is cached."""
         rows = []
         for layer in self.paged_layers:
-            keys, values = (scheme.name for scheme in layer.schemes)
-            rows.append(LayerReport(layer.layer_idx, "paged", keys, values, None))
+            rows.append(LayerReport(layer.layer_idx, "paged", *layer.formats.names, None))
         return rows
 
     def check_integrity(self) -> None:

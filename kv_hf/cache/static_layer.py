@@ -10,13 +10,13 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
-from ..formats import ATTENTION_NAME, Scheme
+from ..formats import ATTENTION_NAME
 from ..kernels.ops import MAX_DECODE_QUERIES
 from ..pages.static_table import StaticTable
 from ..pages.storing import storing
 from ..spec import PageSpec
 from .handle import KVHandle, KVView
-from .model_shape import spec_of
+from .layer_formats import LayerFormats
 from .static_store import StaticStore
 from .traced import forget, hand_over
 
@@ -40,7 +40,7 @@ class StaticPagedLayer(CacheLayerMixin):
         layer_idx: position in the model; layer 0 begins the table's steps, the last one finishes them.
         is_last: whether it is the last layer.
         table: lengths shared with the other layers of the cache.
-        key_scheme, value_scheme: formats of this layer.
+        formats: of this layer.
         config: the model's, for the name of its attention implementation.
         kernel: CacheConfig.kernel.
     """
@@ -54,8 +54,7 @@ class StaticPagedLayer(CacheLayerMixin):
         layer_idx: int,
         is_last: bool,
         table: StaticTable,
-        key_scheme: Scheme,
-        value_scheme: Scheme,
+        formats: LayerFormats,
         config: Any,
         kernel: str = "auto",
     ) -> None:
@@ -63,7 +62,7 @@ class StaticPagedLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self.is_last = is_last
         self.table = table
-        self.schemes = (key_scheme, value_scheme)
+        self.formats = formats
         self.kernel = kernel
         self.store: StaticStore | None = None
         self._changes = 0
@@ -75,7 +74,7 @@ class StaticPagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make all tensors, for the shapes, dtypes and device of the first keys and values (q_len may be 0)."""
         rows, device = key_states.shape[0], key_states.device
-        spec = spec_of(self.schemes, key_states, value_states, self.table.page_size)
+        spec = self.formats.spec_of(key_states, value_states)
         if self.layer_idx == 0:
             with storing():
                 self.table.allocate(rows, device)

@@ -10,7 +10,8 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from ..cache.paged_cache import PagedCache
 from ..cache.report import tensor_bytes
-from ..config import CacheConfig, check_choice
+from ..checks import check_choice
+from ..config import CacheConfig
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from .shapes import SHAPES
 

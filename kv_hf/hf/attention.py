@@ -6,13 +6,20 @@ from typing import Any
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from ..cache.handle import view_behind
+from ..cache.handle import KVView, view_behind
 from ..cache.mask_length import MaskLength
 from ..cache.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..kernels.ops import paged_attention
 from ..notices import warn_once
 from .dense import causal_mask, dense_attention, is_causal, unknown_arguments
+from .latent import (
+    absorbed_query,
+    absorbs,
+    expanded,
+    from_latent,
+    hand_latents_through,
+)
 from .lazy_mask import LazyMask
 
 
@@ -45,6 +52,7 @@ def kv_hf_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend over pages where `key` and `value` are handles of a paged layer, else as sdpa does.
@@ -56,13 +64,25 @@ def kv_hf_attention(
         scaling: factor of the scores; head_dim ** -0.5 when None.
         softcap, s_aux: bound of the scores and learnt sink logits, where the model has them.
         position_bias: [1 or batch, num_heads, q_len, kv_len], added to the scores before the mask (T5).
+        indices: [batch, q_len, n], the columns that sparse attention has chosen (DSA), beside the mask.
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
     traced = taken(key, value)
     view = view_behind(key, value) if traced is None else traced
+    if view is None:
+        hand_latents_through(module)  # for the forwards that come
+    if indices is not None:
+        if isinstance(attention_mask, LazyMask):
+            attention_mask = attention_mask.dense()
+        causal = is_causal(module, kwargs)
+        attention_mask = _chosen(attention_mask, indices, query, key.shape[2], causal)
     lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
     reason = None
-    if view is not None and query.shape[2] <= view.kernel.longest:
+    latents = False
+    absorb = False
+    if isinstance(view, KVView) and view.kv.spec.is_latent:
+        latents, absorb = True, absorbs(module, view.mla, query)
+    if view is not None and (absorb if latents else query.shape[2] <= view.kernel.longest):
         unknown = unknown_arguments(kwargs)
         if dropout:
             reason = f"dropout={dropout} needs the attention weights"
@@ -70,10 +90,12 @@ def kv_hf_attention(
             reason = "output_attentions=True needs the attention weights"
         elif unknown:
             reason = f"the model passes {', '.join(unknown)}, which paged attention does not know"
+        elif absorb and softcap is not None:
+            reason = "no kernel knows a softcap for latents"
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out = paged_attention(
-                query,
+                absorbed_query(module, query) if absorb else query,
                 view.kv,
                 softmax_scale=scale,
                 mask=_paged_mask(
@@ -88,6 +110,8 @@ def kv_hf_attention(
                 sliding_window=view.sliding_window,
                 kernel=view.kernel,
             )
+            if absorb:
+                return from_latent(module, out), None
             return out.transpose(1, 2).contiguous(), None
         if traced is None:
             warn_once(
@@ -101,6 +125,8 @@ def kv_hf_attention(
         )
     if view is not None:
         key, value = view.dense("keys"), view.dense("values")
+        if latents:
+            key, value = expanded(module, key, value)
     if lazy is not None:
         attention_mask = lazy.dense()
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
@@ -113,6 +139,27 @@ def kv_hf_attention(
         attention_mask,
         {"dropout": dropout, "scaling": scaling, **kwargs},
     )
+
+
+def _chosen(
+    mask: torch.Tensor | None,
+    indices: torch.Tensor,
+    query: torch.Tensor,
+    kv_len: int,
+    causal: bool,
+) -> torch.Tensor:
+    """Hide from `mask` all columns but those of `indices` [batch, q_len, n]."""
+    q_len = query.shape[2]
+    shape = (indices.shape[0], 1, q_len, kv_len)
+    chosen = torch.zeros(shape, dtype=torch.bool, device=query.device)
+    chosen.scatter_(-1, indices.long()[:, None], True)
+    if mask is None:
+        hides = causal and q_len > 1
+        return chosen & causal_mask(q_len, kv_len, query.device) if hides else chosen
+    mask = mask[..., :kv_len]
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _fitting(mask: torch.Tensor | None, view: Any) -> torch.Tensor | None:

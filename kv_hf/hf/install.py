@@ -16,6 +16,7 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
+from ..cache.latent_layer import LatentLayer
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
@@ -24,6 +25,7 @@ from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
+from .latent import prepare_latents, restore_expansion
 from .models import restore_attention, use_paged_attention
 from .prefix import share_prefill
 from .static_generation import check_static_generation, is_assisted
@@ -50,6 +52,7 @@ def install() -> None:
 def uninstall() -> None:
     """Take the names back, unpatch generate() and give switched models their attention back."""
     restore_attention()
+    restore_expansion()
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     _set_names(tuple(name for name in known if name not in IMPLEMENTATIONS))
     for name, original in _originals.items():
@@ -173,6 +176,8 @@ def _make_ready(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
     for half in halves:
         for device in execution_devices(model):
             half.check_kernel(device, model.dtype)
+        if any(isinstance(layer, LatentLayer) for layer in half.layers):
+            prepare_latents(model, half.options)
     if any(half.options.attention == "auto" for half in halves):
         use_paged_attention(model)
     if own is not None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import KERNEL_CHOICES, check_choice
+from ..checks import check_choice
+from ..config import KERNEL_CHOICES
 from ..errors import CacheOptionError
 from ..notices import warn_once
 from ..spec import LANES, ROWS, PageSpec
@@ -50,6 +51,8 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
         from .cpu.arguments import unsupported
 
         return library.missing() or unsupported(spec)
+    if spec.is_latent:
+        return "SDPA cannot read one latent as key and value"
     doubles = [side.side for side in spec.sides if side.dtype == torch.float64]
     return f"{doubles[0]} of torch.float64 are read by the reference only" if doubles else None
 

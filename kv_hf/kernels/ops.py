@@ -45,10 +45,11 @@ def paged_attention(
         )
         kernel = load("reference")
     shape = query.shape
-    fits = len(shape) == 4 and (shape[0], shape[3]) == (kv.rows, keys.head_dim)
+    dim = kv.spec.query_dim
+    fits = len(shape) == 4 and (shape[0], shape[3]) == (kv.rows, dim)
     if not fits or shape[1] % keys.num_kv_heads:
         raise CacheMismatchError(
-            f"query must be [{kv.rows}, a multiple of {keys.num_kv_heads}, q_len, {keys.head_dim}], "
+            f"query must be [{kv.rows}, a multiple of {keys.num_kv_heads}, q_len, {dim}], "
             f"got {tuple(shape)}"
         )
     rows, num_heads, q_len, _ = shape

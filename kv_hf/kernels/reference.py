@@ -99,8 +99,10 @@ def paged_attention(
         out[b, h, i] = softmax(cap(softmax_scale * q[b, h, i] @ K[b, h // group].T) + mask) @ V[b, h // group]
         cap(s) = softcap * tanh(s / softcap), or s
 
+    Pages of latents are one kv head with K = [latent, RoPE key] and V = latent (absorbed multi-head latent attention).
+
     Args:
-        query: [rows, num_heads, q_len, key_dim], fp64, fp32, fp16 or bf16; the last q_len tokens.
+        query: [rows, num_heads, q_len, query_dim], fp64, fp32, fp16 or bf16; the last q_len tokens.
         kv: keys and values, the q_len tokens included.
         softmax_scale: factor of the scores.
         mask: [rows or 1, num_heads or 1, q_len, seen] over columns (padding included): bool (True = attend)
@@ -108,15 +110,18 @@ def paged_attention(
         softcap: bound of the scores, or None.
         sink_logits: [num_heads], a learnt extra logit in the softmax's denominator, or None.
         sliding_window: tokens that a query sees, itself included, or None for all; on top of the mask.
-    Returns: [rows, num_heads, q_len, value_dim] in query's dtype, accumulated in fp32 (fp64 for fp64); a
+    Returns: [rows, num_heads, q_len, out_dim] in query's dtype, accumulated in fp32 (fp64 for fp64); a
         query that may see no token gives zeros.
-    Source: PagedAttention (arXiv 2309.06180) with the online softmax of arXiv 1805.02867.
+    Source: PagedAttention (arXiv 2309.06180) with the online softmax of arXiv 1805.02867; absorption, DeepSeek-V2
+        (arXiv 2405.04434, section 2.1.2).
     """
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
     group = num_heads // heads
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     q = query.to(compute).reshape(rows, heads, group * q_len, -1) * softmax_scale
+    # absorbed latent attention: a key is a latent and a RoPE key side by side, its value the latent itself
+    latent = kv.spec.is_latent
     device = query.device
     num_pages, exact_lens = kv.num_pages.long(), kv.exact_lens.long()
     kv_lens = num_pages * kv.page_size + exact_lens
@@ -124,13 +129,15 @@ def paged_attention(
 
     best = q.new_full((rows, heads, group * q_len, 1), float("-inf"))
     total = torch.zeros_like(best)
-    out = q.new_zeros((rows, heads, group * q_len, kv.spec.values.head_dim))
+    out = q.new_zeros((rows, heads, group * q_len, kv.spec.out_dim))
 
     def add_tile(
         keys: torch.Tensor, values: torch.Tensor, at: torch.Tensor, held: torch.Tensor
     ) -> None:
         """Add tokens at positions `at` [rows, n], of which `held` [rows, n] exist, to the softmax."""
         nonlocal best, total, out
+        if latent:
+            keys, values = torch.cat([keys, values], -1), keys
         scores = q @ keys.transpose(-1, -2)  # [rows, heads, group * q_len, n]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -178,7 +185,8 @@ def paged_attention(
         behind = num_pages[:, None] * kv.page_size * (slots >= kv.sink_tokens)
         held = slots < exact_lens[:, None]
         keys = keys.to(compute).masked_fill(~held[:, None, :, None], 0.0)
-        add_tile(keys, values.to(compute), slots + behind, held)
+        values = values.to(compute).masked_fill(~held[:, None, :, None], 0.0)
+        add_tile(keys, values, slots + behind, held)
 
     if sink_logits is not None:
         logits = sink_logits.to(compute).reshape(1, heads, group, 1, 1)

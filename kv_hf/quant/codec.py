@@ -7,7 +7,7 @@ not on how many pages are encoded together. Decoding is the definition that kern
 import torch
 
 from ..formats import Scheme
-from ..spec import SCALE_DTYPE, SideSpec
+from ..spec import SCALE_DTYPES, SideSpec
 from .packing import lay_out, pick_up
 
 FLOAT8_MAX = 448.0  # largest e4m3 number
@@ -94,8 +94,8 @@ def _encode_unsigned(
     top = float((1 << scheme.bits) - 1)
     cut = (high - low) * (0.5 * (1.0 - scheme.clip))
     low, high = low + cut, high - cut
-    scale = _divided(high - low, top).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
-    offset = low.to(SCALE_DTYPE)
+    scale = _divided(high - low, top).clamp(max=SCALE_MAX).to(SCALE_DTYPES[scheme.scale_bits])
+    offset = low.to(SCALE_DTYPES[scheme.scale_bits])
     steps = (groups - _over_group(offset)) / _over_group(_safe(scale))
     codes = steps.round().clamp(0.0, top).to(torch.uint8)
     return codes.flatten(-2).flatten(-3, -2), scale, offset
@@ -108,11 +108,15 @@ def _encode_around_offset(
     if scheme.offset_group is not None:
         groups = _split(x, scheme.offset_group)
         middle = 0.5 * groups.amin((-3, -1)) + 0.5 * groups.amax((-3, -1))
-        offset = middle.to(SCALE_DTYPE)
+        offset = middle.to(SCALE_DTYPES[scheme.scale_bits])
         x = (groups - _over_group(offset)).flatten(-2).flatten(-3, -2)
     groups = _split(x, scheme.scale_group)
     top = FLOAT8_MAX if scheme.code == "float8" else float((1 << (scheme.bits - 1)) - 1)
-    scale = _divided(groups.abs().amax((-3, -1)), top).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
+    scale = (
+        _divided(groups.abs().amax((-3, -1)), top)
+        .clamp(max=SCALE_MAX)
+        .to(SCALE_DTYPES[scheme.scale_bits])
+    )
     steps = (groups / _over_group(_safe(scale))).clamp(-top, top)
     if scheme.code == "float8":
         codes = steps.to(torch.float8_e4m3fn).view(torch.uint8)

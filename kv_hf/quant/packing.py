@@ -35,10 +35,31 @@ def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return torch.cat([(packed >> (bits * place)) & mask for place in range(per_byte)], dim)
 
 
+def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes [.., page_size, dim] of 8 bits or less into int16 [.., page_size * bits / 16, dim].
+
+    Word t of a channel holds the codes of tokens t, t + n, t + 2n, .. from its lowest bits up, n = words of a channel:
+    a tile of words is a tile of tokens for products over channels and over tokens alike.
+    """
+    words = torch.zeros((), dtype=torch.int32, device=codes.device)
+    for place, run in enumerate(codes.view(torch.uint8).chunk(16 // bits, -2)):
+        words = words | run.int() << (bits * place)
+    return words.to(torch.int16)
+
+
+def unpack_words(words: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Undo `pack_words`: codes [.., page_size, dim] of `dtype`, an integer type of 8 bits."""
+    mask = (1 << bits) - 1
+    runs = [(words.int() >> (bits * place)) & mask for place in range(16 // bits)]
+    return torch.cat(runs, -2).to(torch.uint8).view(dtype)
+
+
 def lay_out(codes: torch.Tensor, spec: SideSpec) -> torch.Tensor:
     """Arrange codes (or exact numbers) [.., page_size, head_dim] as `spec.fields["codes"]` says."""
     packs = spec.scheme.codes_per_byte > 1
     if spec.layout == ROWS:
+        if spec.token_words:
+            return pack_words(codes, spec.scheme.bits)
         if packs:
             codes = pack(codes, spec.scheme.bits, -1)
         return (codes.transpose(-1, -2) if spec.token_contiguous else codes).contiguous()
@@ -51,6 +72,8 @@ def lay_out(codes: torch.Tensor, spec: SideSpec) -> torch.Tensor:
 def pick_up(laid_out: torch.Tensor, spec: SideSpec) -> torch.Tensor:
     """Undo `lay_out`: codes (exact numbers in the spec's dtype) [.., page_size, head_dim]."""
     bits = spec.scheme.bits
+    if spec.layout == ROWS and spec.token_words:
+        return unpack_words(laid_out, bits, spec.code_dtype)
     if spec.layout == ROWS:
         codes = laid_out.transpose(-1, -2) if spec.token_contiguous else laid_out
         return unpack(codes, bits, -1) if spec.scheme.codes_per_byte > 1 else codes

@@ -230,7 +230,10 @@ def _parse_layer(value: Any) -> SavedLayer:
     layer = SavedLayer(**_object(value, SavedLayer, "layer"))
     sizes = (layer.num_kv_heads, layer.key_dim, layer.value_dim)
     dtypes = (layer.key_dtype, layer.value_dtype)
-    if not is_count(layer.layer, MOST) or not all(is_count(n, MOST_SIZE) and n for n in sizes):
+    if not is_count(layer.layer, MOST) or not all(
+        is_count(size, MOST_SIZE) and (size or place == 2)  # RoPE keys may have no channels
+        for place, size in enumerate(sizes)
+    ):
         raise RefusedError(f"it describes an impossible layer: {short(value)}")
     if not all(isinstance(dtype, str) and dtype in MODEL_DTYPES for dtype in dtypes):
         raise RefusedError(f"layer {layer.layer} has the impossible dtypes {short(dtypes)}")

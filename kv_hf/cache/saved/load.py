@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ...config import KERNEL_CHOICES, check_choice
+from ...checks import check_choice
+from ...config import KERNEL_CHOICES
 from ...errors import CacheFileError, CacheOptionError
 from ...pages.storage import SideStorage
 from ...pages.storing import storing
@@ -120,12 +121,12 @@ def _specs(cache: "PagedCache", contents: Contents) -> dict[int, PageSpec]:
             raise RefusedError(
                 f"it holds layer {saved.layer}, which is no paged layer of this model"
             )
-        spec = PageSpec.build(
-            *layer.schemes,
+        if not saved.value_dim and layer.formats.latent is None:
+            raise RefusedError(f"it holds layer {saved.layer} with values of no channels")
+        spec = layer.formats.spec(
             num_kv_heads=saved.num_kv_heads,
             key_dim=saved.key_dim,
             value_dim=saved.value_dim,
-            page_size=layer.group.page_size,
             dtype=saved.empty(torch.device("meta"))[0].dtype,
             value_dtype=saved.empty(torch.device("meta"))[1].dtype,
         )

@@ -135,11 +135,11 @@ def _check_savable(cache: "PagedCache", model: Any) -> None:
     kept = [
         f"{index} ({type(layer).__name__})"
         for index, layer in enumerate(cache.layers)
-        if not isinstance(layer, PagedLayer) and tensor_bytes(vars(layer))
+        if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
     ]
     if kept:
         raise UnsupportedModelError(
-            f"layers {', '.join(kept)} hold states that transformers keeps; saved caches hold paged layers only"
+            f"layers {', '.join(kept)} hold states that transformers keeps; saved caches hold pages only"
         )
 
 

@@ -18,6 +18,8 @@ SEAL_BLOCK = struct.Struct(f"={SIDE_FIELDS + 7}q1d")
 
 def unsupported(spec: PageSpec) -> str | None:
     """Return what the C kernel does not know about these pages, or None."""
+    if spec.is_latent:
+        return "it knows no latents yet"
     for side in spec.sides:
         if side.layout != LANES and side.head_dim * side.code_bits % 32 == 0:
             return (

@@ -32,6 +32,8 @@ def why_not(
 
 
 def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None:
+    if spec.is_latent:
+        return "they know no latents yet"
     for what, have in (("queries", dtype), *((side.side, side.dtype) for side in spec.sides)):
         if have not in DTYPES:
             names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)

@@ -1,0 +1,111 @@
+"""How one layer's tokens are stored: the formats of its keys and values, or of its latents and RoPE keys."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import CacheConfig
+from ..formats import Scheme, k_rope_scheme
+from ..kernels.choice import layout_for
+from ..spec import ROWS, PageSpec
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """Formats of one layer.
+
+    Attributes:
+        keys, values: of an ordinary attention layer.
+        page_size: tokens in a page.
+        rank: kv_lora_rank of a layer with multi-head latent attention (MLA), None of any other.
+        latent: format of its latents.
+        k_rope: name of the format of the RoPE keys beside them.
+    """
+
+    keys: Scheme
+    values: Scheme
+    page_size: int
+    rank: int | None = None
+    latent: Scheme | None = None
+    k_rope: str = "exact"
+
+    @classmethod
+    def of(
+        cls, options: CacheConfig, layer_idx: int, num_layers: int, rank: int | None = None
+    ) -> "LayerFormats":
+        """Return what `options` say about a layer. Raises CacheOptionError where they do not fit it."""
+        keys, values = options.schemes(layer_idx, num_layers)
+        if rank is None:
+            return cls(keys, values, options.page_size)
+        latent = options.latent_scheme(layer_idx, num_layers)
+        return cls(keys, values, options.page_size, rank, latent, options.k_rope)
+
+    def spec(
+        self,
+        *,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        value_dtype: torch.dtype | None = None,
+        layout: str = ROWS,
+    ) -> PageSpec:
+        """Return what pages of such keys and values are like; transformers hands latents over as keys of one head.
+
+        Raises: CacheOptionError where a format cannot store them.
+        """
+        if self.latent is not None and num_kv_heads == 1 and key_dim == self.rank:
+            return PageSpec.build_latent(
+                self.latent,
+                k_rope_scheme(self.k_rope, value_dim),
+                rank=key_dim,
+                rope_dim=value_dim,
+                page_size=self.page_size,
+                dtype=dtype,
+                rope_dtype=value_dtype,
+                layout=layout,
+            )
+        return PageSpec.build(
+            self.keys,
+            self.values,
+            num_kv_heads=num_kv_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            page_size=self.page_size,
+            dtype=dtype,
+            value_dtype=value_dtype,
+            layout=layout,
+        )
+
+    def spec_of(self, keys: torch.Tensor, values: torch.Tensor) -> PageSpec:
+        """Return `spec` for keys and values [batch, num_kv_heads, q_len, ..], in the layout of their device."""
+        return self.spec(
+            num_kv_heads=keys.shape[1],
+            key_dim=keys.shape[-1],
+            value_dim=values.shape[-1],
+            dtype=keys.dtype,
+            value_dtype=values.dtype,
+            layout=layout_for(keys.device),
+        )
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the two formats of a page."""
+        if self.latent is not None:
+            return self.latent.name, self.k_rope
+        return self.keys.name, self.values.name
+
+
+def planned_specs(
+    sizes: dict[str, Any] | None,
+    formats: list[LayerFormats],
+    dtype: torch.dtype = torch.float32,
+    layout: str = ROWS,
+) -> list[PageSpec]:
+    """Return what the pages of each layer will be like, as far as `sizes` (model_shape.page_sizes) are known.
+
+    Without sizes the list is empty: such models are checked on their first keys. Raises CacheOptionError where a
+    format cannot store them.
+    """
+    return [one.spec(**sizes, dtype=dtype, layout=layout) for one in formats] if sizes else []

@@ -1,0 +1,34 @@
+"""Checks of single option values, with messages that name the option."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import CacheOptionError
+
+
+def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise CacheOptionError unless `value` is one of `choices`; the message lists them and the nearest."""
+    names = list(choices)
+    if isinstance(value, str) and value in names:
+        return
+    near = difflib.get_close_matches(str(value), names, n=1) or [
+        name
+        for name in names
+        if isinstance(value, str) and value and (value in name or name in value)
+    ]
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
+
+
+def check_int(argument: str, value: Any, minimum: int) -> None:
+    """Raise CacheOptionError unless `value` is an integer of at least `minimum` (True and False are none)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise CacheOptionError(
+            f"{argument} must be an integer of at least {minimum}, got {value!r}"
+        )
+
+
+def is_power_of_two(value: int) -> bool:
+    """Say whether a positive integer is a power of two."""
+    return value & (value - 1) == 0

@@ -1,0 +1,197 @@
+"""Multi-head latent attention (MLA) over pages of latents: absorbed where it pays, expanded elsewhere.
+
+transformers (from 5.15 on) caches latents and calls `module.expand_kv(latent, k_rope)` on all of them in every forward,
+which multiplies the whole history by kv_b_proj. Here handles pass through `expand_kv` as they are, and a decode step
+attends to the latents themselves: the key half of kv_b_proj is multiplied into the query, the value half into the
+result (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Read in transformers 5.17 to 5.23, where all models share one
+`expand_kv`; attention is recognised by that method and the sizes beside it, not by the model's name.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.handle import KVHandle
+from ..config import CacheConfig
+from ..errors import UnsupportedModelError
+from ..formats import ATTENTION_NAME
+from ..notices import warn_once
+from .models import why_not_pages
+
+_SIZES = ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_originals: dict[type, Callable[..., Any]] = {}
+
+
+def is_latent_attention(module: torch.nn.Module) -> bool:
+    """Say whether `module` is an attention layer that expands cached latents itself."""
+    return callable(getattr(type(module), "expand_kv", None)) and all(
+        isinstance(getattr(module, size, None), int) for size in _SIZES
+    )
+
+
+def hand_latents_through(module: torch.nn.Module) -> None:
+    """Let the class of `module` pass handles of latents through its `expand_kv`; other tensors are expanded as before.
+
+    A class is changed once, for all of its modules: copies and pickles of a model know nothing of it.
+    """
+    kind = type(module)
+    if kind in _originals or not is_latent_attention(module):
+        return
+    original = kind.expand_kv  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def expand_kv(
+        self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        mine = isinstance(kv_nope, KVHandle) and isinstance(k_rot, KVHandle)
+        if mine and self.config._attn_implementation == ATTENTION_NAME:
+            return kv_nope, k_rot
+        return original(self, kv_nope, k_rot, *args, **kwargs)
+
+    _originals[kind] = original
+    kind.expand_kv = expand_kv  # type: ignore[attr-defined]
+
+
+def restore_expansion() -> None:
+    """Give all classes their own `expand_kv` back."""
+    for kind, original in _originals.items():
+        kind.expand_kv = original  # type: ignore[attr-defined]
+    _originals.clear()
+
+
+def expanded(
+    module: torch.nn.Module, latent: torch.Tensor, k_rope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of dense latents, as the model computes them."""
+    expand: Any = _originals.get(type(module)) or type(module).expand_kv  # type: ignore[attr-defined]
+    return expand(module, latent, k_rope)
+
+
+def why_not_absorbed(module: torch.nn.Module) -> str | None:
+    """Return why the weights of `module` cannot be multiplied into queries and results, or None when they can."""
+    projection = getattr(module, "kv_b_proj", None)
+    if not isinstance(projection, torch.nn.Module):
+        return "it has no kv_b_proj"
+    name = type(projection).__name__
+    if hasattr(projection, "base_layer"):
+        return f"kv_b_proj is wrapped by an adapter ({name}); merge it into the weights"
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return f"kv_b_proj ({name}) has no weight"
+    if getattr(projection, "bias", None) is not None:
+        return "kv_b_proj has a bias"
+    if weight.is_meta:
+        return "the weight of kv_b_proj is offloaded"
+    if hasattr(weight, "placements"):
+        return "the weight of kv_b_proj is sharded (tensor parallelism)"
+    rank = int(module.kv_lora_rank)  # type: ignore[arg-type]
+    if (
+        type(weight) not in (torch.Tensor, torch.nn.Parameter)
+        or weight.dtype not in _FLOATS
+        or weight.ndim != 2
+        or weight.shape[1] != rank
+    ):
+        return (
+            f"kv_b_proj is quantized ({name}, weight of {str(weight.dtype).removeprefix('torch.')})"
+        )
+    if weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim):  # type: ignore[operator]
+        return "the weight of kv_b_proj does not hold whole heads"
+    return None
+
+
+def prepare_latents(model: PreTrainedModel, options: CacheConfig) -> None:
+    """Prepare all latent attention of `model`, before its attention is switched.
+
+    Raises: UnsupportedModelError where mla="absorb" asks for what cannot be done.
+    """
+    required = options.mla == "absorb"
+    reason = why_not_pages(model, options.attention) if required else None
+    if reason:
+        raise UnsupportedModelError(
+            f"mla='absorb': {type(model).__name__} cannot read pages: {reason}"
+        )
+    for name, module in model.named_modules():
+        if is_latent_attention(module):
+            hand_latents_through(module)
+            reason = why_not_absorbed(module) if required else None
+            if reason:
+                raise UnsupportedModelError(f"mla='absorb': {name} cannot be absorbed: {reason}")
+
+
+def longest_absorbed(module: Any) -> int:
+    """Return the queries up to which attending to latents takes fewer multiplications than expanding them.
+
+    Per cached token and head, expansion takes r * (dn + dv) and attention S * (dn + dv) for S queries; absorbed attention
+    takes S * 2r. RoPE keys cost the same on both sides.
+    """
+    rank, expanded_dims = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
+    saved = 2 * rank - expanded_dims
+    return int(rank * expanded_dims // saved) if saved > 0 else 1 << 30
+
+
+def absorbs(module: torch.nn.Module, mla: str, query: torch.Tensor) -> bool:
+    """Decide whether this forward attends to latents; say once why not where its length is no reason.
+
+    Args:
+        mla: CacheConfig.mla.
+        query: [batch, num_heads, q_len, channels].
+    Raises: UnsupportedModelError where mla="absorb" and the module does not allow it.
+    """
+    if mla == "expand":
+        return False
+    reason = why_not_absorbed(module)
+    weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+    if reason is None and weight is not None:
+        heads = weight.shape[0] // (module.qk_nope_head_dim + module.v_head_dim)  # type: ignore[operator]
+        if heads != query.shape[1]:
+            reason = f"kv_b_proj has {heads} heads and the queries {query.shape[1]}"
+        elif weight.device != query.device:
+            reason = f"the weight of kv_b_proj is on {weight.device}, the queries on {query.device}"
+    if reason is None:
+        return query.shape[2] <= longest_absorbed(module)
+    if mla == "absorb":
+        raise UnsupportedModelError(
+            f"mla='absorb': {type(module).__name__} cannot be absorbed: {reason}"
+        )
+    warn_once(
+        f"absorb {type(module).__name__} {reason}",
+        f"{type(module).__name__} cannot attend to latents: {reason}. Each step computes the keys and values of all cached "
+        "tokens, as transformers does",
+    )
+    return False
+
+
+def absorbed_query(module: Any, query: torch.Tensor) -> torch.Tensor:
+    """Multiply the key half of kv_b_proj into a query.
+
+    Args:
+        query: [batch, num_heads, q_len, qk_nope_head_dim + rope channels].
+    Returns: [batch, num_heads, q_len, kv_lora_rank + rope channels], in query's dtype.
+    """
+    nope = module.qk_nope_head_dim
+    keys, _ = _halves(module, query)
+    latent = torch.einsum("bhsd,hdr->bhsr", query[..., :nope], keys)
+    return torch.cat([latent.to(query.dtype), query[..., nope:]], -1)
+
+
+def from_latent(module: Any, out: torch.Tensor) -> torch.Tensor:
+    """Multiply the value half of kv_b_proj into attended latents.
+
+    Args:
+        out: [batch, num_heads, q_len, kv_lora_rank].
+    Returns: [batch, q_len, num_heads, v_head_dim], in out's dtype.
+    """
+    _, values = _halves(module, out)
+    return torch.einsum("bhsr,hdr->bshd", out, values).to(out.dtype).contiguous()
+
+
+def _halves(module: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return kv_b_proj as [heads, qk_nope_head_dim, rank] for keys and [heads, v_head_dim, rank] for values: views."""
+    nope, rank = module.qk_nope_head_dim, module.kv_lora_rank
+    weight = module.kv_b_proj.weight.to(like.dtype).view(-1, nope + module.v_head_dim, rank)
+    return weight[:, :nope], weight[:, nope:]

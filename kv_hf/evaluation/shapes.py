@@ -125,7 +125,7 @@ _RANDOM: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "qk_nope_head_dim": 128,
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
-            "first_k_dense_replace": 1,
+            "first_k_dense_replace": 8,  # no layer has experts
         },
     ),
     # the first two layers of DeepSeek-V3, which have no experts; a small vocabulary
@@ -143,7 +143,7 @@ _RANDOM: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "qk_nope_head_dim": 128,
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
-            "first_k_dense_replace": 2,
+            "first_k_dense_replace": 8,  # no layer has experts
         },
     ),
     # for tests and for trying the scripts out
@@ -161,7 +161,7 @@ _RANDOM: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8,
             "v_head_dim": 16,
-            "first_k_dense_replace": 2,
+            "first_k_dense_replace": 8,  # no layer has experts
         },
     ),
     "tiny": (

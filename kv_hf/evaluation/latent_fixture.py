@@ -48,7 +48,7 @@ def embed_in_mla(
         seed: of the random bases.
     Raises: ValueError for a model that cannot be rewritten so, for a rank that is too small, and for bad bases.
     """
-    config = llama.config
+    config: Any = llama.config
     reason = _why_not(llama)
     if reason:
         raise ValueError(f"{type(llama).__name__} cannot be rewritten as MLA: {reason}")
@@ -124,9 +124,7 @@ def _embed_attention(mla: Any, gqa: Any, basis: torch.Tensor) -> None:
     mla.kv_a_proj_with_mqa.weight.copy_(torch.cat([latent, rope]))
     mla.kv_a_layernorm = nn.Identity()
 
-    pick = torch.zeros(
-        heads, 2 * still + head_dim, needed, dtype=torch.float64, device=k.device
-    )
+    pick = torch.zeros(heads, 2 * still + head_dim, needed, dtype=torch.float64, device=k.device)
     query = torch.zeros(heads, mla.qk_head_dim, hidden, dtype=torch.float64, device=k.device)
     for head in range(heads):
         kv = head * kv_heads // heads
@@ -146,8 +144,9 @@ def _why_not(llama: Any) -> str | None:
     """Return why a model cannot be rewritten, or None."""
     if not isinstance(llama, LlamaForCausalLM):
         return "only LlamaForCausalLM is known here"
-    if llama.config.rope_parameters.get("rope_type", "default") != "default":
-        return f"its RoPE is {llama.config.rope_parameters['rope_type']!r}, not 'default'"
+    rope: Any = llama.config.rope_parameters
+    if rope.get("rope_type", "default") != "default":
+        return f"its RoPE is {rope['rope_type']!r}, not 'default'"
     biases = [n for n, _ in llama.named_parameters() if n.endswith("_proj.bias")]
     return f"it has biases ({biases[0]})" if biases else None
 
@@ -216,7 +215,7 @@ class LatentFixture(LoadedModel):
 
     def prepared(self, model: Any) -> Any:
         """Return the checkpoint's model in MLA form."""
-        sizes = {"rank": self.rank, "still_planes": self.still_planes}
+        sizes: Any = {"rank": self.rank, "still_planes": self.still_planes}
         if self.mixing != "principal":
             return embed_in_mla(model, mixing=self.mixing, **sizes)
         (ids,) = text_windows(self.tokenizer, BASIS_TEXT, BASIS_TOKENS, 1)

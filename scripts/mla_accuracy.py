@@ -9,7 +9,7 @@ of scripts/perplexity.py. With --record the rows are appended to results/mla_acc
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-COLUMNS = {
+COLUMNS: dict[str, Callable[[Any], str]] = {
     "cache": str,
     "bytes_per_token": "{:.0f}".format,
     "stored_bits": "{:.2f}".format,

@@ -183,7 +183,9 @@ def latent_table(rows: Rows) -> str:
     blocks = []
     for model, device in dict.fromkeys((row["model"], row["device"]) for row in rows):
         found = latest_run(rows, kind="generate", model=model, device=device)
-        blocks.append(_latent_block(found, LATENT_MODELS.get(model, model), random_config(model)))
+        blocks.append(
+            _latent_block(found, LATENT_MODELS.get(model, str(model)), random_config(model))
+        )
     return "\n\n".join(blocks) if blocks else "No run has been recorded yet."
 
 

@@ -39,7 +39,8 @@ class LayerFormats:
         if rank is None:
             return cls(keys, values, options.page_size)
         latent = options.latent_scheme(layer_idx, num_layers)
-        return cls(keys, values, options.page_size, rank, latent, options.k_rope)
+        k_rope = options.k_rope_format(latent)
+        return cls(keys, values, options.page_size, rank, latent, k_rope)
 
     def spec(
         self,

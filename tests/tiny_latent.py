@@ -93,7 +93,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 **DSA,
                 **THREE_OF,
                 "qk_rope_head_dim": 0,
-                "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+                "layer_types": ["linear_attention", "full_attention", "full_attention"],
                 "indexer_types": ["full", "full", "shared"],
                 "index_kpool": 4,
                 **{"linear_head_dim": 16, "linear_num_heads": 2, "hc_mult": 2},
@@ -165,13 +165,15 @@ SPARSE = (
 )
 
 
-def families_of_transformers() -> set[str]:
-    """Return the folders of all models of the installed transformers that expand cached latents."""
+def families_of_transformers(cached: str = r"") -> set[str]:
+    """Return the folders of all models of the installed transformers that expand latents, and cache what is called so."""
     models = Path(transformers.__file__).parent / "models"
+    texts = {path: path.read_text(encoding="utf-8") for path in models.glob("*/modeling_*.py")}
     return {
         path.parent.name
-        for path in models.glob("*/modeling_*.py")
-        if re.search(r"^    def expand_kv\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for path, text in texts.items()
+        if re.search(r"^    def expand_kv\(", text, re.MULTILINE)
+        and re.search(rf"past_key_values\.update\(\s*{cached}", text)
     }
 
 

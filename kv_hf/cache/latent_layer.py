@@ -8,6 +8,7 @@ import torch
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..kernels.inputs import PagedKV
+from .compat import SPARSE_MODELS_CACHE_LATENTS
 from .handle import KVView
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
@@ -24,6 +25,8 @@ class LatentLayer(PagedLayer):
         options: as given to the cache; the others are those of PagedLayer.
         config: the decoder's config.
     """
+
+    _caches_latents = True  # as far as is known before the first keys
 
     def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
         self.mla = options.mla
@@ -51,8 +54,8 @@ class LatentLayer(PagedLayer):
     @property
     def kind(self) -> str:
         """What the layer's pages hold, for reports."""
-        expanded = self.spec is not None and not self.spec.is_latent
-        return "paged" if expanded else "paged latents"
+        latent = self._caches_latents if self.spec is None else self.spec.is_latent
+        return "paged latents" if latent else "paged"
 
     def _view_of(self, kv: PagedKV) -> KVView:
         view = super()._view_of(kv)
@@ -69,6 +72,7 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
     indexer keys alone.
     """
 
+    _caches_latents = SPARSE_MODELS_CACHE_LATENTS
     indexer_position_ids: torch.Tensor | None = None  # of other models' indexers; transformers asks
     _index: torch.Tensor | None
     _indexed: int
@@ -102,6 +106,13 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
     def extra_bytes(self) -> int:
         """Bytes of the indexer keys, room to grow included."""
         return 0 if self._index is None else self._index.nbytes
+
+    @property
+    def rows_held(self) -> int:
+        """Rows that this layer holds (0 before the first update)."""
+        if self.store is None and self._index is not None:
+            return self._index.shape[0]
+        return super().rows_held
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Append indexer keys [batch, q_len, index_head_dim]; return all of them."""

@@ -41,7 +41,9 @@ def generated(model: Any, inputs: dict[str, Any], name: str | None, **options: A
     return model.generate(**inputs, **options)
 
 
-def check_same(family: str, inputs: dict[str, Any], config: dict[str, Any] | None = None, **options: Any) -> Any:
+def check_same(
+    family: str, inputs: dict[str, Any], config: dict[str, Any] | None = None, **options: Any
+) -> Any:
     """Check that pages give the tokens of transformers' own cache; return the paged cache."""
     model = shared_model(family)
     stock = generated(model, inputs, None, **options)
@@ -201,7 +203,9 @@ def test_prompts_share_their_prefix(family, latent):
     for seed in range(3):
         ids = torch.cat([prefix, tokens(1, 9, seed=seed + 1)], 1)
         alone = generated(model, {"input_ids": ids}, f"paged_{latent}")
-        found = generated(model, {"input_ids": ids}, f"paged_{latent}", cache_config={"prefix_store": store})
+        found = generated(
+            model, {"input_ids": ids}, f"paged_{latent}", cache_config={"prefix_store": store}
+        )
         if latent == "exact":
             assert torch.equal(found.sequences, alone.sequences)
         assert found.past_key_values.report()[0].kind == "paged latents"

@@ -71,7 +71,9 @@ def forwards(model: Any, cache: Any) -> list[torch.Tensor]:
 
 
 def largest_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
-    return max((a.double() - b.double()).abs().max().item() for a, b in zip(first, second, strict=True))
+    return max(
+        (a.double() - b.double()).abs().max().item() for a, b in zip(first, second, strict=True)
+    )
 
 
 def paged(model: Any, **options: Any) -> kv_hf.PagedCache:
@@ -88,7 +90,9 @@ def stock_attention(family: str) -> str:
 )
 def test_every_family_of_transformers_has_a_tiny_model():
     assert families_of_transformers() == set(FAMILIES)
-    assert {f for f in FAMILIES if hasattr(text_config(shared_model(f)), "index_topk")} == set(SPARSE)
+    assert {f for f in FAMILIES if hasattr(text_config(shared_model(f)), "index_topk")} == set(
+        SPARSE
+    )
 
 
 @pytest.mark.parametrize("family", HERE)
@@ -144,7 +148,9 @@ def test_a_choice_of_few_tokens_is_that_of_the_stock_model(family):
     model = make_model(family, **changes)
     stock_cache = DynamicCache(config=model.config)
     stock = forwards(model, stock_cache)
-    everything = forwards(make_model(family, **{**changes, "index_topk": 512}), DynamicCache(config=model.config))
+    everything = forwards(
+        make_model(family, **{**changes, "index_topk": 512}), DynamicCache(config=model.config)
+    )
     assert largest_difference(stock, everything) > 1e-3, "the choice changes nothing"
     read_pages(model)
     cache = paged(model)

@@ -124,7 +124,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "longcat_flash": (
         "LongcatFlashConfig",
         {
-            **{name: COMMON[name] for name in COMMON if "hidden_l" not in name and name[:5] != "inter"},
+            **{
+                name: COMMON[name]
+                for name in COMMON
+                if "hidden_l" not in name and name[:5] != "inter"
+            },
             **{"num_layers": 1, "head_dim": ROPE, "ffn_hidden_size": 96, "moe_topk": 2},
             **{"n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32},
         },

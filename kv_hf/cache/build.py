@@ -55,9 +55,7 @@ def page_layers(
     if ranks.count(None) == len(ranks):
         _check_no_latent_options(config, options)
     options.check_model(signature(config), len(layers), set(paged))
-    formats = {
-        index: LayerFormats.of(options, index, len(layers), ranks[index]) for index in paged
-    }
+    formats = {index: LayerFormats.of(options, index, len(layers), ranks[index]) for index in paged}
     planned_specs(page_sizes(config), list(formats.values()))
     _check_overrides(layers, set(paged), options)
     arena = _arena(layers, set(paged), config, options)

@@ -317,23 +317,22 @@ class CacheConfig:
 
         Raises: CacheOptionError where two formats are given for the one latent that is key and value.
         """
-        sides = self._formats_of(layer_idx, num_layers)
-        name = self.latent
-        if name is None:
-            name = sides["keys"]
-            if sides["values"] != name:
-                raise CacheOptionError(
-                    f"keys={name!r} and values={sides['values']!r}: layer {layer_idx} stores one latent for both; give "
-                    "one format for both, or latent="
-                )
-        return latent_scheme(name, self.latent_group_size, self.key_group_size)
+        sides = self._formats_of(layer_idx, num_layers, self.latent)
+        if sides["keys"] != sides["values"]:
+            raise CacheOptionError(
+                f"keys={sides['keys']!r} and values={sides['values']!r}: layer {layer_idx} stores one latent for both; give "
+                "one format for both (latent= names it for all layers that `layers` does not)"
+            )
+        return latent_scheme(sides["keys"], self.latent_group_size, self.key_group_size)
 
     def k_rope_format(self, latent: Scheme) -> str:
         """Return the name of the format of the RoPE keys beside latents of this scheme."""
         return k_rope_name(self.k_rope, latent)
 
-    def _formats_of(self, layer_idx: int, num_layers: int) -> dict[str, str]:
-        sides = {"keys": self.keys, "values": self.values}
+    def _formats_of(
+        self, layer_idx: int, num_layers: int, latent: str | None = None
+    ) -> dict[str, str]:
+        sides = {"keys": latent or self.keys, "values": latent or self.values}
         for low, high, override in self.layer_overrides():
             if high >= num_layers:
                 raise CacheOptionError(

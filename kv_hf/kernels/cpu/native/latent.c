@@ -10,6 +10,7 @@
 #define TILE_ROWS (2 * TILE) /* tokens that gather before a product, in steps of at most TILE */
 #define TILE_LANES (TILE_ROWS + 16) /* an odd number of cache lines: rows do not fall on each other in the cache */
 #define BLOCK 64             /* queries of a task */
+#define MAX_RANGES 8
 
 typedef struct {
     const Decode *a;          /* keys: latents, values: RoPE keys */
@@ -21,6 +22,29 @@ typedef struct {
     float *partials;
     atomic_int *done, failed;
 } Latents;
+
+/* Memory that the next tile reads: fetched a few lines at a time while this one is multiplied. */
+typedef struct {
+    const char *at[MAX_RANGES], *end[MAX_RANGES];
+    int64_t ranges, lines; /* lines: of each step */
+} Ahead;
+
+static inline void fetch_ahead(Ahead *ahead) {
+    for (int64_t lines = ahead->lines; lines && ahead->ranges;) {
+        int64_t r = ahead->ranges - 1;
+        for (; lines && ahead->at[r] < ahead->end[r]; lines--, ahead->at[r] += 64) __builtin_prefetch(ahead->at[r], 0, 2);
+        if (ahead->at[r] >= ahead->end[r]) ahead->ranges--;
+    }
+}
+
+/* The codes of tokens [from, to) of page number `at`, if a page's codes lay in the order of its tokens. */
+static void add_range(Ahead *ahead, const Side *side, int64_t page, int64_t at, int64_t from, int64_t to) {
+    int64_t bytes = side->codes_stride * 4;
+    if (ahead->ranges == MAX_RANGES || !side->dim) return;
+    ahead->at[ahead->ranges] = (const char *)side->codes + at * bytes + bytes * from / page;
+    ahead->end[ahead->ranges++] = (const char *)side->codes + at * bytes + bytes * to / page;
+    ahead->lines += bytes * (to - from) / page / 64 + 2;
+}
 
 static Splits latent_splits(const Latents *call, int64_t row) {
     const Decode *a = call->a;

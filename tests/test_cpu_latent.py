@@ -18,9 +18,7 @@ ISAS = range(1 if library.missing() else library.isa() + 1)
 SINKS = 4
 # pages and exact tokens of each row: pages and tail, many tokens, less than the sinks, one page, nothing
 ROWS = [(3, 11), (9, 20), (0, 3), (1, 4), (0, 0)]
-FORMATS = [
-    (latent, k_rope) for latent in LATENT_FORMAT_NAMES for k_rope in K_ROPE_FORMAT_NAMES
-]
+FORMATS = [(latent, k_rope) for latent in LATENT_FORMAT_NAMES for k_rope in K_ROPE_FORMAT_NAMES]
 
 
 @pytest.fixture(params=ISAS, ids=lambda isa: library.ISA_NAMES[isa])
@@ -30,7 +28,9 @@ def isa(request, monkeypatch):
     return request.param
 
 
-def make_spec(latent="int8", k_rope="exact", *, rank=64, rope=16, page=16, dtype=torch.float32, group=None):
+def make_spec(
+    latent="int8", k_rope="exact", *, rank=64, rope=16, page=16, dtype=torch.float32, group=None
+):
     return PageSpec.build_latent(
         latent_scheme(latent, group),
         k_rope_scheme(k_rope, rope),
@@ -124,7 +124,9 @@ def test_latent_kernel_reads_every_format(isa, latent, k_rope, dtype):
     check(make_query(kv, dtype=torch.float32), kv)
 
 
-@pytest.mark.parametrize(("rank", "group"), [(16, None), (60, None), (60, 12), (240, None), (256, 32)])
+@pytest.mark.parametrize(
+    ("rank", "group"), [(16, None), (60, None), (60, 12), (240, None), (256, 32)]
+)
 @pytest.mark.parametrize("latent", ["exact", "int8", "fp8", "int4", "int2"])
 def test_latent_kernel_takes_every_rank_and_group(isa, latent, rank, group):
     for rope in (0, 8):
@@ -147,7 +149,9 @@ def test_latent_kernel_takes_every_page_size(isa, page):
         check(make_query(kv, 3, 2), kv)
 
 
-@pytest.mark.parametrize(("heads", "q_len"), [(1, 1), (4, 1), (6, 3), (66, 1), (128, 1), (20, 16), (3, 70)])
+@pytest.mark.parametrize(
+    ("heads", "q_len"), [(1, 1), (4, 1), (6, 3), (66, 1), (128, 1), (20, 16), (3, 70)]
+)
 def test_latent_kernel_takes_every_number_of_queries(isa, heads, q_len):
     kv = make_kv("int8", rows=[(9, 20), (2, 3)])
     check(make_query(kv, heads, q_len), kv)
@@ -303,7 +307,13 @@ def test_operations_slice_long_chunks_of_latents():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("latent", "k_rope"), FORMATS)
 def test_latent_seal_writes_the_bytes_of_the_codec(isa, latent, k_rope, dtype):
-    sizes = [(16, 0, 16, None), (60, 8, 32, 12), (240, 64, 64, None), (256, 144, 16, 64), (512, 64, 64, None)]
+    sizes = [
+        (16, 0, 16, None),
+        (60, 8, 32, 12),
+        (240, 64, 64, None),
+        (256, 144, 16, 64),
+        (512, 64, 64, None),
+    ]
     for rank, rope, page, group in sizes:
         if latent == "fp8_ds_mla" and rank % 128:
             continue
@@ -347,7 +357,9 @@ def test_choose_takes_the_c_kernel_for_latents(latent, k_rope):
 def test_c_kernel_says_which_latents_it_does_not_know():
     def reason(side, **changes):
         spec = make_spec("int8", "int8")
-        return arguments.unsupported(replace(spec, **{side: replace(getattr(spec, side), **changes)}))
+        return arguments.unsupported(
+            replace(spec, **{side: replace(getattr(spec, side), **changes)})
+        )
 
     scheme = make_spec("int8", "int8").values.scheme
     assert "latent lie in the layout of another" in reason("keys", layout=ROWS_LAYOUT)

@@ -32,7 +32,7 @@ def make_spec(
     latent="int8", k_rope="exact", *, rank=64, rope=16, page=16, dtype=torch.float32, group=None
 ):
     return PageSpec.build_latent(
-        latent_scheme(latent, group),
+        latent_scheme(latent, group, None if group is None else page // 2),
         k_rope_scheme(k_rope, rope),
         rank=rank,
         rope_dim=rope,

@@ -27,7 +27,8 @@ FORMATS = {
     "fp8": {"latent": "fp8"},
     "int8": {"latent": "int8", "k_rope": "int8"},
     "int4": {"latent": "int4", "k_rope": "int8"},
-    "int4 in groups of 16": {"latent": "int4", "latent_group_size": 16},
+    "int8 in groups of 16": {"latent": "int8", "latent_group_size": 16},
+    "int4 in groups of 8 tokens": {"latent": "int4", "key_group_size": 8},
     "int2": {"latent": "int2"},
     "fp8_ds_mla": {"latent": "fp8_ds_mla"},
     "keys and values": {"keys": "int4", "values": "int4"},
@@ -99,8 +100,8 @@ def test_a_step_equals_the_stock_model_on_the_same_latents(family, name):
     [
         ("fp8", 8, 32, 2),
         ("int8", 8, 32, 2),
-        ("int4", 4, 32, 4),
-        ("int2", 2, 32, 4),
+        ("int4", 4, 0.5, 4),  # by channel: 16 tokens share each of 32 scales
+        ("int2", 2, 0.5, 4),
         ("exact", 32, 0, 0),
     ],
 )
@@ -121,7 +122,9 @@ def test_bytes_are_those_of_the_tensors(name, bits, group, scale_bytes, k_rope):
     assert memory.payload + memory.scales == sum(tensor.nbytes for tensor in fields)
     tokens_stored = 2 * 16 * memory.pages_allocated  # two layers
     assert memory.pages_held == 6 <= memory.pages_allocated
-    latent = 32 * bits // 8 + (32 // group * scale_bytes if group else 0)
+    latent = 32 * bits // 8
+    if group:
+        latent += 32 / group * scale_bytes if group > 1 else 32 * scale_bytes / 16
     # int8 RoPE keys: per page of 16 tokens one scale, and an offset per channel
     rope = 8 * 4 if k_rope == "exact" else 8 + (2 + 8 * 2) / 16
     assert (memory.payload + memory.scales) / tokens_stored == latent + rope
@@ -154,7 +157,7 @@ def test_layers_override_the_latent_of_single_layers():
 @pytest.mark.parametrize("family", [f for f in ("deepseek_v3", "dots3_note") if f in EXPANDING])
 def test_groups_that_do_not_divide_the_rank_are_an_error(family):
     with pytest.raises(kv_hf.CacheOptionError, match="group"):
-        cache_of(family, latent="int4", latent_group_size=24)
+        cache_of(family, latent="int8", latent_group_size=24)
     with pytest.raises(kv_hf.CacheOptionError, match="group|128"):
         cache_of(family, latent="fp8_ds_mla")
 
@@ -163,7 +166,7 @@ def test_groups_that_do_not_divide_the_rank_are_an_error(family):
     "options",
     [
         {"latent": "int8"},
-        {"latent_group_size": 8},
+        {"latent_group_size": 8, "keys": "int8"},
         {"k_rope": "int8"},
         {"mla": "absorb"},
         {"mla": "expand"},

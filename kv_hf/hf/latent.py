@@ -217,7 +217,11 @@ def from_latent(module: Any, out: torch.Tensor) -> torch.Tensor:
     Returns: [batch, q_len, num_heads, v_head_dim], in out's dtype.
     """
     _, values = _halves(module, out)
-    return torch.einsum("bhsr,hdr->bshd", out, values).to(out.dtype).contiguous()
+    # the weights stand first as they lie in memory: for 16-bit numbers on a CPU torch copies them in any other order
+    rows, heads, q_len, rank = out.shape
+    columns = out.transpose(0, 1).reshape(heads, rows * q_len, rank).transpose(1, 2)
+    product = torch.bmm(values, columns).to(out.dtype)  # [heads, v_head_dim, rows * q_len]
+    return product.unflatten(2, (rows, q_len)).permute(2, 3, 0, 1).contiguous()
 
 
 def _halves(module: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

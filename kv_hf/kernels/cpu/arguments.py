@@ -45,6 +45,8 @@ def _unsupported_groups(side: str, scheme: Scheme, spec: SideSpec) -> str | None
         known = scale == (spec.page_size, spec.head_dim) and offset == (spec.page_size, 1)
     elif side == "keys":
         known = scale[1] in (1, spec.head_dim) and (offset is None or offset == (scale[0], 1))
+    elif side == "latent" and scale[1] == 1:
+        known = offset == scale
     else:
         known = scale[0] == 1 and offset in (None, scale)
     return None if known else f"{side} with scale groups {scale} and offset groups {offset}"

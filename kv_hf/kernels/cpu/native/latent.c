@@ -67,7 +67,7 @@ static int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 /* Floats that the scales (or offsets) of a page take, or one of each for every channel. */
 static int64_t scales_of(const Side *side, int64_t page) {
-    int64_t groups = side->scale ? page * (side->dim / side->scale_channels) : 0;
+    int64_t groups = side->scale ? page / side->group_tokens * (side->dim / side->scale_channels) : 0;
     return largest_of(groups, side->dim + 16) + 16;
 }
 

@@ -1,0 +1,246 @@
+"""A checkpoint on disk: its config and its safetensors, opened without reading a weight.
+
+Refuses what cannot be converted tensor by tensor (quantized weights, adapters, pickles, remote code) with the reason.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import ConversionError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# what else of a repository belongs to a checkpoint
+WANTED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.md"]
+# parts of tensor names that only quantized checkpoints have
+QUANTIZED = (
+    "weight_scale",
+    "qweight",
+    "qzeros",
+    "absmax",
+    "quant_map",
+    "weight_packed",
+    "input_scale",
+)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint: the file that holds it, its shape and dtype."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with config.json and safetensors files.
+
+    Attributes:
+        folder: where it lies.
+        config: config.json.
+        index: model.safetensors.index.json, or None where one file holds everything.
+        tensors: all tensors by name, in the order of files and of names within them.
+        name: what the user called it.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    index: dict[str, Any] | None
+    tensors: dict[str, StoredTensor]
+    name: str
+
+    @classmethod
+    def open(cls, source: str | Path) -> "Checkpoint":
+        """Open a folder, or a model of the hub (downloaded first).
+
+        Raises: ConversionError naming the file and what is wrong with it.
+        """
+        folder = _folder(source)
+        config = read_json(folder / "config.json")
+        _check_config(config, folder)
+        index, files = _files(folder)
+        tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            found = _stored(folder / file)
+            twice = sorted(set(found) & set(tensors))
+            if twice:
+                raise ConversionError(
+                    f"{folder / file} holds {twice[0]!r}, which {tensors[twice[0]].file} holds too"
+                )
+            tensors.update(found)
+        if index is not None:
+            _check_index(index, tensors, folder)
+        marked = [name for name in tensors if any(part in name for part in QUANTIZED)]
+        if marked:
+            raise ConversionError(
+                f"{folder} is quantized: it holds {marked[0]!r}; convert the unquantized checkpoint"
+            )
+        return cls(folder, config, index, tensors, str(source))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor. Raises ConversionError where its file cannot be read."""
+        file = self.folder / self.tensors[name].file
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensor: torch.Tensor = opened.get_tensor(name)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            raise ConversionError(f"{file}: {name!r} cannot be read ({error})") from error
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """File -> names of its tensors."""
+        found: dict[str, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            found.setdefault(tensor.file, []).append(name)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object from a file. Raises ConversionError naming the file."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConversionError(f"{path} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _folder(source: str | Path) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    name = str(source)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ConversionError(
+            f"source must be a folder or a model of the hub, got {name!r}: there is no such folder"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConversionError(f"model {name!r} cannot be had from the hub: {first}") from error
+
+
+def _check_config(config: dict[str, Any], folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file():
+        raise ConversionError(
+            f"{folder} holds an adapter (PEFT): merge it into its model first, and save that"
+        )
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        if part.get("quantization_config"):
+            method = part["quantization_config"]
+            kind = method.get("quant_method") if isinstance(method, dict) else method
+            raise ConversionError(
+                f"{folder / 'config.json'} has a quantization_config ({kind}): convert the unquantized checkpoint"
+            )
+    if config.get("auto_map"):
+        raise ConversionError(
+            f"{folder / 'config.json'} has an auto_map: the model needs code of its own, whose tensors are not known"
+        )
+    if not isinstance(config.get("model_type"), str):
+        raise ConversionError(f"{folder / 'config.json'} names no model_type")
+
+
+def _files(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the index (None without one) and the names of the files that it lists."""
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX)
+        listed = index.get("weight_map")
+        if (
+            not isinstance(listed, dict)
+            or not listed
+            or not all(isinstance(f, str) for f in listed.values())
+        ):
+            raise ConversionError(f"{folder / INDEX} has no weight_map of tensors and files")
+        files = sorted(set(listed.values()))
+        strange = [file for file in files if Path(file).name != file]
+        if strange:
+            raise ConversionError(
+                f"{folder / INDEX} names a file outside of its folder: {strange[0]!r}"
+            )
+        missing = [file for file in files if not (folder / file).is_file()]
+        if missing:
+            raise ConversionError(f"{folder / INDEX} lists {missing[0]}, which is not there")
+        return index, files
+    if (folder / SINGLE).is_file():
+        return None, [SINGLE]
+    others = sorted(
+        path.name
+        for pattern in ("*.bin", "*.gguf", "*.pt", "*.pth")
+        for path in folder.glob(pattern)
+    )
+    if others:
+        raise ConversionError(
+            f"{folder} holds {others[0]} and no safetensors: load it with transformers and save_pretrained() it first"
+        )
+    raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+
+
+def _stored(path: Path) -> dict[str, StoredTensor]:
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (no mapping)
+                piece = opened.get_slice(name)
+                dtype = piece.get_dtype()
+                if dtype not in FLOATS and dtype not in ("I64", "BOOL"):
+                    raise ConversionError(
+                        f"{path}: {name!r} is of {dtype}, as quantized checkpoints are; convert the unquantized one"
+                    )
+                shape = tuple(piece.get_shape())
+                found[name] = StoredTensor(
+                    path.name, shape, FLOATS.get(dtype, _OTHERS.get(dtype, torch.int64))
+                )
+    except (OSError, SafetensorError) as error:
+        raise ConversionError(f"{path} is damaged or cut off: {error}") from error
+    return found
+
+
+_OTHERS = {"I64": torch.int64, "BOOL": torch.bool}
+
+
+def _check_index(index: dict[str, Any], tensors: dict[str, StoredTensor], folder: Path) -> None:
+    listed = index["weight_map"]
+    for name, file in listed.items():
+        if name not in tensors:
+            raise ConversionError(
+                f"{folder / INDEX} lists {name!r} in {file}, which does not hold it"
+            )
+        if tensors[name].file != file:
+            raise ConversionError(
+                f"{folder / INDEX} lists {name!r} in {file}, and {tensors[name].file} holds it"
+            )
+    unlisted = [name for name in tensors if name not in listed]
+    if unlisted:
+        raise ConversionError(
+            f"{folder / tensors[unlisted[0]].file} holds {unlisted[0]!r}, which {INDEX} does not list"
+        )

@@ -1,8 +1,9 @@
 """Convert a checkpoint to fewer kv heads: structure, merge, write, shard by shard."""
 
 import json
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ..checks import check_choice
+from ..errors import ConversionError
 from ..version import __version__
 from .card import model_card
 from .checkpoint import INDEX, Checkpoint
@@ -25,6 +27,7 @@ BESIDE = (
     "video_preprocessor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CALIBRATED = ("align", "svd")  # methods of calibrated.py, which read text
 RECORD = "kv_hf_conversion"  # of config.json
 
 
@@ -66,6 +69,7 @@ def convert_to_gqa(
     num_kv_heads: int,
     *,
     method: str = "mean",
+    calibration: Any = None,
     dtype: str | None = None,
     dry_run: bool = False,
     progress: Callable[[int, int], object] = lambda done, of: None,
@@ -79,13 +83,16 @@ def convert_to_gqa(
         source: folder of a checkpoint, or a model of the hub.
         destination: a folder that does not exist, or is empty.
         num_kv_heads: must divide the model's.
-        method: "mean" (GQA, arXiv 2305.13245) or "first". Both lose most of a model's quality until it is trained again.
+        method: "mean" (GQA, arXiv 2305.13245) or "first" need no data and lose most of a model's quality until it is trained
+            again; "align" and "svd" fit the merged heads to what the model computes on `calibration`, and lose far less.
+        calibration: text for "align" and "svd", as calibrated.calibrate takes it; None for the others.
         dtype: of all weights of the result (float32, bfloat16, float16); None keeps each one's own.
         dry_run: check everything and report, but write nothing.
         progress: called with (bytes written, bytes in all).
     Raises: ConversionError with the reason, with `destination` as it was.
     """
-    check_choice("method", method, METHODS)
+    check_choice("method", method, (*METHODS, *CALIBRATED))
+    check_calibration(method, calibration)
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     checkpoint = Checkpoint.open(source)
@@ -106,6 +113,8 @@ def convert_to_gqa(
         progress(done, report.nbytes)
 
     def make(name: str) -> torch.Tensor:
+        if name in overrides:
+            return overrides[name].to(entries[name][0])
         tensor = checkpoint.read(name)
         if name in layout:
             found = split(tensor, layout[name])
@@ -116,12 +125,39 @@ def convert_to_gqa(
             tensor = join(merged, layout[name])
         return tensor.to(entries[name][0])
 
-    with becoming(target) as folder:
+    with becoming(target) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        overrides = find_overrides(checkpoint, structure, method, calibration, Path(scratch))
         for file, names in checkpoint.files.items():
             kept = {name: entries[name] for name in names if name in entries}
             write_shard(folder / file, kept, make, written)
         write_rest(checkpoint, structure, entries, folder, report)
     return ConversionReport(**{**asdict(report), "seconds": time.monotonic() - began})
+
+
+def check_calibration(method: str, calibration: Any) -> None:
+    """Raise ConversionError unless a method that needs text has it, and no other."""
+    if method in CALIBRATED and calibration is None:
+        raise ConversionError(f"method {method!r} needs calibration text: give calibration")
+    if method in METHODS and calibration is not None:
+        raise ConversionError(
+            f"method {method!r} reads no calibration text; those that do are {', '.join(CALIBRATED)}"
+        )
+
+
+def find_overrides(
+    checkpoint: Checkpoint, structure: Structure, method: str, calibration: Any, scratch: Path
+) -> Mapping[str, torch.Tensor]:
+    """Return the tensors (names on disk) that a calibrated method makes; none for the other methods."""
+    if method not in CALIBRATED:
+        return {}
+    try:
+        from .calibrated import calibrate
+    except ModuleNotFoundError as error:
+        raise ConversionError(f"method {method!r} is not there yet") from error
+    overrides: Mapping[str, torch.Tensor] = calibrate(
+        checkpoint, structure, method, calibration, scratch
+    )
+    return overrides
 
 
 def new_entries(

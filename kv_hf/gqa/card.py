@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from .convert import ConversionReport
+    from .report import ConversionReport
 
 WHAT = {
     "mean": "each group's heads were replaced by their mean (GQA, arXiv 2305.13245)",

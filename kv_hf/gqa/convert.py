@@ -15,7 +15,7 @@ from ..checks import check_choice
 from ..errors import ConversionError
 from .card import model_card
 from .checkpoint import INDEX, Checkpoint
-from .cross_class import CROSS_CLASS
+from .cross_class import CROSS_CLASS, plan_cross_class
 from .heads import check_count
 from .new_config import RECORD, merged_config, set_dtype
 from .plan import Plan, cast, plan_merging
@@ -90,13 +90,12 @@ def make_plan(
     checkpoint: Checkpoint, num_kv_heads: int, method: str, dtype: torch.dtype | None
 ) -> Plan:
     """Return the plan of a conversion. Raises ConversionError for models that cannot be converted, with the reason."""
-    route = CROSS_CLASS.get(checkpoint.config["model_type"])
-    if route is None:
+    if checkpoint.config["model_type"] not in CROSS_CLASS:
         structure = find_structure(checkpoint, num_kv_heads)
         config = merged_config(checkpoint, structure)
         plan = plan_merging(checkpoint, structure, method, dtype, config)
     else:
-        plan = route(checkpoint, load_config(checkpoint), num_kv_heads, method, dtype)
+        plan = plan_cross_class(checkpoint, load_config(checkpoint), num_kv_heads, method, dtype)
         if method in CALIBRATED and not plan.exact:
             raise ConversionError(
                 f"method {method!r} merges heads within a class: convert {checkpoint.name} to {plan.new_class} with "

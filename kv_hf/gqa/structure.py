@@ -168,8 +168,9 @@ def with_changes(config: Any, change: Mapping[str, Any], head_dim: int) -> Any:
     if FIELD in change:
         if getattr(text, "head_dim", head_dim) in (None, head_dim):
             text.head_dim = head_dim
-    elif hasattr(text, FIELD):
-        setattr(text, FIELD, 1)
+    for name in (FIELD, "num_kv_heads"):
+        if FIELD not in change and hasattr(text, name):
+            setattr(text, name, 1)
     return new
 
 

@@ -99,14 +99,14 @@ class TensorFile:
         """Return one tensor. Raises ConversionError where its file was changed or cannot be read."""
         stored = self.tensors[name]
         flat = torch.empty(stored.nbytes, dtype=torch.uint8)
-        view = memoryview(flat.numpy())
+        view: Any = memoryview(flat.numpy().data)
         done = 0
         try:
             with self.path.open("rb", buffering=0) as file:
                 self.check(os.fstat(file.fileno()))
                 file.seek(stored.begin)
                 while done < stored.nbytes:
-                    got = file.readinto(view[done:])  # type: ignore[attr-defined]
+                    got = file.readinto(view[done:])
                     if not got:
                         raise ConversionError(f"{self.path} was cut off while it was read")
                     done += got

@@ -62,7 +62,7 @@ def make_report(
         new_parameters=sum(recipe.numel for recipe in plan.recipes.values()),
         kv_bytes_per_token=plan.kv_bytes[0],
         new_kv_bytes_per_token=plan.kv_bytes[1],
-        files=len(checkpoint.opened),
+        files=len({recipe.file for recipe in plan.recipes.values()}),
         nbytes=plan.nbytes,
         new_class=plan.new_class,
         notes=plan.notes,

@@ -165,9 +165,8 @@ def with_changes(config: Any, change: Mapping[str, Any], head_dim: int) -> Any:
     text = text_config(new)
     for name, value in change.items():
         setattr(text, name, value)
-    if FIELD in change:
-        if getattr(text, "head_dim", head_dim) in (None, head_dim):
-            text.head_dim = head_dim
+    if FIELD in change and getattr(text, "head_dim", head_dim) in (None, head_dim):
+        text.head_dim = head_dim
     for name in (FIELD, "num_kv_heads"):
         if FIELD not in change and hasattr(text, name):
             setattr(text, name, 1)

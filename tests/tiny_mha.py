@@ -65,7 +65,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", COMMON),
     "stablelm-norm": ("StableLmConfig", {**COMMON, "qk_layernorm": True}),
     "lfm2": ("Lfm2Config", {**COMMON, "layer_types": ["conv", "full_attention"]}),
-    "diffllama": ("DiffLlamaConfig", COMMON),
 }  # fmt: skip
 GPT_LIKE = {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 FALCON = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -77,11 +76,16 @@ ALL_OR_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-alibi": ("FalconConfig", {**FALCON, **SPECIAL, "multi_query": False, "alibi": True, "parallel_attn": False}),
     "gpt_bigcode": ("GPTBigCodeConfig", {**GPT_LIKE, **SPECIAL, "multi_query": False}),
 }  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "diffllama": ("DiffLlamaConfig", COMMON),
+    "gpt_neox": ("GPTNeoXConfig", COMMON),
+    "gpt2": ("GPT2Config", {**GPT_LIKE, **SPECIAL}),
+}
 
 
 def make(family: str, **changes: Any) -> Any:
     """Return a model with random weights that count: norms and biases too are not what they begin with."""
-    name, options = {**FAMILIES, **ALL_OR_ONE}[family]
+    name, options = {**FAMILIES, **ALL_OR_ONE, **OTHERS}[family]
     config = getattr(transformers, name)(**{**options, **changes})
     return randomize(transformers.AutoModelForCausalLM.from_config(config))
 

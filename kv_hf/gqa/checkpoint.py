@@ -171,12 +171,13 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
             f"{folder} holds an adapter (PEFT): merge it into its model first, and save that"
         )
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        if part.get("quantization_config"):
-            method = part["quantization_config"]
-            kind = method.get("quant_method") if isinstance(method, dict) else method
-            raise ConversionError(
-                f"{folder / 'config.json'} has a quantization_config ({kind}): convert the unquantized checkpoint"
-            )
+        for name in ("quantization_config", "compression_config"):
+            method = part.get(name)
+            if method:
+                kind = method.get("quant_method") if isinstance(method, dict) else method
+                raise ConversionError(
+                    f"{folder / 'config.json'} has a {name} ({kind}): convert the unquantized checkpoint"
+                )
     if config.get("auto_map"):
         raise ConversionError(
             f"{folder / 'config.json'} has an auto_map: the model needs code of its own, whose tensors are not known"

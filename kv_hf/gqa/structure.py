@@ -14,7 +14,7 @@ import transformers
 
 from ..errors import ConversionError
 from .checkpoint import Checkpoint
-from .heads import FIELD, check_heads, head_counts, text_config
+from .heads import CAN, FIELD, check_heads, head_counts, text_config
 from .names import find_names
 
 Shapes = dict[str, tuple[int, ...]]
@@ -89,7 +89,7 @@ def compare(
     if not changed:
         raise ConversionError(
             f"{config.model_type}: no tensor of {class_name(config)} changes with {', '.join(change)}: the class has no grouped kv "
-            "heads"
+            f"heads. What can be converted: {CAN}"
         )
     names = find_names(old_model, checkpoint.tensors)
     for own in (*changed, *removed):

@@ -1,6 +1,11 @@
 """Conversion to fewer kv heads within a class: families, what stays, what is written beside the weights."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny_mha
@@ -9,6 +14,8 @@ import torch
 import transformers
 
 import kv_hf
+from kv_hf import cli
+from kv_hf.gqa import command, convert
 from kv_hf.gqa.checkpoint import Checkpoint
 from kv_hf.gqa.layouts import join, parts_of
 from kv_hf.gqa.pooling import pool_heads
@@ -396,3 +403,69 @@ def test_converted_model_runs_with_paged_formats(llama, tmp_path):
         ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, cache_implementation="paged_exact"
     )
     assert torch.equal(plain, paged)
+
+
+# the command line
+
+
+def test_command_prints_a_table_and_writes_nothing_on_a_dry_run(llama, tmp_path, capsys):
+    assert (
+        cli.main(
+            ["convert-gqa", str(llama), str(tmp_path / "two"), "--num-kv-heads", "2", "--dry-run"]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert re.search(r"kv heads of a layer +4 +2\n", out)
+    assert re.search(r"kv bytes per token \(bf16\) +256 +128\n", out)
+    assert re.search(r"parameters +[0-9,]+ +[0-9,]+\n4 tensors change", out)
+    assert "nothing was written (dry run)" in out and not (tmp_path / "two").exists()
+
+
+def test_command_converts_and_shows_a_bar(llama, tmp_path, capsys):
+    arguments = [str(llama), str(tmp_path / "two"), "--num-kv-heads", "2", "--dtype", "bfloat16"]
+    assert command.main(arguments) == 0
+    out, errors = capsys.readouterr()
+    assert f"written to {tmp_path / 'two'}" in out and "Without further training" in out
+    assert "writing: 100%" in errors
+    assert tiny_mha.load(tmp_path / "two").config.num_key_value_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--num-kv-heads", "3"], "error: num_kv_heads must divide the model's 4 and be less: 1, 2; got 3"),
+        (["--num-kv-heads", "2", "--method", "svd"], "error: method 'svd' needs calibration text"),
+        (["--num-kv-heads", "2", "--calibration", "x"], "error: method 'mean' reads no calibration text"),
+    ],
+)  # fmt: skip
+def test_command_says_what_is_wrong_with_exit_code_2(options, says, llama, tmp_path, capsys):
+    assert command.main([str(llama), str(tmp_path / "new"), *options]) == 2
+    out, errors = capsys.readouterr()
+    assert out == "" and says in errors and "Traceback" not in errors
+
+
+def test_command_that_is_stopped_leaves_the_destination_as_it_was(
+    llama, tmp_path, capsys, monkeypatch
+):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "write_rest", stop)
+    assert command.main([str(llama), str(tmp_path / "new"), "--num-kv-heads", "2"]) == 130
+    assert "is as it was" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_script_says_its_error_without_a_traceback(tmp_path):
+    root = Path(kv_hf.__file__).parent.parent
+    script = [sys.executable, str(root / "scripts" / "convert_mha_to_gqa.py")]
+    done = subprocess.run(
+        [*script, "no-such", str(tmp_path / "new"), "--num-kv-heads", "2"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert (
+        done.returncode == 2
+        and "there is no such folder" in done.stderr
+        and "Traceback" not in done.stderr
+    )

@@ -12,6 +12,7 @@ import tiny_mha
 import tiny_vision
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import kv_hf
 from kv_hf import cli
@@ -383,7 +384,8 @@ def test_convert_to_gqa_takes_a_hub_model_config_first(llama, tmp_path, monkeypa
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     kv_hf.convert_to_gqa("me/tiny", tmp_path / "two", 2)
-    assert asked == [("me/tiny", []), ("me/tiny", ["model*.safetensors"])]
+    shards = sorted(path.name for path in cache.glob("*.safetensors"))
+    assert asked == [("me/tiny", []), ("me/tiny", shards)]
     record = json.loads((tmp_path / "two" / "config.json").read_text())["kv_hf_conversion"]
     assert (record["source"], record["revision"]) == ("me/tiny", "ab" * 20)
     config = json.loads((cache / "config.json").read_text())
@@ -469,3 +471,27 @@ def test_script_says_its_error_without_a_traceback(tmp_path):
         and "there is no such folder" in done.stderr
         and "Traceback" not in done.stderr
     )
+
+
+def test_example_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "gqa.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/gqa.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[0] == "256 128"
+
+
+def test_convert_to_gqa_says_which_tensors_the_class_does_not_have(tmp_path):
+    source = tiny_mha.save(tiny_mha.make("llama"), tmp_path / "source", "1GB")
+    extra = {
+        "model.layers.2.self_attn.k_proj.weight": torch.ones(32, 32),
+        "model.layers.0.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file({**tiny_mha.stored(source), **extra}, source / "model.safetensors", {"format": "pt"})
+    report = kv_hf.convert_to_gqa(source, tmp_path / "two", 2)
+    assert (
+        len(report.notes) == 1
+        and "'model.layers.2.self_attn.k_proj.weight': copied" in report.notes[0]
+    )
+    after = tiny_mha.stored(tmp_path / "two")
+    assert all(torch.equal(after[name], tensor) for name, tensor in extra.items())

@@ -24,7 +24,7 @@ from kv_hf.gqa.structure import find_structure
 
 # one family of every layout; the others run with the slow tests
 FAST = [
-    "llama", "llama-wide", "llama-tied", "mixtral", "gemma3_text", "olmo2", "cohere-norm", "qwen2", "qwen3_moe", "gpt_oss", "phi3",
+    "llama-tied", "llama-wide", "gemma3_text", "olmo2", "cohere-norm", "qwen2", "qwen3_moe", "gpt_oss", "phi3",
     "stablelm-norm", "lfm2", "apertus",
 ]  # fmt: skip
 

@@ -96,7 +96,9 @@ def make_plan(
         config = merged_config(checkpoint, structure)
         plan = plan_merging(checkpoint, structure, method, dtype, config)
     else:
-        plan = plan_cross_class(checkpoint, load_config(checkpoint), num_kv_heads, method, dtype)
+        plan = plan_cross_class(
+            checkpoint, load_config(checkpoint.folder), num_kv_heads, method, dtype
+        )
         if method in CALIBRATED and not plan.exact:
             raise ConversionError(
                 f"method {method!r} merges heads within a class: convert {checkpoint.name} to {plan.new_class} with "

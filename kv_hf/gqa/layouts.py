@@ -6,10 +6,12 @@ structure.py's to say; a layout refuses names that it does not know.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..errors import ConversionError
+from .heads import text_config
 from .structure import Structure
 
 SEPARATE = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.weight")
@@ -45,8 +47,8 @@ def parts_of(name: str, structure: Structure) -> tuple[Part, ...]:
     heads, kv_heads = structure.num_heads, structure.num_kv_heads
     if old[1:] == new[1:] and leaf in SEPARATE and old[0] % kv_heads == 0:
         rows = old[0] // kv_heads
-        if rows * structure.new_kv_heads == new[0]:
-            kind = "key_norm" if leaf.startswith("k_norm") else "key" if leaf[0] == "k" else "value"
+        kind = "key_norm" if leaf.startswith("k_norm") else "key" if leaf[0] == "k" else "value"
+        if rows * structure.new_kv_heads == new[0] and rows in rows_of_a_head(kind, structure):
             return (Part(kind, kv_heads, rows),)
     if old[1:] == new[1:] and leaf in FUSED:
         dim = structure.head_dim
@@ -70,6 +72,13 @@ def parts_of(name: str, structure: Structure) -> tuple[Part, ...]:
         f"{structure.old.model_type}: {name!r} changes from {list(old)} to {list(new)} with the number of kv heads, and how "
         "its heads lie in it is not known"
     )
+
+
+def rows_of_a_head(kind: str, structure: Structure) -> tuple[Any, ...]:
+    """Return how many rows a head may have: others are of layers that have another number of heads."""
+    if kind == "value":
+        return structure.head_dim, getattr(text_config(structure.old), "v_head_dim", None)
+    return (structure.head_dim,) if kind == "key" else (structure.head_dim, 1)
 
 
 def split(tensor: torch.Tensor, parts: tuple[Part, ...]) -> dict[str, torch.Tensor]:

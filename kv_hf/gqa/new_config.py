@@ -1,7 +1,8 @@
 """config.json of a converted checkpoint: that of the source with the new numbers, checked by reading it again."""
 
-import copy
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ..errors import ConversionError
 from .checkpoint import Checkpoint
 from .heads import FIELD, text_config
-from .structure import Structure, sets_head_dim
+from .structure import Structure, load_config, sets_head_dim
 
 RECORD = "kv_hf_conversion"  # of config.json: what was done
 # of what transformers writes by itself
@@ -72,7 +73,9 @@ def find_path(whole: Any, text: Any) -> list[str]:
 
 def verify(checkpoint: Checkpoint, config: dict[str, Any], structure: Structure) -> None:
     """Raise ConversionError unless the class reads the new config.json as the old one with fewer kv heads."""
-    read = type(structure.old).from_dict(copy.deepcopy(config))
+    with tempfile.TemporaryDirectory() as folder:  # files say some values in a way of their own
+        (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
+        read = load_config(Path(folder))
     found, wanted = _plain(read.to_dict()), _plain(structure.new.to_dict())
     if found != wanted:
         names = [

@@ -7,6 +7,7 @@ of kv heads; tensors whose shapes differ are the ones to convert, and all others
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def find_structure(checkpoint: Checkpoint, new_kv_heads: int) -> Structure:
 
     Raises: ConversionError for models that cannot be converted, with the reason.
     """
-    config = load_config(checkpoint)
+    config = load_config(checkpoint.folder)
     if config.model_type in MULTI_QUERY:
         counts, change = MULTI_QUERY[config.model_type](config, new_kv_heads)
     else:
@@ -120,13 +121,13 @@ def compare(
     )
 
 
-def load_config(checkpoint: Checkpoint) -> Any:
-    """Return the config of a checkpoint. Raises ConversionError for one that transformers does not know."""
+def load_config(folder: Path) -> Any:
+    """Return the config of a folder. Raises ConversionError for one that transformers does not know."""
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
     except Exception as error:  # whatever the validators of a config class raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConversionError(f"{checkpoint.folder / 'config.json'}: {first}") from error
+        raise ConversionError(f"{folder / 'config.json'}: {first}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ConversionError(
             f"{config.model_type} is an encoder-decoder model; decoders only can be converted"

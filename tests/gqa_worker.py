@@ -27,9 +27,9 @@ def main() -> None:
     kv_hf.convert_to_gqa(source, destination, int(kv_heads))
     growth = now()[1] - peak
     try:
-        torch.ones(int(limit[0]) if limit else 0, dtype=torch.uint8)
+        torch.ones(int(limit[0]) * 3 // 2 if limit else 0, dtype=torch.uint8)
     except RuntimeError:
-        print("no memory for as much again")
+        print("no memory for more than that")
     print(growth)
 
 

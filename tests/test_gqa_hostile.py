@@ -481,7 +481,7 @@ def test_a_conversion_that_is_killed_leaves_no_destination_or_all_of_it(seed, so
 
 @pytest.mark.slow
 def test_a_checkpoint_larger_than_the_memory_is_converted(tmp_path):
-    """512 MB in 9 shards by a process that may use 100 MB more data than it had before it began."""
+    """478 MB in files that are larger than the limit too, by a process that may use 100 MB more data than it had before it began."""
     config = transformers.LlamaConfig(
         **{
             **tiny_mha.COMMON,
@@ -493,7 +493,7 @@ def test_a_checkpoint_larger_than_the_memory_is_converted(tmp_path):
     )
     config.num_attention_heads = config.num_key_value_heads = 8
     model = transformers.AutoModelForCausalLM.from_config(config)
-    source = tiny_mha.save(model, tmp_path / "source", "64MB")
+    source = tiny_mha.save(model, tmp_path / "source", "300MB")
     del model
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     largest = max(tensor.nbytes for tensor in Checkpoint.open(source).tensors.values())
@@ -514,7 +514,7 @@ def test_a_checkpoint_larger_than_the_memory_is_converted(tmp_path):
         [*command, str(LIMIT)], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert "no memory for as much again" in done.stdout  # the limit is one
+    assert "no memory for more than that" in done.stdout  # the limit is one
     growth = int(done.stdout.split()[-1])
     print(f"{size:,} bytes, largest tensor {largest:,}, peak of resident memory grew by {growth:,}")
     assert growth < 3 * largest

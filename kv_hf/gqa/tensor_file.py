@@ -73,8 +73,8 @@ class TensorFile:
         """Read the header. Raises ConversionError for a damaged file, and for tensors of quantized weights."""
         try:
             stamp = stamp_of(path)
-            with safe_open(path, framework="pt"):
-                pass  # safetensors' own checks of header, offsets and length
+            with safe_open(path, framework="np"):
+                pass  # checks of safetensors: header, offsets, length ("pt" would map it as private memory)
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 header: dict[str, Any] = json.loads(file.read(size))

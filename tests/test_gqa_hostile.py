@@ -18,8 +18,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import kv_hf
-from kv_hf.gqa import writer
+from kv_hf.gqa import new_config, writer
 from kv_hf.gqa.checkpoint import Checkpoint
+from kv_hf.gqa.structure import find_structure
+from kv_hf.gqa.tensor_file import TensorFile
 
 LIMIT = 100 * 2**20  # bytes of data
 INDEX = "model.safetensors.index.json"
@@ -518,3 +520,26 @@ def test_a_checkpoint_larger_than_the_memory_is_converted(tmp_path):
     growth = int(done.stdout.split()[-1])
     print(f"{size:,} bytes, largest tensor {largest:,}, peak of resident memory grew by {growth:,}")
     assert growth < 3 * largest
+
+
+def test_write_shard_lays_wide_dtypes_first_so_that_all_lie_aligned(tmp_path):
+    tensors = {
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.ones(3).half(),
+        "counts": torch.arange(5),
+    }
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    writer.write_shard(tmp_path / "x.safetensors", entries, tensors.__getitem__)
+    file = TensorFile.open(tmp_path / "x.safetensors")
+    assert all(stored.begin % stored.dtype.itemsize == 0 for stored in file.tensors.values())
+    assert all(torch.equal(file.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_config_that_does_not_read_as_it_should_is_refused(source):
+    checkpoint = Checkpoint.open(source)
+    structure = find_structure(checkpoint, 2)
+    new_config.verify(checkpoint, {**checkpoint.config, "num_key_value_heads": 2}, structure)
+    with pytest.raises(
+        kv_hf.ConversionError, match="reads otherwise than expected.*num_key_value_heads"
+    ):
+        new_config.verify(checkpoint, checkpoint.config, structure)

@@ -45,11 +45,6 @@ class Structure:
     names: Mapping[str, str]
     unknown: list[str]
 
-    @property
-    def prefix(self) -> Mapping[str, str]:
-        """What `disk_name` takes."""
-        return self.names
-
 
 def find_structure(checkpoint: Checkpoint, new_kv_heads: int) -> Structure:
     """Return what changes when the model of `checkpoint` gets `new_kv_heads` kv heads.
@@ -219,8 +214,3 @@ def build(config: Any) -> Any:
 def shapes_of(model: Any) -> Shapes:
     """Return the shapes of all tensors of a model."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def disk_name(name: str, names: Mapping[str, str]) -> str:
-    """Return the name on disk of a tensor of the class."""
-    return names.get(name, name)

@@ -44,5 +44,9 @@ class CacheFileError(KVCacheError):
     """A file is no saved cache, is damaged, or was saved with another model, dtype or file version."""
 
 
+class ConversionError(KVCacheError):
+    """A checkpoint cannot be converted: its model, files or the place for the result do not allow it."""
+
+
 class KVCacheWarning(UserWarning):
     """Something works, but slower or with less than the user may expect; said once."""

@@ -1,0 +1,1 @@
+"""Fewer kv heads: checkpoints whose key and value heads are merged."""

@@ -142,6 +142,65 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
     return table(lines, left=2) if len(lines) > 1 else NOTHING
 
 
+# what rows of one table have in common
+LATENT_RUN = (
+    "model",
+    "model_revision",
+    "mixing",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "dtype",
+    "text_digest",
+    "window",
+    "prompt",
+)
+MIXED = {
+    "random": "a random orthogonal basis: every channel holds something of each direction",
+    "none": "keys and values side by side",
+    "principal": "the principal axes, strongest first",
+    "whitened": "axes scaled to equal energy, then turned at random: every channel as large as any other",
+}
+
+
+def latent_accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what caches of latents lose (rows of scripts/mla_accuracy.py): a table per basis of the latents."""
+    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row[name] for name in LATENT_RUN), []).append(row)
+    blocks = []
+    for run in runs.values():
+        found = newest(run)
+        first = next(iter(found.values()))
+        rank, rope = first["kv_lora_rank"], first["qk_rope_head_dim"]
+        blocks.append(
+            f"{MODELS.get(first['model'], first['model'])} as MLA, latents of {rank} in {MIXED[first['mixing']]}; RoPE keys of "
+            f"{rope}. {first['windows']} windows of {first['window']:,} tokens, {first['tokens']:,} of them scored; stock "
+            f"`DynamicCache`: perplexity {first['perplexity_exact']:.3f}, {first['bytes_exact'] / first['window']:,.0f} bytes "
+            "per token:"
+        )
+        head = ["latents", "read", "bits", "bytes/token", "KL (95 % interval)", "median", "p99"]
+        lines = [[*head, "same top token", "perplexity"]]
+        for cache, row in found.items():
+            lines.append(
+                [
+                    f"`{cache}`" if cache.startswith("paged_") else cache,
+                    row["reads"],
+                    f"{row['stored_bits']:.2f}",
+                    f"{row['bytes_per_token']:,.0f}",
+                    _with_interval(row),
+                    digits(row["kl_median"]),
+                    digits(row["kl_p99"]),
+                    f"{100 * row['top1']:.1f} %",
+                    f"{row['perplexity']:.2f}",
+                ]
+            )
+        blocks.append(table(lines, left=2))
+    return (
+        "\n\n".join(blocks)
+        or "No run has been recorded yet: `scripts/mla_accuracy.py --record` writes this table."
+    )
+
+
 def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the newest values of lm-eval's metrics: a row per task and metric, a column per cache."""
     found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}

@@ -1,5 +1,7 @@
 """A Llama rewritten with multi-head latent attention computes what the Llama computes with its slowest planes not turned."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -226,6 +228,36 @@ def test_caches_of_latents_can_be_measured(llama):
     for name, size in page.items():
         assert held[name].bytes == 2 * 20 * size + beside, name
     assert held["paged_exact"].bytes_exact == 324 * (64 + rope) * 2 * 2
+
+
+def test_the_table_has_the_newest_rows_of_each_basis(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    import eval_tables
+
+    same = dict.fromkeys(("model", "model_revision", "dtype", "text_digest"), "x")
+    same |= {"kv_lora_rank": 64, "qk_rope_head_dim": 20, "windows": 2, "window": 100, "prompt": 40}
+    same |= {"tokens": 120, "bytes_exact": 3000, "bytes_per_token": 12.0, "top1": 0.9}
+    same |= dict.fromkeys(("kl_low", "kl_high", "kl_median", "kl_p99"), 0.5)
+    same |= {"perplexity_exact": 7.0, "perplexity": 7.5, "reads": "absorbed"}
+    rows = [
+        same | {"mixing": mixing, "cache": cache, "stored_bits": bits, "kl_mean": kl}
+        for mixing, cache, bits, kl in [
+            ("random", "paged_int4", 4.5, 0.25),
+            ("whitened", "paged_int4", 4.5, 0.75),
+            ("random", "int4 along the rank", 4.6, 0.35),
+            ("random", "paged_int4", 4.5, 0.125),
+        ]
+    ]
+    text = eval_tables.latent_accuracy_table(rows)
+    assert "0.25" not in text  # measured again since
+    of_random, of_whitened = text.split("turned at random")
+    assert of_random.index("| int4 along the rank |") < of_random.index("| `paged_int4` |")
+    assert "| 0.12 (0.50 to 0.50) |" in of_random and "30 bytes per token" in of_random
+    assert (
+        "| 0.75 (0.50 to 0.50) |" in of_whitened
+        and "| `paged_int4` | absorbed | 4.50 | 12 |" in of_whitened
+    )
+    assert eval_tables.latent_accuracy_table([]).startswith("No run has been recorded yet")
 
 
 def test_recommend_refuses_latents(llama):

@@ -1,7 +1,8 @@
 """Tables of README.md and docs/ about accuracy, from the rows of results/accuracy_vs_memory.jsonl."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_hf.formats import IMPLEMENTATIONS
@@ -54,6 +55,13 @@ def digits(kl: float) -> str:
     return f"{kl:.5f}" if kl < 0.01 else f"{kl:.4f}" if kl < 0.1 else f"{kl:.2f}"
 
 
+def finer_digits(kl: float) -> str:
+    """Return a divergence as `digits` does, but with two digits that count below a thousandth, down to a millionth."""
+    if 1e-6 <= kl < 1e-3:
+        return f"{kl:.{1 - math.floor(math.log10(kl))}f}"
+    return digits(kl)
+
+
 def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return bits and mean KL of the formats with their defaults, of recipes and of transformers' caches."""
     models = {model: newest(rows, model=model, **PROTOCOL) for model in MODELS}
@@ -80,8 +88,8 @@ def budget(cache: str) -> str:
     return f"{found[1]} bits" if found else ""
 
 
-def _with_interval(row: dict[str, Any]) -> str:
-    return f"{digits(row['kl_mean'])} ({digits(row['kl_low'])} to {digits(row['kl_high'])})"
+def _with_interval(row: dict[str, Any], form: Callable[[float], str] = digits) -> str:
+    return f"{form(row['kl_mean'])} ({form(row['kl_low'])} to {form(row['kl_high'])})"
 
 
 def details_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -187,9 +195,9 @@ def latent_accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
                     row["reads"],
                     f"{row['stored_bits']:.2f}",
                     f"{row['bytes_per_token']:,.0f}",
-                    _with_interval(row),
-                    digits(row["kl_median"]),
-                    digits(row["kl_p99"]),
+                    _with_interval(row, finer_digits),
+                    finer_digits(row["kl_median"]),
+                    finer_digits(row["kl_p99"]),
                     f"{100 * row['top1']:.1f} %",
                     f"{row['perplexity']:.2f}",
                 ]

@@ -199,7 +199,7 @@ def latent_accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
                     finer_digits(row["kl_median"]),
                     finer_digits(row["kl_p99"]),
                     f"{100 * row['top1']:.1f} %",
-                    f"{row['perplexity']:.2f}",
+                    f"{row['perplexity']:,.{2 if row['perplexity'] < 1000 else 0}f}",
                 ]
             )
         blocks.append(table(lines, left=2))

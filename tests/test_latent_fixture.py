@@ -257,6 +257,8 @@ def test_the_table_has_the_newest_rows_of_each_basis(monkeypatch):
         "| 0.75 (0.50 to 0.50) |" in of_whitened
         and "| `paged_int4` | absorbed | 4.50 | 12 |" in of_whitened
     )
+    found = [eval_tables.finer_digits(kl) for kl in (-3e-9, 0.0000436, 0.000697, 0.0028, 0.0562)]
+    assert found == ["0.00000", "0.000044", "0.00070", "0.00280", "0.0562"]
     assert eval_tables.latent_accuracy_table([]).startswith("No run has been recorded yet")
 
 

@@ -150,8 +150,8 @@ def latent_scheme(
 ) -> Scheme:
     """Describe how latents of multi-head latent attention are stored in format `name`.
 
-    At 4 and 2 bits a channel is grouped over tokens, as keys are: latents have channels with large common offsets, and
-    groups along the rank lose five times as much there (docs/mla_accuracy.md). At 8 bits groups lie along the rank.
+    At 4 and 2 bits a channel is grouped over tokens, as keys are: on latents made of real keys and values, groups
+    along the rank lose four times as much and more, unless all channels are alike (docs/mla_accuracy.md). At 8 bits groups lie along the rank.
 
     Args:
         group_size: numbers of a latent that share a scale at 8 bits; None takes at most 128 of them.

@@ -1,7 +1,8 @@
 """Tables of README.md and docs/ about accuracy, from the rows of results/accuracy_vs_memory.jsonl."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_hf.formats import IMPLEMENTATIONS
@@ -54,6 +55,13 @@ def digits(kl: float) -> str:
     return f"{kl:.5f}" if kl < 0.01 else f"{kl:.4f}" if kl < 0.1 else f"{kl:.2f}"
 
 
+def finer_digits(kl: float) -> str:
+    """Return a divergence as `digits` does, but with two digits that count below a thousandth, down to a millionth."""
+    if 1e-6 <= kl < 1e-3:
+        return f"{kl:.{1 - math.floor(math.log10(kl))}f}"
+    return digits(kl)
+
+
 def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return bits and mean KL of the formats with their defaults, of recipes and of transformers' caches."""
     models = {model: newest(rows, model=model, **PROTOCOL) for model in MODELS}
@@ -80,8 +88,8 @@ def budget(cache: str) -> str:
     return f"{found[1]} bits" if found else ""
 
 
-def _with_interval(row: dict[str, Any]) -> str:
-    return f"{digits(row['kl_mean'])} ({digits(row['kl_low'])} to {digits(row['kl_high'])})"
+def _with_interval(row: dict[str, Any], form: Callable[[float], str] = digits) -> str:
+    return f"{form(row['kl_mean'])} ({form(row['kl_low'])} to {form(row['kl_high'])})"
 
 
 def details_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -140,6 +148,65 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
                 ]
             )
     return table(lines, left=2) if len(lines) > 1 else NOTHING
+
+
+# what rows of one table have in common
+LATENT_RUN = (
+    "model",
+    "model_revision",
+    "mixing",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "dtype",
+    "text_digest",
+    "window",
+    "prompt",
+)
+MIXED = {
+    "random": "a random orthogonal basis: every channel holds something of each direction",
+    "none": "keys and values side by side",
+    "principal": "the principal axes, strongest first",
+    "whitened": "axes scaled to equal energy, then turned at random: every channel as large as any other",
+}
+
+
+def latent_accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what caches of latents lose (rows of scripts/mla_accuracy.py): a table per basis of the latents."""
+    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row[name] for name in LATENT_RUN), []).append(row)
+    blocks = []
+    for run in runs.values():
+        found = newest(run)
+        first = next(iter(found.values()))
+        rank, rope = first["kv_lora_rank"], first["qk_rope_head_dim"]
+        blocks.append(
+            f"{MODELS.get(first['model'], first['model'])} as MLA, latents of {rank} in {MIXED[first['mixing']]}; RoPE keys of "
+            f"{rope}. {first['windows']} windows of {first['window']:,} tokens, {first['tokens']:,} of them scored; stock "
+            f"`DynamicCache`: perplexity {first['perplexity_exact']:.3f}, {first['bytes_exact'] / first['window']:,.0f} bytes "
+            "per token:"
+        )
+        head = ["latents", "read", "bits", "bytes/token", "KL (95 % interval)", "median", "p99"]
+        lines = [[*head, "same top token", "perplexity"]]
+        for cache, row in found.items():
+            lines.append(
+                [
+                    f"`{cache}`" if cache.startswith("paged_") else cache,
+                    row["reads"],
+                    f"{row['stored_bits']:.2f}",
+                    f"{row['bytes_per_token']:,.0f}",
+                    _with_interval(row, finer_digits),
+                    finer_digits(row["kl_median"]),
+                    finer_digits(row["kl_p99"]),
+                    f"{100 * row['top1']:.1f} %",
+                    f"{row['perplexity']:,.{2 if row['perplexity'] < 1000 else 0}f}",
+                ]
+            )
+        blocks.append(table(lines, left=2))
+    return (
+        "\n\n".join(blocks)
+        or "No run has been recorded yet: `scripts/mla_accuracy.py --record` writes this table."
+    )
 
 
 def tasks_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Measure what caches of latents cost on a text: real GQA weights in MLA form (kv_hf.evaluation.latent_fixture).
 
-    python scripts/mla_accuracy.py --caches paged_int8 paged_int4 paged_int4:latent_group_size=32
-    python scripts/mla_accuracy.py --mixing principal --rank 240 --caches paged_int4 --record
+    python scripts/mla_accuracy.py --caches paged_int8 paged_int4 paged_int4:page_size=32 --along-rank int4
+    python scripts/mla_accuracy.py --mixing whitened --caches paged_int4 --record
 
 No small checkpoint with multi-head latent attention can be had offline: a Llama is rewritten as one. The protocol is that
 of scripts/perplexity.py. With --record the rows are appended to results/mla_accuracy.jsonl.
@@ -19,7 +19,8 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.cache_kinds import cache_label
+from kv_hf.evaluation.along_rank import along_the_rank
+from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.child import in_words
 from kv_hf.evaluation.grid.cell import check_caches
 from kv_hf.evaluation.latent_fixture import LABEL, MIXINGS, LatentFixture
@@ -45,6 +46,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--caches", nargs="+", default=list(IMPLEMENTATIONS), metavar="NAME[:OPTION=VALUE,..]"
     )
     parser.add_argument(
+        "--along-rank",
+        nargs="*",
+        default=[],
+        choices=("int4", "int2"),
+        help="formats to measure with groups along the rank too, which kv_hf does not offer",
+    )
+    parser.add_argument(
         "--text", default="lincoln_1862", help="a file, a bundled text or dataset:.."
     )
     parser.add_argument("--windows", type=int, default=7, help="texts cut from the source")
@@ -59,6 +67,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 COLUMNS: dict[str, Callable[[Any], str]] = {
     "cache": str,
+    "reads": str,
     "bytes_per_token": "{:.0f}".format,
     "stored_bits": "{:.2f}".format,
     "kl_mean": "{:.6f}".format,
@@ -97,19 +106,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     common = {"kind": "accuracy", "model": args.model, "model_revision": loaded.revision}
     common |= {"dtype": args.dtype, "device": torch.device(args.device).type, **loaded.facts}
+    kinds = [cache_kind(cache) for cache in args.caches] + list(
+        map(along_the_rank, args.along_rank)
+    )
     scored = len(texts) * (args.window - args.prompt)
     rows = []
     failures = []
-    with tqdm(total=scored * len(args.caches), unit="token", desc=args.model) as bar:
-        for cache in args.caches:
+    with tqdm(total=scored * len(kinds), unit="token", desc=args.model) as bar:
+        for kind in kinds:
             begun = bar.n
             try:
-                found = loaded.accuracy(cache, settings, 0, bar.update)
+                found = loaded.accuracy(kind, settings, 0, bar.update)
             except Exception as error:  # whatever a cache raises; the others go on
-                failures.append(f"{cache}: {in_words(error)}")
+                failures.append(f"{kind.name}: {in_words(error)}")
                 bar.update(begun + scored - bar.n)
                 continue
-            rows.append(make_row(**common, cache=cache_label(cache), **found))
+            named = {"cache": kind.name, "reads": loaded.reads(kind)}
+            rows.append(make_row(**common, **named, **found))
             if args.record:
                 append_rows(args.out, rows[-1:])
     for failure in failures:

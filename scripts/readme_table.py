@@ -23,6 +23,7 @@ DOCUMENTS = [
     ("long_context.md", "needles", MEASURED, eval_tables.needle_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
     ("mla.md", "mla", "mla.jsonl", docs_tables.latent_table),
+    ("mla_accuracy.md", "mla_accuracy", "mla_accuracy.jsonl", eval_tables.latent_accuracy_table),
     ("offload.md", "offload", "offload.jsonl", docs_tables.offload_table),
     ("transformers_suites.md", "suites", "transformers_suites.jsonl", docs_tables.suites_table),
 ]

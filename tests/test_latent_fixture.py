@@ -1,5 +1,7 @@
 """A Llama rewritten with multi-head latent attention computes what the Llama computes with its slowest planes not turned."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -9,11 +11,19 @@ from transformers.models.youtu.modeling_youtu import YoutuRMSNorm
 
 import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy
+from kv_hf.evaluation.along_rank import along_the_rank
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.held import layer_shapes, measure_held
-from kv_hf.evaluation.latent_fixture import LatentFixture, embed_in_mla, principal_bases
+from kv_hf.evaluation.latent_fixture import (
+    LatentFixture,
+    embed_in_mla,
+    principal_bases,
+    whitened_bases,
+)
 from kv_hf.evaluation.packaged_models import resolve_model
 from kv_hf.evaluation.texts import text_windows
+from kv_hf.hf import attention as hf_attention
+from kv_hf.hf import latent as hf_latent
 
 STILL = 3  # planes of a kv head without RoPE; heads of 16 have 8
 
@@ -84,6 +94,82 @@ def test_principal_bases_sort_the_channels_of_the_latent_by_energy(llama, norms_
         assert (energy.diff() <= 1e-9 * energy[0]).all()
 
 
+@torch.no_grad()
+def test_whitened_channels_have_one_energy_and_compute_the_same(llama, norms_in_float64):
+    plain = embed_in_mla(llama, mixing="none", still_planes=STILL)
+    ids = tokens(1, 100)
+    bases = whitened_bases(plain, ids[0])
+    mla = embed_in_mla(llama, mixing=bases, still_planes=STILL)
+    torch.testing.assert_close(mla(ids).logits, plain(ids).logits, rtol=0, atol=1e-11)
+    stock, mixed = (transformers.DynamicCache(config=plain.config) for _ in range(2))
+    plain(ids, past_key_values=stock)
+    mla(ids, past_key_values=mixed)
+    for before, layer in zip(stock.layers, mixed.layers, strict=True):
+        latents = before.keys[0, 0]
+        axes = torch.linalg.eigvalsh(latents.T @ latents / 100)
+        least = 1e-3 * axes.mean()
+        found = torch.linalg.eigvalsh(layer.keys[0, 0].T @ layer.keys[0, 0] / 100)
+        expected = (axes / axes.clamp(min=least)).sort()[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        assert (expected > 1 - 1e-9).sum() > len(axes) // 2
+
+
+@torch.no_grad()
+def test_groups_along_the_rank_are_measured_with_the_bytes_they_take(llama):
+    model = embed_in_mla(llama.float(), rank=64)
+    model.set_attn_implementation("kv_hf")
+    rope = model.config.qk_rope_head_dim
+    tokens_held = 4 + 64 * 10
+    beside = (4 + 64) * (64 + rope) * 2 * 2 + 10 * 4
+    # codes, and a scale and an offset per token and 64 or 32 of its numbers
+    for name, page in {"int4": 64 * (32 + 4), "int2": 64 * (16 + 8)}.items():
+        kind = along_the_rank(name)
+        held = measure_held(model.config, [(1, 64, rope)] * 2, kind, tokens_held, 70)
+        codes = 64 * rope + 2 + 2 * rope  # RoPE keys, as below
+        assert held.bytes == 2 * 10 * (page + codes) + beside, name
+    cache = along_the_rank("int4").make(model.config, 100)
+    model(tokens(1, 69), past_key_values=cache)
+    stock = transformers.DynamicCache(config=model.config)
+    model(tokens(1, 69), past_key_values=stock)
+    latents = stock.layers[0].keys[0, 0, 4:68]
+    found = cache.layers[0].keys[0, 0, 4:68]
+    low, high = latents.amin(1, keepdim=True), latents.amax(1, keepdim=True)
+    step = (high - low) / 15
+    assert ((found - latents).abs() <= 0.51 * step).all()
+    assert (found - latents).abs().max() > 0.3 * step.min()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("cache", "expected"),
+    [
+        ("paged_int4:page_size=16", "absorbed"),
+        ("paged_int4:page_size=16,mla=expand", "expanded"),
+        ("paged_int4:page_size=64", "expanded"),
+        ("dynamic", "expanded"),
+    ],
+)
+def test_rows_say_how_pages_were_read(llama, monkeypatch, cache, expected):
+    fixture = object.__new__(LatentFixture)
+    fixture.model = embed_in_mla(llama.float(), still_planes=6)
+    fixture.model.set_attn_implementation("kv_hf")
+    seen = []
+
+    def absorbs(module, mla, query):
+        seen.append((query.shape[2], hf_latent.absorbs(module, mla, query)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(hf_attention, "absorbs", absorbs)
+    kind = cache_kind(cache)
+    make = {cache: lambda: kind.make(fixture.model.config, 200)}
+    measure_accuracy(fixture.model, list(tokens(1, 200)), make, 68)
+    assert 16 <= hf_latent.longest_absorbed(fixture.model.model.layers[0].self_attn) < 64
+    assert fixture.reads(kind) == expected
+    longest = max(length for length, _ in seen[2:]) if seen else 0  # behind the prompt
+    absorbed = {done for length, done in seen if length == longest}
+    assert absorbed == ({expected == "absorbed"} if seen else set())
+
+
 def test_tied_and_untied_embeddings_are_kept(llama):
     for tied in (False, True):
         source = make_model("llama", tie_word_embeddings=tied)
@@ -133,14 +219,47 @@ def test_caches_of_latents_can_be_measured(llama):
     }
     # 20 pages; sinks, the open page and the table beside them
     beside = (4 + 16) * (64 + rope) * 2 * 2 + 20 * 4
+    rope_codes = 16 * rope + 2 + 2 * rope  # a scale per page, an offset per channel
     page = {
         "paged_exact": 16 * (64 + rope) * 2,
-        "paged_int8": 16 * (64 + 2 + rope * 2),  # a group of 64: one scale
-        "paged_int4": 16 * (32 + 4 + rope * 2),
+        "paged_int8": 16 * (64 + 2) + rope_codes,  # a group of 64: one scale
+        "paged_int4": 16 * 32 + 64 * 4 + rope_codes,  # a scale and an offset per channel
     }
     for name, size in page.items():
         assert held[name].bytes == 2 * 20 * size + beside, name
     assert held["paged_exact"].bytes_exact == 324 * (64 + rope) * 2 * 2
+
+
+def test_the_table_has_the_newest_rows_of_each_basis(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    import eval_tables
+
+    same = dict.fromkeys(("model", "model_revision", "dtype", "text_digest"), "x")
+    same |= {"kv_lora_rank": 64, "qk_rope_head_dim": 20, "windows": 2, "window": 100, "prompt": 40}
+    same |= {"tokens": 120, "bytes_exact": 3000, "bytes_per_token": 12.0, "top1": 0.9}
+    same |= dict.fromkeys(("kl_low", "kl_high", "kl_median", "kl_p99"), 0.5)
+    same |= {"perplexity_exact": 7.0, "perplexity": 7.5, "reads": "absorbed"}
+    rows = [
+        same | {"mixing": mixing, "cache": cache, "stored_bits": bits, "kl_mean": kl}
+        for mixing, cache, bits, kl in [
+            ("random", "paged_int4", 4.5, 0.25),
+            ("whitened", "paged_int4", 4.5, 0.75),
+            ("random", "int4 along the rank", 4.6, 0.35),
+            ("random", "paged_int4", 4.5, 0.125),
+        ]
+    ]
+    text = eval_tables.latent_accuracy_table(rows)
+    assert "0.25" not in text  # measured again since
+    of_random, of_whitened = text.split("turned at random")
+    assert of_random.index("| int4 along the rank |") < of_random.index("| `paged_int4` |")
+    assert "| 0.12 (0.50 to 0.50) |" in of_random and "30 bytes per token" in of_random
+    assert (
+        "| 0.75 (0.50 to 0.50) |" in of_whitened
+        and "| `paged_int4` | absorbed | 4.50 | 12 |" in of_whitened
+    )
+    found = [eval_tables.finer_digits(kl) for kl in (-3e-9, 0.0000436, 0.000697, 0.0028, 0.0562)]
+    assert found == ["0.00000", "0.000044", "0.00070", "0.00280", "0.0562"]
+    assert eval_tables.latent_accuracy_table([]).startswith("No run has been recorded yet")
 
 
 def test_recommend_refuses_latents(llama):

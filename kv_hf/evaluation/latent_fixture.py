@@ -20,11 +20,14 @@ from torch import nn
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, YoutuConfig
 from transformers.models.youtu.modeling_youtu import YoutuForCausalLM
 
+from ..cache.paged_cache import PagedCache
+from ..hf.latent import longest_absorbed
+from .cache_kinds import CacheKind
 from .loaded import LoadedModel
 from .texts import text_windows
 
 LABEL = "real GQA weights in MLA form"
-MIXINGS = ("random", "none", "principal")
+MIXINGS = ("random", "none", "principal", "whitened")
 BASIS_TEXT, BASIS_TOKENS = "lincoln_1863", 1024  # that the principal axes are found on
 
 
@@ -41,8 +44,8 @@ def embed_in_mla(
     Args:
         llama: its weights are read in float64 and rounded once, to its own dtype.
         mixing: the basis of the latents. "random": a random orthogonal one, channels are like gaussians; "none": keys and
-            values side by side, with the outlier channels of the keys; or an orthogonal [rank, rank] per layer, whose
-            rows are the axes (`principal_bases`).
+            values side by side, with the outlier channels of the keys; or an invertible [rank, rank] per layer, whose
+            rows are the axes (`principal_bases`, `whitened_bases`).
         rank: kv_lora_rank; zeros are added to latents before they are mixed. None: no zeros.
         still_planes: planes of each kv head that lose their RoPE; None: a quarter of them.
         seed: of the random bases.
@@ -116,8 +119,9 @@ def _embed_attention(mla: Any, gqa: Any, basis: torch.Tensor) -> None:
     )
     kv_heads, hidden = k.shape[0], k.shape[2]
     needed = kv_heads * (2 * still + head_dim)
-    basis = basis.double().to(k.device)[:, :needed]  # the channels beyond are zeros
-    latent = basis @ torch.cat([k[:, slow].flatten(0, 1), v.flatten(0, 1)])
+    basis = basis.double().to(k.device)
+    back = torch.linalg.inv(basis)[:needed]  # the channels beyond are zeros
+    latent = basis[:, :needed] @ torch.cat([k[:, slow].flatten(0, 1), v.flatten(0, 1)])
     # all first halves of planes, then all second halves
     halves = [(0, turning), (planes, planes + turning)]
     rope = torch.cat([k[:, low:high].flatten(0, 1) for low, high in halves])
@@ -137,7 +141,7 @@ def _embed_attention(mla: Any, gqa: Any, basis: torch.Tensor) -> None:
             query[head, at : at + turning] = q[head, low:high]
     query *= gqa.scaling / mla.scaling
     mla.q_proj.weight.copy_(query.flatten(0, 1))
-    mla.kv_b_proj.weight.copy_(pick.flatten(0, 1) @ basis.T)
+    mla.kv_b_proj.weight.copy_(pick.flatten(0, 1) @ back)
 
 
 def _why_not(llama: Any) -> str | None:
@@ -154,7 +158,7 @@ def _why_not(llama: Any) -> str | None:
 def _bases(
     mixing: str | Sequence[torch.Tensor], layers: int, rank: int, seed: int
 ) -> list[torch.Tensor]:
-    """Return the basis of each layer's latents, float64 [rank, rank], orthogonal, an axis a row."""
+    """Return the basis of each layer's latents, float64 [rank, rank], invertible, an axis a row."""
     if isinstance(mixing, str):
         if mixing == "none":
             return [torch.eye(rank, dtype=torch.float64)] * layers
@@ -180,13 +184,40 @@ def principal_bases(mla: PreTrainedModel, token_ids: torch.Tensor) -> list[torch
         mla: a fixture whose latents are not mixed.
         token_ids: [tokens], on its device.
     """
+    return [axes for _, axes in _energies(mla, token_ids)]
+
+
+def whitened_bases(
+    mla: PreTrainedModel, token_ids: torch.Tensor, seed: int = 0
+) -> list[torch.Tensor]:
+    """Return bases in which all channels have the same energy on a text, and none stands out: the axes are scaled, then
+    turned at random.
+
+    Axes with less than a thousandth of the mean energy are scaled as if they had that much.
+
+    Args and shapes are those of `principal_bases`; `seed` is that of the random bases.
+    """
+    bases = []
+    found = _energies(mla, token_ids)
+    turns = _bases("random", len(found), found[0][0].numel(), seed)
+    for (energy, axes), turn in zip(found, turns, strict=True):
+        scale = energy.clamp(min=1e-3 * energy.mean().item()).rsqrt()
+        bases.append(turn.to(axes.device) @ (scale[:, None] * axes))
+    return bases
+
+
+def _energies(
+    mla: PreTrainedModel, token_ids: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (mean energy [rank], principal axes [rank, rank]) of each layer's latents on a text, strongest first."""
     cache = DynamicCache(config=mla.config)
     mla(token_ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    bases = []
+    found = []
     for layer in cache.layers:
         latents = layer.keys[0, 0].double()  # type: ignore[index, union-attr]
-        bases.append(torch.linalg.eigh(latents.T @ latents)[1].T.flip(0))
-    return bases
+        energy, axes = torch.linalg.eigh(latents.T @ latents / len(latents))
+        found.append((energy.flip(0), axes.T.flip(0)))
+    return found
 
 
 class LatentFixture(LoadedModel):
@@ -194,7 +225,7 @@ class LatentFixture(LoadedModel):
 
     Args:
         name, dtype, device: as those of LoadedModel.
-        mixing: one of MIXINGS; "principal" finds the axes on other text than the evaluation's.
+        mixing: one of MIXINGS; "principal" and "whitened" find the axes on other text than the evaluation's.
         rank, still_planes: as those of `embed_in_mla`.
     """
 
@@ -216,11 +247,12 @@ class LatentFixture(LoadedModel):
     def prepared(self, model: Any) -> Any:
         """Return the checkpoint's model in MLA form."""
         sizes: Any = {"rank": self.rank, "still_planes": self.still_planes}
-        if self.mixing != "principal":
+        if self.mixing not in ("principal", "whitened"):
             return embed_in_mla(model, mixing=self.mixing, **sizes)
         (ids,) = text_windows(self.tokenizer, BASIS_TEXT, BASIS_TOKENS, 1)
         plain = embed_in_mla(model, mixing="none", **sizes)
-        bases = principal_bases(plain, torch.tensor(ids, device=self.device))
+        find = principal_bases if self.mixing == "principal" else whitened_bases
+        bases = find(plain, torch.tensor(ids, device=self.device))
         return embed_in_mla(model, mixing=bases, **sizes)
 
     @property
@@ -233,3 +265,14 @@ class LatentFixture(LoadedModel):
             "kv_lora_rank": config.kv_lora_rank,
             "qk_rope_head_dim": config.qk_rope_head_dim,
         }
+
+    def reads(self, kind: CacheKind) -> str:
+        """Return how scored tokens read a cache: "absorbed" (attention over latents) or "expanded" (over keys and values).
+
+        A chunk of teacher forcing is a page at most, and long chunks expand; both compute the same but for rounding.
+        """
+        cache = kind.make(self.model.config, 0)
+        if not isinstance(cache, PagedCache) or cache.options.mla == "expand":
+            return "expanded"
+        longest = longest_absorbed(self.model.model.layers[0].self_attn)
+        return "absorbed" if cache.options.page_size <= longest else "expanded"

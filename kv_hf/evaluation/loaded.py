@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from ..formats import ATTENTION_NAME
 from .accuracy import PROTOCOL, check_texts, measure_accuracy
-from .cache_kinds import cache_kind, why_not
+from .cache_kinds import CacheKind, cache_kind, why_not
 from .divergence import greedy, measure_divergence
 from .held import layer_shapes, measure_held
 from .packaged_models import resolve_model
@@ -147,7 +147,7 @@ class LoadedModel:
 
     def accuracy(
         self,
-        cache: str,
+        cache: str | CacheKind,
         settings: TextSettings,
         divergence_tokens: int = 64,
         progress: Any = lambda tokens: None,
@@ -155,13 +155,13 @@ class LoadedModel:
         """Return the distances of a cache from the exact one and the bytes it holds, as fields of a row.
 
         Args:
-            cache: name with options, see `cache_kinds.cache_kind`.
+            cache: name with options, see `cache_kinds.cache_kind`, or a kind that has no name there.
             divergence_tokens: greedy tokens behind each prompt that are compared; 0 compares none.
             progress: called with the tokens scored since the last call.
         Raises: ValueError when the cache cannot run here, for a bad text, and for logits that are not finite.
         """
-        kind = cache_kind(cache)
-        reason = why_not(cache, self.device)
+        kind = cache_kind(cache) if isinstance(cache, str) else cache
+        reason = why_not(cache, self.device) if isinstance(cache, str) else None
         if reason is not None:
             raise ValueError(f"cache {cache!r} cannot run here: {reason}")
         reference = self.reference(settings)
@@ -170,8 +170,8 @@ class LoadedModel:
             return kind.make(self.model.config, settings.window + divergence_tokens)
 
         found = measure_accuracy(
-            self.model, reference.texts, {cache: make}, settings.prompt, progress, reference
-        )[cache]
+            self.model, reference.texts, {kind.name: make}, settings.prompt, progress, reference
+        )[kind.name]
         held = measure_held(self.model.config, self.shapes, kind, settings.window, settings.prompt)
         row = {
             **asdict(settings),

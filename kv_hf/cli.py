@@ -10,6 +10,7 @@ import torch
 
 from .doctor import environment, report_formats, report_model, sizes_of
 from .errors import KVCacheError
+from .formats import FORMAT_NAMES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = sizes_of(args.model) if args.model is not None else {}
         dtype = DTYPES[args.dtype] if args.dtype else own.get("dtype", torch.bfloat16)
         head_dim = own.get("head_dim", 128) if args.head_dim is None else args.head_dim
-        print_doctor(torch.device(args.device), dtype, head_dim, args.page_size)
+        latent = own.get("latent") if args.head_dim is None else None
+        print_doctor(torch.device(args.device), dtype, head_dim, args.page_size, latent)
         if args.model is not None:
             print(f"\nLayers of {args.model}:")
             for layers, how in report_model(args.model):
@@ -64,15 +66,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def print_doctor(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> None:
+def print_doctor(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    latent: tuple[int, int] | None = None,
+) -> None:
     """Print the environment, then for every format the kernel that reads its pages on `device`."""
     for what, found in environment():
         print(f"{what:<14}{found}")
     dtype_name = str(dtype).removeprefix("torch.")
-    print(f"\nPages on {device}: {dtype_name}, head_dim {head_dim}, page_size {page_size}")
-    reports = report_formats(device, dtype, head_dim, page_size)
+    sizes = f"head_dim {head_dim}"
+    if latent is not None:
+        sizes = f"latents of {latent[0]} and RoPE keys of {latent[1]}"
+    print(f"\nPages on {device}: {dtype_name}, {sizes}, page_size {page_size}")
+    reports = report_formats(device, dtype, head_dim, page_size, latent)
     for report in reports:
-        print(f"  paged_{report.format:<8}{report.kernel or 'none'}")
+        name = f"paged_{report.format}" if report.format in FORMAT_NAMES else report.format
+        print(f"  {name:<14}{report.kernel or 'none'}")
     print("\nWhy not another kernel:")
     for name in {name: None for report in reports for name, _ in report.others}:
         reasons = {

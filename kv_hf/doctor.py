@@ -9,14 +9,14 @@ import torch
 import transformers
 
 from .cache.encoder_decoder import PagedEncoderDecoderCache
+from .cache.layer_formats import LayerFormats
 from .cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
 from .cache.paged_cache import PagedCache
 from .config import CacheConfig
 from .errors import CacheOptionError
-from .formats import FORMAT_NAMES, key_scheme, value_scheme
+from .formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
 from .kernels.choice import NAMES, layout_for, why_not
 from .kernels.cpu import library
-from .spec import PageSpec
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,16 @@ class FormatReport:
 
 
 def report_formats(
-    device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    latent: tuple[int, int] | None = None,
 ) -> list[FormatReport]:
     """Return, for every format, the kernel that would read its pages on `device`, and why not another.
 
+    Args:
+        latent: (kv_lora_rank, qk_rope_head_dim) of a model with latent attention, in place of head_dim.
     Raises: CacheOptionError for a page_size or head_dim that no cache has, or a device that torch does not see.
     """
     CacheConfig(page_size=page_size)
@@ -54,15 +60,18 @@ def report_formats(
         reason = str(error).splitlines()[0]
         raise CacheOptionError(f"device {str(device)!r} cannot be used here: {reason}") from error
     reports = []
-    for name in FORMAT_NAMES:
+    key_dim, value_dim = latent or (head_dim, head_dim)
+    for name in FORMAT_NAMES if latent is None else LATENT_FORMAT_NAMES:
         try:
-            spec = PageSpec.build(
-                key_scheme(name),
-                value_scheme(name),
+            own: dict[str, Any] = {"keys": name, "values": name}
+            if latent is not None:
+                own = {"latent": name}
+            options = CacheConfig(**own, page_size=page_size)
+            formats = LayerFormats.of(options, 0, 1, None if latent is None else key_dim)
+            spec = formats.spec(
                 num_kv_heads=1,
-                key_dim=head_dim,
-                value_dim=head_dim,
-                page_size=page_size,
+                key_dim=key_dim,
+                value_dim=value_dim,
                 dtype=dtype,
                 layout=layout_for(device),
             )
@@ -77,12 +86,14 @@ def report_formats(
 
 
 def sizes_of(name: str) -> dict[str, Any]:
-    """Return head_dim and dtype of a model, as far as its config says them; see `report_model`."""
+    """Return head_dim (or latent: rank and RoPE channels) and dtype of a model, as far as its config says them; see `report_model`."""
     config = decoder_config(_config(name))
     found: dict[str, Any] = {}
     sizes = page_sizes(config)
     if sizes is not None and latent_rank(config) is None:
         found["head_dim"] = sizes["key_dim"]
+    elif sizes is not None:
+        found["latent"] = sizes["key_dim"], sizes["value_dim"]
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, torch.dtype):
         found["dtype"] = dtype

@@ -125,3 +125,16 @@ def test_doctor_takes_the_sizes_of_the_model(capsys, tmp_path):
     assert "float32, head_dim 20, page_size 64" in capsys.readouterr().out
     cli.main(["doctor", "--model", str(tmp_path), "--head-dim", "64", "--dtype", "float16"])
     assert "float16, head_dim 64" in capsys.readouterr().out
+
+
+def test_doctor_names_the_kernels_of_latents(capsys, tmp_path):
+    """A model with latent attention gets the formats of latents, DeepSeek's record among them."""
+    from tiny_latent import make_model as make_latent
+
+    make_latent("deepseek_v3").config.save_pretrained(tmp_path)
+    assert main(["doctor", "--device", "cpu", "--model", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "latents of 32 and RoPE keys of 8" in shown
+    # its record wants a rank of whole groups of 128, which this tiny one is not
+    assert "  fp8_ds_mla    none" in shown and "must divide kv_lora_rank 32" in shown
+    assert "SDPA cannot read one latent as key and value" in shown

@@ -132,7 +132,7 @@ def test_doctor_names_the_kernels_of_latents(capsys, tmp_path):
     from tiny_latent import make_model as make_latent
 
     make_latent("deepseek_v3").config.save_pretrained(tmp_path)
-    assert main(["doctor", "--device", "cpu", "--model", str(tmp_path)]) == 0
+    assert cli.main(["doctor", "--device", "cpu", "--model", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "latents of 32 and RoPE keys of 8" in shown
     # its record wants a rank of whole groups of 128, which this tiny one is not

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
-from kv_hf.evaluation.rows import append_rows, check_writable, make_row
+from kv_hf.evaluation.rows import append_rows, check_writable, commit, make_row
 from kv_hf.gqa.checkpoint import read_json
 from kv_hf.gqa.uptrain import UptrainReport, UptrainSettings, uptrain
 from kv_hf.gqa.uptrain.progress import Progress
@@ -135,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = UptrainSettings(**{name: getattr(args, name) for name in DEFAULTS})
         if args.record:
             check_writable(args.results)
+            commit()  # of the code that runs, whatever is edited meanwhile
         report = uptrain(
             args.student, resolve_model(args.teacher), args.out, args.data, settings, held=args.eval_text,
             resume=args.resume, progress=stepped, sampling=lambda done, of: bar("sampling", done, of, "token"),

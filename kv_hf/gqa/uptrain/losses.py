@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 # positions whose distributions are made at a time: on a CPU few enough that they stay in its cache
 ROWS = {"cpu": 16}

@@ -37,7 +37,7 @@ class Progress:
     Attributes:
         step: steps done.
         planned: steps in all, as planned last.
-        seconds: of training so far.
+        seconds, cpu_seconds: of training so far; the latter of the processor, of this process.
         losses: of every step: (loss, KL, cross entropy), means over its tokens.
         evaluations: rows of held-out figures, with step, tokens and seconds.
     """
@@ -45,6 +45,7 @@ class Progress:
     step: int = 0
     planned: int = 1
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     losses: list[tuple[float, float, float]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 

@@ -24,22 +24,15 @@ def round_to_stored(model: Any, dtype: torch.dtype) -> None:
                     tensor.copy_(tensor.to(dtype))
 
 
-def write_checkpoint(
-    destination: Path, pair: Pair, model: Any, weights: dict[str, torch.Tensor], record: dict[str, Any]
-) -> None:  # fmt: skip
-    """Write `destination`, aside and renamed.
+def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str, Any]) -> None:
+    """Write `destination`, aside and renamed; the model's weights take the dtype of the student's.
 
     Args:
-        weights: of the model, by name; written in the dtype of the student's.
         record: for config.json and the card.
     """
-    dtype = stored_dtype(pair.student)
-    cast = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in weights.items()
-    }
+    model.to(stored_dtype(pair.student))
     with becoming(destination) as folder:
-        model.save_pretrained(folder, state_dict=cast)
+        model.save_pretrained(folder)
         for pattern in BESIDE:
             names = sorted(path.name for path in pair.student.folder.glob(pattern))
             copy_files(pair.student.folder, folder, names)

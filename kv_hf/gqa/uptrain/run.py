@@ -133,11 +133,9 @@ def uptrain(
     if finished:
         round_to_stored(accelerator.unwrap_model(model), stored_dtype(pair.student))
         run.evaluate()
-        weights = accelerator.get_state_dict(model)
         with _first(accelerator):
             if accelerator.is_main_process:
-                record = _record(asked, run)
-                write_checkpoint(target, pair, accelerator.unwrap_model(model), weights, record)
+                write_checkpoint(target, pair, accelerator.unwrap_model(model), _record(asked, run))
                 shutil.rmtree(work)
     accelerator.free_memory()
     return UptrainReport(

@@ -69,6 +69,7 @@ class Run:
             "step": progress.step,
             "tokens": progress.step * self.tokens_per_step,
             "seconds": round(progress.seconds, 1),
+            "cpu_seconds": round(progress.cpu_seconds, 1),
             "loss": sum(losses) / len(losses) if losses else None,
             **found.row(),
         }
@@ -88,10 +89,11 @@ class Run:
                 self.evaluate()
             if stop or progress.step >= planned:
                 break
-            began = time.monotonic()
+            began, began_cpu = time.monotonic(), time.process_time()
             self._set_rate()
             progress.losses.append(self._step(batches))
             progress.seconds += time.monotonic() - began
+            progress.cpu_seconds += time.process_time() - began_cpu
             progress.step += 1
             if progress.step % settings.save_every == 0:
                 save_state(self.accelerator, self.work, progress.step)

@@ -141,12 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             resume=args.resume, progress=stepped, sampling=lambda done, of: bar("sampling", done, of, "token"),
         )  # fmt: skip
     except (ValueError, OSError) as error:
-        if main_process:
-            console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        who = "" if main_process else f"process {os.environ['RANK']}: "
+        console.print(f"{who}[bold red]{type(error).__name__}[/]: {error}", highlight=False)
         return 2
     finally:
         for each in bars.values():
             each.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     if not main_process:
         return 0 if report.finished else 1
     show(report)

@@ -92,7 +92,9 @@ def load_state(accelerator: Accelerator, work: Path) -> bool:
         return False
     try:
         accelerator.load_state(str(found[-1]))
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except (
+        Exception
+    ) as error:  # whatever pickle, safetensors, torch or accelerate raise over damaged files
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(
             f"{found[-1]} cannot be read ({first}): delete it, or the whole of {work} to begin anew"

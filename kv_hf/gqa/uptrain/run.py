@@ -1,31 +1,26 @@
 """Uptrain a converted checkpoint towards its original: check everything, prepare, train, write."""
 
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
 from ...errors import ConversionError
 from ..writer import check_destination
-from .documents import SELF, Source, check_source, documents, name_of
+from .documents import Source, check_source, name_of
+from .inputs import check_work, held_windows, sources_of, write_data
 from .interrupt import stop_wishes
 from .models import Pair, load_student, load_teacher, stored_dtype
-from .progress import Progress, load_state, read_settings, work_folder, write_settings
+from .processes import COMPUTE, main_first, make_accelerator
+from .progress import Progress, load_state, work_folder, write_settings
 from .result import round_to_stored, write_checkpoint
-from .sampling import sampled
-from .settings import UptrainSettings, mixed_precision
+from .settings import UptrainSettings
 from .train import Run
-from .windows import held_out, packed, read_windows, token_documents, write_windows
+from .windows import read_windows
 
-COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 HELD = 64  # windows held out of the data, at most, where no other text is given
 
 
@@ -82,42 +77,42 @@ def uptrain(
     target = Path(destination)
     pair = Pair.open(student, teacher)
     length = pair.window(settings.length)
-    need = (
-        5 * pair.student.nbytes
-    )  # weights and sums of AdamW in fp32, twice while a state is saved
+    # two states while one is saved (weights and two sums in fp32), and the result
+    need = 7 * pair.student.nbytes
     check_destination(target, pair.student.folder, need)
     check_destination(target, pair.teacher.folder, need)
-    sources = _sources(data)
+    sources = sources_of(data)
     for source in sources:
         check_source(source)
-    scored = _held(pair, held, length)
+    scored = held_windows(pair, held, length)
     work = work_folder(target)
+    accelerator = make_accelerator(settings)
     asked = asdict(settings) | {
         "student": str(student), "teacher": str(teacher), "data": [name_of(each) for each in sources],
         "held": None if held is None else name_of(held), "window": length,
+        "processes": accelerator.num_processes,
     }  # fmt: skip
-    _check_work(work, resume, settings, asked)
-    accelerator = make_accelerator(settings)
-    if not resume:
-        accelerator.wait_for_everyone()  # all have seen that there is no run yet
-    dtype = COMPUTE[accelerator.mixed_precision]
-    original = load_teacher(pair, dtype, accelerator.device)
-    with _first(accelerator):
+    check_work(work, resume, settings, asked)
+    model = load_student(pair, settings.train)
+    original = load_teacher(pair, COMPUTE[accelerator.mixed_precision], accelerator.device)
+    accelerator.wait_for_everyone()  # all have seen what there is of the run
+    with main_first(accelerator):
         if accelerator.is_main_process:
             work.mkdir(parents=True, exist_ok=True)
             write_settings(work, asked)
-            _write_data(work, pair, original, sources, settings, length, sampling)
+            write_data(work, pair, original, sources, settings, length, sampling)
     windows = read_windows(work / "data")
     count = len(windows)
     if not scored:
         kept = min(HELD, max(1, count // 20))
         if count <= kept:
+            if accelerator.is_main_process:
+                shutil.rmtree(work)
             raise ConversionError(
                 f"data has one window of {length} tokens: take more, or a text to evaluate on"
             )
         count -= kept
         scored = [windows[count + i]["input_ids"].tolist() for i in range(kept)]
-    model = load_student(pair, settings.train)
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(own, settings.lr, (0.9, 0.95), weight_decay=settings.weight_decay)
     state = Progress()
@@ -133,7 +128,7 @@ def uptrain(
     if finished:
         round_to_stored(accelerator.unwrap_model(model), stored_dtype(pair.student))
         run.evaluate()
-        with _first(accelerator):
+        with main_first(accelerator):
             if accelerator.is_main_process:
                 write_checkpoint(target, pair, accelerator.unwrap_model(model), _record(asked, run))
                 shutil.rmtree(work)
@@ -142,121 +137,6 @@ def uptrain(
         str(student), str(teacher), str(destination), finished, state.step, state.step * run.tokens_per_step, state.seconds,
         tuple(state.evaluations), tuple(tuple(each) for each in state.losses),
     )  # fmt: skip
-
-
-def make_accelerator(settings: UptrainSettings) -> Accelerator:
-    """Return accelerate's accelerator for these settings.
-
-    Raises: ConversionError for a dtype that the device lacks, and for what is not data parallelism.
-    """
-    # the other processes wait while the first one samples or tokenizes
-    device = PartialState(**_waiting()).device
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    precision = mixed_precision(settings.dtype, device)
-    if settings.dtype == "auto" and launched in COMPUTE and launched != "no":
-        precision = launched
-    plugin = GradientAccumulationPlugin(num_steps=settings.accumulate, sync_with_dataloader=False)
-    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=plugin)
-    if accelerator.distributed_type not in KINDS:
-        raise ConversionError(
-            f"uptraining runs data parallel (a whole model per process), not as {accelerator.distributed_type.value}"
-        )
-    return accelerator
-
-
-def _waiting() -> dict[str, Any]:
-    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return {"timeout": timedelta(hours=12)} if many else {}
-
-
-class _first:
-    """A block that the main process runs while the others wait, and fails on all of them where it fails there."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        failed = torch.tensor([int(kind is not None)], device=self.accelerator.device)
-        if self.accelerator.num_processes > 1:
-            failed = self.accelerator.reduce(failed, "sum")
-        if kind is None and int(failed):
-            raise ConversionError("the main process failed; its message says why")
-
-
-def _sources(data: str | Path | Sequence[Source]) -> list[Source]:
-    if isinstance(data, str | Path):
-        return [data]
-    if not data:
-        raise ConversionError("data is empty: it names no text")
-    return list(data)
-
-
-def _held(pair: Pair, held: Source | None, length: int) -> list[list[int]]:
-    if held is None:
-        return []
-    check_source(held)
-    found = held_out(token_documents(pair.tokenizer, documents(held)), length, 10_000_000)
-    if not found:
-        raise ConversionError(f"held {name_of(held)!r} has no text of two tokens")
-    return found
-
-
-def _check_work(work: Path, resume: bool, settings: UptrainSettings, asked: dict[str, Any]) -> None:
-    if not resume:
-        if work.exists():
-            raise ConversionError(
-                f"{str(work)!r} holds an unfinished run: go on with it (resume), or delete it"
-            )
-        return
-    before = read_settings(work)
-    other = settings.differences(before)
-    names = ("student", "teacher", "data", "held", "window")
-    other += [
-        f"{name}: {before.get(name)!r} then, {asked[name]!r} now"
-        for name in names
-        if before.get(name) != asked[name]
-    ]
-    if other:
-        raise ConversionError(f"resume: {work} holds a run of other settings: {'; '.join(other)}")
-
-
-def _write_data(
-    work: Path,
-    pair: Pair,
-    teacher: Any,
-    sources: list[Source],
-    settings: UptrainSettings,
-    length: int,
-    sampling: Callable[[int, int], object],
-) -> None:
-    """Write the windows of all sources, unless they are there."""
-    folder = work / "data"
-    if folder.exists():
-        return
-
-    def every() -> Iterator[list[int]]:
-        for source in sources:
-            ids: Iterable[list[int]]
-            if source == SELF:
-                ids = sampled(
-                    lambda: teacher, pair, settings.sample_tokens, length, settings.seed, sampling
-                )
-            else:
-                ids = token_documents(pair.tokenizer, documents(source))
-            yield from ids
-
-    aside = work / "data.unfinished"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        name = ", ".join(name_of(source) for source in sources)
-        write_windows(aside, packed(every(), length, settings.tokens), length, name)
-    except ConversionError:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    aside.rename(folder)
 
 
 def _record(asked: dict[str, Any], run: Run) -> dict[str, Any]:

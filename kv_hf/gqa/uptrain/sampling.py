@@ -33,7 +33,7 @@ def sampled(
     """Yield documents sampled from the teacher (temperature 1, nothing cut off) until they have `tokens` tokens.
 
     Each is of `length` tokens at most and begins as the tokenizer begins texts, or with a random token. Blocks that an earlier run
-    has sampled are read; what is sampled depends on the teacher, `length`, `seed` and the number of the block only.
+    has sampled are read; what is sampled depends on the teacher, `length`, `seed` and the number of the block only (and on how the machine rounds).
 
     Args:
         teacher: returns the model, called when a block has to be sampled.

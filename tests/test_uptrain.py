@@ -289,7 +289,7 @@ def test_a_damaged_state_is_named(folders, tmp_path):
 
 
 def test_minutes_end_a_run_with_the_learning_rate_at_its_end(folders, tmp_path):
-    report = run(folders, tmp_path / "out", replace(SHORT, steps=None, minutes=0.02))
+    report = run(folders, tmp_path / "out", replace(SHORT, steps=None, minutes=0.005))
     assert report.finished and report.steps > 1
     assert report.curve[-1]["step"] == report.steps
 
@@ -386,6 +386,7 @@ def test_bad_arguments_fail_before_anything_is_written(folders, tmp_path):
         (folders, out, {"data": str(tmp_path / "latin.txt")}, "is not UTF-8"),
         (folders, out, {"data": "dataset:,,,,,"}, "data must be dataset:PATH"),
         (folders, out, {"held": str(tmp_path / "empty.txt")}, "is empty"),
+        (folders, out, {"data": [["w1 w2"], ["w3 w4"]], "held": ["w3 w4"]}, "is among the data"),
         (folders, out, {"resume": True}, "there is no run to go on with"),
         (folders, out, {"settings": replace(SHORT, length=65)}, "length must be at most 64"),
         (folders, out, {"settings": replace(SHORT, dtype="float16")}, "float16 needs a GPU"),

@@ -23,10 +23,17 @@ def sources_of(data: str | Path | Sequence[Source]) -> list[Source]:
     return list(data)
 
 
-def held_windows(pair: Pair, held: Source | None, length: int) -> list[list[int]]:
-    """Return the windows of a held-out text; none where there is no such text."""
+def held_windows(
+    pair: Pair, held: Source | None, sources: list[Source], length: int
+) -> list[list[int]]:
+    """Return the windows of a held-out text; none where there is no such text.
+
+    Raises: ConversionError for a text that is trained on, or has nothing to score.
+    """
     if held is None:
         return []
+    if held in sources:
+        raise ConversionError(f"held {name_of(held)!r} is among the data; give another text")
     check_source(held)
     found = held_out(token_documents(pair.tokenizer, documents(held)), length, 10_000_000)
     if not found:

@@ -84,7 +84,7 @@ def uptrain(
     sources = sources_of(data)
     for source in sources:
         check_source(source)
-    scored = held_windows(pair, held, length)
+    scored = held_windows(pair, held, sources, length)
     work = work_folder(target)
     accelerator = make_accelerator(settings)
     asked = asdict(settings) | {

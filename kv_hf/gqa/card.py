@@ -1,6 +1,5 @@
 """The model card of a converted checkpoint: what was done, and what it costs."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint import Checkpoint
@@ -20,7 +19,13 @@ WARNING = {
 
 def model_card(checkpoint: Checkpoint, report: "ConversionReport") -> str:
     """Return README.md of a converted checkpoint; the source's own text follows."""
-    head, own = front_matter(checkpoint.folder / "README.md")
+    source = checkpoint.folder / "README.md"
+    head, own = "", ""
+    if source.is_file():
+        own = source.read_text("utf-8", errors="replace")
+        if own.startswith("---\n") and "\n---" in own[4:]:
+            end = own.index("\n---", 4) + 4
+            head, own = own[:end] + "\n\n", own[end:]
     name = report.source.rstrip("/").rsplit("/", 1)[-1]
     text = (
         f"# {name}, {report.num_kv_heads} to {report.new_kv_heads} kv heads\n\n"
@@ -33,14 +38,3 @@ def model_card(checkpoint: Checkpoint, report: "ConversionReport") -> str:
     )
     behind = f"\n---\n\nThe card of the original model:\n{own}" if own.strip() else ""
     return head + text + behind
-
-
-def front_matter(path: Path) -> tuple[str, str]:
-    """Return (front matter with an empty line behind it, the rest) of a card; both empty where there is no file."""
-    if not path.is_file():
-        return "", ""
-    text = path.read_text("utf-8", errors="replace")
-    if text.startswith("---\n") and "\n---" in text[4:]:
-        end = text.index("\n---", 4) + 4
-        return text[:end] + "\n\n", text[end:]
-    return "", text

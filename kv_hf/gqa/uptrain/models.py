@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...errors import ConversionError
 from ..checkpoint import Checkpoint
-from ..structure import load_config, text_config
+from ..structure import load_config
 
 LENGTH = 1024  # of a window, where the model would take more
 
@@ -34,7 +34,7 @@ class Pair:
     def open(cls, student: str | Path, teacher: str | Path) -> "Pair":
         """Open both. Raises ConversionError unless they have one vocabulary and a tokenizer."""
         own, other = Checkpoint.open(student), Checkpoint.open(teacher)
-        configs = [text_config(load_config(checkpoint)) for checkpoint in (own, other)]
+        configs = [load_config(each).get_text_config(decoder=True) for each in (own, other)]
         sizes = [config.vocab_size for config in configs]
         tokenizers = [load_tokenizer(own), load_tokenizer(other)]
         tables = [tokenizer.get_vocab() for tokenizer in tokenizers]

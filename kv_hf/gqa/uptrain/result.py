@@ -1,15 +1,15 @@
 """The checkpoint that an uptraining writes: the student's files, new weights, a record of what was done."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...version import __version__
-from ..card import front_matter
 from ..convert import BESIDE
-from ..writer import becoming, copy_files
+from ..writer import becoming
 from .models import Pair, stored_dtype
 
 RECORD = "kv_hf_uptraining"  # of config.json
@@ -34,8 +34,9 @@ def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str
     with becoming(destination) as folder:
         model.save_pretrained(folder)
         for pattern in BESIDE:
-            names = sorted(path.name for path in pair.student.folder.glob(pattern))
-            copy_files(pair.student.folder, folder, names)
+            for path in pair.student.folder.glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
         # the student's config, as it was: transformers would write what a loaded config became
         config = json.loads(json.dumps(pair.student.config))
         config.pop("_name_or_path", None)
@@ -62,3 +63,14 @@ def _card(pair: Pair, record: dict[str, Any]) -> str:
     )
     behind = f"\n---\n\nThe card of the model before this training:\n{own}" if own.strip() else ""
     return head + text + behind
+
+
+def front_matter(path: Path) -> tuple[str, str]:
+    """Return (front matter with an empty line behind it, the rest) of a card; both empty where there is no file."""
+    if not path.is_file():
+        return "", ""
+    text = path.read_text("utf-8", errors="replace")
+    if text.startswith("---\n") and "\n---" in text[4:]:
+        end = text.index("\n---", 4) + 4
+        return text[:end] + "\n\n", text[end:]
+    return "", text

@@ -123,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found.total = of
         found.set_postfix_str(note, refresh=False)
         found.update(done - found.n)
+        if name == "sampling" and done >= of:
+            found.close()
 
     def stepped(progress: Progress) -> None:
         loss, kl, entropy = progress.losses[-1]

@@ -277,6 +277,17 @@ def test_killed_while_saving_goes_on_from_the_state_before(folders, whole, tmp_p
     assert rest.losses == report.losses
 
 
+def test_a_run_that_still_works_is_left_alone(folders, tmp_path):
+    def meddle(state):
+        with pytest.raises(ConversionError, match="another process is training in"):
+            run(folders, tmp_path / "out", settings, resume=True)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    settings = replace(SHORT, steps=2)
+    run(folders, tmp_path / "out", settings, progress=meddle)
+    assert run(folders, tmp_path / "out", settings, resume=True).finished
+
+
 def test_a_damaged_state_is_named(folders, tmp_path):
     def stop(state):
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,13 +1,17 @@
 """Processes of a run: accelerate's accelerator, and what one process does for all."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, parse_flag_from_env
 
 from ...errors import ConversionError
+from .progress import lock
 from .settings import UptrainSettings, mixed_precision
 
 COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,3 +64,18 @@ class main_first:
             failed = self.accelerator.reduce(failed, "sum")
         if kind is None and int(failed):
             raise ConversionError("the main process failed; its message says why")
+
+
+@contextmanager
+def working_in(accelerator: Accelerator, work: Path) -> Iterator[None]:
+    """Have a working folder to oneself: made where it is not there, and locked by the main process."""
+    held = None
+    with main_first(accelerator):
+        if accelerator.is_main_process:
+            work.mkdir(parents=True, exist_ok=True)
+            held = lock(work)
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.close()

@@ -12,9 +12,14 @@ import secrets
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from accelerate import Accelerator
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from ...errors import ConversionError
 from ..checkpoint import read_json
@@ -28,6 +33,21 @@ def work_folder(destination: Path) -> Path:
     """Return the working folder of a destination: beside it."""
     target = Path(os.path.realpath(destination))
     return target.with_name(target.name + WORK)
+
+
+def lock(work: Path) -> IO[bytes]:
+    """Return a file whose lock says that a run works here, until it is closed.
+
+    Raises: ConversionError where another process holds it.
+    """
+    file = (work / "lock").open("ab")
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise ConversionError(f"another process is training in {str(work)!r}") from None
+    return file
 
 
 @dataclass

@@ -14,7 +14,7 @@ from .documents import Source, check_source, name_of
 from .inputs import check_work, held_windows, sources_of, write_data
 from .interrupt import stop_wishes
 from .models import Pair, load_student, load_teacher, stored_dtype
-from .processes import COMPUTE, main_first, make_accelerator
+from .processes import COMPUTE, main_first, make_accelerator, working_in
 from .progress import Progress, load_state, work_folder, write_settings
 from .result import round_to_stored, write_checkpoint
 from .settings import UptrainSettings
@@ -96,42 +96,46 @@ def uptrain(
     model = load_student(pair, settings.train)
     original = load_teacher(pair, COMPUTE[accelerator.mixed_precision], accelerator.device)
     accelerator.wait_for_everyone()  # all have seen what there is of the run
-    with main_first(accelerator):
-        if accelerator.is_main_process:
-            work.mkdir(parents=True, exist_ok=True)
-            write_settings(work, asked)
-            write_data(work, pair, original, sources, settings, length, sampling)
-    windows = read_windows(work / "data")
-    count = len(windows)
-    if not scored:
-        kept = min(HELD, max(1, count // 20))
-        if count <= kept:
-            if accelerator.is_main_process:
-                shutil.rmtree(work)
-            raise ConversionError(
-                f"data has one window of {length} tokens: take more, or a text to evaluate on"
-            )
-        count -= kept
-        scored = [windows[count + i]["input_ids"].tolist() for i in range(kept)]
-    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(own, settings.lr, (0.9, 0.95), weight_decay=settings.weight_decay)
-    state = Progress()
-    accelerator.register_for_checkpointing(state)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    run = Run(
-        accelerator, model, original, optimizer, windows, count, scored, settings, state, work, progress
-    )  # fmt: skip
-    if not (resume and load_state(accelerator, work)):
-        run.evaluate()
-    with stop_wishes() as wish:
-        finished = run.train(wish)
-    if finished:
-        round_to_stored(accelerator.unwrap_model(model), stored_dtype(pair.student))
-        run.evaluate()
+    with working_in(accelerator, work):
         with main_first(accelerator):
             if accelerator.is_main_process:
-                write_checkpoint(target, pair, accelerator.unwrap_model(model), _record(asked, run))
-                shutil.rmtree(work)
+                write_settings(work, asked)
+                write_data(work, pair, original, sources, settings, length, sampling)
+        windows = read_windows(work / "data")
+        count = len(windows)
+        if not scored:
+            kept = min(HELD, max(1, count // 20))
+            if count <= kept:
+                if accelerator.is_main_process:
+                    shutil.rmtree(work)
+                raise ConversionError(
+                    f"data has one window of {length} tokens: take more, or a text to evaluate on"
+                )
+            count -= kept
+            scored = [windows[count + i]["input_ids"].tolist() for i in range(kept)]
+        own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            own, settings.lr, (0.9, 0.95), weight_decay=settings.weight_decay
+        )
+        state = Progress()
+        accelerator.register_for_checkpointing(state)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        run = Run(
+            accelerator, model, original, optimizer, windows, count, scored, settings, state, work, progress
+        )  # fmt: skip
+        if not (resume and load_state(accelerator, work)):
+            run.evaluate()
+        with stop_wishes() as wish:
+            finished = run.train(wish)
+        if finished:
+            round_to_stored(accelerator.unwrap_model(model), stored_dtype(pair.student))
+            run.evaluate()
+            with main_first(accelerator):
+                if accelerator.is_main_process:
+                    write_checkpoint(
+                        target, pair, accelerator.unwrap_model(model), _record(asked, run)
+                    )
+                    shutil.rmtree(work)
     accelerator.free_memory()
     return UptrainReport(
         str(student), str(teacher), str(destination), finished, state.step, state.step * run.tokens_per_step, state.seconds,

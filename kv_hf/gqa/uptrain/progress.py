@@ -1,0 +1,136 @@
+"""Where a run stands, and what lets it go on: states on disk, each complete or absent.
+
+DIR.uptraining/
+    settings.json            what was asked for
+    data/windows.arrow       the windows
+    state-00000200/          accelerate's state behind step 200
+"""
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from accelerate import Accelerator
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+from ...errors import ConversionError
+from ..checkpoint import read_json
+from ..writer import sync
+
+WORK = ".uptraining"  # what the working folder of a destination is called behind its name
+SETTINGS = "settings.json"
+
+
+def work_folder(destination: Path) -> Path:
+    """Return the working folder of a destination: beside it."""
+    target = Path(os.path.realpath(destination))
+    return target.with_name(target.name + WORK)
+
+
+def lock(work: Path) -> IO[bytes]:
+    """Return a file whose lock says that a run works here, until it is closed.
+
+    Raises: ConversionError where another process holds it.
+    """
+    file = (work / "lock").open("ab")
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise ConversionError(f"another process is training in {str(work)!r}") from None
+    return file
+
+
+@dataclass
+class Progress:
+    """How far a run is; kept with every state.
+
+    Attributes:
+        step: steps done.
+        planned: steps in all, as planned last.
+        seconds, cpu_seconds: of training so far; the latter of the processor, of this process.
+        losses: of every step: (loss, KL, cross entropy), means over its tokens.
+        evaluations: rows of held-out figures, with step, tokens and seconds.
+    """
+
+    step: int = 0
+    planned: int = 1
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    losses: list[tuple[float, float, float]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything, for accelerate to save."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        vars(self).update(state)
+
+
+def states(work: Path) -> list[Path]:
+    """Return the states of a working folder, oldest first."""
+    return sorted(path for path in work.glob("state-*") if path.name[6:].isdigit())
+
+
+def save_state(accelerator: Accelerator, work: Path, step: int) -> None:
+    """Save a state aside, rename it, and delete the older ones; called by every process."""
+    target = work / f"state-{step:08}"
+    if not target.exists():
+        aside = work / "unfinished"
+        if accelerator.is_main_process:
+            shutil.rmtree(aside, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(aside))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            for path in (*aside.rglob("*"), aside):
+                sync(path)
+            aside.rename(target)
+            sync(work)
+    if accelerator.is_main_process:
+        for path in states(work):
+            if path != target:
+                shutil.rmtree(path)
+    accelerator.wait_for_everyone()
+
+
+def load_state(accelerator: Accelerator, work: Path) -> bool:
+    """Load the latest state; False where there is none yet. Raises ConversionError for one that cannot be read."""
+    found = states(work)
+    if not found:
+        return False
+    try:
+        accelerator.load_state(str(found[-1]))
+    except (
+        Exception
+    ) as error:  # whatever pickle, safetensors, torch or accelerate raise over damaged files
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConversionError(
+            f"{found[-1]} cannot be read ({first}): delete it, or the whole of {work} to begin anew"
+        ) from error
+    return True
+
+
+def write_settings(work: Path, settings: dict[str, Any]) -> None:
+    """Write what a run was asked for, so that it goes on with nothing else."""
+    aside = work / f"{SETTINGS}.{secrets.token_hex(4)}"
+    aside.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    os.replace(aside, work / SETTINGS)
+
+
+def read_settings(work: Path) -> dict[str, Any]:
+    """Return what `write_settings` wrote. Raises ConversionError where there is nothing to go on with."""
+    if not (work / SETTINGS).is_file():
+        raise ConversionError(f"resume: there is no run to go on with at {work}")
+    return read_json(work / SETTINGS)

@@ -1,0 +1,76 @@
+"""The checkpoint that an uptraining writes: the student's files, new weights, a record of what was done."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...version import __version__
+from ..convert import BESIDE
+from ..writer import becoming
+from .models import Pair, stored_dtype
+
+RECORD = "kv_hf_uptraining"  # of config.json
+
+
+def round_to_stored(model: Any, dtype: torch.dtype) -> None:
+    """Round a model's weights to the dtype that they will be written in, so that what is evaluated is what is written."""
+    if dtype != torch.float32:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.is_floating_point() and tensor.requires_grad:
+                    tensor.copy_(tensor.to(dtype))
+
+
+def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str, Any]) -> None:
+    """Write `destination`, aside and renamed; the model's weights take the dtype of the student's.
+
+    Args:
+        record: for config.json and the card.
+    """
+    model.to(stored_dtype(pair.student))
+    with becoming(destination) as folder:
+        model.save_pretrained(folder)
+        for pattern in BESIDE:
+            for path in pair.student.folder.glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+        # the student's config, as it was: transformers would write what a loaded config became
+        config = json.loads(json.dumps(pair.student.config))
+        config.pop("_name_or_path", None)
+        before = config.get(RECORD)
+        config[RECORD] = {"kv_hf": __version__, **record, **({"before": before} if before else {})}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        (folder / "README.md").write_text(_card(pair, record), "utf-8")
+
+
+def _card(pair: Pair, record: dict[str, Any]) -> str:
+    head, own = front_matter(pair.student.folder / "README.md")
+    before, after = record["before_training"], record["after_training"]
+    name = Path(record["student"]).name
+    text = (
+        f"# {name}, uptrained\n\n"
+        f"Trained by kv_hf for {record['steps']:,} steps ({record['tokens']:,} tokens) towards the logits of "
+        f"`{record['teacher']}` (weight {record['alpha']:g}) and the text (weight {1 - record['alpha']:g}); parameters trained: "
+        f"{record['train']}; text: {', '.join(record['data'])}.\n\n"
+        f"On {after['scored']:,} held-out tokens ({record['held_out']}):\n\n"
+        "| | before | after | original |\n| --- | ---: | ---: | ---: |\n"
+        f"| perplexity | {before['perplexity']:,.3f} | {after['perplexity']:,.3f} | {after['teacher_perplexity']:,.3f} |\n"
+        f"| KL to the original, nats | {before['kl']:.4f} | {after['kl']:.4f} | 0 |\n\n"
+        "It is an ordinary checkpoint of its class: transformers loads it without any code of kv_hf.\n"
+    )
+    behind = f"\n---\n\nThe card of the model before this training:\n{own}" if own.strip() else ""
+    return head + text + behind
+
+
+def front_matter(path: Path) -> tuple[str, str]:
+    """Return (front matter with an empty line behind it, the rest) of a card; both empty where there is no file."""
+    if not path.is_file():
+        return "", ""
+    text = path.read_text("utf-8", errors="replace")
+    if text.startswith("---\n") and "\n---" in text[4:]:
+        end = text.index("\n---", 4) + 4
+        return text[:end] + "\n\n", text[end:]
+    return "", text

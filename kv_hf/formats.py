@@ -67,8 +67,9 @@ class Scheme:
         if self.is_exact:
             return self
         if head_dim % self.codes_per_byte:
+            size = "kv_lora_rank" if where == "latent" else "head_dim"
             raise CacheOptionError(
-                f"{where} format {self.name!r} packs {self.codes_per_byte} channels into a byte, so head_dim "
+                f"{where} format {self.name!r} packs {self.codes_per_byte} channels into a byte, so {size} "
                 f"must be a multiple of {self.codes_per_byte}, got {head_dim}; use 'int8', 'fp8' or 'exact'"
             )
         scale = _sizes(self.scale_group, page_size, head_dim, where, self.name)
@@ -90,6 +91,8 @@ def _sizes(
         option, size = "value_group_size", "head_dim"
         if where == "latent":
             option, size = "latent_group_size", "kv_lora_rank"
+        if name == "fp8_ds_mla":
+            option = "the groups of 128 numbers of this format"
         raise CacheOptionError(
             f"{where} format {name!r}: {option} must divide {size} {head_dim}, got {channels}"
         )

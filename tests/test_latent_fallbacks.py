@@ -447,3 +447,84 @@ def test_a_copied_model_and_its_original_share_nothing():
     assert torch.equal(generate(copied, mla="auto"), other)
     assert torch.equal(generate(model, mla="auto"), want)
     assert shared_model("deepseek_v3") is not model
+
+
+class Doubling(DeepseekV3Attention):
+    """Attention of somebody's own, whose expansion is more than a product."""
+
+    def expand_kv(self, kv_nope: Any, k_rot: Any) -> Any:
+        keys, values = super().expand_kv(kv_nope, k_rot)
+        return keys, 2 * values
+
+
+def test_an_expansion_of_somebody_elses_is_called():
+    """It was taken for transformers' own, and what it adds was left out in silence."""
+    stock = make_model("deepseek_v3")
+    before = generate(stock)
+    changed_model = copy.deepcopy(stock)
+    for module in latent_modules(changed_model):
+        module.__class__ = Doubling
+    expected = generate(changed_model)
+    assert not torch.equal(expected, before)
+    assert torch.equal(generate(changed_model, mla="auto"), expected)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="expand_kv is that of Doubling"):
+        generate(changed_model, mla="absorb")
+    assert torch.equal(generate(stock, mla="absorb"), before)  # its base class still is
+
+
+def test_an_expansion_replaced_on_a_module_is_called():
+    """The wrapper came behind the patched class, and made keys of handles."""
+    model = make_model("deepseek_v3")
+    assert torch.equal(generate(model, mla="absorb"), generate(model))
+    for module in latent_modules(model):
+        own = module.expand_kv
+        module.expand_kv = lambda latent, rope, own=own: tuple(2 * x for x in own(latent, rope))
+    assert torch.equal(generate(model, mla="auto"), generate(model))
+    with pytest.raises(kv_hf.UnsupportedModelError, match="expand_kv was replaced"):
+        generate(model, mla="absorb")
+
+
+def test_hooks_of_all_modules_are_honoured():
+    model = make_model("deepseek_v3")
+    projections = {module.kv_b_proj for module in latent_modules(model)}
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, given, out: 1.5 * out if module in projections else out
+    )
+    try:
+        assert torch.equal(generate(model, mla="auto"), generate(model))
+    finally:
+        handle.remove()
+
+
+def test_large_weights_do_not_overflow_half_precision():
+    """The query times kv_b_proj left the range of float16, where each of them is within it."""
+    model = make_model("youtu").half()
+    with torch.no_grad():
+        for module in latent_modules(model):
+            for projection in (
+                getattr(module, "q_b_proj", None) or module.q_proj,
+                module.kv_b_proj,
+            ):
+                projection.weight *= 300
+            module.o_proj.weight /= 300
+            module.scaling /= 300 * 300
+    ids = tokens(1, 40)
+    expected = model(ids, past_key_values=(cache := DynamicCache(config=model.config))).logits
+    expected = model(ids[:, :1], past_key_values=cache).logits
+    read_pages(model)
+    pages = paged(model)
+    model(ids, past_key_values=pages)
+    found = model(ids[:, :1], past_key_values=pages).logits
+    assert bool(torch.isfinite(expected).all()) and bool(torch.isfinite(found).all())
+    assert largest_difference(found, expected) <= 0.02 * float(expected.abs().max())
+
+
+def test_keys_of_the_size_of_latents_are_keys():
+    """A model of one kv head, whose config names a rank for something else."""
+    from tiny_models import make_model as make_ordinary
+
+    model = make_ordinary("llama", num_key_value_heads=1)
+    model.config.kv_lora_rank = model.config.head_dim
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(generate(model, mla="auto"), generate(model))

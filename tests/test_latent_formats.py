@@ -196,3 +196,21 @@ def test_ranks_of_single_layers_are_those_of_the_config():
             step(model, cache, part, torch.ones(1, cache.get_seq_length() + part.shape[1]))
     assert lengths == [40] * len(latent_modules(model))
     assert [layer.spec.keys.head_dim for layer in cache.layers] == [32, 48, 32]
+
+
+@pytest.mark.parametrize(
+    "other", [{"latent": "int8"}, {"latent": "int4", "k_rope": "exact"}, {"latent": "exact"}]
+)
+def test_a_prefix_store_holds_latents_of_one_format(other):
+    """Pages of the first cache's format were read and written by caches of another."""
+    store = kv_hf.PrefixStore()
+    paged(make_model("deepseek_v3"), latent="int4", prefix_store=store)
+    with pytest.raises(kv_hf.CacheOptionError, match="one store per model and format"):
+        paged(make_model("deepseek_v3"), **other, prefix_store=store)
+
+
+def test_group_sizes_of_values_are_an_error():
+    with pytest.raises(kv_hf.CacheOptionError, match="value_group_size=8.*no values"):
+        cache_of(keys="int4", values="int4", value_group_size=8)
+    with pytest.raises(kv_hf.CacheOptionError, match="groups of 128 numbers .* kv_lora_rank 32"):
+        cache_of(latent="fp8_ds_mla")

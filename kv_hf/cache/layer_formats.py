@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..config import CacheConfig
+from ..errors import CacheOptionError
 from ..formats import Scheme, k_rope_scheme
 from ..kernels.choice import layout_for
 from ..spec import ROWS, PageSpec
@@ -38,6 +39,11 @@ class LayerFormats:
         keys, values = options.schemes(layer_idx, num_layers)
         if rank is None:
             return cls(keys, values, options.page_size)
+        if options.value_group_size is not None:
+            raise CacheOptionError(
+                f"value_group_size={options.value_group_size}: a model with latent attention stores no values; its latents "
+                "are read by key_group_size (4 and 2 bits) and latent_group_size (8 bits)"
+            )
         latent = options.latent_scheme(layer_idx, num_layers)
         latent.resolve(options.page_size, rank, "latent")
         k_rope = options.k_rope_format(latent)

@@ -25,6 +25,9 @@ _FORMAT = (
     "value_group_size",
     "sink_tokens",
     "layers",
+    "latent",
+    "latent_group_size",
+    "k_rope",
 )
 
 

@@ -19,6 +19,8 @@ from .latent import (
     expanded,
     from_latent,
     hand_latents_through,
+    is_latent_attention,
+    shrink_of,
 )
 from .lazy_mask import LazyMask
 
@@ -78,11 +80,10 @@ def kv_hf_attention(
         attention_mask = _chosen(attention_mask, indices, query, key.shape[2], causal)
     lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
     reason = None
-    latents = False
-    absorb = False
-    if isinstance(view, KVView) and view.kv.spec.is_latent:
-        latents, absorb = True, absorbs(module, view.mla, query)
-    if view is not None and (absorb if latents else query.shape[2] <= view.kernel.longest):
+    held = isinstance(view, KVView) and view.kv.spec.is_latent
+    latents = held and is_latent_attention(module)  # else keys that merely have the size of latents
+    absorb = isinstance(view, KVView) and latents and absorbs(module, view.mla, query)
+    if view is not None and (absorb if held else query.shape[2] <= view.kernel.longest):
         unknown = unknown_arguments(kwargs)
         if dropout:
             reason = f"dropout={dropout} needs the attention weights"
@@ -97,7 +98,7 @@ def kv_hf_attention(
             out = paged_attention(
                 absorbed_query(module, query) if absorb else query,
                 view.kv,
-                softmax_scale=scale,
+                softmax_scale=scale / shrink_of(query) if absorb else scale,
                 mask=_paged_mask(
                     None if lazy is not None else _fitting(attention_mask, view),
                     position_bias,

@@ -4,7 +4,8 @@ transformers (from 5.15 on) caches latents and calls `module.expand_kv(latent, k
 which multiplies the whole history by kv_b_proj. Here handles pass through `expand_kv` as they are, and a decode step
 attends to the latents themselves: the key half of kv_b_proj is multiplied into the query, the value half into the
 result (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Read in transformers 5.17 to 5.23, where all models share one
-`expand_kv`; attention is recognised by that method and the sizes beside it, not by the model's name.
+`expand_kv`; attention is recognised by that method and the sizes beside it, not by the model's name. An `expand_kv` of
+somebody else's is called as it is.
 """
 
 import functools
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 
 from ..cache.handle import view_behind
@@ -41,14 +43,28 @@ def hand_latents_through(module: torch.nn.Module) -> None:
 
     A class is changed once, for all of its modules: copies and pickles of a model know nothing of it.
     """
-    if not is_latent_attention(module):
+    if not is_latent_attention(module) or _why_expansion_is_foreign(module):
         return
-    # the class that defines it: one that inherits it must not keep a wrapper of its own
-    kind = next(one for one in type(module).__mro__ if "expand_kv" in vars(one))
+    kind = _definer(module)
     with _patching:
         if kind not in _originals:
             _originals[kind] = vars(kind)["expand_kv"]
             kind.expand_kv = _passing_handles(_originals[kind])  # type: ignore[attr-defined]
+
+
+def _definer(module: torch.nn.Module) -> type:
+    """Return the class that defines `expand_kv`: one that inherits it must not keep a wrapper of its own."""
+    return next(one for one in type(module).__mro__ if "expand_kv" in vars(one))
+
+
+def _why_expansion_is_foreign(module: torch.nn.Module) -> str | None:
+    """Return why `expand_kv` may compute something else than transformers' own, or None."""
+    if "expand_kv" in vars(module):
+        return "its expand_kv was replaced"
+    kind = _definer(module)
+    if not vars(kind)["expand_kv"].__module__.startswith("transformers."):
+        return f"its expand_kv is that of {kind.__name__}, not transformers' own"
+    return None
 
 
 def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +77,7 @@ def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
             view is not None
             and view.kv.spec.is_latent
             and self.config._attn_implementation == ATTENTION_NAME
+            and not _why_expansion_is_foreign(self)  # an override that calls this one
         ):
             return kv_nope, k_rot
         return original(self, kv_nope, k_rot, *args, **kwargs)
@@ -85,6 +102,9 @@ def expanded(
 
 def why_not_absorbed(module: torch.nn.Module) -> str | None:
     """Return why the weights of `module` cannot be multiplied into queries and results, or None when they can."""
+    foreign = _why_expansion_is_foreign(module)
+    if foreign:
+        return foreign
     projection = getattr(module, "kv_b_proj", None)
     if not isinstance(projection, torch.nn.Module):
         return "it has no kv_b_proj"
@@ -122,6 +142,8 @@ def _why_more_than_weights(projection: torch.nn.Module) -> str | None:
         return f"kv_b_proj is a {kind.__name__}, not a torch.nn.Linear"
     if projection._forward_hooks or projection._forward_pre_hooks:
         return "kv_b_proj has forward hooks"
+    if modules._global_forward_hooks or modules._global_forward_pre_hooks:
+        return "there are forward hooks of all modules"
     if "forward" in vars(projection):
         # accelerate's hooks of models on several devices move the inputs and nothing else
         hook = getattr(projection, "_hf_hook", None)
@@ -196,13 +218,20 @@ def absorbs(module: torch.nn.Module, mla: str, query: torch.Tensor) -> bool:
     return False
 
 
+def shrink_of(query: torch.Tensor) -> float:
+    """Return what an absorbed query is multiplied by: products with weights stay within the range of float16."""
+    return 2.0**-8 if query.dtype == torch.float16 else 1.0
+
+
 def absorbed_query(module: Any, query: torch.Tensor) -> torch.Tensor:
     """Multiply the key half of kv_b_proj into a query.
 
     Args:
         query: [batch, num_heads, q_len, qk_nope_head_dim + rope channels].
-    Returns: [batch, num_heads, q_len, kv_lora_rank + rope channels], in query's dtype.
+    Returns: [batch, num_heads, q_len, kv_lora_rank + rope channels], in query's dtype, times `shrink_of`.
     """
+    shrink = shrink_of(query)
+    query = query if shrink == 1 else query * shrink
     nope = module.qk_nope_head_dim
     keys, _ = _halves(module, query)
     latent = torch.einsum("bhsd,hdr->bhsr", query[..., :nope], keys)

@@ -34,7 +34,7 @@ class Pair:
     def open(cls, student: str | Path, teacher: str | Path) -> "Pair":
         """Open both. Raises ConversionError unless they have one vocabulary and a tokenizer."""
         own, other = Checkpoint.open(student), Checkpoint.open(teacher)
-        configs = [load_config(each).get_text_config(decoder=True) for each in (own, other)]
+        configs = [load_config(each.folder).get_text_config(decoder=True) for each in (own, other)]
         sizes = [config.vocab_size for config in configs]
         tokenizers = [load_tokenizer(own), load_tokenizer(other)]
         tables = [tokenizer.get_vocab() for tokenizer in tokenizers]

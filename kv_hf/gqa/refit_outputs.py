@@ -29,6 +29,13 @@ class OutputMoments:
         self.energy += float(target.double().square().sum())
         self.count += len(flat)
 
+    def own(self, group_of: torch.Tensor, groups: int) -> torch.Tensor:
+        """Return the mean of E[C C^T] over the heads of each group: [groups, wide, wide]."""
+        blocks = self.contexts.reshape(self.heads, self.wide, self.heads, self.wide)
+        found = torch.zeros(groups, self.wide, self.wide, dtype=torch.float64)
+        found.index_add_(0, group_of, torch.stack([blocks[h, :, h] for h in range(self.heads)]))
+        return found / (self.count * len(group_of) / groups)
+
 
 def block_maps(down: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
     """Return A of every head as one matrix [heads * dim, heads * wide] from those of the groups [groups, dim, wide]."""
@@ -36,7 +43,11 @@ def block_maps(down: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
 
 
 def fit_outputs(
-    moments: OutputMoments, down: torch.Tensor, output: torch.Tensor, group_of: torch.Tensor, ridge: float
+    moments: OutputMoments,
+    down: torch.Tensor,
+    output: torch.Tensor,
+    group_of: torch.Tensor,
+    ridge: float,
 ) -> torch.Tensor:
     """Return the outputs [out, heads * dim] that fit best, pulled to `output` of the same shape.
 
@@ -53,14 +64,21 @@ def fit_outputs(
 
 
 def fit_values(
-    moments: OutputMoments, down: torch.Tensor, output: torch.Tensor, group_of: torch.Tensor, ridge: float, steps: int
+    moments: OutputMoments,
+    down: torch.Tensor,
+    output: torch.Tensor,
+    group_of: torch.Tensor,
+    ridge: float,
+    steps: int = 20,
 ) -> torch.Tensor:
     """Return values' maps [groups, dim, wide] that fit better, given the outputs [out, heads * dim]: conjugate gradients."""
     groups, dim, wide = down.shape
     heads = moments.heads
     gram = (output.T @ output).reshape(heads, dim, heads * dim)
     contexts = moments.contexts.reshape(heads, wide, heads * wide)
-    pull = ridge * float(gram.reshape(heads * dim, -1).diagonal().mean() * moments.contexts.diagonal().mean())
+    pull = ridge * float(
+        gram.reshape(heads * dim, -1).diagonal().mean() * moments.contexts.diagonal().mean()
+    )
 
     def apply(x: torch.Tensor) -> torch.Tensor:
         own = x[group_of]  # [heads, dim, wide]
@@ -73,15 +91,15 @@ def fit_values(
     )
     goal = torch.zeros_like(down).index_add_(0, group_of, goal) + pull * down
     squares = torch.zeros(groups, wide, wide, dtype=down.dtype).index_add_(
-        0, group_of, torch.stack([contexts[h].reshape(wide, heads, wide)[:, h] for h in range(heads)])
+        0,
+        group_of,
+        torch.stack([contexts[h].reshape(wide, heads, wide)[:, h] for h in range(heads)]),
     )
     reads = torch.zeros(groups, dim, dim, dtype=down.dtype).index_add_(
         0, group_of, torch.stack([gram[h].reshape(dim, heads, dim)[:, h] for h in range(heads)])
     )
     inverse = _damped_inverse(squares), _damped_inverse(reads)
-    return conjugate_gradients(
-        apply, goal, down, lambda r: inverse[1] @ r @ inverse[0], steps
-    )
+    return conjugate_gradients(apply, goal, down, lambda r: inverse[1] @ r @ inverse[0], steps)
 
 
 def _damped_inverse(square: torch.Tensor) -> torch.Tensor:
@@ -89,21 +107,28 @@ def _damped_inverse(square: torch.Tensor) -> torch.Tensor:
     return torch.linalg.inv(square + 1e-3 * size * torch.eye(square.shape[-1], dtype=square.dtype))
 
 
-def conjugate_gradients(apply, goal, start, precondition, steps):  # type: ignore[no-untyped-def]
-    """Return x close to the solution of apply(x) = goal, after `steps` steps from `start`; tensors of any one shape."""
+def conjugate_gradients(apply, goal, start, precondition, steps, unbiased=False):  # type: ignore[no-untyped-def]
+    """Return x close to the solution of apply(x) = goal, after `steps` steps from `start`; tensors of any one shape.
+
+    `unbiased` keeps the last column of x as it is.
+    """
+
+    def within(y):  # type: ignore[no-untyped-def]
+        return torch.cat([y[..., :-1], torch.zeros_like(y[..., -1:])], -1) if unbiased else y
+
     x = start.clone()
-    rest = goal - apply(x)
-    z = precondition(rest)
+    rest = within(goal - apply(x))
+    z = within(precondition(rest))
     way = z
     before = (rest * z).sum()
     for _ in range(steps):
         if before <= 0:
             break
-        ahead = apply(way)
+        ahead = within(apply(way))
         step = before / (way * ahead).sum()
         x = x + step * way
         rest = rest - step * ahead
-        z = precondition(rest)
+        z = within(precondition(rest))
         now = (rest * z).sum()
         way, before = z + now / before * way, now
     return x

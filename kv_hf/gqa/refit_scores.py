@@ -11,6 +11,7 @@ import torch
 
 from .refit_outputs import conjugate_gradients
 from .rotary import Rotary
+from .taps import Tap
 
 
 @dataclass
@@ -19,24 +20,18 @@ class ScoreData:
 
     Attributes:
         inputs: [windows, tokens, inputs] of the projections, with a last one of ones where they have biases.
-        query, key: [windows, heads or kv heads, tokens, dim] of the original, behind the rotation.
-        weights: [windows, heads, tokens, tokens], probabilities of the original.
+        taps: of the original, one per window.
         importance: [windows, heads, tokens], what an error of a token's probabilities costs.
-        members: [heads], the original kv head of each query head.
-        group_of: [heads], the new kv head of each.
+        kv_of, group_of: [heads], the original and the new kv head of each query head.
         rotary: of the layer.
-        scaling: of the scores.
     """
 
     inputs: torch.Tensor
-    query: torch.Tensor
-    key: torch.Tensor
-    weights: torch.Tensor
+    taps: list[Tap]
     importance: torch.Tensor
-    members: torch.Tensor
+    kv_of: torch.Tensor
     group_of: torch.Tensor
     rotary: Rotary
-    scaling: float
 
     def project(self, window: int, weight: torch.Tensor, kind: str) -> torch.Tensor:
         """Return [heads, tokens, dim] of weights [heads, dim, inputs], behind the rotation."""
@@ -49,17 +44,22 @@ class ScoreData:
 
     def curve(self, window: int, scores: torch.Tensor) -> torch.Tensor:
         """Return half the gradient of the weighted variance of score differences [heads, tokens, tokens]."""
-        p = self.weights[window]
+        p = self.taps[window].weights[0]
         centred = scores - (p * scores).sum(-1, keepdim=True)
-        return p * centred * (self.scaling**2 * self.importance[window][..., None])
+        return p * centred * (self.taps[window].scaling ** 2 * self.importance[window][..., None])
 
     def target(self, window: int) -> torch.Tensor:
         """Return the original's scores without their scale."""
-        return self.query[window] @ self.key[window][self.members].mT
+        return self.taps[window].query[0] @ self.taps[window].key[0][self.kv_of].mT
 
 
 def fit_queries(
-    data: ScoreData, query: torch.Tensor, key: torch.Tensor, ridge: float, steps: int
+    data: ScoreData,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    ridge: float,
+    steps: int,
+    unbiased: bool = False,
 ) -> torch.Tensor:
     """Return query weights [heads, dim, inputs] that fit better, given key weights [groups, dim, inputs]."""
     windows = range(len(data.inputs))
@@ -74,15 +74,21 @@ def fit_queries(
 
     width = torch.zeros(query.shape[:2])
     for w in windows:
-        mean = data.weights[w] @ keys[w].square() - (data.weights[w] @ keys[w]).square()
-        width += data.scaling**2 * (mean.clamp(min=0) * data.importance[w][..., None]).mean(1)
+        tap = data.taps[w]
+        mean = tap.weights[0] @ keys[w].square() - (tap.weights[0] @ keys[w]).square()
+        width += tap.scaling**2 * (mean.clamp(min=0) * data.importance[w][..., None]).mean(1)
     pull, precondition = _precondition(data, width, ridge)
     goal = sum(grad(data.target(w), w) for w in windows) + pull * query
-    return conjugate_gradients(apply, goal, query, precondition, steps)
+    return conjugate_gradients(apply, goal, query, precondition, steps, unbiased)
 
 
 def fit_keys(
-    data: ScoreData, query: torch.Tensor, key: torch.Tensor, ridge: float, steps: int
+    data: ScoreData,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    ridge: float,
+    steps: int,
+    unbiased: bool = False,
 ) -> torch.Tensor:
     """Return key weights [groups, dim, inputs] that fit better, given query weights [heads, dim, inputs]."""
     windows = range(len(data.inputs))
@@ -101,11 +107,13 @@ def fit_keys(
 
     width = torch.zeros(key.shape[:2])
     for w in windows:
-        size = data.scaling**2 * (queries[w].square() * data.importance[w][..., None]).mean(1)
+        size = data.taps[w].scaling ** 2 * (
+            queries[w].square() * data.importance[w][..., None]
+        ).mean(1)
         width.index_add_(0, data.group_of, size)
     pull, precondition = _precondition(data, width, ridge)
     goal = sum(grad(data.target(w), w) for w in windows) + pull * key
-    return conjugate_gradients(apply, goal, key, precondition, steps)
+    return conjugate_gradients(apply, goal, key, precondition, steps, unbiased)
 
 
 def _precondition(data: ScoreData, width: torch.Tensor, ridge: float):  # type: ignore[no-untyped-def]

@@ -50,7 +50,9 @@ class Rotary:
         return out
 
 
-def probe_rotary(send: Send, tokens: int, heads: dict[str, int], dim: int, name: str) -> Rotary | None:
+def probe_rotary(
+    send: Send, tokens: int, heads: dict[str, int], dim: int, name: str
+) -> Rotary | None:
     """Return how positions turn queries and keys; None where a norm lies between, so that they are not linear.
 
     Args:
@@ -74,11 +76,16 @@ def probe_rotary(send: Send, tokens: int, heads: dict[str, int], dim: int, name:
     pairs = [(a, b) for a, b in enumerate(partner) if a < b]
     planes = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
     free = torch.tensor([a for a, b in enumerate(partner) if a == b], dtype=torch.long)
-    turns = [_factors(lambda rows: sent(kind, rows), kind, tokens, dim, planes, free, name) for kind in ("key", "query")]  # noqa: B023
+    turns = [
+        _factors(lambda rows: sent(kind, rows), kind, tokens, dim, planes, free, name)
+        for kind in ("key", "query")
+    ]
     return Rotary(planes, free, turns[0][0], turns[1][0], turns[0][1], turns[1][1])
 
 
-def _partners(sent: Callable[[torch.Tensor], torch.Tensor], tokens: int, dim: int, name: str) -> list[int]:
+def _partners(
+    sent: Callable[[torch.Tensor], torch.Tensor], tokens: int, dim: int, name: str
+) -> list[int]:
     """Return the channel that each channel mixes with; itself for one that mixes with none."""
     mixed = torch.zeros(dim, dim)
     for begin in range(0, dim, max(1, min(tokens, dim) // 4)):
@@ -92,7 +99,10 @@ def _partners(sent: Callable[[torch.Tensor], torch.Tensor], tokens: int, dim: in
         raise ConversionError(
             f"{name}: positions mix {int(count.max())} channels of a head, and only rotations of planes are known"
         )
-    return [int(next((b for b in linked[a].nonzero().flatten() if b != a), torch.tensor(a))) for a in range(dim)]
+    return [
+        int(next((b for b in linked[a].nonzero().flatten() if b != a), torch.tensor(a)))
+        for a in range(dim)
+    ]
 
 
 def _factors(

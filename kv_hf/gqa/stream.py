@@ -40,7 +40,7 @@ class LayerStream:
         if self.whole:
             say_once(
                 f"calibrate-whole:{kind.__name__}",
-                f"{kind.__name__}: names on disk are not those of the class, so the whole model is loaded to calibrate it"
+                f"{kind.__name__}: names on disk are not those of the class, so the whole model is loaded to calibrate it",
             )
             self.model = kind.from_pretrained(
                 checkpoint.folder, dtype=torch.float32, attn_implementation="eager"
@@ -201,7 +201,9 @@ def _layers_path(model: nn.Module, names: Sequence[str]) -> str:
                 found.add(path)
                 break
     if len(found) != 1:
-        raise ConversionError(f"{type(model).__name__} has no single list of layers: {sorted(found)}")
+        raise ConversionError(
+            f"{type(model).__name__} has no single list of layers: {sorted(found)}"
+        )
     return found.pop()
 
 

@@ -19,6 +19,7 @@ from .errors import (
     CacheFileError,
     CacheMismatchError,
     CacheOptionError,
+    ConversionError,
     DeviceBudgetError,
     InterruptedForwardError,
     KVCacheError,
@@ -39,6 +40,7 @@ __all__ = [
     "CacheFileError",
     "CacheMismatchError",
     "CacheOptionError",
+    "ConversionError",
     "CrossCache",
     "DeviceBudgetError",
     "InterruptedForwardError",
@@ -55,6 +57,7 @@ __all__ = [
     "StaleHandleError",
     "UnsupportedModelError",
     "__version__",
+    "convert_to_gqa",
     "install",
     "predict_memory",
     "recommend",
@@ -63,10 +66,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .evaluation.recommend import recommend
+    from .gqa.convert import convert_to_gqa
 
 
 def __getattr__(name: str) -> Any:
-    """Import what measures models when it is asked for: a program that only generates does without."""
+    """Import what measures or converts models when it is asked for: a program that only generates does without."""
+    if name == "convert_to_gqa":
+        from .gqa.convert import convert_to_gqa
+
+        return convert_to_gqa
     if name == "recommend":
         from .evaluation.recommend import recommend
 

@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..errors import ConversionError
+from .tensor_file import Stamp, StoredTensor, TensorFile, stamp_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 # what else of a repository belongs to a checkpoint
-WANTED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.md"]
+WANTED = [
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.tiktoken",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+]
 # parts of tensor names that only quantized checkpoints have
 QUANTIZED = (
     "weight_scale",
@@ -35,20 +39,6 @@ QUANTIZED = (
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a checkpoint: the file that holds it, its shape and dtype."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """A folder with config.json and safetensors files.
 
@@ -56,35 +46,47 @@ class Checkpoint:
         folder: where it lies.
         config: config.json.
         index: model.safetensors.index.json, or None where one file holds everything.
-        tensors: all tensors by name, in the order of files and of names within them.
+        opened: its files by name.
+        tensors: all tensors by name, in the order of files and of their bytes.
         name: what the user called it.
+        stamps: of config and index.
     """
 
     folder: Path
     config: dict[str, Any]
     index: dict[str, Any] | None
+    opened: dict[str, TensorFile]
     tensors: dict[str, StoredTensor]
     name: str
+    stamps: dict[str, Stamp]
 
     @classmethod
     def open(cls, source: str | Path) -> "Checkpoint":
-        """Open a folder, or a model of the hub (downloaded first).
+        """Open a folder, or a model of the hub (downloaded first: its config, and its weights if that can be converted).
 
         Raises: ConversionError naming the file and what is wrong with it.
         """
-        folder = _folder(source)
+        folder = find_folder(source, WANTED)
         config = read_json(folder / "config.json")
         _check_config(config, folder)
+        if not Path(source).is_dir():
+            folder = find_folder(source, [*WANTED, "model*.safetensors"])
         index, files = _files(folder)
+        stamps = {
+            name: stamp_of(folder / name)
+            for name in ("config.json", *([] if index is None else [INDEX]))
+        }
+        opened = {file: TensorFile.open(folder / file) for file in files}
         tensors: dict[str, StoredTensor] = {}
-        for file in files:
-            found = _stored(folder / file)
-            twice = sorted(set(found) & set(tensors))
+        for file, found in opened.items():
+            twice = sorted(set(found.tensors) & set(tensors))
             if twice:
                 raise ConversionError(
                     f"{folder / file} holds {twice[0]!r}, which {tensors[twice[0]].file} holds too"
                 )
-            tensors.update(found)
+            tensors.update(found.tensors)
+        if not tensors:
+            raise ConversionError(f"{folder} holds no tensor")
         if index is not None:
             _check_index(index, tensors, folder)
         marked = [name for name in tensors if any(part in name for part in QUANTIZED)]
@@ -92,17 +94,25 @@ class Checkpoint:
             raise ConversionError(
                 f"{folder} is quantized: it holds {marked[0]!r}; convert the unquantized checkpoint"
             )
-        return cls(folder, config, index, tensors, str(source))
+        return cls(folder, config, index, opened, tensors, str(source), stamps)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor. Raises ConversionError where its file cannot be read."""
-        file = self.folder / self.tensors[name].file
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensor: torch.Tensor = opened.get_tensor(name)
-                return tensor
-        except (OSError, SafetensorError) as error:
-            raise ConversionError(f"{file}: {name!r} cannot be read ({error})") from error
+        """Return one tensor, in memory of its own. Raises ConversionError where its file cannot be read."""
+        return self.opened[self.tensors[name].file].read(name)
+
+    def check_unchanged(self) -> None:
+        """Raise ConversionError if a file of weights, the config or the index was changed since it was opened."""
+        for file in self.opened.values():
+            file.check()
+        for name, stamp in self.stamps.items():
+            try:
+                now = stamp_of(self.folder / name)
+            except OSError as error:
+                raise ConversionError(
+                    f"{self.folder / name} is gone: {error.strerror or error}"
+                ) from error
+            if now != stamp:
+                raise ConversionError(f"{self.folder / name} was changed while it was read")
 
     @property
     def files(self) -> dict[str, list[str]]:
@@ -131,11 +141,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _folder(source: str | Path) -> Path:
+def find_folder(source: str | Path, patterns: list[str]) -> Path:
+    """Return the folder of a checkpoint; files of a hub model that match `patterns` are downloaded."""
     folder = Path(source)
     if folder.is_dir():
         return folder
     name = str(source)
+    if folder.is_file():
+        raise ConversionError(
+            f"source must be a folder with config.json and safetensors, got the file {name!r}"
+        )
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ConversionError(
             f"source must be a folder or a model of the hub, got {name!r}: there is no such folder"
@@ -144,7 +159,7 @@ def _folder(source: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(f"model {name!r} cannot be had from the hub: {first}") from error
@@ -156,12 +171,13 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
             f"{folder} holds an adapter (PEFT): merge it into its model first, and save that"
         )
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        if part.get("quantization_config"):
-            method = part["quantization_config"]
-            kind = method.get("quant_method") if isinstance(method, dict) else method
-            raise ConversionError(
-                f"{folder / 'config.json'} has a quantization_config ({kind}): convert the unquantized checkpoint"
-            )
+        for name in ("quantization_config", "compression_config"):
+            method = part.get(name)
+            if method:
+                kind = method.get("quant_method") if isinstance(method, dict) else method
+                raise ConversionError(
+                    f"{folder / 'config.json'} has a {name} ({kind}): convert the unquantized checkpoint"
+                )
     if config.get("auto_map"):
         raise ConversionError(
             f"{folder / 'config.json'} has an auto_map: the model needs code of its own, whose tensors are not known"
@@ -172,7 +188,7 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
 
 def _files(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the index (None without one) and the names of the files that it lists."""
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         index = read_json(folder / INDEX)
         listed = index.get("weight_map")
         if (
@@ -190,12 +206,18 @@ def _files(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         missing = [file for file in files if not (folder / file).is_file()]
         if missing:
             raise ConversionError(f"{folder / INDEX} lists {missing[0]}, which is not there")
+        parts = sorted(path.name for path in folder.glob("model-*-of-*.safetensors"))
+        unlisted = [file for file in parts if file not in files]
+        if unlisted:
+            raise ConversionError(
+                f"{folder} holds {unlisted[0]}, which {INDEX} does not list: is the index an old one?"
+            )
         return index, files
     if (folder / SINGLE).is_file():
         return None, [SINGLE]
     others = sorted(
         path.name
-        for pattern in ("*.bin", "*.gguf", "*.pt", "*.pth")
+        for pattern in ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
         for path in folder.glob(pattern)
     )
     if others:
@@ -203,29 +225,6 @@ def _files(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
             f"{folder} holds {others[0]} and no safetensors: load it with transformers and save_pretrained() it first"
         )
     raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-
-
-def _stored(path: Path) -> dict[str, StoredTensor]:
-    found = {}
-    try:
-        with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (no mapping)
-                piece = opened.get_slice(name)
-                dtype = piece.get_dtype()
-                if dtype not in FLOATS and dtype not in ("I64", "BOOL"):
-                    raise ConversionError(
-                        f"{path}: {name!r} is of {dtype}, as quantized checkpoints are; convert the unquantized one"
-                    )
-                shape = tuple(piece.get_shape())
-                found[name] = StoredTensor(
-                    path.name, shape, FLOATS.get(dtype, _OTHERS.get(dtype, torch.int64))
-                )
-    except (OSError, SafetensorError) as error:
-        raise ConversionError(f"{path} is damaged or cut off: {error}") from error
-    return found
-
-
-_OTHERS = {"I64": torch.int64, "BOOL": torch.bool}
 
 
 def _check_index(index: dict[str, Any], tensors: dict[str, StoredTensor], folder: Path) -> None:

@@ -14,6 +14,8 @@ from .structure import Structure
 
 SEPARATE = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.weight")
 FUSED = ("qkv_proj.weight", "qkv_proj.bias")
+# class -> its fused projection, in which query, key and value rows of a head lie together until there is one kv head
+INTERLEAVED = {"falcon": "query_key_value", "gpt_bigcode": "c_attn"}
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,13 @@ class Part:
         kind: "query", "key", "value" or "key_norm".
         heads: heads in it.
         rows: rows of each head.
+        interleaved: the parts of this tensor lie head by head: [query, key, value] of the first, of the second, ..
     """
 
     kind: str
     heads: int
     rows: int
+    interleaved: bool = False
 
 
 def parts_of(name: str, structure: Structure) -> tuple[Part, ...]:
@@ -53,6 +57,15 @@ def parts_of(name: str, structure: Structure) -> tuple[Part, ...]:
                 Part("key", kv_heads, dim),
                 Part("value", kv_heads, dim),
             )
+    fused = INTERLEAVED.get(structure.old.model_type)
+    if old[1:] == new[1:] and fused is not None and name.split(".")[-2] == fused:
+        dim = structure.head_dim
+        if (
+            heads == kv_heads
+            and old[0] == 3 * heads * dim
+            and new[0] == (heads + 2 * structure.new_kv_heads) * dim
+        ):
+            return tuple(Part(kind, heads, dim, True) for kind in ("query", "key", "value"))
     raise ConversionError(
         f"{structure.old.model_type}: {name!r} changes from {list(old)} to {list(new)} with the number of kv heads, and how "
         "its heads lie in it is not known"
@@ -61,6 +74,9 @@ def parts_of(name: str, structure: Structure) -> tuple[Part, ...]:
 
 def split(tensor: torch.Tensor, parts: tuple[Part, ...]) -> dict[str, torch.Tensor]:
     """Return kind -> [heads, rows, ..] of a tensor [rows of all parts, ..]."""
+    if parts[0].interleaved:
+        by_head = tensor.reshape(parts[0].heads, len(parts), parts[0].rows, *tensor.shape[1:])
+        return {part.kind: by_head[:, i] for i, part in enumerate(parts)}
     pieces = tensor.split([part.heads * part.rows for part in parts])
     return {
         part.kind: piece.reshape(part.heads, part.rows, *tensor.shape[1:])
@@ -69,5 +85,28 @@ def split(tensor: torch.Tensor, parts: tuple[Part, ...]) -> dict[str, torch.Tens
 
 
 def join(found: Mapping[str, torch.Tensor], parts: tuple[Part, ...]) -> torch.Tensor:
-    """Undo `split`, with as many heads as there are now."""
+    """Undo `split`, with as many heads as there are now; what was interleaved becomes [all queries, keys, values]."""
     return torch.cat([found[part.kind].flatten(0, 1) for part in parts])
+
+
+def norms_of_heads(structure: Structure) -> dict[str, tuple[str, ...]]:
+    """Return name on disk -> names of the group that it is made of, for norms that are kept as one tensor per kv head.
+
+    Raises: ConversionError for a tensor that the new model lacks and that is no such norm.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    size = structure.num_kv_heads // structure.new_kv_heads
+    removed = set(structure.removed)
+    for name in structure.removed:
+        begin, _, end = name.partition(".k_layernorm.norms.")
+        leaf = end.partition(".")[2]
+        every = [
+            f"{begin}.k_layernorm.norms.{head}.{leaf}" for head in range(structure.num_kv_heads)
+        ]
+        if name not in every or not removed.issuperset(every[structure.new_kv_heads :]):
+            raise ConversionError(
+                f"{structure.old.model_type}: {name!r} is gone with fewer kv heads, and what becomes of it is not known"
+            )
+        for group in range(structure.new_kv_heads):
+            found[every[group]] = tuple(every[group * size : (group + 1) * size])
+    return found

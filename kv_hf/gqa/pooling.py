@@ -21,4 +21,10 @@ def pool_heads(heads: torch.Tensor, groups: int, method: str) -> torch.Tensor:
     grouped = heads.reshape(groups, -1, *heads.shape[1:])
     if method == "first":
         return grouped[:, 0].contiguous()
-    return grouped.double().mean(1).to(heads.dtype)
+    pooled = torch.empty_like(grouped[:, 0], memory_format=torch.contiguous_format)
+    for group, members in zip(pooled, grouped, strict=True):  # one group's float64 at a time
+        total = members[0].double()
+        for head in members[1:]:
+            total += head
+        group.copy_(total.div_(len(members)))
+    return pooled

@@ -5,7 +5,7 @@ of kv heads; tensors whose shapes differ are the ones to convert, and all others
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ import transformers
 
 from ..errors import ConversionError
 from .checkpoint import Checkpoint
+from .heads import CAN, FIELD, check_heads, head_counts, text_config
+from .names import find_names
 
-FIELD = "num_key_value_heads"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -28,7 +29,7 @@ class Structure:
         num_heads, num_kv_heads, new_kv_heads, head_dim: of the text model.
         changed: tensors (names on disk) whose shape changes -> (old shape, new shape).
         removed: tensors (names on disk) that the new model does not have.
-        prefix: what names on disk have in front of (or lack from) those of the class; (added, left out).
+        names: names in the class -> names on disk.
     """
 
     old: Any
@@ -39,13 +40,12 @@ class Structure:
     head_dim: int
     changed: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     removed: list[str]
-    prefix: tuple[str, str]
+    names: Mapping[str, str]
 
-
-def text_config(config: Any) -> Any:
-    """Return the text model's part of a config, never a copy."""
-    found = config.get_text_config(decoder=True)
-    return found
+    @property
+    def prefix(self) -> Mapping[str, str]:
+        """What `disk_name` takes."""
+        return self.names
 
 
 def find_structure(checkpoint: Checkpoint, new_kv_heads: int) -> Structure:
@@ -54,11 +54,27 @@ def find_structure(checkpoint: Checkpoint, new_kv_heads: int) -> Structure:
     Raises: ConversionError for models that cannot be converted, with the reason.
     """
     config = load_config(checkpoint)
-    text = text_config(config)
-    heads, kv_heads, head_dim = head_counts(text)
-    check_heads(kv_heads, new_kv_heads)
-    new = with_kv_heads(config, new_kv_heads, head_dim)
-    before, after = shapes_of(checkpoint, config), shapes_of(checkpoint, new)
+    if config.model_type in MULTI_QUERY:
+        counts, change = MULTI_QUERY[config.model_type](config, new_kv_heads)
+    else:
+        counts = head_counts(text_config(config))
+        check_heads(counts[1], new_kv_heads)
+        change = {FIELD: new_kv_heads}
+    return compare(checkpoint, config, counts, new_kv_heads, change)
+
+
+def compare(
+    checkpoint: Checkpoint,
+    config: Any,
+    counts: tuple[int, int, int],
+    new_kv_heads: int,
+    change: Mapping[str, Any],
+) -> Structure:
+    """Return the difference between the model of `config` and that with `change` (of the text part)."""
+    heads, kv_heads, head_dim = counts
+    new = with_changes(config, change, head_dim)
+    old_model, new_model = build(config), build(new)
+    before, after = shapes_of(old_model), shapes_of(new_model)
     changed = {
         name: (shape, after[name])
         for name, shape in before.items()
@@ -72,15 +88,17 @@ def find_structure(checkpoint: Checkpoint, new_kv_heads: int) -> Structure:
         )
     if not changed:
         raise ConversionError(
-            f"{config.model_type}: no tensor of {class_name(config)} changes with {FIELD}: the class has no grouped kv heads"
+            f"{config.model_type}: no tensor of {class_name(config)} changes with {', '.join(change)}: the class has no grouped kv "
+            f"heads. What can be converted: {CAN}"
         )
-    prefix = find_prefix(checkpoint, before)
-    on_disk = {disk_name(name, prefix): name for name in (*changed, *removed)}
-    for name, own in on_disk.items():
-        if name not in checkpoint.tensors:
+    names = find_names(old_model, checkpoint.tensors)
+    for own in (*changed, *removed):
+        if own not in names.on_disk:
+            also = f"; {names.rebuilt[0]!r} is rebuilt while it is loaded" if names.rebuilt else ""
             raise ConversionError(
-                f"{checkpoint.folder} lacks {name!r}, which {class_name(config)} has"
+                f"{checkpoint.folder} lacks {own!r}, which {class_name(config)} has{also}"
             )
+        name = names.on_disk[own]
         if checkpoint.tensors[name].shape != before[own]:
             raise ConversionError(
                 f"{checkpoint.folder}: {name!r} is {list(checkpoint.tensors[name].shape)}, and the config says "
@@ -93,9 +111,9 @@ def find_structure(checkpoint: Checkpoint, new_kv_heads: int) -> Structure:
         kv_heads,
         new_kv_heads,
         head_dim,
-        {name: changed[own] for name, own in on_disk.items() if own in changed},
-        [name for name, own in on_disk.items() if own not in changed],
-        prefix,
+        {names.on_disk[own]: shapes for own, shapes in changed.items()},
+        [names.on_disk[own] for own in removed],
+        names.on_disk,
     )
 
 
@@ -103,7 +121,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
     """Return the config of a checkpoint. Raises ConversionError for one that transformers does not know."""
     try:
         config = transformers.AutoConfig.from_pretrained(checkpoint.folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever the validators of a config class raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(f"{checkpoint.folder / 'config.json'}: {first}") from error
     if getattr(config, "is_encoder_decoder", False):
@@ -113,53 +131,45 @@ def load_config(checkpoint: Checkpoint) -> Any:
     return config
 
 
-def head_counts(text: Any) -> tuple[int, int, int]:
-    """Return (num_heads, num_kv_heads, head_dim) of a text config."""
-    try:
-        heads, kv_heads = text.num_attention_heads, getattr(text, FIELD, None)
-    except Exception as error:  # heterogeneous configs (5.23) raise where layers differ
-        raise ConversionError(
-            f"{text.model_type} has layers with different numbers of heads"
-        ) from error
-    if isinstance(kv_heads, (list, tuple)) or isinstance(heads, (list, tuple)):
-        raise ConversionError(
-            f"{text.model_type} has layers with different numbers of heads: {FIELD}={kv_heads}"
-        )
-    if getattr(text, "kv_lora_rank", None) is not None:
-        raise ConversionError(
-            f"{text.model_type} caches latents (MLA), which all heads share: there are no kv heads to merge"
-        )
-    if kv_heads is None:
-        raise ConversionError(
-            f"{text.model_type} has no {FIELD}: its class knows no grouped kv heads"
-        )
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(heads), int(kv_heads), int(head_dim)
+Counts = tuple[int, int, int]
 
 
-def check_heads(kv_heads: int, asked: int) -> None:
-    """Raise ConversionError unless `kv_heads` heads can be merged into `asked`; the message lists what can be."""
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise ConversionError(f"num_kv_heads must be an integer of at least 1, got {asked!r}")
-    if asked == kv_heads:
+def _falcon(config: Any, asked: int) -> tuple[Counts, dict[str, Any]]:
+    if config.new_decoder_architecture:
         raise ConversionError(
-            f"num_kv_heads={asked}: the model has {kv_heads} kv heads already, there is nothing to do"
+            "falcon with new_decoder_architecture: transformers repeats keys and values before it caches them, so that fewer kv "
+            "heads would not make the cache smaller"
         )
-    divisors = [n for n in range(1, kv_heads) if kv_heads % n == 0]
-    if asked not in divisors:
-        able = ", ".join(map(str, divisors)) or "none (it has one already)"
-        raise ConversionError(
-            f"num_kv_heads must divide the model's {kv_heads}: one of {able}; got {asked}"
-        )
+    return _multi_query(config, asked)
 
 
-def with_kv_heads(config: Any, kv_heads: int, head_dim: int) -> Any:
-    """Return a copy of `config` whose text model has `kv_heads` kv heads of `head_dim`."""
+def _multi_query(config: Any, asked: int) -> tuple[Counts, dict[str, Any]]:
+    heads = config.num_attention_heads
+    why = f" ({config.model_type} knows all heads or one)"
+    check_heads(
+        1 if config.multi_query else heads, asked, able=[] if config.multi_query else [1], why=why
+    )
+    return (heads, heads, config.hidden_size // heads), {"multi_query": True}
+
+
+# classes that know all heads or one
+MULTI_QUERY: dict[str, Callable[[Any, int], tuple[Counts, dict[str, Any]]]] = {
+    "falcon": _falcon,
+    "gpt_bigcode": _multi_query,
+}
+
+
+def with_changes(config: Any, change: Mapping[str, Any], head_dim: int) -> Any:
+    """Return a copy of `config` with other values in its text part."""
     new = copy.deepcopy(config)
     text = text_config(new)
-    setattr(text, FIELD, kv_heads)
-    if getattr(text, "head_dim", head_dim) in (None, head_dim):
+    for name, value in change.items():
+        setattr(text, name, value)
+    if FIELD in change and getattr(text, "head_dim", head_dim) in (None, head_dim):
         text.head_dim = head_dim
+    for name in (FIELD, "num_kv_heads"):
+        if FIELD not in change and hasattr(text, name):
+            setattr(text, name, 1)
     return new
 
 
@@ -181,35 +191,25 @@ def model_class(config: Any) -> Any:
         raise ConversionError(f"transformers has no class {class_name(config)!r}") from None
 
 
-def shapes_of(checkpoint: Checkpoint, config: Any) -> Shapes:
-    """Return the shapes of all tensors of a model, built on the meta device."""
+def build(config: Any) -> Any:
+    """Return the model of a config on the meta device. Raises ConversionError where its class refuses the config."""
     kind = model_class(config)
     try:
         with torch.device("meta"):
-            model = kind(copy.deepcopy(config))
+            return kind(copy.deepcopy(config))
     except Exception as error:  # whatever a model's constructor thinks of these numbers
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         kv_heads = getattr(text_config(config), FIELD, None)
         raise ConversionError(
             f"{kind.__name__} cannot be built with {FIELD}={kv_heads}: {first}"
         ) from error
+
+
+def shapes_of(model: Any) -> Shapes:
+    """Return the shapes of all tensors of a model."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def find_prefix(checkpoint: Checkpoint, shapes: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (added, left out): what names on disk have in front of, and lack from, those of the class."""
-    stored = checkpoint.tensors
-    candidates = [("", "")]
-    heads = {name.split(".")[0] + "." for name in (*shapes, *stored)}
-    candidates += [(head, "") for head in sorted(heads)] + [("", head) for head in sorted(heads)]
-
-    def known(prefix: tuple[str, str]) -> int:
-        return sum(disk_name(name, prefix) in stored for name in shapes)
-
-    return max(candidates, key=known)
-
-
-def disk_name(name: str, prefix: tuple[str, str]) -> str:
+def disk_name(name: str, names: Mapping[str, str]) -> str:
     """Return the name on disk of a tensor of the class."""
-    added, left_out = prefix
-    return added + (name.removeprefix(left_out) if left_out else name)
+    return names.get(name, name)

@@ -5,48 +5,48 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..errors import ConversionError
+from .tensor_file import NAMES
 
-NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.bool: "BOOL",
-}  # fmt: skip
 UNFINISHED = ".kv_hf-converting"  # what the name of a folder that is being written ends with
 
 
-def check_destination(destination: Path, source: Path, needed: int) -> None:
-    """Raise ConversionError unless a checkpoint of `needed` bytes can become `destination`."""
-    if destination.exists():
-        if destination.samefile(source):
-            raise ConversionError(
-                f"destination {str(destination)!r} is the source, which is never changed"
-            )
-        if not destination.is_dir():
-            raise ConversionError(
-                f"destination {str(destination)!r} is a file; give a folder that does not exist"
-            )
-        if any(destination.iterdir()):
-            raise ConversionError(
-                f"destination {str(destination)!r} is not empty; give a folder that does not exist"
-            )
-    parent = destination.absolute().parent
-    if source.resolve() in (parent.resolve(), *parent.resolve().parents):
-        raise ConversionError(
-            f"destination {str(destination)!r} lies within the source, which is never changed"
-        )
-    while not parent.is_dir():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free
+def check_destination(destination: Path, source: Path | None = None, needed: int = 0) -> None:
+    """Raise ConversionError unless a checkpoint of `needed` bytes can become `destination`.
+
+    Args:
+        source: folder that is converted; None where it is not known yet.
+    """
+    name = f"destination {str(destination)!r}"
+    try:
+        if destination.is_symlink():
+            raise ConversionError(f"{name} is a link; give the folder itself")
+        if destination.exists():
+            if source is not None and destination.samefile(source):
+                raise ConversionError(f"{name} is the source, which is never changed")
+            if not destination.is_dir():
+                raise ConversionError(f"{name} is a file; give a folder that does not exist")
+            if source is not None and any(destination.iterdir()):
+                raise ConversionError(f"{name} is not empty; give a folder that does not exist")
+        parent = destination.absolute().parent
+        if source is not None and source.resolve() in (parent.resolve(), *parent.resolve().parents):
+            raise ConversionError(f"{name} lies within the source, which is never changed")
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ConversionError(f"{name}: no folder can be made in {parent}")
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise ConversionError(f"{name} cannot be used: {error.strerror or error}") from error
     if free < needed:
-        raise ConversionError(
-            f"destination {str(destination)!r} needs {needed:,} bytes, and {parent} has {free:,} free"
-        )
+        raise ConversionError(f"{name} needs {needed:,} bytes, and {parent} has {free:,} free")
 
 
 @contextlib.contextmanager
@@ -54,25 +54,35 @@ def becoming(destination: Path) -> Iterator[Path]:
     """Make a folder beside `destination` that becomes it when the block ends, and is deleted when it fails.
 
     Whoever is killed in between leaves no `destination`, and beside it `<name>.<random>.kv_hf-converting`.
+    Raises: ConversionError where it cannot be written, with the parents that were made taken away again.
     """
-    destination.absolute().parent.mkdir(parents=True, exist_ok=True)
     target = Path(os.path.realpath(destination))
     aside = target.with_name(f"{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
-    aside.mkdir()
+    made = [parent for parent in target.parents if not parent.exists()]
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
         yield aside
-        for path in aside.iterdir():
-            sync(path)
-        sync(aside)
+        sync_all(aside)
         os.rename(aside, target)  # onto an empty folder, or a name that is free
         sync(target.parent)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, ConversionError):
+        with contextlib.suppress(OSError):
+            for parent in made:
+                parent.rmdir()
+        if isinstance(error, OSError):
             raise ConversionError(
                 f"destination {str(destination)!r} cannot be written: {error.strerror or error}"
             ) from error
         raise
+
+
+def sync_all(folder: Path) -> None:
+    """Have the system write a folder and everything in it out."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
 
 
 def sync(path: Path) -> None:
@@ -91,17 +101,21 @@ def write_shard(
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     make: Callable[[str], torch.Tensor],
     written: Callable[[int], object] = lambda nbytes: None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a safetensors file whose tensors are made one after the other.
 
     Args:
-        entries: name -> (dtype, shape), in the order of the file.
+        entries: name -> (dtype, shape); wide dtypes go first, so that every tensor lies aligned.
         make: returns a tensor by name.
         written: called with the bytes of each tensor when it is written.
+        metadata: of the header, beside the format, which is always "pt".
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
+    order = sorted(entries, key=lambda name: -entries[name][0].itemsize)
     begin = 0
-    for name, (dtype, shape) in entries.items():
+    for name in order:
+        dtype, shape = entries[name]
         end = begin + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
@@ -109,20 +123,23 @@ def write_shard(
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, (dtype, shape) in entries.items():
+        for name in order:
             tensor = make(name)
-            if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            if (tensor.dtype, tuple(tensor.shape)) != entries[name]:
                 raise AssertionError(
-                    f"{name}: {tensor.dtype} {tuple(tensor.shape)}, announced {dtype} {shape}"
+                    f"{name}: {tensor.dtype} {tuple(tensor.shape)}, announced {entries[name]}"
                 )
             flat = tensor.contiguous().reshape(-1)
             if flat.numel():
                 file.write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
             written(tensor.nbytes)
+            del tensor, flat  # before the next one is made
 
 
-def copy_files(source: Path, target: Path, names: Sequence[str]) -> None:
-    """Copy files of these names that exist."""
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+def copy_files(source: Path, target: Path, paths: Iterable[Path]) -> None:
+    """Copy files of `source`, into the same subfolders of `target`."""
+    for path in paths:
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, place)

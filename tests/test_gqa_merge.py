@@ -5,19 +5,14 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from kv_hf.errors import ConversionError
 from kv_hf.gqa.calibrated import calibrate
 from kv_hf.gqa.checkpoint import Checkpoint
 from kv_hf.gqa.layouts import parts_of, split
-from kv_hf.gqa.merge_keys import merge_keys
 from kv_hf.gqa.pooling import pool_heads
 from kv_hf.gqa.recipe import RECIPES, Recipe
-from kv_hf.gqa.refit_outputs import OutputMoments, fit_outputs, fit_values, output_loss
-from kv_hf.gqa.rotary import Rotary, probe_rotary
-from kv_hf.gqa.shared_rank import best_common, loss, plain_mean, procrustes_mean
 from kv_hf.gqa.structure import find_structure
 
 DIM, HEADS, KV = 8, 8, 4

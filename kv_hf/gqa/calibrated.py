@@ -13,14 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..checks import check_choice
-from ..errors import ConversionError
+from .calibration_text import calibration_windows
 from .checkpoint import Checkpoint
 from .merge_layer import LayerMerge
 from .recipe import RECIPES, Recipe
 from .stream import LayerStream
 from .structure import Structure
-
-METHODS = tuple(RECIPES)
 
 
 class Overrides(Mapping[str, torch.Tensor]):
@@ -46,7 +44,7 @@ def calibrate(
     checkpoint: Checkpoint,
     structure: Structure,
     method: str,
-    windows: torch.Tensor,
+    calibration: str | Path | torch.Tensor,
     scratch: Path,
     *,
     recipe: Recipe | None = None,
@@ -57,7 +55,7 @@ def calibrate(
 
     Args:
         method: "align" or "svd".
-        windows: [n, tokens], int64: token ids to calibrate on; several thousand in all.
+        calibration: text, or token ids [windows, tokens], int64: several thousand in all (see calibration_text.py).
         scratch: an existing folder; gets one safetensors file per layer.
         recipe: other settings than the method's own.
         progress: called with (layers done, layers).
@@ -65,9 +63,8 @@ def calibrate(
             have come apart.
     Raises: ConversionError for models that cannot be calibrated, with the reason.
     """
-    check_choice("method", method, METHODS)
-    if windows.dim() != 2 or not windows.numel():
-        raise ConversionError(f"windows must be [n, tokens], got {list(windows.shape)}")
+    check_choice("method", method, tuple(RECIPES))
+    windows = calibration_windows(checkpoint, structure, calibration)
     stream = LayerStream(checkpoint, structure)
     original = stream.embed(windows)
     converted = original.clone()

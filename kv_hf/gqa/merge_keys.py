@@ -64,8 +64,7 @@ def _put(down: torch.Tensor, a: int, b: int, factors: torch.Tensor) -> None:
 def _plane_pca(gram: torch.Tensor, width: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return c and b with z' = sum_g c_g z_g and z_g ~ b_g z', best for errors weighted by `width` squared."""
     width = width.clamp(min=1e-6 * float(width.max()) + 1e-300)
-    values, vectors = torch.linalg.eigh(width[:, None] * gram * width)
-    u = vectors[:, -1]
+    u = torch.linalg.eigh(width[:, None] * gram * width)[1][:, -1]
     c = u.conj() * width
     b = u / width
     # the size and the phase that make z' like a mean of the heads

@@ -11,7 +11,6 @@ from .refit_scores import ScoreData, fit_keys, fit_queries, score_loss
 from .rotary import Rotary, probe_rotary
 from .shared_rank import best_common, procrustes_mean
 from .stream import LayerStream
-from .structure import disk_name
 
 FINE = 1e-3  # level of a token whose hidden state is far smaller than others', as a part of their median
 
@@ -79,7 +78,7 @@ class LayerMerge:
             assert self.places.output is not None
             module = self.stream.model.get_submodule(self.places.output)
             module.weight.data = output.float()  # type: ignore[union-attr]
-            found[disk_name(self.places.output + ".weight", self.structure.prefix)] = output
+            found[self.structure.names[self.places.output + ".weight"]] = output
         else:
             self._pool("value")
             self._write(("key", "key_norm", "value"))

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import ConversionError
 from .layouts import Part, join, parts_of, split
-from .structure import Structure, disk_name
+from .structure import Structure
 from .taps import Tap
 
 Heads = dict[str, torch.Tensor]  # kind -> [heads, rows, ..]
@@ -79,7 +79,7 @@ class Projections:
         found = {}
         for name, parts in self.tensors.items():
             which = name.rpartition(".")[2]
-            found[disk_name(name, self.structure.prefix)] = join(merged[which], parts)
+            found[self.structure.names[name]] = join(merged[which], parts)
         return found
 
 
@@ -88,13 +88,20 @@ def find_projections(structure: Structure, model: nn.Module, layer: str) -> Proj
 
     Raises: ConversionError where the queries cannot be found.
     """
-    added, left_out = structure.prefix
     tensors: dict[str, tuple[Part, ...]] = {}
-    known = {disk_name(name, structure.prefix): name for name, _ in model.named_parameters()}
-    for name in structure.changed:
-        own = known.get(name)
-        if own is not None and own.startswith(layer + "."):
+    if structure.removed:
+        raise ConversionError(
+            f"{structure.old.model_type} has norms of its own for every kv head, so that it cannot be calibrated; use "
+            'method="mean"'
+        )
+    for own, name in structure.names.items():
+        if name in structure.changed and own.startswith(layer + "."):
             tensors[own] = parts_of(name, structure)
+            if tensors[own][0].interleaved:
+                raise ConversionError(
+                    f"{structure.old.model_type} keeps a head's query, key and value together, and goes to one kv head only; "
+                    'it cannot be calibrated, use method="mean"'
+                )
     keys = [name for name, parts in tensors.items() if any(part.kind == "key" for part in parts)]
     if not keys:
         raise ConversionError(f"layer {layer!r} has no keys")
@@ -102,7 +109,7 @@ def find_projections(structure: Structure, model: nn.Module, layer: str) -> Proj
     if not any(part.kind == "query" for parts in tensors.values() for part in parts):
         for leaf in ("weight", "bias"):
             name = f"{attention}.q_proj.{leaf}"
-            if name in known.values():
+            if name in structure.names:
                 rows = model.get_parameter(name).shape[0] // structure.num_heads
                 tensors[name] = (Part("query", structure.num_heads, rows),)
         if f"{attention}.q_proj.weight" not in tensors:

@@ -4,6 +4,7 @@ Names and conventions (half-split, interleaved, partial, none) are never guessed
 for all heads, is refused.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,12 +73,12 @@ def probe_rotary(
         once, twice = sent(kind, ones), sent(kind, 2 * ones)
         if float((twice - 2 * once).abs().max()) > TINY * float(once.abs().max()):
             return None
-    partner = _partners(lambda rows: sent("key", rows), tokens, dim, name)
+    partner = _partners(functools.partial(sent, "key"), tokens, dim, name)
     pairs = [(a, b) for a, b in enumerate(partner) if a < b]
     planes = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
     free = torch.tensor([a for a, b in enumerate(partner) if a == b], dtype=torch.long)
     turns = [
-        _factors(lambda rows: sent(kind, rows), kind, tokens, dim, planes, free, name)
+        _factors(functools.partial(sent, kind), kind, tokens, dim, planes, free, name)
         for kind in ("key", "query")
     ]
     return Rotary(planes, free, turns[0][0], turns[1][0], turns[0][1], turns[1][1])
@@ -90,8 +91,8 @@ def _partners(
     mixed = torch.zeros(dim, dim)
     for begin in range(0, dim, max(1, min(tokens, dim) // 4)):
         channel = (torch.arange(tokens) + begin) % dim
-        out = sent(torch.eye(dim)[channel])
-        mixed.index_reduce_(0, channel, out.abs(), "amax")
+        for c, row in zip(channel.tolist(), sent(torch.eye(dim)[channel]).abs(), strict=True):
+            mixed[c] = torch.maximum(mixed[c], row)
     linked = mixed > 1e-6 * float(mixed.max())
     linked |= linked.T | torch.eye(dim, dtype=torch.bool)
     count = linked.sum(1)

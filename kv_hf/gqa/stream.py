@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import ConversionError
 from ..notices import say_once
 from .checkpoint import Checkpoint
-from .structure import Structure, disk_name, model_class
+from .structure import Structure, model_class
 from .taps import tap_model
 
 
@@ -36,7 +36,7 @@ class LayerStream:
         kind = model_class(config)
         with torch.device("meta"):
             self.model = kind(config).eval()
-        self.whole = any(name not in checkpoint.tensors for name in self._missing_names())
+        self.whole = self._is_rebuilt()
         if self.whole:
             say_once(
                 f"calibrate-whole:{kind.__name__}",
@@ -54,15 +54,15 @@ class LayerStream:
 
     def own_names(self) -> list[str]:
         """Return the names in the class of the tensors that change."""
-        names = self.model.state_dict().keys()
-        on_disk = {disk_name(name, self.structure.prefix): name for name in names}
-        return [on_disk[name] for name in self.structure.changed if name in on_disk]
+        changed = self.structure.changed
+        return [own for own, name in self.structure.names.items() if name in changed]
 
-    def _missing_names(self) -> Iterator[str]:
+    def _is_rebuilt(self) -> bool:
+        """Return whether loading makes some tensors out of others on disk."""
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
-        for name in self.model.state_dict():
-            if name not in tied:
-                yield disk_name(name, self.structure.prefix)
+        return any(
+            own not in self.structure.names and own not in tied for own in self.model.state_dict()
+        )
 
     @contextmanager
     def loaded(self, module: nn.Module, path: str) -> Iterator[nn.Module]:
@@ -84,7 +84,7 @@ class LayerStream:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name not in stored:
                 continue
-            own = disk_name(f"{path}.{name}" if path else name, self.structure.prefix)
+            own = self.structure.names[f"{path}.{name}"]
             tensor.data = self.checkpoint.read(own).to(torch.float32)
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         for part in module.modules():

@@ -8,11 +8,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from kv_hf.errors import ConversionError
 from kv_hf.gqa.calibrated import calibrate
 from kv_hf.gqa.checkpoint import Checkpoint
 from kv_hf.gqa.layouts import parts_of, split
+from kv_hf.gqa.merge_keys import merge_keys
 from kv_hf.gqa.pooling import pool_heads
 from kv_hf.gqa.recipe import RECIPES, Recipe
+from kv_hf.gqa.refit_outputs import OutputMoments, fit_outputs, fit_values, output_loss
+from kv_hf.gqa.rotary import Rotary, probe_rotary
+from kv_hf.gqa.shared_rank import best_common, loss, plain_mean, procrustes_mean
 from kv_hf.gqa.structure import find_structure
 
 DIM, HEADS, KV = 8, 8, 4
@@ -34,10 +39,10 @@ FAMILIES = {
 def model_of(family, **more):
     """Make a tiny random model with a spread of attention that matters."""
     name = family.split(" ")[0]
-    options = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=KV, head_dim=DIM,
-        vocab_size=64, intermediate_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    options = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": DIM,
+        "vocab_size": 64, "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
     if name == "phi":
         options |= {"hidden_size": 64}
     if name == "gpt_oss":
@@ -69,7 +74,9 @@ def turn_heads(folder, groups, planes=None):
         names = [n for n in structure.changed if f".layers.{layer}." in n]
         found = {n: split(tensors[n], parts_of(n, structure)) for n in names}
         base = names[0].rsplit(".", 2)[0]
-        values = torch.stack([torch.linalg.qr(torch.randn(DIM, DIM, generator=generator))[0] for _ in range(KV)])
+        values = torch.stack(
+            [torch.linalg.qr(torch.randn(DIM, DIM, generator=generator))[0] for _ in range(KV)]
+        )
         angles = torch.rand(KV, DIM, generator=generator) * 6
         keys = torch.stack([plane_map(a, planes(layer)) for a in angles])
         for n in names:
@@ -79,17 +86,29 @@ def turn_heads(folder, groups, planes=None):
                     first = heads[::m].repeat_interleave(m, 0)
                     found[n][kind] = torch.einsum("gde,ge...->gd...", turns, first)
             if "query" in found[n]:
-                found[n]["query"] = torch.einsum("hde,he...->hd...", keys.repeat_interleave(per, 0), found[n]["query"])
+                found[n]["query"] = torch.einsum(
+                    "hde,he...->hd...", keys.repeat_interleave(per, 0), found[n]["query"]
+                )
             tensors[n] = torch.cat([found[n][p.kind].flatten(0, 1) for p in parts_of(n, structure)])
         for leaf in ("weight", "bias"):
             name = f"{base}.q_proj.{leaf}"
             if name in tensors:
                 heads = tensors[name].unflatten(0, (HEADS, DIM))
-                tensors[name] = torch.einsum("hde,he...->hd...", keys.repeat_interleave(per, 0), heads).flatten(0, 1)
-        output = next(f"{base}.{n}.weight" for n in ("o_proj", "dense") if f"{base}.{n}.weight" in tensors)
+                tensors[name] = torch.einsum(
+                    "hde,he...->hd...", keys.repeat_interleave(per, 0), heads
+                ).flatten(0, 1)
+        output = next(
+            f"{base}.{n}.weight" for n in ("o_proj", "dense") if f"{base}.{n}.weight" in tensors
+        )
         heads = tensors[output].unflatten(1, (HEADS, DIM))
-        tensors[output] = torch.einsum("ohe,hde->ohd", heads, values.repeat_interleave(per, 0)).flatten(1)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+        tensors[output] = torch.einsum(
+            "ohe,hde->ohd", heads, values.repeat_interleave(per, 0)
+        ).flatten(1)
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def plane_map(angles, planes):
@@ -133,8 +152,14 @@ def convert(source, target, groups, merge):
     target.mkdir()
     new = merge(checkpoint, structure)
     assert all(tuple(new[name].shape) == structure.changed[name][1] for name in structure.changed)
-    tensors = {name: new[name] if name in new else checkpoint.read(name) for name in checkpoint.tensors}
-    assert all(tensors[n].shape == checkpoint.tensors[n].shape for n in tensors if n not in structure.changed)
+    tensors = {
+        name: new[name] if name in new else checkpoint.read(name) for name in checkpoint.tensors
+    }
+    assert all(
+        tensors[n].shape == checkpoint.tensors[n].shape
+        for n in tensors
+        if n not in structure.changed
+    )
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     config["num_key_value_heads"] = groups
@@ -148,7 +173,9 @@ def calibrated(tmp_path, method="svd", recipe=None, text=None):
     scratch = tmp_path / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    return lambda c, s: calibrate(c, s, method, windows() if text is None else text, scratch, recipe=recipe)
+    return lambda c, s: calibrate(
+        c, s, method, windows() if text is None else text, scratch, recipe=recipe
+    )
 
 
 def mean(checkpoint, structure):
@@ -156,7 +183,10 @@ def mean(checkpoint, structure):
     for name in structure.changed:
         parts = parts_of(name, structure)
         heads = split(checkpoint.read(name), parts)
-        rows = [h if p.kind == "query" else pool_heads(h, structure.new_kv_heads, "mean") for p, h in zip(parts, heads.values(), strict=True)]
+        rows = [
+            h if p.kind == "query" else pool_heads(h, structure.new_kv_heads, "mean")
+            for p, h in zip(parts, heads.values(), strict=True)
+        ]
         found[name] = torch.cat([r.flatten(0, 1) for r in rows])
     return found
 
@@ -184,3 +214,188 @@ def test_merge_is_lossless_for_heads_that_are_turned(tmp_path, family, groups):
         assert apart(logits(merged), exact) < 1e-4, method
     fitted = convert(source, tmp_path / "fitted", groups, calibrated(tmp_path))
     assert apart(logits(fitted), exact) < 1e-3
+
+
+def test_calibrated_merge_is_refused_with_the_reason(tmp_path):
+    source = tmp_path / "source"
+    model_of("llama").save_pretrained(source)
+    checkpoint = Checkpoint.open(source)
+    structure = find_structure(checkpoint, 2)
+    with pytest.raises(ConversionError, match=r"token ids \[windows, tokens\], got \[3\]"):
+        calibrate(checkpoint, structure, "svd", torch.arange(3), tmp_path)
+    with pytest.raises(ConversionError, match="no tokenizer"):
+        calibrate(checkpoint, structure, "svd", "lincoln_1862", tmp_path)
+    with pytest.raises(ValueError, match="method"):
+        calibrate(checkpoint, structure, "mean", windows(), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_keys_behind_a_norm_stay_means_and_values_are_merged(tmp_path, family):
+    source = tmp_path / "source"
+    model_of(family).save_pretrained(source)
+    exact = logits(AutoModelForCausalLM.from_pretrained(source).eval())
+    pooled = convert(source, tmp_path / "mean", 2, mean)
+    found = convert(source, tmp_path / "svd", 2, calibrated(tmp_path))
+    for one, other in zip(pooled.model.layers, found.model.layers, strict=True):
+        assert torch.equal(one.self_attn.q_proj.weight, other.self_attn.q_proj.weight)
+        torch.testing.assert_close(one.self_attn.k_proj.weight, other.self_attn.k_proj.weight)
+        torch.testing.assert_close(one.self_attn.k_norm.weight, other.self_attn.k_norm.weight)
+    assert (logits(found) - exact).square().mean() < 0.7 * (logits(pooled) - exact).square().mean()
+
+
+def test_fits_bring_a_model_closer_than_the_merge_alone(tmp_path):
+    source = tmp_path / "source"
+    model_of("llama").save_pretrained(source)
+    exact = logits(AutoModelForCausalLM.from_pretrained(source).eval())
+    recipes = {
+        "merge": MERGE_ONLY,
+        "outputs": Recipe("svd", "svd", score_sweeps=0),
+        "all": RECIPES["svd"],
+    }
+    off = {}
+    for name, recipe in recipes.items():
+        model = convert(
+            source, tmp_path / name, 2, calibrated(tmp_path, recipe=recipe, text=windows(64, 30))
+        )
+        off[name] = float((logits(model) - exact).square().mean())
+    off["mean"] = float(
+        (logits(convert(source, tmp_path / "mean", 2, mean)) - exact).square().mean()
+    )
+    assert off["all"] < off["outputs"] < off["merge"] < off["mean"], off
+
+
+def test_a_calibrated_layer_is_what_the_plain_model_computes(tmp_path):
+    """The engine runs merged heads repeated: the error that it reports is that of the model which transformers loads."""
+    source = tmp_path / "source"
+    model_of("llama (all biases)").save_pretrained(source)
+    rows = []
+    checkpoint = Checkpoint.open(source)
+    structure = find_structure(checkpoint, 2)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    new = calibrate(checkpoint, structure, "svd", windows(), scratch, report=rows.append)
+    converted = convert(source, tmp_path / "new", 2, lambda c, s: new)
+    with torch.no_grad():
+        one, other = (
+            m(windows(), output_hidden_states=True).hidden_states
+            for m in (AutoModelForCausalLM.from_pretrained(source).eval(), converted)
+        )
+    off = (other[1] - one[1]).square().sum(-1) / one[1].square().sum(-1)
+    assert rows[0]["stream_error"] == pytest.approx(float(off.mean()), rel=1e-3)
+    assert rows[0]["stream_error"] > 1e-4
+
+
+def spread(n, seed):
+    """Return a positive semidefinite matrix of quickly falling eigenvalues."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, n, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, n)
+    return x @ x.T
+
+
+@pytest.mark.parametrize("heads", [2, 3, 4])
+def test_best_common_is_never_worse_than_other_merges(heads):
+    gram = spread(heads * DIM, 1)
+    readers = torch.stack([spread(DIM, 2 + g) for g in range(heads)])
+    best = loss(gram, readers, *best_common(gram, readers))
+    turned = loss(gram, readers, *procrustes_mean(gram, readers))
+    assert best < turned
+    assert best < loss(gram, readers, *plain_mean(readers))
+    # nothing that random steps find is better
+    down, up = best_common(gram, readers)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        other = up + 1e-3 * torch.randn_like(up), down + 1e-3 * torch.randn_like(down)
+        assert loss(gram, readers, other[1], other[0]) >= best
+
+
+def test_best_common_survives_heads_that_are_zero():
+    gram = torch.zeros(2 * DIM, 2 * DIM, dtype=torch.float64)
+    down, up = best_common(gram, torch.zeros(2, DIM, DIM, dtype=torch.float64))
+    assert down.isfinite().all()
+    assert up.isfinite().all()
+
+
+def turned_scores(rotary, keys, queries, down, up):
+    """Return E (q^T k - q'^T k')^2 over planes taken one by one, which is what merge_keys makes least."""
+    m, dim = queries.shape[:2]
+    total = 0.0
+    for a, b in rotary.planes.tolist():
+        pair = [a, b]
+        left = torch.eye(m * dim, dtype=keys.dtype) - up.reshape(m * dim, dim)[:, pair] @ down[pair]
+        error = (left @ keys @ left.T).reshape(m, dim, m, dim)
+        for g in range(m):
+            size = queries[g, a, a] + queries[g, b, b]
+            total += float(size * (error[g, a, g, a] + error[g, b, g, b]))
+    return total
+
+
+def test_svd_of_keys_is_never_worse_than_mean_or_align():
+    planes = torch.tensor([(i, i + DIM // 2) for i in range(DIM // 2)])
+    rotary = Rotary(planes, torch.tensor([], dtype=torch.long), *[torch.zeros(1)] * 4)
+    keys = spread(3 * DIM, 1)
+    queries = torch.stack([spread(DIM, 5 + g) for g in range(3)])
+    off = {
+        how: turned_scores(rotary, keys, queries, *merge_keys(keys, queries, rotary, how))
+        for how in ("mean", "align", "svd")
+    }
+    assert off["svd"] < off["align"] < off["mean"]
+
+
+def test_fits_of_values_and_outputs_go_down_and_end_where_least_squares_ends():
+    torch.manual_seed(0)
+    heads, wide, dim, out = 4, 8, 4, 6
+    group_of = torch.tensor([0, 0, 1, 1])
+    moments = OutputMoments(heads, wide, out)
+    contexts, target = torch.randn(500, heads, wide), torch.randn(500, out)
+    target = target + contexts.flatten(1) @ torch.randn(heads * wide, out)
+    moments.add(contexts, target)
+    down = torch.randn(2, dim, wide, dtype=torch.float64)
+    output = torch.randn(out, heads * dim, dtype=torch.float64)
+    before = output_loss(moments, down, output, group_of)
+    output = fit_outputs(moments, down, output, group_of, 0.0)
+    between = output_loss(moments, down, output, group_of)
+    features = torch.einsum("thw,hdw->thd", contexts.double(), down[group_of]).flatten(1)
+    best = torch.linalg.lstsq(features, target.double()).solution.T
+    torch.testing.assert_close(output, best, rtol=1e-4, atol=1e-5)
+    down = fit_values(moments, down, output, group_of, 0.0, 60)
+    assert output_loss(moments, down, output, group_of) < between < before
+    again = fit_values(moments, down, output, group_of, 0.0, 60)
+    torch.testing.assert_close(again, down, rtol=1e-3, atol=1e-4)
+
+
+def test_positions_that_rotate_no_planes_are_refused():
+    angle = torch.arange(12)[:, None] * torch.tensor([1.0, 0.3])
+
+    def mixed(kind, rows):
+        return (
+            rows.unflatten(-1, (-1, 4)).transpose(1, 2).cumsum(-1) * angle.cos().mean(-1)[:, None]
+        )
+
+    def mirrored(kind, rows):
+        x = rows.unflatten(-1, (-1, 4)).transpose(1, 2)
+        a, b = x[..., :2], x[..., 2:]
+        c, s = angle.cos(), angle.sin()
+        return torch.cat([a * c + b * s, a * s - b * c], -1)
+
+    def one_head(kind, rows):
+        x = rows.unflatten(-1, (-1, 4)).transpose(1, 2)
+        return torch.cat([x[:, :1], 2 * x[:, 1:]], 1)
+
+    heads = {"query": 2, "key": 2}
+    for send, words in (
+        (mixed, "mix 4 channels"),
+        (mirrored, "do not rotate"),
+        (one_head, "differently"),
+    ):
+        with pytest.raises(ConversionError, match=words):
+            probe_rotary(send, 12, heads, 4, "model")
+    assert (
+        probe_rotary(
+            lambda kind, rows: rows.unflatten(-1, (-1, 4)).transpose(1, 2).sign(),
+            12,
+            heads,
+            4,
+            "model",
+        )
+        is None
+    )

@@ -99,7 +99,9 @@ def fit_values(
         0, group_of, torch.stack([gram[h].reshape(dim, heads, dim)[:, h] for h in range(heads)])
     )
     inverse = _damped_inverse(squares), _damped_inverse(reads)
-    return conjugate_gradients(apply, goal, down, lambda r: inverse[1] @ r @ inverse[0], steps)
+    return conjugate_gradients(
+        apply, goal - apply(down), down, lambda r: inverse[1] @ r @ inverse[0], steps
+    )
 
 
 def _damped_inverse(square: torch.Tensor) -> torch.Tensor:
@@ -107,8 +109,8 @@ def _damped_inverse(square: torch.Tensor) -> torch.Tensor:
     return torch.linalg.inv(square + 1e-3 * size * torch.eye(square.shape[-1], dtype=square.dtype))
 
 
-def conjugate_gradients(apply, goal, start, precondition, steps, unbiased=False):  # type: ignore[no-untyped-def]
-    """Return x close to the solution of apply(x) = goal, after `steps` steps from `start`; tensors of any one shape.
+def conjugate_gradients(apply, rest, start, precondition, steps, unbiased=False):  # type: ignore[no-untyped-def]
+    """Return x closer to the solution of apply(x) = apply(start) + rest, after `steps` steps; tensors of any one shape.
 
     `unbiased` keeps the last column of x as it is.
     """
@@ -117,7 +119,7 @@ def conjugate_gradients(apply, goal, start, precondition, steps, unbiased=False)
         return torch.cat([y[..., :-1], torch.zeros_like(y[..., -1:])], -1) if unbiased else y
 
     x = start.clone()
-    rest = within(goal - apply(x))
+    rest = within(rest)
     z = within(precondition(rest))
     way = z
     before = (rest * z).sum()

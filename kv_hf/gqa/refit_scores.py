@@ -78,8 +78,10 @@ def fit_queries(
         mean = tap.weights[0] @ keys[w].square() - (tap.weights[0] @ keys[w]).square()
         width += tap.scaling**2 * (mean.clamp(min=0) * data.importance[w][..., None]).mean(1)
     pull, precondition = _precondition(data, width, ridge)
-    goal = sum(grad(data.target(w), w) for w in windows) + pull * query
-    return conjugate_gradients(apply, goal, query, precondition, steps, unbiased)
+    rest = sum(
+        grad(data.target(w) - data.project(w, query, "query") @ keys[w].mT, w) for w in windows
+    )
+    return conjugate_gradients(apply, rest, query, precondition, steps, unbiased)
 
 
 def fit_keys(
@@ -112,8 +114,11 @@ def fit_keys(
         ).mean(1)
         width.index_add_(0, data.group_of, size)
     pull, precondition = _precondition(data, width, ridge)
-    goal = sum(grad(data.target(w), w) for w in windows) + pull * key
-    return conjugate_gradients(apply, goal, key, precondition, steps, unbiased)
+    rest = sum(
+        grad(data.target(w) - queries[w] @ data.project(w, key, "key")[data.group_of].mT, w)
+        for w in windows
+    )
+    return conjugate_gradients(apply, rest, key, precondition, steps, unbiased)
 
 
 def _precondition(data: ScoreData, width: torch.Tensor, ridge: float):  # type: ignore[no-untyped-def]

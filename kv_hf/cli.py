@@ -1,4 +1,6 @@
-"""The command line: `kv-hf doctor` says what would run here, and why; `kv-hf lm-eval` runs lm-eval over our caches."""
+"""The command line: `kv-hf doctor` says what would run here, and why; `kv-hf lm-eval` runs lm-eval over our caches;
+`kv-hf convert-gqa` writes a checkpoint with fewer kv heads.
+"""
 
 import argparse
 import sys
@@ -29,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="lm-eval's command line, which then knows the model class kv_hf",
         add_help=False,
     )
+    commands.add_parser(
+        "convert-gqa", help="write a checkpoint with fewer kv heads", add_help=False
+    )
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["lm-eval"]:
         from .evaluation.harness.__main__ import main as lm_eval
@@ -40,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"kv-hf lm-eval: error: {error}", file=sys.stderr)
             return 2
         return 0
+    if arguments[:1] == ["convert-gqa"]:
+        from .gqa.command import main as convert_gqa
+
+        return convert_gqa(arguments[1:])
     args = parser.parse_args(arguments)
     try:
         own = sizes_of(args.model) if args.model is not None else {}

@@ -1,14 +1,22 @@
 """Conversion to fewer kv heads within a class: families, what stays, what is written beside the weights."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny_mha
 import tiny_vision
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import kv_hf
+from kv_hf import cli
+from kv_hf.gqa import command, convert
 from kv_hf.gqa.checkpoint import Checkpoint
 from kv_hf.gqa.layouts import join, parts_of
 from kv_hf.gqa.pooling import pool_heads
@@ -376,7 +384,8 @@ def test_convert_to_gqa_takes_a_hub_model_config_first(llama, tmp_path, monkeypa
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     kv_hf.convert_to_gqa("me/tiny", tmp_path / "two", 2)
-    assert asked == [("me/tiny", []), ("me/tiny", ["model*.safetensors"])]
+    shards = sorted(path.name for path in cache.glob("*.safetensors"))
+    assert asked == [("me/tiny", []), ("me/tiny", shards)]
     record = json.loads((tmp_path / "two" / "config.json").read_text())["kv_hf_conversion"]
     assert (record["source"], record["revision"]) == ("me/tiny", "ab" * 20)
     config = json.loads((cache / "config.json").read_text())
@@ -396,3 +405,93 @@ def test_converted_model_runs_with_paged_formats(llama, tmp_path):
         ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, cache_implementation="paged_exact"
     )
     assert torch.equal(plain, paged)
+
+
+# the command line
+
+
+def test_command_prints_a_table_and_writes_nothing_on_a_dry_run(llama, tmp_path, capsys):
+    assert (
+        cli.main(
+            ["convert-gqa", str(llama), str(tmp_path / "two"), "--num-kv-heads", "2", "--dry-run"]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert re.search(r"kv heads of a layer +4 +2\n", out)
+    assert re.search(r"kv bytes per token \(bf16\) +256 +128\n", out)
+    assert re.search(r"parameters +[0-9,]+ +[0-9,]+\n4 tensors change", out)
+    assert "nothing was written (dry run)" in out and not (tmp_path / "two").exists()
+
+
+def test_command_converts_and_shows_a_bar(llama, tmp_path, capsys):
+    arguments = [str(llama), str(tmp_path / "two"), "--num-kv-heads", "2", "--dtype", "bfloat16"]
+    assert command.main(arguments) == 0
+    out, errors = capsys.readouterr()
+    assert f"written to {tmp_path / 'two'}" in out and "Without further training" in out
+    assert "writing: 100%" in errors
+    assert tiny_mha.load(tmp_path / "two").config.num_key_value_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--num-kv-heads", "3"], "error: num_kv_heads must divide the model's 4 and be less: 1, 2; got 3"),
+        (["--num-kv-heads", "2", "--method", "svd"], "error: method 'svd' needs calibration text"),
+        (["--num-kv-heads", "2", "--calibration", "x"], "error: method 'mean' reads no calibration text"),
+    ],
+)  # fmt: skip
+def test_command_says_what_is_wrong_with_exit_code_2(options, says, llama, tmp_path, capsys):
+    assert command.main([str(llama), str(tmp_path / "new"), *options]) == 2
+    out, errors = capsys.readouterr()
+    assert out == "" and says in errors and "Traceback" not in errors
+
+
+def test_command_that_is_stopped_leaves_the_destination_as_it_was(
+    llama, tmp_path, capsys, monkeypatch
+):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "write_rest", stop)
+    assert command.main([str(llama), str(tmp_path / "new"), "--num-kv-heads", "2"]) == 130
+    assert "is as it was" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_script_says_its_error_without_a_traceback(tmp_path):
+    root = Path(kv_hf.__file__).parent.parent
+    script = [sys.executable, str(root / "scripts" / "convert_mha_to_gqa.py")]
+    done = subprocess.run(
+        [*script, "no-such", str(tmp_path / "new"), "--num-kv-heads", "2"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert (
+        done.returncode == 2
+        and "there is no such folder" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+
+
+def test_example_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "gqa.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/gqa.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[0] == "256 128"
+
+
+def test_convert_to_gqa_says_which_tensors_the_class_does_not_have(tmp_path):
+    source = tiny_mha.save(tiny_mha.make("llama"), tmp_path / "source", "1GB")
+    extra = {
+        "model.layers.2.self_attn.k_proj.weight": torch.ones(32, 32),
+        "model.layers.0.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file({**tiny_mha.stored(source), **extra}, source / "model.safetensors", {"format": "pt"})
+    report = kv_hf.convert_to_gqa(source, tmp_path / "two", 2)
+    assert (
+        len(report.notes) == 1
+        and "'model.layers.2.self_attn.k_proj.weight': copied" in report.notes[0]
+    )
+    after = tiny_mha.stored(tmp_path / "two")
+    assert all(torch.equal(after[name], tensor) for name, tensor in extra.items())

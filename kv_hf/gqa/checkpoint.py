@@ -70,7 +70,8 @@ class Checkpoint:
         config = read_json(folder / "config.json")
         _check_config(config, folder)
         if not Path(source).is_dir():
-            folder = find_folder(source, [*WANTED, "model*.safetensors"])
+            folder = find_folder(source, [*WANTED, *listed_files(folder)])
+            config = read_json(folder / "config.json")
         index, files = _files(folder)
         stamps = {
             name: stamp_of(folder / name)
@@ -163,6 +164,15 @@ def find_folder(source: str | Path, patterns: list[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(f"model {name!r} cannot be had from the hub: {first}") from error
+
+
+def listed_files(folder: Path) -> list[str]:
+    """Return the files of weights that an index lists, or the only one where there is no index."""
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    listed = read_json(folder / INDEX).get("weight_map")
+    files = listed.values() if isinstance(listed, dict) else ()
+    return sorted({file for file in files if isinstance(file, str)})
 
 
 def _check_config(config: dict[str, Any], folder: Path) -> None:

@@ -1,10 +1,11 @@
 """Convert a checkpoint to fewer kv heads: plan, merge, write, one tensor at a time."""
 
+import contextlib
 import copy
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from .plan import Plan, cast, plan_merging
 from .pooling import METHODS
 from .report import ConversionReport, make_report, record
 from .structure import Structure, find_structure, load_config
-from .writer import becoming, check_destination, copy_files, write_shard
+from .writer import UNFINISHED, becoming, check_destination, copy_files, write_shard
 
 # files beside the weights that a model needs, by pattern
 BESIDE = (
@@ -77,8 +78,8 @@ def convert_to_gqa(
     if dry_run:
         return report
     began = time.monotonic()
-    with becoming(target) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        overrides = find_overrides(checkpoint, plan.structure, method, calibration, Path(scratch))
+    with becoming(target) as folder, scratch_beside(folder, method) as scratch:
+        overrides = find_overrides(checkpoint, plan.structure, method, calibration, scratch)
         write_weights(checkpoint, plan, overrides, folder, progress)
         report = replace(report, changed=tuple(dict.fromkeys([*report.changed, *overrides])))
         write_rest(checkpoint, plan, folder, report)
@@ -114,6 +115,16 @@ def check_calibration(method: str, calibration: Any) -> None:
         raise ConversionError(
             f"method {method!r} reads no calibration text; those that do are {', '.join(CALIBRATED)}"
         )
+
+
+@contextlib.contextmanager
+def scratch_beside(folder: Path, method: str) -> Iterator[Path]:
+    """Make a folder for what a calibrated method keeps meanwhile, on the disk of the result; the others need none."""
+    if method not in CALIBRATED:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(suffix=UNFINISHED, dir=folder.parent) as scratch:
+        yield Path(scratch)
 
 
 def find_overrides(

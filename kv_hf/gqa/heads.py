@@ -18,8 +18,11 @@ CAN = (
 
 
 def text_config(config: Any) -> Any:
-    """Return the text model's part of a config, never a copy."""
-    return config.get_text_config(decoder=True)
+    """Return the text model's part of a config, never a copy. Raises ConversionError where it has several."""
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError as error:
+        raise ConversionError(f"{config.model_type}: {error}") from error
 
 
 def head_counts(text: Any) -> tuple[int, int, int]:

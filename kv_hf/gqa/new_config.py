@@ -9,7 +9,7 @@ import torch
 from ..errors import ConversionError
 from .checkpoint import Checkpoint
 from .heads import FIELD, text_config
-from .structure import Structure
+from .structure import Structure, sets_head_dim
 
 RECORD = "kv_hf_conversion"  # of config.json: what was done
 # of what transformers writes by itself
@@ -35,7 +35,7 @@ def merged_config(checkpoint: Checkpoint, structure: Structure) -> dict[str, Any
             part["num_kv_heads"] = 1
     else:
         part[FIELD] = structure.new_kv_heads
-        if getattr(old, "head_dim", None) in (None, structure.head_dim):
+        if sets_head_dim(old, structure.head_dim):
             part["head_dim"] = structure.head_dim
     verify(checkpoint, config, structure)
     return config

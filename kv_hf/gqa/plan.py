@@ -136,6 +136,15 @@ def plan_merging(
         config,
         (structure.num_heads, structure.num_kv_heads, structure.new_kv_heads),
         (2 * rows, 2 * rows // size),
+        notes=(unknown_note(structure.unknown),) if structure.unknown else (),
+    )
+
+
+def unknown_note(unknown: list[str]) -> str:
+    """Return what to say about tensors that the class does not have."""
+    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    return (
+        f"the class does not have {unknown[0]!r}{more}: copied as they are, with all their kv heads"
     )
 
 

@@ -30,6 +30,7 @@ class Structure:
         changed: tensors (names on disk) whose shape changes -> (old shape, new shape).
         removed: tensors (names on disk) that the new model does not have.
         names: names in the class -> names on disk.
+        unknown: tensors (names on disk) that the class does not have, and does not drop without a word either.
     """
 
     old: Any
@@ -41,6 +42,7 @@ class Structure:
     changed: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     removed: list[str]
     names: Mapping[str, str]
+    unknown: list[str]
 
     @property
     def prefix(self) -> Mapping[str, str]:
@@ -114,6 +116,7 @@ def compare(
         {names.on_disk[own]: shapes for own, shapes in changed.items()},
         [names.on_disk[own] for own in removed],
         names.on_disk,
+        [name for name in names.unknown if name not in names.ignored],
     )
 
 
@@ -165,12 +168,19 @@ def with_changes(config: Any, change: Mapping[str, Any], head_dim: int) -> Any:
     text = text_config(new)
     for name, value in change.items():
         setattr(text, name, value)
-    if FIELD in change and getattr(text, "head_dim", head_dim) in (None, head_dim):
+    if FIELD in change and sets_head_dim(text, head_dim):
         text.head_dim = head_dim
     for name in (FIELD, "num_kv_heads"):
         if FIELD not in change and hasattr(text, name):
             setattr(text, name, 1)
     return new
+
+
+def sets_head_dim(text: Any, head_dim: int) -> bool:
+    """Say whether the new config is to name its head_dim: not where it follows from others, or means something else."""
+    if isinstance(getattr(type(text), "head_dim", None), property):
+        return False
+    return getattr(text, "head_dim", None) in (None, head_dim)
 
 
 def class_name(config: Any) -> str:

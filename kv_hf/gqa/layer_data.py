@@ -3,7 +3,7 @@
 Layers are run window by window. Where only attention is needed, a run ends at the output projection.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,10 @@ class Seen:
     tap: Tap
     output: torch.Tensor | None
     hidden: torch.Tensor | None
+
+    def without_weights(self) -> "Seen":
+        """Return it without the probabilities, which are by far the largest part."""
+        return replace(self, tap=replace(self.tap, weights=torch.empty(0)))
 
 
 def run_seen(

@@ -79,8 +79,7 @@ def _plane_mean(gram: torch.Tensor, rounds: int = 50) -> tuple[torch.Tensor, tor
     turns = torch.ones(m, dtype=gram.dtype)
     for _ in range(rounds):
         for g in range(m):
-            others = sum(turns[o] * gram[o, g] for o in range(m) if o != g)
-            size = abs(others)
-            if m > 1 and size > 0:
-                turns[g] = others / size
+            others = turns @ gram[:, g] - turns[g] * gram[g, g]
+            if others.abs() > 0:
+                turns[g] = others / others.abs()
     return turns / m, turns.conj()

@@ -77,7 +77,7 @@ class LayerMerge:
             self._write(("key", "key_norm", "value"))
             assert self.places.output is not None
             module = self.stream.model.get_submodule(self.places.output)
-            module.weight.data = output.float()  # type: ignore[union-attr]
+            module.weight.data = output.float()
             found[self.structure.names[self.places.output + ".weight"]] = output
         else:
             self._pool("value")
@@ -107,8 +107,9 @@ class LayerMerge:
                 self.targets.append(seen.output + lost)
             assert seen.hidden is not None
             self.original[i] = seen.hidden[0]
-            self.before.append(seen)
-            self.now.append(now)
+            keep = bool(self.recipe.score_sweeps) and self.rotary is not None
+            self.before.append(seen if keep else seen.without_weights())
+            self.now.append(now if now is seen and keep else now.without_weights())
 
     def _run(self, window: int) -> Seen:
         hidden = self.converted[window : window + 1]
@@ -261,7 +262,7 @@ class LayerMerge:
             contexts = (tap.weights[0] @ stacked[self.group_of]).transpose(0, 1)
             target = self.targets[i] if bias is None else self.targets[i] - bias
             if moments is None:
-                moments = OutputMoments(*contexts.shape[1:], target.shape[-1])
+                moments = OutputMoments(contexts.shape[1], contexts.shape[2], target.shape[-1])
             moments.add(contexts * self.level[i][:, None, None], target * self.level[i][:, None])
         assert moments is not None
         return moments

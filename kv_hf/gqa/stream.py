@@ -103,10 +103,10 @@ class LayerStream:
         base = self.model.get_submodule(base_path)
         name = self.path.rpartition(".")[2]
         tuples = self._first_kind(base, name, base_path, windows[:1])
-        stubs = nn.ModuleList([_Stub(layer, tuples) for layer in self.layers])
+        stubs = [_Stub(layer, tuples) for layer in self.layers]
         rest = {key: part for key, part in base.named_children() if key != name}
         found = []
-        setattr(base, name, stubs)
+        setattr(base, name, nn.ModuleList(stubs))
         try:
             for key, part in rest.items():
                 self._fill_if(part, f"{base_path}.{key}" if base_path else key)
@@ -177,6 +177,9 @@ class _Stub(nn.Module):
         super().__init__()
         self.__dict__["layer"] = layer  # no submodule: it must not be found twice
         self.tuples = tuples
+        self.hidden = torch.empty(0)
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.hidden, self.args, self.kwargs = hidden, args, kwargs

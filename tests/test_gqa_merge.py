@@ -6,8 +6,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_tokenizer import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+import kv_hf
 from kv_hf.errors import ConversionError
 from kv_hf.gqa.calibrated import calibrate
 from kv_hf.gqa.checkpoint import Checkpoint
@@ -283,6 +285,26 @@ def test_a_calibrated_layer_is_what_the_plain_model_computes(tmp_path):
     off = (other[1] - one[1]).square().sum(-1) / one[1].square().sum(-1)
     assert rows[0]["stream_error"] == pytest.approx(float(off.mean()), rel=1e-3)
     assert rows[0]["stream_error"] > 1e-4
+
+
+def test_converter_writes_what_calibration_finds(tmp_path):
+    source = tmp_path / "source"
+    model_of("llama", vocab_size=300).to(torch.bfloat16).save_pretrained(source)
+    make_tokenizer(300).save_pretrained(source)
+    text = tmp_path / "text.txt"
+    text.write_text("Four score and seven years ago our fathers brought forth a new nation. " * 30)
+    report = kv_hf.convert_to_gqa(source, tmp_path / "new", 2, method="svd", calibration=str(text))
+    assert sum("o_proj" in name for name in report.changed) == 2
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert not any(info.values()), info
+    before, after = (Checkpoint.open(folder) for folder in (source, tmp_path / "new"))
+    for name in before.tensors:
+        same = before.tensors[name].shape == after.tensors[name].shape and torch.equal(
+            before.read(name), after.read(name)
+        )
+        assert same == ("self_attn" not in name), name
+    assert model(windows()).logits.isfinite().all()
+    assert not list(tmp_path.glob("*converting*"))
 
 
 def spread(n, seed):

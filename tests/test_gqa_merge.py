@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import kv_hf
 from kv_hf.errors import ConversionError
 from kv_hf.gqa.calibrated import calibrate
 from kv_hf.gqa.checkpoint import Checkpoint
+from kv_hf.gqa.grouping import choose_groups
 from kv_hf.gqa.layouts import parts_of, split
 from kv_hf.gqa.merge_keys import merge_keys
 from kv_hf.gqa.pooling import pool_heads
@@ -23,7 +25,7 @@ from kv_hf.gqa.shared_rank import best_common, loss, plain_mean, procrustes_mean
 from kv_hf.gqa.structure import find_structure
 
 DIM, HEADS, KV = 8, 8, 4
-MERGE_ONLY = Recipe("svd", "svd", score_sweeps=0, output_sweeps=0, refit=False)
+MERGE_ONLY = Recipe("svd", "svd", score_sweeps=0, output_sweeps=0, refit=False, regroup=False)
 FAMILIES = {
     "llama": {},
     "qwen2 (biases)": {},
@@ -65,7 +67,7 @@ def rotation(dim):
     return torch.linalg.qr(torch.randn(dim, dim))[0]
 
 
-def turn_heads(folder, groups, planes=None):
+def turn_heads(folder, groups, planes):
     """Make the heads of each group equal up to what may be undone: keys by plane, values by any rotation; on disk."""
     checkpoint = Checkpoint.open(folder)
     structure = find_structure(checkpoint, groups)
@@ -383,6 +385,48 @@ def test_fits_of_values_and_outputs_go_down_and_end_where_least_squares_ends():
     assert output_loss(moments, down, output, group_of) < between < before
     again = fit_values(moments, down, output, group_of, 0.0, 60)
     torch.testing.assert_close(again, down, rtol=1e-3, atol=1e-4)
+
+
+def test_groups_are_those_that_lose_least():
+    generator = torch.Generator().manual_seed(3)
+    alike = torch.tensor([0, 1, 2, 1, 0, 2])  # heads 0 and 4, 1 and 3, 2 and 5
+    cost = 1 + torch.rand(6, 6, generator=generator, dtype=torch.float64)
+    cost = (cost + cost.T) * (alike[:, None] != alike)
+    assert choose_groups(cost, 3).tolist() == [0, 4, 1, 3, 2, 5]
+    three = torch.tensor([0, 1, 1, 0, 1, 0])
+    assert choose_groups(cost + 5 * (three[:, None] != three), 2).tolist() == [0, 3, 5, 1, 2, 4]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss (sinks, biases)"])
+def test_heads_that_are_alike_are_merged_wherever_they_lie(tmp_path, family):
+    """Heads 0 and 1 are turned copies of each other, and 2 and 3: moved apart, neighbours lose and regrouping does not."""
+    source = tmp_path / "source"
+    model_of(family).save_pretrained(source)
+    turn_heads(source, 2, planes_of(family))
+    tensors = {name: Checkpoint.open(source).read(name) for name in Checkpoint.open(source).tensors}
+    order, per = torch.tensor([0, 2, 1, 3]), HEADS // KV
+    heads = (order[:, None] * per + torch.arange(per)).flatten()
+    for name, tensor in tensors.items():
+        kind = name.split(".")[-2]
+        if kind in ("k_proj", "v_proj"):
+            tensors[name] = tensor.unflatten(0, (KV, DIM))[order].flatten(0, 1)
+        elif kind == "q_proj":
+            tensors[name] = tensor.unflatten(0, (HEADS, DIM))[heads].flatten(0, 1)
+        elif kind == "o_proj" and tensor.dim() == 2:
+            tensors[name] = tensor.unflatten(1, (HEADS, DIM))[:, heads].flatten(1)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    exact = logits(AutoModelForCausalLM.from_pretrained(source).eval())
+    off = {}
+    for regroup in (False, True):
+        recipe = replace(MERGE_ONLY, regroup=regroup)
+        model = convert(source, tmp_path / str(regroup), 2, calibrated(tmp_path, recipe=recipe))
+        off[regroup] = apart(logits(model), exact)
+    assert off[False] > 0.03
+    if family == "llama":
+        assert off[True] < 1e-4
+    else:  # sinks belong to query heads and cannot move
+        assert off[True] == off[False]
 
 
 def test_positions_that_rotate_no_planes_are_refused():

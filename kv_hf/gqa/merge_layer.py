@@ -2,6 +2,7 @@
 
 import torch
 
+from .grouping import choose_groups, pair_costs
 from .layer_data import Seen, heads_of, is_residual, passes_values, run_seen, sender
 from .merge_keys import merge_keys
 from .projections import find_output, find_projections
@@ -13,6 +14,7 @@ from .shared_rank import best_common, procrustes_mean
 from .stream import LayerStream
 
 FINE = 1e-3  # level of a token whose hidden state is far smaller than others', as a part of their median
+SAMPLE = 8  # windows that groups are chosen on
 
 
 class LayerMerge:
@@ -63,6 +65,8 @@ class LayerMerge:
 
     def run(self) -> dict[str, torch.Tensor]:
         """Merge the layer, move both streams behind it and return its new tensors by their names on disk."""
+        if self.recipe.regroup and self.groups > 1:
+            self._regroup()
         self._observe()
         if self.rotary is None or self.recipe.keys == "mean":
             self._pool("key", "key_norm")
@@ -133,25 +137,56 @@ class LayerMerge:
                 rows = leaf[kind].reshape(self.groups, down.shape[2], *leaf[kind].shape[2:])
                 leaf[kind] = torch.einsum("gdw,gw...->gd...", down, rows)
 
-    def _merge_keys(self, rotary: Rotary) -> None:
-        dim, kv = self.now[0].tap.key.shape[-1], self.structure.num_kv_heads
-        gram = torch.zeros(kv * dim, kv * dim, dtype=torch.float64)
+    def _second_moments(self, seen: list[Seen]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return E[k k^T] of all kv heads [kv * dim, kv * dim] and E[q q^T] summed for each [kv, dim, dim], in float64."""
+        dim, kv = seen[0].tap.key.shape[-1], self.structure.num_kv_heads
         queries = torch.zeros(kv, dim, dim, dtype=torch.float64)
-        for seen in self.now:
-            flat = seen.tap.key[0].transpose(0, 1).flatten(1)
-            gram += (flat.T @ flat).double()
-            query = seen.tap.query[0]
+        for one in seen:
+            query = one.tap.query[0]
             queries.index_add_(0, self.kv_of, (query.mT @ query).double())
-        count = self.converted.shape[0] * self.converted.shape[1]
+        count = sum(one.tap.key.shape[2] for one in seen)
+        return _gram([one.tap.key[0] for one in seen]), queries / count
+
+    def _regroup(self) -> None:
+        """Put heads that are alike beside each other: the layer computes the same, in another order."""
+        if not self.free_values:
+            return
+        seen = [self._run(i) for i in range(min(SAMPLE, len(self.converted)))]
+        keys, queries = self._second_moments(seen)
+        values = _gram([one.tap.value[0] for one in seen])
+        readers, _ = self._readers()
+        cost = pair_costs(keys, queries, values, self._summed(readers), self.rotary)
+        order = choose_groups(cost, self.groups)
+        per = len(self.kv_of) // len(order)
+        heads = (order[:, None] * per + torch.arange(per)).flatten()
+        model = self.stream.model
+        assert self.places.output is not None
+        output = model.get_parameter(self.places.output + ".weight")
+        kept, columns = self.weights, output.data
+        before = self.stream.run(self.index, self.original[:1])
+        self.weights = {
+            which: {kind: part[heads if kind == "query" else order] for kind, part in leaf.items()}
+            for which, leaf in kept.items()
+        }
+        self._write(())
+        output.data = columns.unflatten(1, (len(heads), -1))[:, heads].flatten(1)
+        after = self.stream.run(self.index, self.original[:1])
+        if float((after - before).abs().max()) > 1e-3 * float(before.abs().max()):
+            self.weights = kept  # something else in this layer belongs to heads, such as sinks
+            self._write(())
+            output.data = columns
+            return
+        self.figures["moved"] = float((order != torch.arange(len(order))).sum())
+
+    def _merge_keys(self, rotary: Rotary) -> None:
+        dim = self.now[0].tap.key.shape[-1]
+        gram, queries = self._second_moments(self.now)
         m = self.merged
         downs, ups = [], []
         for g in range(self.groups):
             rows = slice(g * m * dim, (g + 1) * m * dim)
             down, up = merge_keys(
-                gram[rows, rows] / count,
-                queries[g * m : (g + 1) * m] / count,
-                rotary,
-                self.recipe.keys,
+                gram[rows, rows], queries[g * m : (g + 1) * m], rotary, self.recipe.keys
             )
             downs.append(down)
             ups.append(up)
@@ -225,15 +260,17 @@ class LayerMerge:
         each = weight.reshape(len(weight), self.structure.num_heads, -1)
         return torch.einsum("ohd,ohe->hde", each, each), each
 
+    def _summed(self, readers: torch.Tensor) -> torch.Tensor:
+        """Return matrices of query heads [heads, dim, dim] summed for each kv head."""
+        found = torch.zeros(len(self.new_of), *readers.shape[1:], dtype=readers.dtype)
+        return found.index_add_(0, self.kv_of, readers)
+
     def _merge_values(self) -> torch.Tensor:
         """Merge values; return the outputs that go with them."""
         recipe, groups, m = self.recipe, self.groups, self.merged
         moments = self._moments()
         readers, each = self._readers()
-        dim = each.shape[-1]
-        summed = torch.zeros(len(self.new_of), dim, dim, dtype=torch.float64).index_add_(
-            0, self.kv_of, readers
-        )
+        summed = self._summed(readers)
         grams = moments.own(self.group_of, groups)
         solve = best_common if recipe.values == "svd" else procrustes_mean
         solved = [solve(grams[g], summed[g * m : (g + 1) * m]) for g in range(groups)]
@@ -266,3 +303,9 @@ class LayerMerge:
             moments.add(contexts * self.level[i][:, None, None], target * self.level[i][:, None])
         assert moments is not None
         return moments
+
+
+def _gram(heads: list[torch.Tensor]) -> torch.Tensor:
+    """Return E[x x^T] of stacked heads, given [heads, tokens, dim] window by window, in float64."""
+    flat = torch.cat([one.transpose(0, 1).flatten(1) for one in heads])
+    return (flat.T @ flat).double() / len(flat)

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import kv_hf
 from kv_hf.errors import ConversionError
 from kv_hf.gqa.calibrated import calibrate
+from kv_hf.gqa.calibration_text import calibration_windows
 from kv_hf.gqa.checkpoint import Checkpoint
 from kv_hf.gqa.grouping import choose_groups
 from kv_hf.gqa.layouts import parts_of, split
@@ -307,6 +308,26 @@ def test_converter_writes_what_calibration_finds(tmp_path):
         assert same == ("self_attn" not in name), name
     assert model(windows()).logits.isfinite().all()
     assert not list(tmp_path.glob("*converting*"))
+
+
+def test_the_model_writes_its_own_calibration_text(tmp_path):
+    source = tmp_path / "source"
+    model_of("llama", vocab_size=300, max_position_embeddings=32).save_pretrained(source)
+    tokenizer = make_tokenizer(300)
+    tokenizer.save_pretrained(source)
+    checkpoint = Checkpoint.open(source)
+    structure = find_structure(checkpoint, 2)
+    state = torch.random.get_rng_state()
+    found = calibration_windows(checkpoint, structure, "samples")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert found.shape == (8192 // 32, 32)
+    assert (found[:, 0] == tokenizer.bos_token_id).all()
+    assert torch.equal(found, calibration_windows(checkpoint, structure, "samples"))
+    assert len(found.unique(dim=0)) > 200
+    tokenizer.bos_token = None
+    tokenizer.save_pretrained(source)
+    with pytest.raises(ConversionError, match="the tokenizer of .* has none"):
+        calibration_windows(checkpoint, structure, "samples")
 
 
 def spread(n, seed):

@@ -36,7 +36,7 @@ from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.report.write import write_report
 from kv_hf.evaluation.retrieval.puzzles import TASKS
 from kv_hf.evaluation.rows import check_writable, read_rows
-from kv_hf.evaluation.texts import load_text, longest_context
+from kv_hf.texts import load_text, longest_context
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "accuracy_vs_memory.jsonl"

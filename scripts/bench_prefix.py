@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kv_hf.evaluation.packaged_models import resolve_model
 from kv_hf.evaluation.prefix_sharing import requests_over, run_requests
 from kv_hf.evaluation.rows import append_rows, make_row
-from kv_hf.evaluation.texts import load_text
+from kv_hf.texts import load_text
 
 RESULTS = Path(__file__).parent.parent / "results" / "prefix.jsonl"
 console = Console(width=120)

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 import kv_hf
 from kv_hf.evaluation.packaged_models import resolve_model
 from kv_hf.evaluation.rows import append_rows, make_row
-from kv_hf.evaluation.texts import load_text
+from kv_hf.texts import load_text
 
 DYNAMIC = "dynamic (transformers)"
 RESULTS = Path(__file__).parent.parent / "results" / "demo.jsonl"

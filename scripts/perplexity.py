@@ -27,8 +27,8 @@ from kv_hf.evaluation.grid.cell import check_caches
 from kv_hf.evaluation.loaded import LoadedModel, TextSettings
 from kv_hf.evaluation.packaged_models import PACKAGED
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
-from kv_hf.evaluation.texts import BUNDLED
 from kv_hf.formats import IMPLEMENTATIONS
+from kv_hf.texts import BUNDLED
 
 RESULTS = Path(__file__).parent.parent / "results" / "perplexity.jsonl"
 DEFAULT = (*IMPLEMENTATIONS, "quanto_int4", "hqq_int4", "quantized_fp8")

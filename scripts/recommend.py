@@ -26,9 +26,9 @@ from kv_hf.evaluation.recommend.calibration import Calibration
 from kv_hf.evaluation.recommend.cost import Budget
 from kv_hf.evaluation.recommend.for_model import TEXT, make_search, paged_attention
 from kv_hf.evaluation.recommend.search import Recommendation
-from kv_hf.evaluation.texts import BUNDLED, text_windows
 from kv_hf.formats import IMPLEMENTATIONS
 from kv_hf.recipe import MEASURED_OPTIONS
+from kv_hf.texts import BUNDLED, text_windows
 
 ROOT = Path(__file__).parent.parent
 FEW = 256  # scored tokens

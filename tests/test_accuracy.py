@@ -16,7 +16,7 @@ from kv_hf.evaluation.held import layer_shapes, measure_held
 from kv_hf.evaluation.prefill import Prefill
 from kv_hf.evaluation.reference import ExactReference
 from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk
-from kv_hf.evaluation.texts import dataset_text, load_text
+from kv_hf.texts import dataset_text, load_text
 
 
 def test_tally_equals_the_definitions():

@@ -21,9 +21,9 @@ from kv_hf.evaluation.latent_fixture import (
     whitened_bases,
 )
 from kv_hf.evaluation.packaged_models import resolve_model
-from kv_hf.evaluation.texts import text_windows
 from kv_hf.hf import attention as hf_attention
 from kv_hf.hf import latent as hf_latent
+from kv_hf.texts import text_windows
 
 STILL = 3  # planes of a kv head without RoPE; heads of 16 have 8
 

@@ -9,7 +9,7 @@ import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy
 from kv_hf.evaluation.cache_kinds import cache_kind, why_not
 from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk
-from kv_hf.evaluation.texts import load_text, token_windows
+from kv_hf.texts import load_text, token_windows
 
 
 @pytest.mark.parametrize("implementation", kv_hf.IMPLEMENTATIONS)

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kv_hf.evaluation.texts import load_text
+from kv_hf.texts import load_text
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|bot|>"]
 TEMPLATE = (

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from transformers import Cache, PreTrainedModel
 
+from ..texts import longest_context
 from .distances import Tally, block_interval
 from .reference import ExactReference
 from .teacher_forcing import forced_logits
-from .texts import longest_context
 
 PROTOCOL = "teacher forced, decode semantics"
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from ..texts import load_text, longest_context
 from .cache_kinds import cache_kind
 from .child import run_child
 from .decode_steps import WARMUP
 from .packaged_models import resolve_model
 from .shapes import RANDOM_MODELS, random_config
-from .texts import load_text, longest_context
 
 DTYPES = ("bfloat16", "float16", "float32")
 # of glibc, from the start of a process on: see resident.give_freed_memory_back

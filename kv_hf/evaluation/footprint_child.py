@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from ..texts import load_text
 from .cache_kinds import CacheKind, cache_kind, why_not
 from .cache_parts import HELD, cache_parts, check_prediction, kept_bytes
 from .child import answer
 from .decode_steps import WARMUP, Decoding, kernel_of, random_prompt, step_times
 from .memory_meter import meter_for
 from .shapes import random_model
-from .texts import load_text
 from .timing import spread
 
 WARM_TOKENS = 200  # three pages of 64: every kernel runs, every library is loaded

@@ -22,9 +22,9 @@ from transformers.models.youtu.modeling_youtu import YoutuForCausalLM
 
 from ..cache.paged_cache import PagedCache
 from ..hf.latent import longest_absorbed
+from ..texts import text_windows
 from .cache_kinds import CacheKind
 from .loaded import LoadedModel
-from .texts import text_windows
 
 LABEL = "real GQA weights in MLA form"
 MIXINGS = ("random", "none", "principal", "whitened")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import cached_file
 
 from ..formats import ATTENTION_NAME
+from ..texts import text_windows
 from .accuracy import PROTOCOL, check_texts, measure_accuracy
 from .cache_kinds import CacheKind, cache_kind, why_not
 from .divergence import greedy, measure_divergence
@@ -19,7 +20,6 @@ from .held import layer_shapes, measure_held
 from .packaged_models import resolve_model
 from .prefill import Prefill
 from .reference import ExactReference
-from .texts import text_windows
 
 SAMPLES, SAMPLE = 512, 4096  # places of a weight file that a revision reads, and bytes of each
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from tqdm import tqdm
 
@@ -33,7 +34,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
         choices=(*METHODS, *CALIBRATED),
         help="how heads are merged; align and svd need --calibration (default: mean)",
     )
-    found.add_argument("--calibration", metavar="TEXT_OR_DATASET", help="text for align and svd")
+    found.add_argument(
+        "--calibration",
+        metavar="TEXT_OR_DATASET",
+        help="for align and svd: a text file, dataset:NAME, or samples (texts that the model writes itself)",
+    )
     found.add_argument(
         "--dtype", choices=tuple(DTYPES), help="of all weights; default: as they are"
     )
@@ -45,22 +50,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf convert-gqa") -> 
     """Run a conversion; return the exit code: 0, 2 for an error that says its reason, 130 when it was stopped."""
     args = parser(prog).parse_args(sys.argv[1:] if argv is None else list(argv))
     with ExitStack() as stack:
-        bar: tqdm | None = None
+        bars: dict[str, tqdm] = {}
+
+        def show(what: str, done: int, of: int, **options: Any) -> None:
+            if what not in bars:
+                bars[what] = stack.enter_context(
+                    tqdm(total=of, desc=what, file=sys.stderr, **options)
+                )
+            bars[what].update(done - bars[what].n)
 
         def progress(done: int, of: int) -> None:
-            nonlocal bar
-            if bar is None:
-                bar = stack.enter_context(
-                    tqdm(
-                        total=of,
-                        unit="B",
-                        unit_scale=True,
-                        unit_divisor=1024,
-                        desc="writing",
-                        file=sys.stderr,
-                    )
-                )
-            bar.update(done - bar.n)
+            show("writing", done, of, unit="B", unit_scale=True, unit_divisor=1024)
 
         try:
             report = convert_to_gqa(
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf convert-gqa") -> 
                 dtype=args.dtype,
                 dry_run=args.dry_run,
                 progress=progress,
+                calibrating=lambda done, of: show("merging", done, of, unit="layer"),
             )
         except (KVCacheError, OSError, MemoryError) as error:
             stack.close()

@@ -45,6 +45,7 @@ def convert_to_gqa(
     dtype: str | None = None,
     dry_run: bool = False,
     progress: Callable[[int, int], object] = lambda done, of: None,
+    calibrating: Callable[[int, int], object] = lambda done, of: None,
 ) -> ConversionReport:
     """Write a checkpoint whose attention layers have `num_kv_heads` kv heads; the source is only read.
 
@@ -62,6 +63,7 @@ def convert_to_gqa(
         dtype: of all weights of the result (float32, bfloat16, float16); None keeps each one's own.
         dry_run: check everything and report, but write nothing.
         progress: called with (bytes written, bytes in all).
+        calibrating: called with (layers done, layers), before anything is written.
     Raises: ConversionError with the reason, with `destination` as it was; CacheOptionError for an unknown method or dtype.
     """
     check_choice("method", method, (*METHODS, *CALIBRATED))
@@ -79,7 +81,9 @@ def convert_to_gqa(
         return report
     began = time.monotonic()
     with becoming(target) as folder, scratch_beside(folder, method) as scratch:
-        overrides = find_overrides(checkpoint, plan.structure, method, calibration, scratch)
+        overrides = find_overrides(
+            checkpoint, plan.structure, method, calibration, scratch, calibrating
+        )
         write_weights(checkpoint, plan, overrides, folder, progress)
         report = replace(report, changed=tuple(dict.fromkeys([*report.changed, *overrides])))
         write_rest(checkpoint, plan, folder, report)
@@ -135,16 +139,15 @@ def find_overrides(
     method: str,
     calibration: Any,
     scratch: Path,
+    calibrating: Callable[[int, int], object] = lambda done, of: None,
 ) -> Mapping[str, torch.Tensor]:
     """Return the tensors (names on disk) that a calibrated method makes; none for the other methods."""
     if method not in CALIBRATED or structure is None:
         return {}
-    try:
-        from .calibrated import calibrate
-    except ModuleNotFoundError as error:
-        raise ConversionError(f"method {method!r} is not there yet") from error
+    from .calibrated import calibrate
+
     overrides: Mapping[str, torch.Tensor] = calibrate(
-        checkpoint, structure, method, calibration, scratch
+        checkpoint, structure, method, calibration, scratch, progress=calibrating
     )
     return overrides
 

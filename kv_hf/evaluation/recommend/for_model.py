@@ -15,7 +15,7 @@ from ...formats import ATTENTION_NAME
 from ...hf.latent import is_latent_attention
 from ...hf.models import use_paged_attention
 from ...recipe import MEASURED_OPTIONS
-from ..texts import longest_context, text_windows
+from ...texts import longest_context, text_windows
 from .calibration import Calibration
 from .cost import Budget, Serving
 from .search import Recommendation, Search

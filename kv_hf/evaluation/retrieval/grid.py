@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ...formats import ATTENTION_NAME
+from ...texts import longest_context
 from ..cache_kinds import CacheKind, cache_kind, why_not
 from ..prefill import Prefill
-from ..texts import longest_context
 from .haystack import LINCOLN, Haystack, load_haystack
 from .prompt import Cell, Frame, make_prompt
 from .puzzles import AT_A_DEPTH, TASKS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..texts import BUNDLED, load_text
+from ...texts import BUNDLED, load_text
 
 LINCOLN, NOISE = "lincoln", "noise"
 # what RULER calls noise: sentences that say nothing, over and over

@@ -17,7 +17,7 @@ def load_text(source: str | Path = "lincoln_1862") -> str:
     if str(source).startswith(DATASET):
         return dataset_text(*str(source).removeprefix(DATASET).split(","))
     if str(source) in BUNDLED:
-        return (files("kv_hf.evaluation") / "data" / f"{source}.txt").read_text("utf-8")
+        return (files("kv_hf") / "evaluation" / "data" / f"{source}.txt").read_text("utf-8")
     path = Path(source)
     if not path.is_file():
         raise ValueError(

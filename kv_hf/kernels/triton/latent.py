@@ -1,0 +1,290 @@
+"""Decode attention over pages of latents: one program walks a split of one row's pages for 16 query rows.
+
+The definition of the result is kernels/reference.py. A tile of latents is read once, as keys and as values: products
+run over chunks of the rank, one for each warp, and scores are summed over them. Query rows lie on the rows of
+the products, so that weights go from one product to the next without leaving their registers.
+"""
+
+import triton
+import triton.language as tl
+
+from .dequant import tile_unit
+from .latent_window import attend_latent_window
+from .softmax import LN2, LOG2E, bend, weigh
+from .words import (
+    apart,
+    load_groups,
+    load_tile,
+    place_unit,
+    score_rope,
+    settle_latent,
+    side_by_side,
+    unpack_words,
+)
+
+
+# not specialized: numbers that change while a sequence grows must not make new kernels
+@triton.jit(
+    do_not_specialize=[
+        "table_row",
+        "mask_row",
+        "mask_head",
+        "mask_query",
+        "sliding_window",
+        "sink_tokens",
+    ]
+)
+def latent_kernel(
+    query,  # [rows, HEADS, Q_LEN, RANK + ROPE]
+    query_row,
+    query_head,
+    query_token,
+    codes,  # [pages, WORDS, RANK]: int16 words of codes, or exact numbers of PAGE tokens
+    scale,  # [pages, PAGE, RANK / GROUP]
+    offset,
+    rope,  # [pages, PAGE, ROPE]
+    rope_scale,  # [pages]
+    rope_offset,  # [pages, ROPE]
+    block_table,  # [rows, table_row]
+    table_row,
+    num_pages,  # [rows]
+    window,  # [rows, slots, RANK]
+    window_row,
+    window_slot,
+    window_rope,  # [rows, slots, ROPE]
+    wr_row,
+    wr_slot,
+    exact_lens,  # [rows]
+    padding,  # [rows]
+    mask,  # [rows or 1, HEADS or 1, Q_LEN, columns], strides 0 where 1
+    mask_row,
+    mask_head,
+    mask_query,
+    sink_logits,  # [HEADS]
+    out,  # [rows, HEADS, Q_LEN, RANK], or fp32 with a leading [NUM_SPLITS]
+    out_lse,  # [NUM_SPLITS, rows, HEADS * Q_LEN] fp32, natural logarithm
+    softmax_scale,
+    sliding_window,
+    sink_tokens,
+    HEADS: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    RANK: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
+    BOOST: tl.constexpr,
+    L_DTYPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_CODE: tl.constexpr,
+    ROPE_WIDE: tl.constexpr,
+    ROPE_DTYPE: tl.constexpr,
+    W_TILE: tl.constexpr,
+    W_COST: tl.constexpr,
+    W_DTYPE: tl.constexpr,
+    W_ROPE_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASK: tl.constexpr,
+    SINKS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ISA: tl.constexpr,
+):
+    """Attend a block of the query rows of one row to one split of its tokens.
+
+    Grid: (rows, blocks of query rows, NUM_SPLITS). The last split also attends to the window.
+    """
+    QUERIES: tl.constexpr = HEADS * Q_LEN
+    PLACES: tl.constexpr = PAGE // WORDS
+    SPAN: tl.constexpr = ROWS // WORDS if ROWS > WORDS else 1  # pages of a tile
+    TOKENS: tl.constexpr = ROWS * PLACES
+    GROUPS: tl.constexpr = RANK // GROUP
+    ENCODED: tl.constexpr = CODE != "none"
+    HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none" or SPAN > 1
+
+    row = tl.program_id(0)
+    split = tl.program_id(2)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = column < QUERIES
+    head = tl.where(real, column // Q_LEN, 0)
+    pages = tl.load(num_pages + row)
+    exact = tl.load(exact_lens + row)
+    left = tl.load(padding + row)
+    kv_len = pages * PAGE + exact
+    query_at = kv_len - Q_LEN + column % Q_LEN
+    masks = mask + row.to(tl.int64) * mask_row + head * mask_head + (column % Q_LEN) * mask_query
+
+    # the tiles of this split; those of pages that no query's sliding window reaches are left out
+    first = 0
+    tiles = (pages * WORDS + ROWS - 1) // ROWS
+    if WINDOWED:
+        first = tl.maximum(kv_len - Q_LEN + 1 - sliding_window - sink_tokens, 0) // PAGE
+        first = tl.minimum(first * WORDS // ROWS, tiles)
+    # the window counts as W_COST times as much work per token as a page, so that the last split gets fewer tiles
+    work = tiles - first
+    if NUM_SPLITS > 1:
+        work += exact * W_COST // TOKENS
+    begin = tl.minimum(first + work * split // NUM_SPLITS, tiles)
+    end = tl.minimum(first + work * (split + 1) // NUM_SPLITS, tiles)
+
+    queries = query + row.to(tl.int64) * query_row + head * query_head
+    queries += (column % Q_LEN) * query_token
+    # a power of two that brings each query near 1: float16 products then neither overflow nor vanish
+    wanted = load_tile(queries, real, CHUNKS, CHUNK, WIDE, RANK, True).to(tl.float32)
+    size = tl.max(tl.max(tl.abs(wanted), 2), 0)
+    if ROPE > 0:
+        turned = load_tile(queries + RANK, real, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE, True)
+        turned = turned.to(tl.float32)
+        size = tl.maximum(size, tl.max(tl.max(tl.abs(turned), 2), 0))
+    exponent = tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+    shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    factor = exponent.to(tl.float32, bitcast=True) * (softmax_scale * LOG2E)
+    q = (wanted * shrink[None, :, None]).to(L_DTYPE)
+    q_rope = q
+    if ROPE > 0:
+        q_rope = (turned * shrink[None, :, None]).to(ROPE_DTYPE)
+    q_sums = tl.zeros([CHUNKS, COLUMNS], tl.float32)
+    if CODE == "unsigned":
+        q_sums = tl.sum(q.to(tl.float32), 2)
+
+    best = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    acc = tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32)
+    sums = tl.zeros([CHUNKS, COLUMNS], tl.float32)  # of weight * offset
+
+    word = tl.arange(0, ROWS)
+    if SPAN > 1:
+        page_of = word // WORDS
+        word = word % WORDS
+    else:
+        page_of = 0
+    table = block_table + row.to(tl.int64) * table_row
+    # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
+    # copies that hide the latency of the words' loads.
+    last = tl.maximum(pages - 1, 0)
+    live = tl.where(begin < end, 1, 0)
+    there = page_of < live * SPAN
+    page = begin * ROWS // WORDS + page_of
+    soon = (begin + 1) * ROWS // WORDS + page_of
+    page = tl.load(table + tl.minimum(page, last), mask=there, other=0)
+    soon = tl.load(table + tl.minimum(soon, last), mask=there, other=0)
+    block = page.to(tl.int64)
+    scales = ()
+    offsets = ()
+    if ENCODED:
+        tokens = block * PAGE + (begin * ROWS) % WORDS + word
+        for p in tl.static_range(PLACES):
+            scales = scales + (load_groups(scale, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, True),)
+            if CODE == "unsigned":
+                offsets = offsets + (load_groups(offset, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, True),)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        start = (tile * ROWS) % WORDS + word
+        tile_page = tile * ROWS // WORDS + page_of
+        held = tile_page + tl.zeros([ROWS], tl.int32) < pages
+        x = load_tile(codes + block * (WORDS * RANK) + start * RANK, held, CHUNKS, CHUNK, WIDE, RANK, False)
+        ropes = rope + block * (PAGE * ROPE) + start * ROPE
+        r_scale = 0.0 + tl.zeros([ROWS], tl.float32)
+        r_offset = rope_offset + block * ROPE + tl.zeros([ROWS], tl.int32)
+        if ROPE_CODE != "none":
+            r_scale += tl.load(rope_scale + block).to(tl.float32)
+
+        tile_scales = scales
+        tile_offsets = offsets
+        block = soon.to(tl.int64)
+        soon = tl.load(table + tl.minimum((tile + 2) * ROWS // WORDS + page_of, last))
+        if ENCODED:
+            scales = ()
+            offsets = ()
+            tokens = block * PAGE + ((tile + 1) * ROWS) % WORDS + word
+            for p in tl.static_range(PLACES):
+                scales = scales + (load_groups(scale, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, False),)
+                if CODE == "unsigned":
+                    offsets = offsets + (
+                        load_groups(offset, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, False),
+                    )
+
+        numbers = unpack_words(x, CODE, BITS, L_DTYPE, ISA)
+        for phase in tl.static_range(PLACES // STEP):
+            scores = ()
+            for i in tl.static_range(STEP):
+                p = phase * STEP + i
+                s = tl.dot(q, tl.trans(numbers[p], (0, 2, 1)), input_precision=PRECISION)
+                if ENCODED:
+                    unit = 1.0 / (tile_unit(BITS, ISA) * place_unit(p, BITS, ISA))
+                    s = s * (tile_scales[p].to(tl.float32) * unit)[:, None, :]
+                    if CODE == "unsigned":
+                        s += q_sums[:, :, None] * tile_offsets[p].to(tl.float32)[:, None, :]
+                if ROPE > 0:
+                    s = score_rope(
+                        s, q_rope, ropes + p * (WORDS * ROPE), r_scale, r_offset, held, CHUNKS, ROPE_WIDE,
+                        ROPE, ROPE_CODE, False, ISA, PRECISION,
+                    )  # fmt: skip
+                scores = scores + (s,)
+            token = tl.arange(0, ROWS * STEP)
+            at_word = tile * ROWS + token // STEP
+            at_page = at_word // WORDS
+            at = at_page * PAGE + at_word % WORDS + (phase * STEP + token % STEP) * WORDS
+            whole = tl.trans(tl.sum(side_by_side(scores), 0))
+            whole = bend(
+                whole, factor, sink_tokens + at, at_page < pages, query_at, 1.0, sliding_window, masks, left,
+                SPAN > 1, CAUSAL, WINDOWED, False, MASK,
+            )  # fmt: skip
+            weights, keep, best = weigh(whole, factor, best, MASK == "float", HIDES)
+            total = total * keep + tl.sum(weights, 0)
+            acc = acc * keep[None, :, None]
+            parts = apart(tl.trans(weights), STEP)
+            if CODE == "unsigned":
+                sums = sums * keep[None, :]
+                biases = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
+                for i in tl.static_range(STEP):
+                    o = tile_offsets[phase * STEP + i].to(tl.float32)
+                    biases += parts[i][None, :, :] * o[:, None, :]
+                sums += tl.sum(biases, 2)
+            for i in tl.static_range(STEP):
+                p = phase * STEP + i
+                w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
+                if ENCODED:
+                    boost = BOOST / place_unit(p, BITS, ISA)
+                    w = w * (tile_scales[p].to(tl.float32) * boost)[:, None, :]
+                acc = tl.dot(w.to(L_DTYPE), numbers[p], acc, input_precision=PRECISION)
+
+    acc = settle_latent(acc, sums, CODE, BITS, BOOST, ISA)
+    if split == NUM_SPLITS - 1:
+        best, total, acc = attend_latent_window(
+            queries, real, window + row.to(tl.int64) * window_row, window_slot,
+            window_rope + row.to(tl.int64) * wr_row, wr_slot, exact, pages * PAGE, sink_tokens, query_at,
+            masks, left, softmax_scale, sliding_window, best, total, acc, RANK, CHUNK, ROPE, ROPE_WIDE,
+            W_TILE, W_DTYPE, W_ROPE_DTYPE, PRECISION, CAUSAL, WINDOWED, MASK,
+        )  # fmt: skip
+
+    if SINKS and NUM_SPLITS == 1:
+        sink = tl.load(sink_logits + head).to(tl.float32) * LOG2E
+        top = tl.maximum(best, sink)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        keep = tl.exp2(best - shift)
+        total = total * keep + tl.exp2(sink - shift)
+    else:
+        keep = tl.full([COLUMNS], 1.0, tl.float32)
+    # nothing seen: zeros from the only split, nothing at all from one of many
+    seen = total > 0
+    norm = keep / tl.where(seen, total, 1.0)
+    at = row.to(tl.int64) * QUERIES + column
+    if NUM_SPLITS > 1:
+        at += split.to(tl.int64) * tl.num_programs(0) * QUERIES
+        lse = tl.where(seen, best * LN2 + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
+        tl.store(out_lse + at, lse, mask=real)
+        real = real & seen
+    place = tl.arange(0, WIDE)[None, None, :]
+    channel = tl.arange(0, CHUNKS)[:, None, None] * CHUNK + place
+    inside = real[None, :, None] & (place < CHUNK) & (channel < RANK)
+    result = (acc * norm[None, :, None]).to(out.dtype.element_ty)
+    tl.store(out + at[None, :, None] * RANK + channel, result, mask=inside)

@@ -1,0 +1,154 @@
+"""Which latent kernel serves a spec: tile sizes, chunks and dtypes as compile-time arguments, and launch parameters.
+
+Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...spec import PageSpec
+from .table import Launch
+from .variant import BOOST, HIP, MIN_SIZE, element_type, power_of_two
+
+COLUMNS = 16  # query rows of a program; more are further programs
+CHUNKS = 4  # of the rank where scales leave the choice: one for each warp
+TILE_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared memory
+MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
+PROGRAMS = 132 * 2  # programs that fill a large GPU: each takes half of a multiprocessor's registers
+MAX_SPLITS = 256
+MIN_TILES = 4  # tiles that a split should have at least
+COMBINED = 64  # channels that one program of the combining kernel takes
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How the rank is cut: chunk c holds channels c * size .. c * size + size - 1 below the rank.
+
+    Attributes:
+        count, wide: powers of two, the chunks and their channels with padding.
+        size: channels of a chunk; all of them share a scale.
+    """
+
+    count: int
+    size: int
+    wide: int
+
+    @classmethod
+    def of(cls, spec: PageSpec) -> "Chunks":
+        """Cut the latents of `spec`: one chunk for each group of scales, or more where groups are few."""
+        rank = spec.keys.head_dim
+        group = rank
+        if not spec.keys.scheme.is_exact:
+            assert spec.keys.scheme.scale_group is not None
+            group = spec.keys.scheme.scale_group[1]
+        size = group
+        if spec.keys.scheme.is_exact:
+            size = max(MIN_SIZE, power_of_two(rank) // CHUNKS)
+        while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < CHUNKS:
+            size //= 2
+        return cls(power_of_two(-(-rank // size)), size, max(MIN_SIZE, power_of_two(size)))
+
+    @property
+    def padded(self) -> int:
+        """Channels with padding."""
+        return self.count * self.wide
+
+
+def places(spec: PageSpec) -> int:
+    """Return the tokens whose codes share a word; 1 where latents are exact."""
+    return 16 // spec.keys.scheme.bits if spec.keys.scheme.bits else 1
+
+
+def tile_rows(spec: PageSpec) -> int:
+    """Return the rows of words of a tile: a part of a page, or of several pages where their words are few."""
+    words = spec.keys.page_size // places(spec)
+    rows = 32
+    if places(spec) > 2:  # more tokens than that leave no registers for their scores
+        rows = 16
+    width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places(spec) == 1 else 2)
+    while rows > MIN_SIZE and rows * width > TILE_BYTES:
+        rows //= 2
+    return min(rows, max(MIN_SIZE, words))
+
+
+def tile_tokens(spec: PageSpec) -> int:
+    """Return the tokens of a tile."""
+    return tile_rows(spec) * places(spec)
+
+
+def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
+    """Return the dtypes of the products with latent pages, RoPE pages, and the window's latents and RoPE keys.
+
+    As variant.compute_types: codes in float16, exact numbers in their own dtype, everything in float32 if anything is.
+    """
+    own = [element_type(side.dtype) for side in spec.sides]
+    if "fp32" in (*own, element_type(query_dtype)):
+        return ("fp32",) * 4
+    pages = ["fp16" if not s.scheme.is_exact else t for s, t in zip(spec.sides, own, strict=True)]
+    return pages[0], pages[1], own[0], own[1]
+
+
+def latent_constants(
+    spec: PageSpec,
+    *,
+    query_dtype: torch.dtype,
+    heads: int,
+    q_len: int,
+    isa: int,
+    num_splits: int,
+    num_stages: int,
+    mask: str = "none",
+    sliding_window: bool = False,
+    sinks: bool = False,
+) -> dict[str, Any]:
+    """Return the latent kernel's compile-time arguments; dtypes by name, as variant.constants gives them.
+
+    Args:
+        spec: of latents, layout "rows".
+        heads: query heads; isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
+        mask: "none", "bool" or "float".
+    """
+    latent, rope = spec.sides
+    cut = Chunks.of(spec)
+    types = compute_types(spec, query_dtype)
+    exact = types[0] == "fp32"
+    code = latent.scheme.code
+    boost = BOOST[f"{code}{latent.scheme.bits}" if code == "unsigned" else code]
+    group = latent.scheme.scale_group[1] if latent.scheme.scale_group else latent.head_dim
+    tokens = tile_tokens(spec)
+    return {
+        "HEADS": heads, "Q_LEN": q_len, "COLUMNS": COLUMNS, "PAGE": latent.page_size,
+        "RANK": latent.head_dim, "CODE": code, "BITS": latent.scheme.bits, "GROUP": group,
+        "WORDS": latent.page_size // places(spec), "ROWS": tile_rows(spec), "STEP": min(4, places(spec)),
+        "CHUNKS": cut.count, "CHUNK": cut.size, "WIDE": cut.wide,
+        "BOOST": 1.0 if exact else boost, "L_DTYPE": types[0],
+        "ROPE": rope.head_dim, "ROPE_CODE": rope.scheme.code,
+        "ROPE_WIDE": max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.count))), "ROPE_DTYPE": types[1],
+        "W_TILE": 32 if tokens >= 32 else 16, "W_COST": max(1, round(16 / spec.bits_per_element)),
+        "W_DTYPE": types[2], "W_ROPE_DTYPE": types[3], "PRECISION": "ieee",
+        "CAUSAL": q_len > 1 and mask == "none", "WINDOWED": sliding_window, "MASK": mask, "SINKS": sinks,
+        "NUM_SPLITS": num_splits, "STAGES": num_stages, "ISA": 0 if exact else isa,
+    }  # fmt: skip
+
+
+def warps_and_stages(spec: PageSpec, isa: int) -> tuple[int, int]:
+    """Return (num_warps, num_stages): a warp for each chunk of the rank; AMD's compiler has no use for stages here."""
+    return 4, 1 if isa == HIP else 2
+
+
+def launch_parameters(spec: PageSpec, isa: int, *, programs: int, tiles: int) -> Launch:
+    """Choose the launch parameters of a decode step from sizes that are known without its lengths.
+
+    Args:
+        isa: compute capability * 10, or 0; programs: programs of one split; tiles: tiles that a row has room for.
+    """
+    num_splits = 1
+    while (
+        num_splits < MAX_SPLITS
+        and num_splits * programs < PROGRAMS
+        and 2 * num_splits * MIN_TILES <= tiles
+    ):
+        num_splits *= 2
+    return Launch(*warps_and_stages(spec, isa), num_splits)

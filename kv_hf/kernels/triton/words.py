@@ -1,0 +1,265 @@
+"""Latents in chunks of channels: words of codes to numbers, and the places of a word side by side.
+
+A 16-bit word holds codes of one channel and of tokens that lie a page's words apart (see spec.SideSpec), so a tile of
+words unpacks into one tile of tokens per place, and may be read along channels and along tokens alike. Tiles are
+[chunks of channels, rows of words, channels of a chunk]; knows nothing of pages, splits and softmax.
+"""
+
+import triton
+import triton.language as tl
+
+from .dequant import tile_unit
+
+
+@triton.constexpr_function
+def place_unit(PLACE, BITS, ISA):
+    """Return what the codes of place `PLACE` are multiplied by, relative to `tile_unit`."""
+    return 2.0 ** (PLACE * BITS % 8) if ISA > 0 and BITS < 8 else 1.0
+
+
+@triton.jit
+def unpack_words(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr):
+    """Unpack int16 words into 16 / BITS tiles of numbers, code * tile_unit * place_unit(place) in DTYPE.
+
+    Args:
+        x: words, or the numbers themselves where CODE is "none"; any shape whose last size is even.
+        CODE, BITS: as in formats.Scheme; DTYPE: of the result; the PTX branch only knows float16.
+        ISA: 0 for code that any target (and the interpreter) takes, else NVIDIA's compute capability * 10.
+    """
+    if CODE == "none":
+        return (x.to(DTYPE),)
+    elif ISA > 0:
+        if CODE == "signed":
+            return _signed_pairs(x)
+        elif CODE == "float8":
+            return _float8_pairs(x) if ISA >= 89 else _float8_pairs_by_shifts(x)
+        else:
+            return _nibbles_in_place(x) if BITS == 4 else _crumbs_in_place(x)
+    else:
+        wide = x.to(tl.int32)
+        tiles = ()
+        for place in tl.static_range(16 // BITS):
+            code = (wide >> (place * BITS)) & ((1 << BITS) - 1)
+            if CODE == "signed":
+                tiles = tiles + (((code ^ 128) - 128).to(tl.float32).to(DTYPE),)
+            elif CODE == "float8":
+                bits = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16)
+                wider = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+                tiles = tiles + (wider.to(DTYPE),)
+            else:
+                tiles = tiles + (code.to(tl.float32).to(DTYPE),)
+        return tiles
+
+
+@triton.jit
+def _signed_pairs(x):
+    """int8: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c;
+        xor.b32 a, $2, 0x80808080;
+        mov.b32 c, 0x64806480;
+        prmt.b32 b, a, 0x64646464, 0x4240;
+        sub.rn.f16x2 $0, b, c;
+        prmt.b32 b, a, 0x64646464, 0x4341;
+        sub.rn.f16x2 $1, b, c;
+        }""",
+        "=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _float8_pairs(x):
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a;
+        .reg .b16 low, high;
+        prmt.b32 a, $2, 0, 0x3120;
+        mov.b32 {low, high}, a;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _float8_pairs_by_shifts(x):
+    """float16 has the same subnormals as e4m3, 8 exponents further down."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, s, t, c;
+        prmt.b32 a, $2, 0, 0x2404;
+        prmt.b32 b, $2, 0, 0x3414;
+        and.b32 s, a, 0x80008000;
+        and.b32 t, b, 0x80008000;
+        shr.u32 a, a, 1;
+        shr.u32 b, b, 1;
+        and.b32 a, a, 0x3f803f80;
+        and.b32 b, b, 0x3f803f80;
+        or.b32 a, a, s;
+        or.b32 b, b, t;
+        mov.b32 c, 0x5c005c00;
+        mul.rn.f16x2 $0, a, c;
+        mul.rn.f16x2 $1, b, c;
+        }""",
+        "=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _nibbles_in_place(x):
+    """The low bits of float16 subnormals: code * 2^-24, times 16 in every second place."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a;
+        shr.u32 a, $4, 8;
+        and.b32 $0, $4, 0x000f000f;
+        and.b32 $1, $4, 0x00f000f0;
+        and.b32 $2, a, 0x000f000f;
+        and.b32 $3, a, 0x00f000f0;
+        }""",
+        "=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _crumbs_in_place(x):
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a;
+        shr.u32 a, $8, 8;
+        and.b32 $0, $8, 0x00030003;
+        and.b32 $1, $8, 0x000c000c;
+        and.b32 $2, $8, 0x00300030;
+        and.b32 $3, $8, 0x00c000c0;
+        and.b32 $4, a, 0x00030003;
+        and.b32 $5, a, 0x000c000c;
+        and.b32 $6, a, 0x00300030;
+        and.b32 $7, a, 0x00c000c0;
+        }""",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(
+            tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
+        ),
+        is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def side_by_side(tiles):
+    """Put 1, 2 or 4 tiles [chunks, columns, rows] together: [chunks, columns, rows * places], places fastest."""
+    PLACES: tl.constexpr = len(tiles)
+    whole = tiles[0]
+    if PLACES == 2:
+        whole = tl.join(tiles[0], tiles[1])
+    elif PLACES == 4:
+        whole = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
+    return whole.reshape(tiles[0].shape[0], tiles[0].shape[1], tiles[0].shape[2] * PLACES)
+
+
+@triton.jit
+def apart(x, PLACES: tl.constexpr):
+    """Undo `side_by_side` for one chunk: [columns, rows * places] to tiles of [columns, rows]."""
+    COLUMNS: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = x.shape[1] // PLACES
+    if PLACES == 1:
+        return (x,)
+    elif PLACES == 2:
+        first, second = tl.split(x.reshape(COLUMNS, ROWS, 2))
+        return (first, second)
+    else:
+        even, odd = tl.split(x.reshape(COLUMNS, ROWS, 2, 2))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return (first, second, third, fourth)
+
+
+@triton.jit
+def load_tile(
+    rows, held, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """Load channels of `rows` [rows], pointers to channel 0, as [CHUNKS, rows, WIDE]; zeros where there are none.
+
+    Chunk c holds channels c * CHUNK + 0 .. CHUNK - 1 below DIM. `held` [rows]: which exist (read where HELD).
+    """
+    place = tl.arange(0, WIDE)[None, None, :]
+    channel = tl.arange(0, CHUNKS)[:, None, None] * CHUNK + place
+    where = rows[None, :, None] + channel
+    if HELD:
+        inside = held[None, :, None] & (place < CHUNK) & (channel < DIM)
+        return tl.load(where, mask=inside, other=0)
+    elif CHUNK < WIDE or CHUNKS * CHUNK > DIM:
+        return tl.load(where, mask=(place < CHUNK) & (channel < DIM), other=0)
+    else:
+        return tl.load(where)
+
+
+@triton.jit
+def load_groups(
+    numbers, tokens, live, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Load each chunk's scale (or offset) of `tokens` [rows] as [CHUNKS, rows]; where GUARD, zeros if `live` is 0."""
+    group = tl.minimum(tl.arange(0, CHUNKS) * CHUNK // GROUP, GROUPS - 1)[:, None]
+    where = numbers + (tokens[None, :] * GROUPS + group)
+    if GUARD:
+        return tl.load(where, mask=(tl.zeros(tokens.shape, tl.int32) < live)[None, :], other=0.0)
+    else:
+        return tl.load(where)
+
+
+@triton.jit
+def score_rope(
+    scores, query, keys, scale, offsets, held, CHUNKS: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
+    CODE: tl.constexpr, HELD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the products of RoPE keys to scores [CHUNKS, columns, rows]: each chunk takes WIDE of the DIM channels.
+
+    Args:
+        query: [CHUNKS, columns, WIDE]; keys: [rows], pointers to channel 0 of each token.
+        scale: [rows], offsets: [rows] pointers to channel 0 of the offsets (both of encoded keys; else anything).
+        held: [rows], which exist (read where HELD).
+    """
+    x = load_tile(keys, held, CHUNKS, WIDE, WIDE, DIM, HELD)
+    if CODE == "none":
+        k = tl.trans(x.to(query.dtype), (0, 2, 1))
+        return tl.dot(query, k, scores, input_precision=PRECISION)
+    else:
+        # bytes as the low half of words: RoPE keys are few, and words unpack without any exchange between threads
+        k = unpack_words(x.to(tl.int16), CODE, 8, query.dtype, ISA)[0]
+        o = load_tile(offsets, held, CHUNKS, WIDE, WIDE, DIM, HELD).to(query.dtype)
+        biased = tl.dot(query, tl.trans(o, (0, 2, 1)), scores, input_precision=PRECISION)
+        product = tl.dot(query, tl.trans(k, (0, 2, 1)), input_precision=PRECISION)
+        return tl.fma(product, tl.broadcast_to(scale[None, None, :], product.shape), biased)
+
+
+@triton.jit
+def settle_latent(
+    acc, sums, CODE: tl.constexpr, BITS: tl.constexpr, BOOST: tl.constexpr, ISA: tl.constexpr
+):
+    """Bring acc [CHUNKS, columns, WIDE] to plain units and add the sums of offsets [CHUNKS, columns]."""
+    if CODE != "none":
+        acc = acc * (1.0 / (BOOST * tile_unit(BITS, ISA)))
+        if CODE == "unsigned":
+            acc = acc + sums[:, :, None]
+    return acc

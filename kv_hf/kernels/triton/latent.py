@@ -14,11 +14,14 @@ from .softmax import LN2, LOG2E, bend, weigh
 from .words import (
     apart,
     load_groups,
+    load_offsets,
     load_tile,
     place_unit,
     score_rope,
     settle_latent,
     side_by_side,
+    sum_chunks,
+    sums_of_query,
     unpack_words,
 )
 
@@ -109,6 +112,7 @@ def latent_kernel(
     TOKENS: tl.constexpr = ROWS * PLACES
     GROUPS: tl.constexpr = RANK // GROUP
     ENCODED: tl.constexpr = CODE != "none"
+    PARTS: tl.constexpr = 16 // CHUNKS if CHUNKS < 8 else 2  # columns of a chunk in products with offsets
     HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none" or SPAN > 1
 
     row = tl.program_id(0)
@@ -152,14 +156,14 @@ def latent_kernel(
     q_rope = q
     if ROPE > 0:
         q_rope = (turned * shrink[None, :, None]).to(ROPE_DTYPE)
-    q_sums = tl.zeros([CHUNKS, COLUMNS], tl.float32)
+    q_sums = 0
     if CODE == "unsigned":
-        q_sums = tl.sum(q.to(tl.float32), 2)
+        q_sums = sums_of_query(q, PARTS)
 
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     acc = tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32)
-    sums = tl.zeros([CHUNKS, COLUMNS], tl.float32)  # of weight * offset
+    sums = tl.zeros([COLUMNS, PARTS * CHUNKS], tl.float32)  # of weight * offset
 
     word = tl.arange(0, ROWS)
     if SPAN > 1:
@@ -179,16 +183,14 @@ def latent_kernel(
     soon = tl.load(table + tl.minimum(soon, last), mask=there, other=0)
     block = page.to(tl.int64)
     scales = ()
-    offsets = ()
     if ENCODED:
         tokens = block * PAGE + (begin * ROWS) % WORDS + word
         for p in tl.static_range(PLACES):
             scales = scales + (load_groups(scale, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, True),)
-            if CODE == "unsigned":
-                offsets = offsets + (load_groups(offset, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, True),)
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = (tile * ROWS) % WORDS + word
         tile_page = tile * ROWS // WORDS + page_of
+        tile_block = block
         held = tile_page + tl.zeros([ROWS], tl.int32) < pages
         x = load_tile(codes + block * (WORDS * RANK) + start * RANK, held, CHUNKS, CHUNK, WIDE, RANK, False)
         ropes = rope + block * (PAGE * ROPE) + start * ROPE
@@ -198,42 +200,42 @@ def latent_kernel(
             r_scale += tl.load(rope_scale + block).to(tl.float32)
 
         tile_scales = scales
-        tile_offsets = offsets
         block = soon.to(tl.int64)
         soon = tl.load(table + tl.minimum((tile + 2) * ROWS // WORDS + page_of, last))
         if ENCODED:
             scales = ()
-            offsets = ()
             tokens = block * PAGE + ((tile + 1) * ROWS) % WORDS + word
             for p in tl.static_range(PLACES):
                 scales = scales + (load_groups(scale, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, False),)
-                if CODE == "unsigned":
-                    offsets = offsets + (
-                        load_groups(offset, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, False),
-                    )
 
         numbers = unpack_words(x, CODE, BITS, L_DTYPE, ISA)
         for phase in tl.static_range(PLACES // STEP):
             scores = ()
             for i in tl.static_range(STEP):
-                p = phase * STEP + i
-                s = tl.dot(q, tl.trans(numbers[p], (0, 2, 1)), input_precision=PRECISION)
+                s = tl.dot(q, tl.trans(numbers[phase * STEP + i], (0, 2, 1)), input_precision=PRECISION)
                 if ENCODED:
-                    unit = 1.0 / (tile_unit(BITS, ISA) * place_unit(p, BITS, ISA))
-                    s = s * (tile_scales[p].to(tl.float32) * unit)[:, None, :]
-                    if CODE == "unsigned":
-                        s += q_sums[:, :, None] * tile_offsets[p].to(tl.float32)[:, None, :]
+                    unit = 1.0 / (tile_unit(BITS, ISA) * place_unit(phase * STEP + i, BITS, ISA))
+                    s = s * (tile_scales[phase * STEP + i].to(tl.float32) * unit)[:, None, :]
                 if ROPE > 0:
                     s = score_rope(
-                        s, q_rope, ropes + p * (WORDS * ROPE), r_scale, r_offset, held, CHUNKS, ROPE_WIDE,
+                        s, q_rope, ropes + (phase * STEP + i) * (WORDS * ROPE), r_scale, r_offset, held, CHUNKS, ROPE_WIDE,
                         ROPE, ROPE_CODE, False, ISA, PRECISION,
                     )  # fmt: skip
-                scores = scores + (s,)
+                scores = scores + (sum_chunks(s, 4),)
             token = tl.arange(0, ROWS * STEP)
             at_word = tile * ROWS + token // STEP
             at_page = at_word // WORDS
             at = at_page * PAGE + at_word % WORDS + (phase * STEP + token % STEP) * WORDS
-            whole = tl.trans(tl.sum(side_by_side(scores), 0))
+            whole = tl.sum(side_by_side(scores), 0)
+            if CODE == "unsigned":
+                token_block = tile_block
+                if SPAN > 1:
+                    token_block = tl.load(table + tl.minimum(at_page, last)).to(tl.int64)
+                tile_offsets = load_offsets(
+                    offset, token_block * PAGE + at % PAGE, CHUNKS, CHUNK, PARTS, GROUP, GROUPS
+                ).to(L_DTYPE)
+                whole += tl.dot(q_sums, tl.trans(tile_offsets), input_precision=PRECISION)
+            whole = tl.trans(whole)
             whole = bend(
                 whole, factor, sink_tokens + at, at_page < pages, query_at, 1.0, sliding_window, masks, left,
                 SPAN > 1, CAUSAL, WINDOWED, False, MASK,
@@ -243,19 +245,14 @@ def latent_kernel(
             acc = acc * keep[None, :, None]
             parts = apart(tl.trans(weights), STEP)
             if CODE == "unsigned":
-                sums = sums * keep[None, :]
-                biases = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
-                for i in tl.static_range(STEP):
-                    o = tile_offsets[phase * STEP + i].to(tl.float32)
-                    biases += parts[i][None, :, :] * o[:, None, :]
-                sums += tl.sum(biases, 2)
+                w = tl.trans(weights).to(L_DTYPE)
+                sums = tl.dot(w, tile_offsets, sums * keep[:, None], input_precision=PRECISION)
             for i in tl.static_range(STEP):
-                p = phase * STEP + i
                 w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
                 if ENCODED:
-                    boost = BOOST / place_unit(p, BITS, ISA)
-                    w = w * (tile_scales[p].to(tl.float32) * boost)[:, None, :]
-                acc = tl.dot(w.to(L_DTYPE), numbers[p], acc, input_precision=PRECISION)
+                    boost = BOOST / place_unit(phase * STEP + i, BITS, ISA)
+                    w = w * (tile_scales[phase * STEP + i].to(tl.float32) * boost)[:, None, :]
+                acc = tl.dot(w.to(L_DTYPE), numbers[phase * STEP + i], acc, input_precision=PRECISION)
 
     acc = settle_latent(acc, sums, CODE, BITS, BOOST, ISA)
     if split == NUM_SPLITS - 1:

@@ -194,6 +194,14 @@ def apart(x, PLACES: tl.constexpr):
 
 
 @triton.jit
+def sum_chunks(x, LEFT: tl.constexpr):
+    """Sum [chunks, columns, rows] to at most LEFT chunks: those that lie LEFT apart belong to the same warp."""
+    if x.shape[0] > LEFT:
+        x = tl.sum(x.reshape(x.shape[0] // LEFT, LEFT, x.shape[1], x.shape[2]), 0)
+    return x
+
+
+@triton.jit
 def load_tile(
     rows, held, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
     HELD: tl.constexpr,
@@ -229,6 +237,37 @@ def load_groups(
 
 
 @triton.jit
+def sums_of_query(query, PARTS: tl.constexpr):
+    """Return what offsets are multiplied by: sums of query [chunks, columns, wide], as [columns, PARTS * chunks].
+
+    Column p * chunks + c is chunk c's sum for p = 0, what its rounding lost for p = 1, and 0 from there on.
+    """
+    CHUNKS: tl.constexpr = query.shape[0]
+    COLUMNS: tl.constexpr = query.shape[1]
+    sums = tl.trans(tl.sum(query.to(tl.float32), 2))
+    high = sums.to(query.dtype)
+    low = sums - high.to(tl.float32)
+    part = tl.arange(0, PARTS)[None, :, None]
+    low = tl.where(part == 1, low[:, None, :], 0.0)
+    parts = tl.where(part == 0, high.to(tl.float32)[:, None, :], low)
+    return parts.reshape(COLUMNS, PARTS * CHUNKS).to(query.dtype)
+
+
+@triton.jit
+def load_offsets(
+    offset, tokens, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Load each chunk's offset of `tokens` [n], PARTS times, as [n, PARTS * CHUNKS] (see `sums_of_query`)."""
+    chunk = tl.arange(0, PARTS * CHUNKS) % CHUNKS
+    if CHUNK != GROUP:
+        chunk = chunk * CHUNK // GROUP
+    if CHUNKS * CHUNK > GROUPS * GROUP:
+        chunk = tl.minimum(chunk, GROUPS - 1)
+    return tl.load(offset + tokens[:, None] * GROUPS + chunk[None, :])
+
+
+@triton.jit
 def score_rope(
     scores, query, keys, scale, offsets, held, CHUNKS: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
     CODE: tl.constexpr, HELD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
@@ -257,9 +296,12 @@ def score_rope(
 def settle_latent(
     acc, sums, CODE: tl.constexpr, BITS: tl.constexpr, BOOST: tl.constexpr, ISA: tl.constexpr
 ):
-    """Bring acc [CHUNKS, columns, WIDE] to plain units and add the sums of offsets [CHUNKS, columns]."""
+    """Bring acc [chunks, columns, wide] to plain units and add the sums of offsets [columns, parts * chunks]."""
     if CODE != "none":
         acc = acc * (1.0 / (BOOST * tile_unit(BITS, ISA)))
         if CODE == "unsigned":
-            acc = acc + sums[:, :, None]
+            CHUNKS: tl.constexpr = acc.shape[0]
+            PARTS: tl.constexpr = sums.shape[1] // CHUNKS  # all the same
+            mean = tl.sum(sums.reshape(acc.shape[1], PARTS, CHUNKS), 1) * (1.0 / PARTS)
+            acc = acc + tl.trans(mean)[:, :, None]
     return acc

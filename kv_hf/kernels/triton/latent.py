@@ -13,14 +13,13 @@ from .latent_window import attend_latent_window
 from .softmax import LN2, LOG2E, bend, weigh
 from .words import (
     apart,
-    load_groups,
     load_offsets,
+    load_scales,
     load_tile,
     place_unit,
     score_rope,
     settle_latent,
     side_by_side,
-    sum_chunks,
     sums_of_query,
     unpack_words,
 )
@@ -81,7 +80,8 @@ def latent_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    RUNS: tl.constexpr,
+    SIZE: tl.constexpr,
     WIDE: tl.constexpr,
     BOOST: tl.constexpr,
     L_DTYPE: tl.constexpr,
@@ -112,7 +112,8 @@ def latent_kernel(
     TOKENS: tl.constexpr = ROWS * PLACES
     GROUPS: tl.constexpr = RANK // GROUP
     ENCODED: tl.constexpr = CODE != "none"
-    PARTS: tl.constexpr = 16 // CHUNKS if CHUNKS < 8 else 2  # columns of a chunk in products with offsets
+    PIECES: tl.constexpr = CHUNKS * RUNS
+    PARTS: tl.constexpr = 16 // PIECES if PIECES < 8 else 2  # columns of a piece in products with offsets
     HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none" or SPAN > 1
 
     row = tl.program_id(0)
@@ -143,27 +144,34 @@ def latent_kernel(
     queries = query + row.to(tl.int64) * query_row + head * query_head
     queries += (column % Q_LEN) * query_token
     # a power of two that brings each query near 1: float16 products then neither overflow nor vanish
-    wanted = load_tile(queries, real, CHUNKS, CHUNK, WIDE, RANK, True).to(tl.float32)
+    wanted = load_tile(queries, real, 0, PIECES, SIZE, SIZE, WIDE, RANK, True).to(tl.float32)
     size = tl.max(tl.max(tl.abs(wanted), 2), 0)
     if ROPE > 0:
-        turned = load_tile(queries + RANK, real, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE, True)
+        turned = load_tile(
+            queries + RANK, real, 0, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE_WIDE, ROPE, True
+        )
         turned = turned.to(tl.float32)
         size = tl.maximum(size, tl.max(tl.max(tl.abs(turned), 2), 0))
     exponent = tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
     shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
     factor = exponent.to(tl.float32, bitcast=True) * (softmax_scale * LOG2E)
-    q = (wanted * shrink[None, :, None]).to(L_DTYPE)
-    q_rope = q
+    q = ()
+    for r in tl.static_range(RUNS):
+        one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
+        q = q + ((one.to(tl.float32) * shrink[None, :, None]).to(L_DTYPE),)
+    q_rope = q[0]
     if ROPE > 0:
         q_rope = (turned * shrink[None, :, None]).to(ROPE_DTYPE)
     q_sums = 0
     if CODE == "unsigned":
-        q_sums = sums_of_query(q, PARTS)
+        q_sums = sums_of_query((wanted * shrink[None, :, None]).to(L_DTYPE), PARTS)
 
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
-    acc = tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32)
-    sums = tl.zeros([COLUMNS, PARTS * CHUNKS], tl.float32)  # of weight * offset
+    acc = ()
+    for _ in tl.static_range(RUNS):
+        acc = acc + (tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32),)
+    sums = tl.zeros([COLUMNS, PARTS * PIECES], tl.float32)  # of weight * offset
 
     word = tl.arange(0, ROWS)
     if SPAN > 1:
@@ -184,15 +192,20 @@ def latent_kernel(
     block = page.to(tl.int64)
     scales = ()
     if ENCODED:
-        tokens = block * PAGE + (begin * ROWS) % WORDS + word
-        for p in tl.static_range(PLACES):
-            scales = scales + (load_groups(scale, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, True),)
+        scales = load_scales(
+            scale, block * PAGE + (begin * ROWS) % WORDS + word, live, CHUNKS, RUNS, SIZE, GROUP, GROUPS,
+            WORDS, PLACES, True,
+        )  # fmt: skip
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = (tile * ROWS) % WORDS + word
         tile_page = tile * ROWS // WORDS + page_of
         tile_block = block
         held = tile_page + tl.zeros([ROWS], tl.int32) < pages
-        x = load_tile(codes + block * (WORDS * RANK) + start * RANK, held, CHUNKS, CHUNK, WIDE, RANK, False)
+        words = codes + block * (WORDS * RANK) + start * RANK
+        numbers = ()
+        for r in tl.static_range(RUNS):
+            x = load_tile(words, held, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
+            numbers = numbers + (unpack_words(x, CODE, BITS, L_DTYPE, ISA),)
         ropes = rope + block * (PAGE * ROPE) + start * ROPE
         r_scale = 0.0 + tl.zeros([ROWS], tl.float32)
         r_offset = rope_offset + block * ROPE + tl.zeros([ROWS], tl.int32)
@@ -203,25 +216,30 @@ def latent_kernel(
         block = soon.to(tl.int64)
         soon = tl.load(table + tl.minimum((tile + 2) * ROWS // WORDS + page_of, last))
         if ENCODED:
-            scales = ()
-            tokens = block * PAGE + ((tile + 1) * ROWS) % WORDS + word
-            for p in tl.static_range(PLACES):
-                scales = scales + (load_groups(scale, tokens + p * WORDS, live, CHUNKS, CHUNK, GROUP, GROUPS, False),)
+            scales = load_scales(
+                scale, block * PAGE + ((tile + 1) * ROWS) % WORDS + word, live, CHUNKS, RUNS, SIZE, GROUP,
+                GROUPS, WORDS, PLACES, False,
+            )  # fmt: skip
 
-        numbers = unpack_words(x, CODE, BITS, L_DTYPE, ISA)
         for phase in tl.static_range(PLACES // STEP):
             scores = ()
             for i in tl.static_range(STEP):
-                s = tl.dot(q, tl.trans(numbers[phase * STEP + i], (0, 2, 1)), input_precision=PRECISION)
-                if ENCODED:
-                    unit = 1.0 / (tile_unit(BITS, ISA) * place_unit(phase * STEP + i, BITS, ISA))
-                    s = s * (tile_scales[phase * STEP + i].to(tl.float32) * unit)[:, None, :]
+                s = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
+                for r in tl.static_range(RUNS):
+                    k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
+                    if ENCODED:
+                        unit = 1.0 / (tile_unit(BITS, ISA) * place_unit(phase * STEP + i, BITS, ISA))
+                        by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32) * unit
+                        product = tl.dot(q[r], k, input_precision=PRECISION)
+                        s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
+                    else:
+                        s = tl.dot(q[r], k, s, input_precision=PRECISION)
                 if ROPE > 0:
                     s = score_rope(
                         s, q_rope, ropes + (phase * STEP + i) * (WORDS * ROPE), r_scale, r_offset, held, CHUNKS, ROPE_WIDE,
                         ROPE, ROPE_CODE, False, ISA, PRECISION,
                     )  # fmt: skip
-                scores = scores + (sum_chunks(s, 4),)
+                scores = scores + (s,)
             token = tl.arange(0, ROWS * STEP)
             at_word = tile * ROWS + token // STEP
             at_page = at_word // WORDS
@@ -232,7 +250,7 @@ def latent_kernel(
                 if SPAN > 1:
                     token_block = tl.load(table + tl.minimum(at_page, last)).to(tl.int64)
                 tile_offsets = load_offsets(
-                    offset, token_block * PAGE + at % PAGE, CHUNKS, CHUNK, PARTS, GROUP, GROUPS
+                    offset, token_block * PAGE + at % PAGE, PIECES, SIZE, PARTS, GROUP, GROUPS
                 ).to(L_DTYPE)
                 whole += tl.dot(q_sums, tl.trans(tile_offsets), input_precision=PRECISION)
             whole = tl.trans(whole)
@@ -242,24 +260,30 @@ def latent_kernel(
             )  # fmt: skip
             weights, keep, best = weigh(whole, factor, best, MASK == "float", HIDES)
             total = total * keep + tl.sum(weights, 0)
-            acc = acc * keep[None, :, None]
             parts = apart(tl.trans(weights), STEP)
             if CODE == "unsigned":
                 w = tl.trans(weights).to(L_DTYPE)
                 sums = tl.dot(w, tile_offsets, sums * keep[:, None], input_precision=PRECISION)
-            for i in tl.static_range(STEP):
-                w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
-                if ENCODED:
-                    boost = BOOST / place_unit(phase * STEP + i, BITS, ISA)
-                    w = w * (tile_scales[phase * STEP + i].to(tl.float32) * boost)[:, None, :]
-                acc = tl.dot(w.to(L_DTYPE), numbers[phase * STEP + i], acc, input_precision=PRECISION)
+            new = ()
+            for r in tl.static_range(RUNS):
+                part = acc[r] * keep[None, :, None]
+                for i in tl.static_range(STEP):
+                    w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
+                    if ENCODED:
+                        boost = BOOST / place_unit(phase * STEP + i, BITS, ISA)
+                        by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32) * boost
+                        w = w * by[:, None, :]
+                    v = numbers[r][phase * STEP + i]
+                    part = tl.dot(w.to(L_DTYPE), v, part, input_precision=PRECISION)
+                new = new + (part,)
+            acc = new
 
     acc = settle_latent(acc, sums, CODE, BITS, BOOST, ISA)
     if split == NUM_SPLITS - 1:
         best, total, acc = attend_latent_window(
             queries, real, window + row.to(tl.int64) * window_row, window_slot,
             window_rope + row.to(tl.int64) * wr_row, wr_slot, exact, pages * PAGE, sink_tokens, query_at,
-            masks, left, softmax_scale, sliding_window, best, total, acc, RANK, CHUNK, ROPE, ROPE_WIDE,
+            masks, left, softmax_scale, sliding_window, best, total, acc, RANK, SIZE, ROPE, ROPE_WIDE,
             W_TILE, W_DTYPE, W_ROPE_DTYPE, PRECISION, CAUSAL, WINDOWED, MASK,
         )  # fmt: skip
 
@@ -281,7 +305,8 @@ def latent_kernel(
         tl.store(out_lse + at, lse, mask=real)
         real = real & seen
     place = tl.arange(0, WIDE)[None, None, :]
-    channel = tl.arange(0, CHUNKS)[:, None, None] * CHUNK + place
-    inside = real[None, :, None] & (place < CHUNK) & (channel < RANK)
-    result = (acc * norm[None, :, None]).to(out.dtype.element_ty)
-    tl.store(out + at[None, :, None] * RANK + channel, result, mask=inside)
+    for r in tl.static_range(RUNS):
+        channel = (tl.arange(0, CHUNKS)[:, None, None] * RUNS + r) * SIZE + place
+        inside = real[None, :, None] & (place < SIZE) & (channel < RANK)
+        result = (acc[r] * norm[None, :, None]).to(out.dtype.element_ty)
+        tl.store(out + at[None, :, None] * RANK + channel, result, mask=inside)

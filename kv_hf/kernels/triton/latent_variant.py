@@ -24,36 +24,33 @@ COMBINED = 64  # channels that one program of the combining kernel takes
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the rank is cut: chunk c holds channels c * size .. c * size + size - 1 below the rank.
+    """How the rank is cut: piece c * runs + r, run r of chunk c, holds `size` channels from its number * size on.
 
     Attributes:
-        count, wide: powers of two, the chunks and their channels with padding.
-        size: channels of a chunk; all of them share a scale.
+        count, runs: chunks, whose products make one batch, and pieces of each; powers of two.
+        size, wide: channels of a piece, which share a scale, and the power of two that they are padded to.
     """
 
     count: int
+    runs: int
     size: int
     wide: int
 
     @classmethod
     def of(cls, spec: PageSpec) -> "Chunks":
-        """Cut the latents of `spec`: one chunk for each group of scales, or more where groups are few."""
-        rank = spec.keys.head_dim
-        group = rank
-        if not spec.keys.scheme.is_exact:
-            assert spec.keys.scheme.scale_group is not None
-            group = spec.keys.scheme.scale_group[1]
-        size = group
-        if spec.keys.scheme.is_exact:
-            size = max(MIN_SIZE, power_of_two(rank) // CHUNKS)
+        """Cut the latents of `spec`: one piece for each group of scales, or more where groups are few."""
+        rank, scheme = spec.keys.head_dim, spec.keys.scheme
+        size = scheme.scale_group[1] if scheme.scale_group else power_of_two(rank)
         while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < CHUNKS:
             size //= 2
-        return cls(power_of_two(-(-rank // size)), size, max(MIN_SIZE, power_of_two(size)))
+        pieces = power_of_two(-(-rank // size))
+        count = min(CHUNKS, pieces)
+        return cls(count, pieces // count, size, max(MIN_SIZE, power_of_two(size)))
 
     @property
     def padded(self) -> int:
         """Channels with padding."""
-        return self.count * self.wide
+        return self.count * self.runs * self.wide
 
 
 def places(spec: PageSpec) -> int:
@@ -122,7 +119,7 @@ def latent_constants(
         "HEADS": heads, "Q_LEN": q_len, "COLUMNS": COLUMNS, "PAGE": latent.page_size,
         "RANK": latent.head_dim, "CODE": code, "BITS": latent.scheme.bits, "GROUP": group,
         "WORDS": latent.page_size // places(spec), "ROWS": tile_rows(spec), "STEP": min(4, places(spec)),
-        "CHUNKS": cut.count, "CHUNK": cut.size, "WIDE": cut.wide,
+        "CHUNKS": cut.count, "RUNS": cut.runs, "SIZE": cut.size, "WIDE": cut.wide,
         "BOOST": 1.0 if exact else boost, "L_DTYPE": types[0],
         "ROPE": rope.head_dim, "ROPE_CODE": rope.scheme.code,
         "ROPE_WIDE": max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.count))), "ROPE_DTYPE": types[1],

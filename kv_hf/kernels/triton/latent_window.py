@@ -27,7 +27,7 @@ def attend_latent_window(
     total,
     acc,
     RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_WIDE: tl.constexpr,
     W_TILE: tl.constexpr,
@@ -40,23 +40,33 @@ def attend_latent_window(
 ):
     """Add the window's tokens to the running softmax (best, total, acc) and return it; slots as in window.py.
 
-    acc: [chunks, columns, wide], settled (see words.settle_latent).
+    acc: runs of [chunks, columns, wide], settled (see words.settle_latent).
     """
-    CHUNKS: tl.constexpr = acc.shape[0]
-    COLUMNS: tl.constexpr = acc.shape[1]
-    WIDE: tl.constexpr = acc.shape[2]
-    q = load_tile(queries, real, CHUNKS, CHUNK, WIDE, RANK, True).to(DTYPE)
-    q_rope = q
+    CHUNKS: tl.constexpr = acc[0].shape[0]
+    COLUMNS: tl.constexpr = acc[0].shape[1]
+    WIDE: tl.constexpr = acc[0].shape[2]
+    RUNS: tl.constexpr = len(acc)
+    q = ()
+    for r in tl.static_range(RUNS):
+        one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
+        q = q + (one.to(DTYPE),)
+    q_rope = q[0]
     if ROPE > 0:
-        q_rope = load_tile(queries + RANK, real, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE, True)
-        q_rope = q_rope.to(ROPE_DTYPE)
+        q_rope = load_tile(
+            queries + RANK, real, 0, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE_WIDE, ROPE, True
+        ).to(ROPE_DTYPE)
     factor = tl.full([COLUMNS], 1.0, tl.float32) * (softmax_scale * LOG2E)
     for first in tl.range(0, exact, W_TILE, num_stages=1):
         slot = first + tl.arange(0, W_TILE)
         held = slot < exact
         at = slot + tl.where(slot < sink_tokens, 0, page_tokens)
-        x = load_tile(latents + slot * latent_slot, held, CHUNKS, CHUNK, WIDE, RANK, True).to(DTYPE)
-        scores = tl.dot(q, tl.trans(x, (0, 2, 1)), input_precision=PRECISION)
+        scores = tl.zeros([CHUNKS, COLUMNS, W_TILE], tl.float32)
+        numbers = ()
+        for r in tl.static_range(RUNS):
+            rows = latents + slot * latent_slot
+            x = load_tile(rows, held, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True).to(DTYPE)
+            scores = tl.dot(q[r], tl.trans(x, (0, 2, 1)), scores, input_precision=PRECISION)
+            numbers = numbers + (x,)
         if ROPE > 0:
             scores = score_rope(
                 scores, q_rope, ropes + slot * rope_slot, factor, ropes, held, CHUNKS, ROPE_WIDE, ROPE,
@@ -70,5 +80,9 @@ def attend_latent_window(
         weights, keep, best = weigh(scores, factor, best, MASK == "float", True)
         total = total * keep + tl.sum(weights, 0)
         w = tl.broadcast_to(tl.trans(weights)[None, :, :], [CHUNKS, COLUMNS, W_TILE]).to(DTYPE)
-        acc = tl.dot(w, x, acc * keep[None, :, None], input_precision=PRECISION)
+        new = ()
+        for r in tl.static_range(RUNS):
+            part = acc[r] * keep[None, :, None]
+            new = new + (tl.dot(w, numbers[r], part, input_precision=PRECISION),)
+        acc = new
     return best, total, acc

@@ -34,7 +34,11 @@ def unpack_words(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
         elif CODE == "float8":
             return _float8_pairs(x) if ISA >= 89 else _float8_pairs_by_shifts(x)
         else:
-            return _nibbles_in_place(x) if BITS == 4 else _crumbs_in_place(x)
+            # one place at a time: the others' numbers would fill the registers meanwhile
+            tiles = ()
+            for place in tl.static_range(16 // BITS):
+                tiles = tiles + (_place(x, place, BITS),)
+            return tiles
     else:
         wide = x.to(tl.int32)
         tiles = ()
@@ -119,49 +123,18 @@ def _float8_pairs_by_shifts(x):
     )
 
 
+@triton.constexpr_function
+def _take_place(PLACE, BITS):
+    """PTX that leaves the codes of one place where they lie in their byte: the low bits of float16 subnormals."""
+    mask = ((1 << BITS) - 1 << PLACE * BITS % 8) * 0x10001
+    return f"{{ .reg .b32 a; shr.u32 a, $1, {PLACE * BITS // 8 * 8}; and.b32 $0, a, {mask}; }}"
+
+
 @triton.jit
-def _nibbles_in_place(x):
-    """The low bits of float16 subnormals: code * 2^-24, times 16 in every second place."""
+def _place(x, PLACE: tl.constexpr, BITS: tl.constexpr):
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a;
-        shr.u32 a, $4, 8;
-        and.b32 $0, $4, 0x000f000f;
-        and.b32 $1, $4, 0x00f000f0;
-        and.b32 $2, a, 0x000f000f;
-        and.b32 $3, a, 0x00f000f0;
-        }""",
-        "=&r,=&r,=&r,=&r,r",
-        args=[x],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
+        _take_place(PLACE, BITS), "=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=2
     )
-
-
-@triton.jit
-def _crumbs_in_place(x):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a;
-        shr.u32 a, $8, 8;
-        and.b32 $0, $8, 0x00030003;
-        and.b32 $1, $8, 0x000c000c;
-        and.b32 $2, $8, 0x00300030;
-        and.b32 $3, $8, 0x00c000c0;
-        and.b32 $4, a, 0x00030003;
-        and.b32 $5, a, 0x000c000c;
-        and.b32 $6, a, 0x00300030;
-        and.b32 $7, a, 0x00c000c0;
-        }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-        args=[x],
-        dtype=(
-            tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
-        ),
-        is_pure=True,
-        pack=2,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -194,55 +167,56 @@ def apart(x, PLACES: tl.constexpr):
 
 
 @triton.jit
-def sum_chunks(x, LEFT: tl.constexpr):
-    """Sum [chunks, columns, rows] to at most LEFT chunks: those that lie LEFT apart belong to the same warp."""
-    if x.shape[0] > LEFT:
-        x = tl.sum(x.reshape(x.shape[0] // LEFT, LEFT, x.shape[1], x.shape[2]), 0)
-    return x
-
-
-@triton.jit
 def load_tile(
-    rows, held, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
-    HELD: tl.constexpr,
+    rows, held, FIRST: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, DIM: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Load channels of `rows` [rows], pointers to channel 0, as [CHUNKS, rows, WIDE]; zeros where there are none.
 
-    Chunk c holds channels c * CHUNK + 0 .. CHUNK - 1 below DIM. `held` [rows]: which exist (read where HELD).
+    Chunk c holds SIZE channels from FIRST + c * STRIDE on, below DIM. `held` [rows]: which exist (read where HELD).
     """
     place = tl.arange(0, WIDE)[None, None, :]
-    channel = tl.arange(0, CHUNKS)[:, None, None] * CHUNK + place
+    channel = tl.arange(0, CHUNKS)[:, None, None] * STRIDE + place + FIRST
     where = rows[None, :, None] + channel
     if HELD:
-        inside = held[None, :, None] & (place < CHUNK) & (channel < DIM)
+        inside = held[None, :, None] & (place < SIZE) & (channel < DIM)
         return tl.load(where, mask=inside, other=0)
-    elif CHUNK < WIDE or CHUNKS * CHUNK > DIM:
-        return tl.load(where, mask=(place < CHUNK) & (channel < DIM), other=0)
+    elif SIZE < WIDE or FIRST + (CHUNKS - 1) * STRIDE + SIZE > DIM:
+        return tl.load(where, mask=(place < SIZE) & (channel < DIM), other=0)
     else:
         return tl.load(where)
 
 
 @triton.jit
-def load_groups(
-    numbers, tokens, live, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, GUARD: tl.constexpr,
+def load_scales(
+    scale, tokens, live, CHUNKS: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Load each chunk's scale (or offset) of `tokens` [rows] as [CHUNKS, rows]; where GUARD, zeros if `live` is 0."""
-    group = tl.minimum(tl.arange(0, CHUNKS) * CHUNK // GROUP, GROUPS - 1)[:, None]
-    where = numbers + (tokens[None, :] * GROUPS + group)
-    if GUARD:
-        return tl.load(where, mask=(tl.zeros(tokens.shape, tl.int32) < live)[None, :], other=0.0)
-    else:
-        return tl.load(where)
+    """Load the scales of a tile, place by place and run by run, each [CHUNKS, rows].
+
+    Args:
+        tokens: [rows], the tokens of place 0; live: where GUARD, 1, or 0 for zeros.
+    """
+    scales = ()
+    for p in tl.static_range(PLACES):
+        for r in tl.static_range(RUNS):
+            group = (tl.arange(0, CHUNKS) * RUNS + r) * SIZE // GROUP
+            where = (tokens + p * WORDS)[None, :] * GROUPS + tl.minimum(group, GROUPS - 1)[:, None]
+            if GUARD:
+                there = (tl.zeros(tokens.shape, tl.int32) < live)[None, :]
+                scales = scales + (tl.load(scale + where, mask=there, other=0.0),)
+            else:
+                scales = scales + (tl.load(scale + where),)
+    return scales
 
 
 @triton.jit
 def sums_of_query(query, PARTS: tl.constexpr):
-    """Return what offsets are multiplied by: sums of query [chunks, columns, wide], as [columns, PARTS * chunks].
+    """Return what offsets are multiplied by: sums of query [pieces, columns, wide], as [columns, PARTS * pieces].
 
-    Column p * chunks + c is chunk c's sum for p = 0, what its rounding lost for p = 1, and 0 from there on.
+    Column p * pieces + c is piece c's sum for p = 0, what its rounding lost for p = 1, and 0 from there on.
     """
-    CHUNKS: tl.constexpr = query.shape[0]
+    PIECES: tl.constexpr = query.shape[0]
     COLUMNS: tl.constexpr = query.shape[1]
     sums = tl.trans(tl.sum(query.to(tl.float32), 2))
     high = sums.to(query.dtype)
@@ -250,21 +224,21 @@ def sums_of_query(query, PARTS: tl.constexpr):
     part = tl.arange(0, PARTS)[None, :, None]
     low = tl.where(part == 1, low[:, None, :], 0.0)
     parts = tl.where(part == 0, high.to(tl.float32)[:, None, :], low)
-    return parts.reshape(COLUMNS, PARTS * CHUNKS).to(query.dtype)
+    return parts.reshape(COLUMNS, PARTS * PIECES).to(query.dtype)
 
 
 @triton.jit
 def load_offsets(
-    offset, tokens, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    offset, tokens, PIECES: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Load each chunk's offset of `tokens` [n], PARTS times, as [n, PARTS * CHUNKS] (see `sums_of_query`)."""
-    chunk = tl.arange(0, PARTS * CHUNKS) % CHUNKS
-    if CHUNK != GROUP:
-        chunk = chunk * CHUNK // GROUP
-    if CHUNKS * CHUNK > GROUPS * GROUP:
-        chunk = tl.minimum(chunk, GROUPS - 1)
-    return tl.load(offset + tokens[:, None] * GROUPS + chunk[None, :])
+    """Load each piece's offset of `tokens` [n], PARTS times, as [n, PARTS * PIECES] (see `sums_of_query`)."""
+    piece = tl.arange(0, PARTS * PIECES) % PIECES
+    if SIZE != GROUP:
+        piece = piece * SIZE // GROUP
+    if PIECES * SIZE > GROUPS * GROUP:
+        piece = tl.minimum(piece, GROUPS - 1)
+    return tl.load(offset + tokens[:, None] * GROUPS + piece[None, :])
 
 
 @triton.jit
@@ -279,14 +253,14 @@ def score_rope(
         scale: [rows], offsets: [rows] pointers to channel 0 of the offsets (both of encoded keys; else anything).
         held: [rows], which exist (read where HELD).
     """
-    x = load_tile(keys, held, CHUNKS, WIDE, WIDE, DIM, HELD)
+    x = load_tile(keys, held, 0, CHUNKS, WIDE, WIDE, WIDE, DIM, HELD)
     if CODE == "none":
         k = tl.trans(x.to(query.dtype), (0, 2, 1))
         return tl.dot(query, k, scores, input_precision=PRECISION)
     else:
         # bytes as the low half of words: RoPE keys are few, and words unpack without any exchange between threads
         k = unpack_words(x.to(tl.int16), CODE, 8, query.dtype, ISA)[0]
-        o = load_tile(offsets, held, CHUNKS, WIDE, WIDE, DIM, HELD).to(query.dtype)
+        o = load_tile(offsets, held, 0, CHUNKS, WIDE, WIDE, WIDE, DIM, HELD).to(query.dtype)
         biased = tl.dot(query, tl.trans(o, (0, 2, 1)), scores, input_precision=PRECISION)
         product = tl.dot(query, tl.trans(k, (0, 2, 1)), input_precision=PRECISION)
         return tl.fma(product, tl.broadcast_to(scale[None, None, :], product.shape), biased)
@@ -296,12 +270,23 @@ def score_rope(
 def settle_latent(
     acc, sums, CODE: tl.constexpr, BITS: tl.constexpr, BOOST: tl.constexpr, ISA: tl.constexpr
 ):
-    """Bring acc [chunks, columns, wide] to plain units and add the sums of offsets [columns, parts * chunks]."""
-    if CODE != "none":
-        acc = acc * (1.0 / (BOOST * tile_unit(BITS, ISA)))
+    """Bring the runs of acc, each [chunks, columns, wide], to plain units and add the sums of offsets.
+
+    sums: [columns, parts * chunks * runs], its parts all the same.
+    """
+    CHUNKS: tl.constexpr = acc[0].shape[0]
+    COLUMNS: tl.constexpr = acc[0].shape[1]
+    RUNS: tl.constexpr = len(acc)
+    PARTS: tl.constexpr = sums.shape[1] // (CHUNKS * RUNS)
+    new = ()
+    for r in tl.static_range(RUNS):
+        part = acc[r]
+        if CODE != "none":
+            part = part * (1.0 / (BOOST * tile_unit(BITS, ISA)))
         if CODE == "unsigned":
-            CHUNKS: tl.constexpr = acc.shape[0]
-            PARTS: tl.constexpr = sums.shape[1] // CHUNKS  # all the same
-            mean = tl.sum(sums.reshape(acc.shape[1], PARTS, CHUNKS), 1) * (1.0 / PARTS)
-            acc = acc + tl.trans(mean)[:, :, None]
-    return acc
+            piece = tl.sum(sums.reshape(COLUMNS, PARTS, CHUNKS * RUNS), 1) * (1.0 / PARTS)
+            own = tl.arange(0, RUNS)[None, None, :] == r
+            piece = tl.sum(tl.where(own, piece.reshape(COLUMNS, CHUNKS, RUNS), 0.0), 2)
+            part = part + tl.trans(piece)[:, :, None]
+        new = new + (part,)
+    return new

@@ -44,7 +44,8 @@ class Chunks:
         while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < CHUNKS:
             size //= 2
         pieces = power_of_two(-(-rank // size))
-        count = min(CHUNKS, pieces)
+        # codes with offsets: more chunks at once take fewer instructions than more runs
+        count = min(16 if scheme.code == "unsigned" else CHUNKS, pieces)
         return cls(count, pieces // count, size, max(MIN_SIZE, power_of_two(size)))
 
     @property
@@ -131,8 +132,8 @@ def latent_constants(
 
 
 def warps_and_stages(spec: PageSpec, isa: int) -> tuple[int, int]:
-    """Return (num_warps, num_stages): a warp for each chunk of the rank; AMD's compiler has no use for stages here."""
-    return 4, 1 if isa == HIP else 2
+    """Return (num_warps, num_stages): a warp for each chunk of the rank, and two where its scores need the registers."""
+    return 8 if Chunks.of(spec).count > 8 else 4, 1 if isa == HIP else 2
 
 
 def launch_parameters(spec: PageSpec, isa: int, *, programs: int, tiles: int) -> Launch:

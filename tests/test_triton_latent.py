@@ -1,0 +1,371 @@
+"""The Triton kernels for latents: decode and seal in the interpreter against the reference, and compiled for GPUs."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import call, needs_interpreter, seal
+
+from kv_hf.formats import LATENT_FORMAT_NAMES, k_rope_scheme, latent_scheme
+from kv_hf.kernels import reference
+from kv_hf.kernels.inputs import PagedKV
+from kv_hf.quant.codec import encode
+from kv_hf.spec import LANES, PageSpec
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+)
+FP32 = torch.float32
+FEW = [(3, 5), (0, 2)]  # pages and exact tokens of each row
+RAGGED = [(5, 11), (2, 20), (0, 3), (1, 4), (0, 0)]
+HEADS = 3
+
+
+def spec_of(name, *, rope="exact", rank=64, rope_dim=16, page=16, group=None, dtype=FP32, **options):
+    rank = 128 if name == "fp8_ds_mla" and rank == 64 else rank
+    return PageSpec.build_latent(
+        latent_scheme(name, group),
+        k_rope_scheme(rope, rope_dim),
+        rank=rank,
+        rope_dim=rope_dim,
+        page_size=page,
+        dtype=dtype,
+        **options,
+    )
+
+
+def make_kv(name, *, rows=FEW, slots=40, poison=False, padding=0, **sizes):
+    """Random pages and windows; `poison` fills pages and slots that nobody holds with nan."""
+    spec = spec_of(name, **sizes)
+    numbers = torch.Generator().manual_seed(0)
+    held, page = sum(pages for pages, _ in rows), spec.keys.page_size
+    order = torch.randperm(held + 2, generator=torch.Generator().manual_seed(1))
+    stored, windows = [], []
+    exact = torch.tensor([exact for _, exact in rows], dtype=torch.int32)
+    for side in spec.sides:
+        x = torch.randn(held, 1, page, side.head_dim, generator=numbers).to(side.dtype)
+        encoded, _ = encode(x, side)
+        fields = {}
+        for field, (shape, dtype) in side.fields.items():
+            fields[field] = torch.zeros(held + 2, *shape, dtype=dtype)
+            if poison and dtype.is_floating_point:
+                fields[field].fill_(float("nan"))
+            fields[field][order[:held]] = encoded[field]
+        stored.append(fields)
+        window = torch.randn(len(rows), 1, slots, side.head_dim, generator=numbers).to(side.dtype)
+        if poison:
+            window[(torch.arange(slots) >= exact[:, None])[:, None]] = float("nan")
+        windows.append(window)
+    table = order[-1].repeat(len(rows), max(p for p, _ in rows)).to(torch.int32)
+    first = 0
+    for row, (pages, _) in enumerate(rows):
+        table[row, :pages] = order[first : first + pages]
+        first += pages
+    tokens = torch.tensor([pages * page + e for pages, e in rows], dtype=torch.int32)
+    seen = int(tokens.max()) + padding
+    pages = torch.tensor([pages for pages, _ in rows], dtype=torch.int32)
+    return PagedKV(
+        *stored, spec, table, pages, *windows, exact, seen - tokens, seen, 4
+    )  # fmt: skip
+
+
+def make_query(kv, q_len=1, heads=HEADS, dtype=FP32):
+    shape = (kv.rows, heads, q_len, kv.spec.query_dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def attend(query, kv, *, splits=2, **options):
+    """The kernel as compiled for no GPU in particular (runs in the worker)."""
+    from kv_hf.kernels.triton.latent_launch import latent_attention
+    from kv_hf.kernels.triton.table import Launch
+
+    return latent_attention(query, kv, launch=Launch(4, 2, splits), **options)
+
+
+def check(query, kv, splits=2, **options):
+    """Compare with the reference in fp64; twice what it errs by in fp32 is allowed, and an ulp.
+
+    Codes and offsets are summed apart where there are offsets: terms are up to twice as large as the numbers, and
+    what they round by too.
+    """
+    scale = query.shape[-1] ** -0.5
+    expected = reference.paged_attention(query.double(), kv, softmax_scale=scale, **options)
+    plain = reference.paged_attention(query, kv, softmax_scale=scale, **options)
+    out = call(attend, query, kv, splits=splits, softmax_scale=scale, **options)
+    assert out.shape == expected.shape
+    assert out.dtype == query.dtype
+    apart = 2 if "offset" in kv.key_pages else 1
+    allowed = 2 * apart * float((plain.double() - expected).abs().max())
+    allowed += 2 * torch.finfo(query.dtype).eps * float(expected.abs().max())
+    assert float((out.double() - expected).abs().max()) <= allowed
+    return out
+
+
+# -- decode in the interpreter ---------------------------------------------------------------------------------------
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rope", ["exact", "int8"])
+@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+def test_decode_reads_every_format(name, rope):
+    kv = make_kv(name, rope=rope, poison=True)
+    check(make_query(kv, 3), kv)
+
+
+SIZES = {
+    "no-rope": {"rope_dim": 0},
+    "odd-rank": {"rank": 240},
+    "rank-below-a-product": {"rank": 8, "rope_dim": 8},
+    "page-64": {"page": 64, "slots": 90},
+    "groups-of-16": {"group": 16},
+    "one-group": {"group": 64},
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["exact", "int8", "int4", "int2"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_decode_takes_every_size(name, sizes):
+    kv = make_kv(name, **sizes)
+    check(make_query(kv), kv)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("splits", [1, 3, 9])
+@pytest.mark.parametrize("name", ["exact", "int4"])
+def test_decode_of_ragged_rows_does_not_depend_on_its_splits(name, splits):
+    """9 splits are more than any row has tiles; an empty row and queries before the first token give zeros."""
+    kv = make_kv(name, rows=RAGGED, poison=True)
+    out = check(make_query(kv, 3), kv, splits)
+    assert torch.equal(out[4], torch.zeros_like(out[4]))
+
+
+@needs_interpreter
+def test_decode_spreads_many_heads_over_programs():
+    kv = make_kv("int8")
+    check(make_query(kv, 3, heads=7), kv)
+
+
+@needs_interpreter
+def test_decode_takes_a_cache_without_any_page():
+    kv = make_kv("int4", rows=[(0, 7), (0, 0)])
+    empty = [{n: t[:0] for n, t in pages.items()} for pages in (kv.key_pages, kv.value_pages)]
+    check(make_query(kv, 3), replace(kv, key_pages=empty[0], value_pages=empty[1]))
+
+
+def random_mask(kv, kind, q_len):
+    mask = torch.rand(kv.rows, 1, q_len, kv.seen, generator=torch.Generator().manual_seed(7))
+    if kind == "bool":
+        return mask > 0.4
+    return (3 * mask - 1).masked_fill(mask < 0.2, float("-inf"))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("name", ["exact", "int2"])
+def test_decode_applies_masks(name, kind):
+    kv = make_kv(name, rows=RAGGED[:3], padding=3)
+    check(make_query(kv, 3), kv, mask=random_mask(kv, kind, 3))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("window", [1, 30, 1000])
+@pytest.mark.parametrize("name", ["exact", "int4"])
+def test_decode_sees_a_sliding_window(name, window):
+    kv = make_kv(name, rows=RAGGED[:2])
+    check(make_query(kv, 3), kv, splits=1, sliding_window=window)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("splits", [1, 2])
+def test_decode_adds_sink_logits_to_the_denominator(splits):
+    kv = make_kv("int8")
+    check(make_query(kv, 3), kv, splits, sink_logits=torch.linspace(-1, 2, HEADS))
+
+
+# -- what only NVIDIA GPUs run ---------------------------------------------------------------------------------------
+
+
+def unpack_all_words(bits, code, isa):
+    """Numbers that the PTX of a word's places gives for all 65,536 words (runs in the worker)."""
+    import inspect
+    import re
+
+    import numpy as np
+    from interpreter import ptx
+
+    from kv_hf.kernels.triton import words
+
+    every = np.arange(65536, dtype=np.uint16)
+    if bits < 8:
+        texts = [words._take_place.fn(p, bits) for p in range(16 // bits)]
+        outs = [ptx(text, every.view(np.uint32), 1)[0] for text in texts]
+    else:
+        function = words._signed_pairs if code == "signed" else words._float8_pairs_by_shifts
+        text = inspect.getsource(function.fn).split('"""{')[1].split('}"""')[0]
+        outs = ptx(re.sub(r"=&", "=", text), every.view(np.uint32), 2)
+    return [np.ascontiguousarray(out).view(np.float16) for out in outs]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("bits", "code"), [(2, "unsigned"), (4, "unsigned"), (8, "signed"), (8, "float8")], ids=str
+)
+def test_ptx_unpacks_every_word(bits, code):
+    every = torch.arange(65536)
+    for place, got in enumerate(call(unpack_all_words, bits, code, 80)):
+        got = torch.from_numpy(got.copy())
+        codes = (every >> (bits * place)) & ((1 << bits) - 1)
+        if code == "unsigned":
+            wanted = (codes << (bits * place % 8)).double() * 2.0**-24
+        elif code == "signed":
+            wanted = codes.to(torch.uint8).view(torch.int8).double()
+        else:
+            wanted = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        finite = wanted.isfinite()
+        assert torch.equal(got.double()[finite], wanted[finite])
+
+
+# -- sealing -----------------------------------------------------------------------------------------------------------
+
+JOBS = torch.tensor([[0, 7, 3], [1, 0, 0], [2, 3, -1]], dtype=torch.int32)
+
+
+def check_bytes(tokens, spec):
+    empty = {n: torch.full((5, *shape), 1, dtype=d) for n, (shape, d) in spec.fields.items()}
+    expected = {name: tensor.clone() for name, tensor in empty.items()}
+    damaged = reference.seal_pages(tokens, JOBS, expected, spec)
+    got, got_damaged = call(seal, tokens, JOBS, empty, spec)
+    for name, tensor in expected.items():
+        view = [t.contiguous().view(torch.uint8) for t in (tensor, got[name])]
+        assert torch.equal(*view), name
+    assert bool(got_damaged) == bool(damaged)
+    return bool(damaged)
+
+
+def numbers(spec):
+    shape = (3, 1, spec.page_size + 7, spec.head_dim)
+    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(spec.dtype)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("sizes", [{}, {"rank": 240, "page": 32}, {"group": 8}], ids=str)
+@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+def test_seal_writes_the_codecs_bytes(name, sizes):
+    if name == "fp8_ds_mla" and sizes:
+        sizes = {"rank": 256}
+    spec = spec_of(name, **sizes).keys
+    tokens = numbers(spec)
+    tokens[0, 0, 8] = 0.0  # a constant token
+    tokens[1, 0, 3, 5] = 65504.0
+    assert not check_bytes(tokens, spec)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rope", ["exact", "int8"])
+def test_seal_writes_rope_keys_as_keys(rope):
+    spec = spec_of("int8", rope=rope).values
+    assert not check_bytes(numbers(spec), spec)
+
+
+@needs_interpreter
+def test_seal_takes_latents_without_rope_keys():
+    spec = spec_of("int8", rope_dim=0).values
+    assert not check_bytes(numbers(spec), spec)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 7e4], ids=str)
+@pytest.mark.parametrize("name", ["fp8", "int4", "fp8_ds_mla"])
+def test_seal_makes_numbers_finite_and_says_so(name, bad):
+    spec = spec_of(name).keys
+    tokens = numbers(spec)
+    tokens[1, 0, 4, 9] = bad
+    assert check_bytes(tokens, spec)
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def attend_by_operator(query, kv, **options):
+    from kv_hf.kernels.triton import library
+
+    return library.paged_attention(query, kv, **options)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["exact", "int4", "fp8_ds_mla"])
+def test_operator_gives_what_the_launch_gives(name):
+    kv = make_kv(name, rope="int8")
+    query = make_query(kv, 3)
+    by_operator = call(attend_by_operator, query, kv, softmax_scale=0.1)
+    assert torch.equal(by_operator, call(attend, query, kv, splits=1, softmax_scale=0.1))
+
+
+@needs_triton
+def test_operator_has_the_shape_of_its_result():
+    from torch._subclasses import FakeTensorMode
+
+    from kv_hf.kernels.triton import library
+
+    kv = make_kv("int4", rope="int8")
+    with FakeTensorMode(allow_non_fake_inputs=False) as fakes:
+
+        def fake(tensors):
+            return {name: fakes.from_tensor(tensor) for name, tensor in tensors.items()}
+
+        names = ("block_table", "num_pages", "window_keys", "window_values", "exact_lens", "padding")
+        parts = fake({name: getattr(kv, name) for name in names})
+        parts |= {"key_pages": fake(kv.key_pages), "value_pages": fake(kv.value_pages)}
+        query = torch.empty(2, 5, 3, 80, dtype=torch.bfloat16)
+        out = library.paged_attention(query, replace(kv, **parts), softmax_scale=0.1)
+        assert (out.shape, out.dtype) == ((2, 5, 3, 64), torch.bfloat16)
+
+
+@needs_triton
+def test_operator_refuses_softcap():
+    from kv_hf.errors import CacheOptionError
+    from kv_hf.kernels.triton import library
+
+    kv = make_kv("int4")
+    with pytest.raises(CacheOptionError, match="softcap: pages of latents"):
+        library.paged_attention(make_query(kv), kv, softmax_scale=0.1, softcap=5.0)
+
+
+# -- support -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+def test_support_takes_every_format_and_page(name):
+    from kv_hf.kernels.triton.support import _why_not_sizes
+
+    for page in (16, 32, 64, 128, 256):
+        for rank in (128, 256, 512):
+            spec = spec_of(name, rank=rank, page=page, dtype=torch.bfloat16)
+            assert _why_not_sizes(torch.bfloat16, spec, 16) is None
+
+
+WHY_NOT = {
+    "rank": ({"rank": 576}, "kv_lora_rank up to 512, and the latent have 576"),
+    "rope": ({"rope_dim": 256}, "qk_rope_head_dim up to 192, and the k_rope have 256"),
+    "small-groups": ({"rank": 512, "group": 4}, "kv_lora_rank 512 in groups of 4 makes 2048"),
+    "layout": ({"layout": LANES}, "the latent are in 'lanes'"),
+    "page": ({"page": 8}, "at least 16 tokens, got 8"),
+}
+
+
+@pytest.mark.parametrize(("sizes", "says"), WHY_NOT.values(), ids=WHY_NOT)
+def test_support_names_the_reason(sizes, says):
+    from kv_hf.kernels.triton.support import _why_not_sizes
+
+    assert says in _why_not_sizes(torch.bfloat16, spec_of("int8", **sizes), 1)
+
+
+def test_support_imports_no_triton():
+    code = "import sys; sys.modules['triton'] = None; from kv_hf.kernels.triton import latent_variant, support"
+    subprocess.run([sys.executable, "-c", code], check=True)

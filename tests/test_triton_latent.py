@@ -337,6 +337,65 @@ def test_operator_refuses_softcap():
         library.paged_attention(make_query(kv), kv, softmax_scale=0.1, softcap=5.0)
 
 
+# -- whole generation ----------------------------------------------------------------------------------------------------
+
+
+def generate(name, kernel):
+    """Greedy tokens of a padded batch, the first layer's codes, and the kernel used (runs in the worker).
+
+    The cache is made to believe that the CPU is a GPU: pages in layout "rows", kernels of Triton.
+    """
+    import transformers
+
+    import kv_hf
+    from kv_hf.cache import model_shape, paged_cache
+    from kv_hf.kernels import choice
+    from kv_hf.spec import ROWS
+
+    kept = choice.why_not, model_shape.layout_for, paged_cache.layout_for
+    if kernel == "triton":
+        choice.why_not = lambda *_: None
+    model_shape.layout_for = paged_cache.layout_for = lambda device: ROWS
+    try:
+        torch.manual_seed(0)
+        config = transformers.DeepseekV3Config(
+            vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+            topk_group=1, first_k_dense_replace=1, n_shared_experts=1, kv_lora_rank=16, q_lora_rank=None,
+            qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=12, max_position_embeddings=512,
+            pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        model = transformers.DeepseekV3ForCausalLM(config).eval()
+        ids = torch.randint(1, 64, (2, 40))
+        mask = torch.ones_like(ids)
+        mask[0, :21] = 0
+        cache = kv_hf.PagedCache(model.config, latent=name, page_size=16, kernel=kernel)
+        tokens = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+        )
+        first = cache.layers[0].store
+        return tokens, first.pages.keys.fields["codes"], first.kernel.name
+    finally:
+        choice.why_not, model_shape.layout_for, paged_cache.layout_for = kept
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
+    """The first layer's latents depend on the tokens alone, so that not a bit of them may differ."""
+    tokens, codes, used = call(generate, name, "triton")
+    expected, expected_codes, _ = generate(name, "reference")
+    assert used == "triton"
+    assert torch.equal(tokens, expected)
+    assert len(codes) > 2
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
 # -- support -----------------------------------------------------------------------------------------------------------
 
 
@@ -369,3 +428,93 @@ def test_support_names_the_reason(sizes, says):
 def test_support_imports_no_triton():
     code = "import sys; sys.modules['triton'] = None; from kv_hf.kernels.triton import latent_variant, support"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- compiled for GPUs that are not here -----------------------------------------------------------------------------
+
+SHARED = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227}  # KiB per program
+# [arch, format] -> [instructions of the loop per stored number, loads and stores of spilled registers], rounded up
+BUDGETS = json.loads((Path(__file__).parent / "triton_latent_budgets.json").read_text())
+
+
+def standard_spec(name, **sizes):
+    sizes = {"rank": 512, "rope_dim": 64, "page": 64, "dtype": torch.bfloat16, **sizes}
+    return spec_of(name, **sizes)
+
+
+def compiled(spec, arch="sm_90", **options):
+    from kv_hf.kernels.triton import aot, sass
+
+    return sass.read_cubin(aot.compile_latent(spec, arch, **options))
+
+
+def budgets():
+    for arch, name, per_number, spills in BUDGETS:
+        quick = arch == "sm_90" and name in ("exact", "int8", "int4")
+        yield pytest.param(
+            arch, name, per_number, spills, marks=() if quick else pytest.mark.slow
+        )
+
+
+@needs_triton
+@pytest.mark.parametrize(("arch", "name", "budget", "spills"), budgets())
+def test_decode_loop_keeps_its_budget(arch, name, budget, spills):
+    """Rank 512, 64 RoPE channels, pages of 64 tokens; 16 heads and 128 are the same loop."""
+    from kv_hf.kernels.triton.latent_variant import tile_tokens
+
+    spec = standard_spec(name)
+    code = compiled(spec, arch)
+    assert code.spills <= spills
+    assert code.shared <= SHARED[arch] * 1024
+    if name != "int2":  # one stage
+        assert any(op.startswith("LDGSTS") and op.endswith(".128") for op in code.loop)
+    assert code.count("I2F") == 0
+    per_number = len(code.loop) * code.num_warps / (tile_tokens(spec) * spec.query_dim)
+    assert per_number <= budget
+
+
+OPTIONS = {
+    "heads-128-chunk-of-3": {"heads": 128, "q_len": 3},
+    "bool-mask": {"mask_dtype": torch.bool},
+    "float-mask-window-sinks": {
+        "mask_dtype": torch.bfloat16,
+        "sliding_window": True,
+        "sinks": True,
+        "num_splits": 1,
+    },
+}
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_decode_compiles_with_every_option(options):
+    code = compiled(standard_spec("fp8"), **options)
+    assert code.shared <= SHARED["sm_90"] * 1024
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+def test_kernels_compile_for_amd(name):
+    from kv_hf.kernels.triton import aot
+
+    spec = standard_spec(name)
+    assert "mfma" in aot.compile_latent(spec, "gfx942").asm["amdgcn"]
+    if name != "exact":
+        assert aot.compile_latent_seal(spec.keys, "gfx942").asm["amdgcn"]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "name", ["fp8", pytest.param("int4", marks=pytest.mark.slow), pytest.param("fp8_ds_mla", marks=pytest.mark.slow)]
+)
+def test_seal_rounds_every_step(name):
+    """No fused multiply-add and no approximate division: the bytes are those of the definition."""
+    from kv_hf.kernels.triton import aot, sass
+
+    kernel = aot.compile_latent_seal(standard_spec(name).keys, "sm_90")
+    assert "div.rn.f32" in kernel.asm["ptx"]
+    assert "fma" not in kernel.asm["ptx"]
+    assert "div.full" not in kernel.asm["ptx"]
+    assert sass.read_cubin(kernel).spills == 0

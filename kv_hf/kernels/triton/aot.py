@@ -17,11 +17,12 @@ from .decode import decode_kernel
 from .latent import latent_kernel
 from .latent_variant import latent_constants
 from .latent_variant import warps_and_stages as latent_warps_and_stages
+from .latent_seal import latent_seal_kernel
 from .launch import triton_constants
 from .seal import seal_kernel
 from .table import warps_and_stages
 from .variant import HIP, column_block, constants, element_type, power_of_two
-from .write import seal_constants
+from .write import latent_seal_constants, seal_constants
 
 STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
            "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
@@ -129,6 +130,18 @@ def compile_seal(side: SideSpec, arch: str) -> Any:
     aligned = ["tokens", "codes", "scale", "offset", "row_stride", "head_stride", "slot_stride"]
     constexprs = seal_constants(side)
     return compile_kernel(seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False)
+
+
+def compile_latent_seal(side: SideSpec, arch: str) -> Any:
+    """Compile the kernel that seals encoded latents for `arch`, as a launch would ask for it."""
+    scales = "*" + element_type(side.scale_dtype)
+    types = {"tokens": "*" + element_type(side.dtype), "jobs": "*i32", "damaged": "*u8", "codes": "*i16"}
+    types |= {"scale": scales, "offset": scales, "row_stride": "i32", "slot_stride": "i32"}
+    aligned = ["tokens", "codes", "scale", "offset", "row_stride", "slot_stride"]
+    plain = latent_seal_constants(side)
+    return compile_kernel(
+        latent_seal_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False
+    )
 
 
 def compile_combine(

@@ -132,8 +132,13 @@ def latent_constants(
 
 
 def warps_and_stages(spec: PageSpec, isa: int) -> tuple[int, int]:
-    """Return (num_warps, num_stages): a warp for each chunk of the rank, and two where its scores need the registers."""
-    return 8 if Chunks.of(spec).count > 8 else 4, 1 if isa == HIP else 2
+    """Return (num_warps, num_stages).
+
+    A warp for each chunk of the rank. Many small groups need the registers of eight warps, and shared memory to move
+    their scales between layouts: what asynchronous copies would take is not there (99 KiB on some GPUs).
+    """
+    many = Chunks.of(spec).count > 8
+    return 8 if many else 4, 1 if many or isa == HIP else 2
 
 
 def launch_parameters(spec: PageSpec, isa: int, *, programs: int, tiles: int) -> Launch:

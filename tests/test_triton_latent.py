@@ -26,7 +26,9 @@ RAGGED = [(5, 11), (2, 20), (0, 3), (1, 4), (0, 0)]
 HEADS = 3
 
 
-def spec_of(name, *, rope="exact", rank=64, rope_dim=16, page=16, group=None, dtype=FP32, **options):
+def spec_of(
+    name, *, rope="exact", rank=64, rope_dim=16, page=16, group=None, dtype=FP32, **options
+):
     rank = 128 if name == "fp8_ds_mla" and rank == 64 else rank
     return PageSpec.build_latent(
         latent_scheme(name, group),
@@ -319,7 +321,14 @@ def test_operator_has_the_shape_of_its_result():
         def fake(tensors):
             return {name: fakes.from_tensor(tensor) for name, tensor in tensors.items()}
 
-        names = ("block_table", "num_pages", "window_keys", "window_values", "exact_lens", "padding")
+        names = (
+            "block_table",
+            "num_pages",
+            "window_keys",
+            "window_values",
+            "exact_lens",
+            "padding",
+        )
         parts = fake({name: getattr(kv, name) for name in names})
         parts |= {"key_pages": fake(kv.key_pages), "value_pages": fake(kv.value_pages)}
         query = torch.empty(2, 5, 3, 80, dtype=torch.bfloat16)
@@ -348,14 +357,14 @@ def generate(name, kernel):
     import transformers
 
     import kv_hf
-    from kv_hf.cache import model_shape, paged_cache
+    from kv_hf.cache import layer_formats, paged_cache
     from kv_hf.kernels import choice
     from kv_hf.spec import ROWS
 
-    kept = choice.why_not, model_shape.layout_for, paged_cache.layout_for
+    kept = choice.why_not, layer_formats.layout_for, paged_cache.layout_for
     if kernel == "triton":
         choice.why_not = lambda *_: None
-    model_shape.layout_for = paged_cache.layout_for = lambda device: ROWS
+    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
     try:
         torch.manual_seed(0)
         config = transformers.DeepseekV3Config(
@@ -381,7 +390,7 @@ def generate(name, kernel):
         first = cache.layers[0].store
         return tokens, first.pages.keys.fields["codes"], first.kernel.name
     finally:
-        choice.why_not, model_shape.layout_for, paged_cache.layout_for = kept
+        choice.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
 
 
 @needs_interpreter
@@ -451,9 +460,7 @@ def compiled(spec, arch="sm_90", **options):
 def budgets():
     for arch, name, per_number, spills in BUDGETS:
         quick = arch == "sm_90" and name in ("exact", "int8", "int4")
-        yield pytest.param(
-            arch, name, per_number, spills, marks=() if quick else pytest.mark.slow
-        )
+        yield pytest.param(arch, name, per_number, spills, marks=() if quick else pytest.mark.slow)
 
 
 @needs_triton
@@ -507,7 +514,12 @@ def test_kernels_compile_for_amd(name):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name", ["fp8", pytest.param("int4", marks=pytest.mark.slow), pytest.param("fp8_ds_mla", marks=pytest.mark.slow)]
+    "name",
+    [
+        "fp8",
+        pytest.param("int4", marks=pytest.mark.slow),
+        pytest.param("fp8_ds_mla", marks=pytest.mark.slow),
+    ],
 )
 def test_seal_rounds_every_step(name):
     """No fused multiply-add and no approximate division: the bytes are those of the definition."""

@@ -15,9 +15,9 @@ from .append import append_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
 from .latent import latent_kernel
+from .latent_seal import latent_seal_kernel
 from .latent_variant import latent_constants
 from .latent_variant import warps_and_stages as latent_warps_and_stages
-from .latent_seal import latent_seal_kernel
 from .launch import triton_constants
 from .seal import seal_kernel
 from .table import warps_and_stages
@@ -111,7 +111,15 @@ def compile_latent(
         "sink_logits": query_dtype, "out": torch.float32 if num_splits > 1 else query_dtype,
         "out_lse": torch.float32,
     }  # fmt: skip
-    strides = ("query_row", "query_head", "query_token", "window_row", "window_slot", "wr_row", "wr_slot")
+    strides = (
+        "query_row",
+        "query_head",
+        "query_token",
+        "window_row",
+        "window_slot",
+        "wr_row",
+        "wr_slot",
+    )
     types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
     types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
     aligned = [*types, *strides]
@@ -135,7 +143,12 @@ def compile_seal(side: SideSpec, arch: str) -> Any:
 def compile_latent_seal(side: SideSpec, arch: str) -> Any:
     """Compile the kernel that seals encoded latents for `arch`, as a launch would ask for it."""
     scales = "*" + element_type(side.scale_dtype)
-    types = {"tokens": "*" + element_type(side.dtype), "jobs": "*i32", "damaged": "*u8", "codes": "*i16"}
+    types = {
+        "tokens": "*" + element_type(side.dtype),
+        "jobs": "*i32",
+        "damaged": "*u8",
+        "codes": "*i16",
+    }
     types |= {"scale": scales, "offset": scales, "row_stride": "i32", "slot_stride": "i32"}
     aligned = ["tokens", "codes", "scale", "offset", "row_stride", "slot_stride"]
     plain = latent_seal_constants(side)

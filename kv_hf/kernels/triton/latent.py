@@ -113,7 +113,9 @@ def latent_kernel(
     GROUPS: tl.constexpr = RANK // GROUP
     ENCODED: tl.constexpr = CODE != "none"
     PIECES: tl.constexpr = CHUNKS * RUNS
-    PARTS: tl.constexpr = 16 // PIECES if PIECES < 8 else 2  # columns of a piece in products with offsets
+    PARTS: tl.constexpr = (
+        16 // PIECES if PIECES < 8 else 2
+    )  # columns of a piece in products with offsets
     HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none" or SPAN > 1
 
     row = tl.program_id(0)
@@ -228,7 +230,9 @@ def latent_kernel(
                 for r in tl.static_range(RUNS):
                     k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
                     if ENCODED:
-                        unit = 1.0 / (tile_unit(BITS, ISA) * place_unit(phase * STEP + i, BITS, ISA))
+                        unit = 1.0 / (
+                            tile_unit(BITS, ISA) * place_unit(phase * STEP + i, BITS, ISA)
+                        )
                         by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32) * unit
                         product = tl.dot(q[r], k, input_precision=PRECISION)
                         s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)

@@ -78,6 +78,8 @@ def latent_seal_kernel(
                     else:
                         code = ((steps + MAGIC) - MAGIC).to(tl.int32) & 0xFF
                 packed |= code << (place * BITS)
-            tl.store(codes + word[:, None] * RANK + channel[None, :], packed.to(tl.int16), mask=inside)
+            tl.store(
+                codes + word[:, None] * RANK + channel[None, :], packed.to(tl.int16), mask=inside
+            )
     any_bad = tl.max(tl.max(bad, 1), 0)
     tl.store(damaged, 1, mask=any_bad > 0)

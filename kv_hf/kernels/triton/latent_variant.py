@@ -16,7 +16,9 @@ COLUMNS = 16  # query rows of a program; more are further programs
 CHUNKS = 4  # of the rank where scales leave the choice: one for each warp
 TILE_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared memory
 MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
-PROGRAMS = 132 * 2  # programs that fill a large GPU: each takes half of a multiprocessor's registers
+PROGRAMS = (
+    132 * 2
+)  # programs that fill a large GPU: each takes half of a multiprocessor's registers
 MAX_SPLITS = 256
 MIN_TILES = 4  # tiles that a split should have at least
 COMBINED = 64  # channels that one program of the combining kernel takes

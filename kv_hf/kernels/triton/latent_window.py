@@ -64,7 +64,9 @@ def attend_latent_window(
         numbers = ()
         for r in tl.static_range(RUNS):
             rows = latents + slot * latent_slot
-            x = load_tile(rows, held, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True).to(DTYPE)
+            x = load_tile(rows, held, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True).to(
+                DTYPE
+            )
             scores = tl.dot(q[r], tl.trans(x, (0, 2, 1)), scores, input_precision=PRECISION)
             numbers = numbers + (x,)
         if ROPE > 0:

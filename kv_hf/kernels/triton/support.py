@@ -12,7 +12,10 @@ OLDEST_TRITON = "3.6"
 OLDEST_CAPABILITY = (8, 0)
 MAX_QUERIES = 16
 MAX_DIM = 256
-MAX_DIMS = {"latent": (512, "kv_lora_rank"), "k_rope": (192, "qk_rope_head_dim")}  # other sides: MAX_DIM
+MAX_DIMS = {
+    "latent": (512, "kv_lora_rank"),
+    "k_rope": (192, "qk_rope_head_dim"),
+}  # other sides: MAX_DIM
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -21,7 +21,7 @@ OLDEST_VENV = .venv-oldest
 BUDGET_S ?= 480
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format eval bench bench-gpu plots clean
+.PHONY: help demo test test-all check format eval bench bench-mla bench-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -111,6 +111,13 @@ bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU be
 	$(BIN)/python scripts/bench_decode.py --device cpu --record
 	$(BIN)/python scripts/bench_generate.py --device cpu --record
 	$(BIN)/python scripts/plots.py
+	$(BIN)/python scripts/readme_table.py
+
+LATENT = $(BIN)/python scripts/bench_generate.py --device cpu --record --out results/mla.jsonl --fill random --context 512 2048 8192 32768 --caches dynamic paged_exact paged_fp8 paged_int8 paged_int4
+
+bench-mla: $(VENV)/.bench ## measure decode steps of models with latent attention (DeepSeek sizes, random weights) on this machine's CPU
+	$(LATENT) --random deepseek-v2-lite-layer --steps 20
+	$(LATENT) --random deepseek-v3-2-layers --steps 5
 	$(BIN)/python scripts/readme_table.py
 
 bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole steps on a CUDA GPU (random weights, no network), at most 9 minutes

@@ -15,6 +15,7 @@ from .formats import (
     K_ROPE_FORMAT_NAMES,
     LATENT_FORMAT_NAMES,
     Scheme,
+    k_rope_name,
     key_scheme,
     latent_scheme,
     value_scheme,
@@ -61,8 +62,9 @@ class CacheConfig:
         offload_dir: folder of the file of offload="disk"; None takes the system's folder for temporary files.
         latent: format of the latents of multi-head latent attention (MLA, docs/mla.md): as `keys`, or fp8_ds_mla;
             None takes that of `keys`.
-        latent_group_size: numbers of a latent that share a scale (8, 4 and 2 bits); must divide kv_lora_rank.
-        k_rope: format of the RoPE keys beside latents: exact or int8.
+        latent_group_size: numbers of a latent that share a scale (8 bits); must divide kv_lora_rank.
+        k_rope: format of the RoPE keys beside latents: exact or int8; None takes int8 beside latents that are encoded,
+            except beside fp8_ds_mla.
         mla: "auto" attends to latents themselves in a decode step (absorbed) where the model allows it, and says why
             where it does not; "absorb" raises there; "expand" computes keys and values of all tokens, as transformers.
         recipe: path of a recipe (docs/recipes.md), or its contents: it decides keys, values and layers, and the sizes
@@ -90,7 +92,7 @@ class CacheConfig:
     offload_dir: str | None = None
     latent: str | None = None
     latent_group_size: int | None = None
-    k_rope: str = "exact"
+    k_rope: str | None = None
     mla: str = "auto"
     recipe: Any = None
 
@@ -173,27 +175,37 @@ class CacheConfig:
     def _check_latent(self) -> None:
         """Raise CacheOptionError for bad options about multi-head latent attention."""
         check_choice("mla", self.mla, MLA_CHOICES)
-        check_choice("k_rope", self.k_rope, K_ROPE_FORMAT_NAMES)
+        if self.k_rope is not None:
+            check_choice("k_rope", self.k_rope, K_ROPE_FORMAT_NAMES)
         if self.latent is not None:
             check_choice("latent", self.latent, LATENT_FORMAT_NAMES)
         if self.latent_group_size is not None:
             check_int("latent_group_size", self.latent_group_size, 1)
-            if self.latent == "fp8_ds_mla":
+            names = {self.latent or self.keys, *(sides.get("keys") for sides in self._overrides())}
+            if not names & {"fp8", "int8"}:
                 raise CacheOptionError(
-                    f"latent_group_size={self.latent_group_size}: the groups of latent='fp8_ds_mla' are 128"
+                    f"latent_group_size={self.latent_group_size} is read by the formats fp8 and int8 only, and latents are "
+                    f"{self.latent or self.keys}"
                 )
 
     def _check_groups(self) -> None:
         """Raise CacheOptionError for a group size that no format of this cache reads."""
-        overrides = [sides for _, _, sides in self.layer_overrides()]
         for side in ("keys", "values"):
-            names = {getattr(self, side), *(sides[side] for sides in overrides if side in sides)}
+            names = {getattr(self, side), *(sides.get(side) for sides in self._overrides())} - {
+                None
+            }
+            if side == "keys" and self.latent is not None:
+                names.add(self.latent)
             argument = f"{side[:-1]}_group_size"
             given = getattr(self, argument)
             if given is not None and not names & {"int4", "int2"}:
                 raise CacheOptionError(
                     f"{argument}={given} is read by the formats int4 and int2 only, and {side} are {', '.join(sorted(names))}"
                 )
+
+    def _overrides(self) -> list[dict[str, str]]:
+        """Return {side: format} of each entry of `layers`."""
+        return [sides for _, _, sides in self.layer_overrides()]
 
     def _check_offload(self) -> None:
         """Raise CacheOptionError for bad options about pages that live outside of the device."""
@@ -305,19 +317,22 @@ class CacheConfig:
 
         Raises: CacheOptionError where two formats are given for the one latent that is key and value.
         """
-        sides = self._formats_of(layer_idx, num_layers)
-        name = self.latent
-        if name is None:
-            name = sides["keys"]
-            if sides["values"] != name:
-                raise CacheOptionError(
-                    f"keys={name!r} and values={sides['values']!r}: layer {layer_idx} stores one latent for both; give "
-                    "one format for both, or latent="
-                )
-        return latent_scheme(name, self.latent_group_size)
+        sides = self._formats_of(layer_idx, num_layers, self.latent)
+        if sides["keys"] != sides["values"]:
+            raise CacheOptionError(
+                f"keys={sides['keys']!r} and values={sides['values']!r}: layer {layer_idx} stores one latent for both; give "
+                "one format for both (latent= names it for all layers that `layers` does not)"
+            )
+        return latent_scheme(sides["keys"], self.latent_group_size, self.key_group_size)
 
-    def _formats_of(self, layer_idx: int, num_layers: int) -> dict[str, str]:
-        sides = {"keys": self.keys, "values": self.values}
+    def k_rope_format(self, latent: Scheme) -> str:
+        """Return the name of the format of the RoPE keys beside latents of this scheme."""
+        return k_rope_name(self.k_rope, latent)
+
+    def _formats_of(
+        self, layer_idx: int, num_layers: int, latent: str | None = None
+    ) -> dict[str, str]:
+        sides = {"keys": latent or self.keys, "values": latent or self.values}
         for low, high, override in self.layer_overrides():
             if high >= num_layers:
                 raise CacheOptionError(

@@ -145,29 +145,36 @@ def value_scheme(name: str, group_size: int | None = None) -> Scheme:
     raise AssertionError(name)
 
 
-def latent_scheme(name: str, group_size: int | None = None) -> Scheme:
+def latent_scheme(
+    name: str, group_size: int | None = None, key_group_size: int | None = None
+) -> Scheme:
     """Describe how latents of multi-head latent attention are stored in format `name`.
 
-    A latent is read as key and as value, so that its groups lie along the rank, as those of values do.
+    At 4 and 2 bits a channel is grouped over tokens, as keys are: latents have channels with large common offsets, and
+    groups along the rank lose five times as much there (docs/mla_accuracy.md). At 8 bits groups lie along the rank.
 
-    `group_size`: numbers of a latent that share a scale; None takes the default, at most 128 of them at 8 bits, 64
-    at 4 and 32 at 2 bits. "fp8_ds_mla" is the record of DeepSeek's kernels: e4m3 in groups of 128 with fp32 scales,
-    beside exact RoPE keys (656 bytes for a rank of 512 and 64 bf16 RoPE channels; FlashMLA, deepseek-ai).
+    Args:
+        group_size: numbers of a latent that share a scale at 8 bits; None takes at most 128 of them.
+        key_group_size: tokens that share a scale at 4 and 2 bits, as in `key_scheme`.
+    "fp8_ds_mla" is the record of DeepSeek's kernels: e4m3 in groups of 128 with fp32 scales, beside exact RoPE keys (656
+    bytes for a rank of 512 and 64 bf16 RoPE channels; FlashMLA, deepseek-ai).
     """
-    if name == "exact":
-        return Scheme("exact", "none", 0)
     if name == "fp8_ds_mla":
         return Scheme(name, "float8", 8, (1, 128), scale_bits=32)
     if name in ("fp8", "int8"):
         group = (1, -128 if group_size is None else group_size)
         return Scheme(name, "float8" if name == "fp8" else "signed", 8, group)
-    if name == "int4":
-        group = (1, -64 if group_size is None else group_size)
-        return Scheme("int4", "unsigned", 4, group, group)
-    if name == "int2":
-        group = (1, -32 if group_size is None else group_size)
-        return Scheme("int2", "unsigned", 2, group, group, clip=0.9)
-    raise AssertionError(name)
+    return key_scheme(name, key_group_size)
+
+
+def k_rope_name(asked: str | None, latent: Scheme) -> str:
+    """Return the format of the RoPE keys beside latents: `asked`, or by default int8 beside encoded latents.
+
+    DeepSeek's record keeps them exact, and so do exact pages.
+    """
+    if asked is not None:
+        return asked
+    return "exact" if latent.is_exact or latent.name == "fp8_ds_mla" else "int8"
 
 
 def k_rope_scheme(name: str, rope_dim: int) -> Scheme:

@@ -206,6 +206,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "prefill_ms_p50": ("prefill ms", "{:.0f}".format),
     "kv_bytes": ("KV MiB", lambda size: f"{size / 2**20:.1f}"),
     "kv_ratio": ("of dynamic", "{:.1%}".format),
+    "bytes_per_token": ("B per token", "{:.0f}".format),
+    "transient_bytes": ("transient MiB", lambda size: f"{size / 2**20:.1f}"),
     "predicted_bytes": ("predicted", lambda size: f"{size / 2**20:.1f}"),
     "peak_bytes": ("peak MiB", lambda size: f"{size / 2**20:.0f}"),
 }

@@ -2,7 +2,7 @@
 
     python scripts/bench_gpu.py --budget-s 480
 
-Random weights of the sizes of Llama-3.1-8B, Qwen2.5-7B and one layer of a 70B model. Each part ends cleanly when its
+Random weights of the sizes of Llama-3.1-8B, Qwen2.5-7B, one layer of a 70B model and layers of DeepSeek's. Each part ends cleanly when its
 share of the budget is spent, and what was measured until then is written. Exit codes: 0 all right, 1 a wrong result
 (whatever was measured before it is kept), 2 no GPU.
 """
@@ -31,6 +31,7 @@ CACHES = [
     "dynamic", "static", "quanto_int4", "hqq_int4", "quantized_fp8",
     "paged_exact", "paged_fp8", "paged_int8", "paged_int4", "paged_int2",
 ]  # fmt: skip
+LATENT = ["--caches", "dynamic", "paged_exact", "paged_fp8", "paged_int8", "paged_int4"]
 Main = Callable[[Sequence[str]], int]
 PARTS: list[tuple[float, str, Main, list[str]]] = [
     (0.15, "results of all kernels", bench_decode.main, ["--shapes", *SHAPES, *GATE]),
@@ -66,7 +67,19 @@ PARTS: list[tuple[float, str, Main, list[str]]] = [
         ["--random", "llama-70b-layer", "--context", "4096", "32768", "131072", "--fill", "random"],
     ),
     (
+        0.95,
+        "latent attention of DeepSeek-V2-Lite's sizes",
+        bench_generate.main,
+        ["--random", "deepseek-v2-lite-layer", "--context", "4096", "32768", "--fill", "random", *LATENT],
+    ),
+    (
         0.97,
+        "two layers of DeepSeek-V3's sizes",
+        bench_generate.main,
+        ["--random", "deepseek-v3-2-layers", "--context", "4096", "32768", "--fill", "random", *LATENT],
+    ),
+    (
+        0.98,
         "Llama-3.1-8B with offloaded layers",
         bench_generate.main,
         ["--random", "llama-3.1-8b", "--context", "16384", "--fill", "random", "--steps", "8",
@@ -128,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = []
     for share, title, of, arguments in PARTS:
         name = "decode.jsonl" if of is bench_decode.main else "generate.jsonl"
+        if arguments[-len(LATENT) :] == LATENT:
+            name = "mla.jsonl"
         parts.append((share, title, of, [*arguments, "--out", str(args.out / name)]))
     return run(parts, args.budget_s, ["--device", "cuda", "--kernel", args.kernel, "--record"])
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kv_hf.evaluation.rows import latest_run
+from kv_hf.evaluation.shapes import random_config
 
 Rows = list[dict[str, Any]]
 
@@ -167,5 +168,56 @@ def _memory_block(rows: Rows) -> str:
     head = (
         f"{first['model']}, {first['dtype']}, {first['context']:,} tokens, batch {first['batch']}, {first['steps']} steps, "
         f"{on}{first['machine']}; growth and peak: {first['measured_by']} memory:"
+    )
+    return f"{head}\n\n{table(lines)}"
+
+
+LATENT_MODELS = {
+    "deepseek-v2-lite-layer": "one attention layer of DeepSeek-V2-Lite's sizes (16 heads)",
+    "deepseek-v3-2-layers": "the first two layers of DeepSeek-V3's sizes, MLP included (128 heads)",
+}
+
+
+def latent_table(rows: Rows) -> str:
+    """Return decode steps of models with latent attention, with bytes per token and transient memory."""
+    blocks = []
+    for model, device in dict.fromkeys((row["model"], row["device"]) for row in rows):
+        found = latest_run(rows, kind="generate", model=model, device=device)
+        blocks.append(
+            _latent_block(found, LATENT_MODELS.get(model, str(model)), random_config(model))
+        )
+    return "\n\n".join(blocks) if blocks else "No run has been recorded yet."
+
+
+def _latent_block(rows: Rows, title: str, config: Any) -> str:
+    contexts = sorted({row["context"] for row in rows})
+    longest = f"{contexts[-1]:,}"
+    lines = [
+        ["cache", *(f"{context:,} tokens, ms" for context in contexts), f"bytes per token at {longest}",
+         f"transient at {longest}, MiB"]
+    ]  # fmt: skip
+    for cache in dict.fromkeys(row["cache"] for row in rows):
+        of = {row["context"]: row for row in rows if row["cache"] == cache}
+        last = of[contexts[-1]]
+        times = [
+            f"{of[at]['step_ms_p50']:.3g} ({of[at]['ratio_to_dynamic']:.3g}x)" for at in contexts
+        ]
+        transient = last["transient_bytes"]
+        lines.append(
+            [
+                f"`{cache}`",
+                *times,
+                f"{last['bytes_per_token']:,.0f}",
+                "-" if transient is None else f"{max(0, transient) / 2**20:,.1f}",
+            ]
+        )
+    first = rows[0]
+    dims = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    expanded = 2 * config.num_hidden_layers * config.num_attention_heads * dims
+    threads = f"{first['threads']} thread(s) of " if first["device"] == "cpu" else ""
+    head = (
+        f"A decode step of {title}, random weights, {first['dtype']}, {threads}{first['machine']}; in brackets how many times "
+        f"as fast as `dynamic`. Expanded keys and values, as transformers before 5.15 cached them, would take {expanded:,} bytes "
+        "per token:"
     )
     return f"{head}\n\n{table(lines)}"

@@ -22,6 +22,7 @@ DOCUMENTS = [
     ("lm_eval.md", "tasks", MEASURED, eval_tables.tasks_table),
     ("long_context.md", "needles", MEASURED, eval_tables.needle_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
+    ("mla.md", "mla", "mla.jsonl", docs_tables.latent_table),
     ("offload.md", "offload", "offload.jsonl", docs_tables.offload_table),
     ("transformers_suites.md", "suites", "transformers_suites.jsonl", docs_tables.suites_table),
 ]

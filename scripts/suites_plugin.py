@@ -105,6 +105,7 @@ def single_layer() -> type:
     """Return a paged layer that is made without arguments, as tests of single cache layers make DynamicLayers."""
     import kv_hf
     from kv_hf.cache.layer import PagedLayer
+    from kv_hf.cache.layer_formats import LayerFormats
     from kv_hf.pages.arena import PageArena
     from kv_hf.pages.group import PageGroup
 
@@ -120,7 +121,7 @@ def single_layer() -> type:
                 None,
                 pool=arena.pool(None),
             )
-            super().__init__(0, group, arena, *config.schemes(0, 1))
+            super().__init__(0, group, arena, LayerFormats.of(config, 0, 1))
             counts["made"] += 1
 
     return SuiteLayer

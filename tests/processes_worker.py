@@ -76,6 +76,23 @@ def tensor(folder: Path) -> dict[str, Any]:
     return {**found, "caches": {name: recorded(model, name) for name in ("int8", "int4", "int2")}}
 
 
+def latent(folder: Path) -> dict[str, Any]:
+    """A rank holds the heads of its part of kv_b_proj, and all latents."""
+    found: dict[str, Any] = {}
+    for family in ("deepseek_v2", "deepseek_v32"):
+        model = load(folder / family, "tensor")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", kv_hf.KVCacheWarning)
+            found[family] = continued(model, "paged_exact")
+        found[f"{family} dynamic"] = continued(model, "dynamic")
+        found[f"{family} said"] = [str(one.message) for one in caught]
+        try:
+            continued(model, "paged_exact", cache_config={"mla": "absorb"})
+        except kv_hf.UnsupportedModelError as error:
+            found[f"{family} error"] = str(error)
+    return found
+
+
 def pipeline(folder: Path) -> dict[str, Any]:
     model = load(folder, "pipeline")
     found = {name: continued(model, f"paged_{name}") for name in ("exact", "int4")}

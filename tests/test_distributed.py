@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_latent
 import torch
 from processes_worker import PROMPTS, alone, continued, load, stored
 from tiny_models import make_config, make_model, tokens
@@ -18,7 +19,7 @@ import kv_hf
 TESTS = Path(__file__).parent
 SIZES = {"vocab_size": 98, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 STAGES = "pp_size" in DistributedConfig.__dataclass_fields__
-PARALLELISMS = ["tensor", "data", *(["pipeline"] if STAGES else [])]
+PARALLELISMS = ["tensor", "latent", "data", *(["pipeline"] if STAGES else [])]
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model, and what two processes made of it."""
     folder = tmp_path_factory.mktemp("llama")
     make_model("llama", **SIZES).save_pretrained(folder)
+    for family in ("deepseek_v2", "deepseek_v32"):
+        tiny_latent.make_model(family, vocab_size=98).save_pretrained(folder / family)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -94,6 +97,16 @@ def test_predict_memory_gives_the_bytes_of_a_rank(folder, model):
         assert found == kv_hf.predict_memory(
             specs, [139, 139], sink_tokens=options.sink_tokens, recent_tokens=0
         )
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v32"])
+def test_sharded_latent_attention_is_expanded_and_said_once(folder, family):
+    want = continued(load(folder / family), "dynamic")
+    for rank in of_ranks(folder, "latent"):
+        assert torch.equal(rank[family], want) and torch.equal(rank[f"{family} dynamic"], want)
+        if family in tiny_latent.families_of_transformers(cached="k_(nope|pass)"):
+            assert len([one for one in rank[f"{family} said"] if "is sharded" in one]) == 1
+            assert "is sharded (tensor parallelism)" in rank[f"{family} error"]
 
 
 # -- pipeline stages ---------------------------------------------------------------------------------------

@@ -110,42 +110,6 @@ def test_gradients_of_the_newest_tokens_flow_and_the_rest_is_said():
     assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
 
 
-def test_latent_attention_models_work_on_dense_tensors():
-    """DeepSeek expands cached latents itself: correct, and warned of, until latent pages exist."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=32,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        pad_token_id=0,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config.eos_token_id = None
-    options = {"max_new_tokens": 70, "do_sample": False}
-    expected = model.generate(tokens(2, 40), **options)
-    assert torch.equal(
-        expected, model.generate(tokens(2, 40), cache_implementation="paged_exact", **options)
-    )
-    out = model.generate(tokens(2, 40), cache_implementation="paged_int8", **options)
-    assert out.shape == expected.shape
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -26,7 +26,7 @@ EXPERTS = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-# these repeat, expand or join the cached keys before they call the attention function
+# these repeat or join the cached keys before they call the attention function, or hand latents over
 MODELS = {
     "DeepseekV3Config": {**LATENT, **EXPERTS},
     "MiniCPM3Config": LATENT,

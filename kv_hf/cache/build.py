@@ -17,7 +17,7 @@ from .compat import is_dummy
 from .latent_layer import IndexedLatentLayer, LatentLayer
 from .layer import PagedLayer
 from .layer_formats import LayerFormats, planned_specs
-from .model_shape import latent_rank, page_sizes, signature
+from .model_shape import latent_ranks, page_sizes, signature
 from .offloading import make_arena
 from .prefix_store import PrefixStore
 
@@ -40,10 +40,11 @@ def page_layers(
         layer_class: what takes the place of the others.
     Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
     """
-    rank = latent_rank(config)
-    known = _PAGED if rank is None else (*_PAGED, DynamicIndexedLayer)
+    ranks = latent_ranks(config, len(layers))
     paged = [
-        index for index, layer in enumerate(layers) if type(layer) in known and index not in kept
+        index
+        for index, layer in enumerate(layers)
+        if _can_be_paged(layer, ranks[index]) and index not in kept
     ]
     if not paged:
         kinds = sorted({type(layer).__name__ for layer in layers})
@@ -51,8 +52,10 @@ def page_layers(
             f"{getattr(config, 'model_type', config)!r} has no attention layer that pages could hold "
             f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
         )
+    if ranks.count(None) == len(ranks):
+        _check_no_latent_options(config, options)
     options.check_model(signature(config), len(layers), set(paged))
-    formats = {index: LayerFormats.of(options, index, len(layers), rank) for index in paged}
+    formats = {index: LayerFormats.of(options, index, len(layers), ranks[index]) for index in paged}
     planned_specs(page_sizes(config), list(formats.values()))
     _check_overrides(layers, set(paged), options)
     arena = _arena(layers, set(paged), config, options)
@@ -65,17 +68,22 @@ def page_layers(
         if shown not in groups:
             groups[shown] = _new_group(shown, options, arena)
         rest = (groups[shown], arena, formats[index], options.kernel, window)
-        if rank is None:
+        if ranks[index] is None:
             made[index] = layer_class(index, *rest)
         else:
             indexed = type(layers[index]) is DynamicIndexedLayer
             latent_class = IndexedLatentLayer if indexed else LatentLayer
-            made[index] = latent_class(index, *rest, options=options)
+            made[index] = latent_class(index, *rest, options=options, config=config)
     ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
     for group in ordered:
         others = (peer for peer in ordered if peer is not group)
         group.lockstep.peers = tuple(peer.lockstep for peer in others)
     return made, ordered, arena
+
+
+def _can_be_paged(layer: Any, rank: int | None) -> bool:
+    """Say whether pages can take the place of a layer of transformers; indexer keys only beside latents."""
+    return type(layer) in _PAGED or (rank is not None and type(layer) is DynamicIndexedLayer)
 
 
 def _new_group(window: int | None, options: CacheConfig, arena: PageArena) -> PageGroup:
@@ -110,6 +118,17 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
                 f"{type(layer).__name__}, whose state belongs to the whole text"
             )
     return store.bind(options, signature(config))
+
+
+def _check_no_latent_options(config: Any, options: CacheConfig) -> None:
+    """Raise CacheOptionError for options about latents, which the model of `config` does not cache."""
+    for name in ("latent", "latent_group_size", "k_rope", "mla"):
+        value, default = getattr(options, name), getattr(CacheConfig, name)
+        if value != default:
+            raise CacheOptionError(
+                f"{name}={value!r} is for models with multi-head latent attention (MLA), which "
+                f"{getattr(config, 'model_type', config)!r} is not; leave it out"
+            )
 
 
 def _check_overrides(layers: Sequence[Any], paged: set[int], options: CacheConfig) -> None:

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 
 from ..config import CacheConfig
+from ..errors import CacheOptionError
 from ..kernels.inputs import PagedKV
+from .compat import SPARSE_MODELS_CACHE_LATENTS
 from .handle import KVView
+from .handle_layer import HandleLayer
 from .layer import PagedLayer
 
 
@@ -20,17 +23,39 @@ class LatentLayer(PagedLayer):
 
     Args:
         options: as given to the cache; the others are those of PagedLayer.
+        config: the decoder's config.
     """
 
-    def __init__(self, *args: Any, options: CacheConfig) -> None:
+    _caches_latents = True  # as far as is known before the first keys
+
+    def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
         self.mla = options.mla
-        super().__init__(*args)
+        self.asked = {
+            name: getattr(options, name)
+            for name in ("latent", "latent_group_size", "k_rope")
+            if getattr(options, name) != getattr(CacheConfig, name)
+        }
+        super().__init__(layer_idx, *args)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Learn shapes, dtype and device; see what the model caches.
+
+        Raises: CacheOptionError where options about latents were given and there are none.
+        """
+        expanded = not self.formats.are_latents(key_states)
+        if expanded and (self.asked or self.mla == "absorb"):
+            name, value = next(iter(self.asked.items()), ("mla", self.mla))
+            raise CacheOptionError(
+                f"{name}={value!r}: in this version of transformers the model caches keys and values of "
+                f"{key_states.shape[1]} heads, not latents; leave it out, or use a newer transformers"
+            )
+        super().lazy_initialization(key_states, value_states)
 
     @property
     def kind(self) -> str:
         """What the layer's pages hold, for reports."""
-        expanded = self.spec is not None and not self.spec.is_latent
-        return "paged" if expanded else "paged latents"
+        latent = self._caches_latents if self.spec is None else self.spec.is_latent
+        return "paged latents" if latent else "paged"
 
     def _view_of(self, kv: PagedKV) -> KVView:
         view = super()._view_of(kv)
@@ -38,21 +63,34 @@ class LatentLayer(PagedLayer):
         return view
 
 
-class IndexedLatentLayer(LatentLayer):
+class IndexedLatentLayer(LatentLayer, HandleLayer):
     """A latent layer with the keys of a sparse-attention indexer (DSA: DeepSeek-V3.2, GLM-5 and their kin).
 
     Indexer keys are scored for all tokens in every step, and choose the tokens that attention reads. They are kept in
-    the model's dtype in one tensor with room to grow.
+    the model's dtype in one tensor with room to grow. `keys` and `values` are handles, because glm5_next's indexer
+    reads their shape in every forward. A layer that attends to the latents of another one (mistral_large4) may hold
+    indexer keys alone.
     """
 
+    _caches_latents = SPARSE_MODELS_CACHE_LATENTS
     indexer_position_ids: torch.Tensor | None = None  # of other models' indexers; transformers asks
     _index: torch.Tensor | None
     _indexed: int
 
+    def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
+        # a "shared" layer reads the choice of another layer's indexer, a "reuse.." layer another layer's latents
+        types = getattr(config, "indexer_types", None)
+        modes = getattr(config, "kv_sharing_modes", None)
+        self.has_index = types is None or types[layer_idx] != "shared"
+        self.has_latents = modes is None or not str(modes[layer_idx]).startswith("reuse")
+        super().__init__(layer_idx, *args, options=options, config=config)
+
     @property
     def kind(self) -> str:
         """What the layer holds, for reports."""
-        return f"{super().kind}, indexer keys beside them"
+        if not self.has_latents:
+            return "indexer keys, latents of another layer"
+        return super().kind + (", indexer keys beside them" if self.has_index else "")
 
     @property
     def is_indexer_initialized(self) -> bool:
@@ -69,16 +107,24 @@ class IndexedLatentLayer(LatentLayer):
         """Bytes of the indexer keys, room to grow included."""
         return 0 if self._index is None else self._index.nbytes
 
+    @property
+    def rows_held(self) -> int:
+        """Rows that this layer holds (0 before the first update)."""
+        if self.store is None and self._index is not None:
+            return self._index.shape[0]
+        return super().rows_held
+
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Append indexer keys [batch, q_len, index_head_dim]; return all of them."""
         new = indexer_key_states.detach()
         end = self._indexed + new.shape[1]
-        if self._index is None or end > self._index.shape[1]:
-            room = end if self._index is None else end + end // 8 + 64
-            index = new.new_empty((new.shape[0], room, new.shape[2]))
-            if self._index is not None:
-                index[:, : self._indexed] = self._index[:, : self._indexed]
-            self._index = index
+        held = self._index if self._indexed else None  # an empty one may be of another batch
+        if held is None or end > held.shape[1]:
+            room = end if held is None else end + end // 8 + 64
+            self._index = new.new_empty((new.shape[0], room, new.shape[2]))
+            if held is not None:
+                self._index[:, : self._indexed] = held[:, : self._indexed]
+        assert self._index is not None
         self._index[:, self._indexed : end] = new
         self._indexed = end
         return self._index[:, :end]
@@ -92,7 +138,12 @@ class IndexedLatentLayer(LatentLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens; see `PagedLayer.crop`."""
         super().crop(tokens_to_remove)
-        self._indexed = min(self._indexed, self._seen)
+        if self.store is None:  # it reads the latents of another layer (mistral_large4)
+            count = int(tokens_to_remove)
+            left = count if count > 0 else max(0, self._indexed + count)
+        else:
+            left = self._seen
+        self._indexed = min(self._indexed, left)
 
     def offload(self) -> None:
         """Move this layer's tensors to the CPU."""

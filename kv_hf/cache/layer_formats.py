@@ -39,7 +39,9 @@ class LayerFormats:
         if rank is None:
             return cls(keys, values, options.page_size)
         latent = options.latent_scheme(layer_idx, num_layers)
-        return cls(keys, values, options.page_size, rank, latent, options.k_rope)
+        latent.resolve(options.page_size, rank, "latent")
+        k_rope = options.k_rope_format(latent)
+        return cls(keys, values, options.page_size, rank, latent, k_rope)
 
     def spec(
         self,
@@ -77,6 +79,10 @@ class LayerFormats:
             value_dtype=value_dtype,
             layout=layout,
         )
+
+    def are_latents(self, keys: torch.Tensor) -> bool:
+        """Say whether `keys` [batch, num_kv_heads, q_len, ..] of a model are latents, which have a single head."""
+        return self.latent is not None and keys.shape[1] == 1 and keys.shape[-1] == self.rank
 
     def spec_of(self, keys: torch.Tensor, values: torch.Tensor) -> PageSpec:
         """Return `spec` for keys and values [batch, num_kv_heads, q_len, ..], in the layout of their device."""

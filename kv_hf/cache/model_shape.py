@@ -95,6 +95,13 @@ def latent_rank(config: Any) -> int | None:
     return rank if isinstance(rank, int) else None
 
 
+def latent_ranks(config: Any, count: int) -> list[int | None]:
+    """Return kv_lora_rank of each of `count` layers, None of those without latent attention."""
+    if _read(config, "kv_lora_rank") != VARIES:
+        return [latent_rank(config)] * count
+    return [latent_rank(config.per_layer_config[index]) for index in range(count)]
+
+
 def page_sizes(config: Any) -> dict[str, Any] | None:
     """Return the sizes of a page as LayerFormats.spec takes them, or None where `config` states no single ones.
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .compat import is_dummy
+
 
 def answering_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
     """Return `layer_idx`, or the first layer of its kind behind it that has tokens where it is not run here.
@@ -26,4 +28,4 @@ def _kind(layer: Any) -> tuple[type, int | None]:
 
 
 def _filled(layer: Any) -> bool:
-    return bool(getattr(layer, "is_initialized", False))
+    return bool(getattr(layer, "is_initialized", False)) and not is_dummy(layer)

@@ -105,6 +105,9 @@ def _result(decoding: Decoding, step: Spread, prefills: list[float]) -> dict[str
         **step.row("step_ms"),
         **(spread(prefills).row("prefill_ms") if prefills else {}),
         "kv_bytes": decoding.kv_bytes,
+        "bytes_per_token": decoding.kv_bytes / (len(decoding.token) * decoding.tokens),
+        # most that one step allocated for a while, beside the cache (on a CPU: resident memory)
+        "transient_bytes": decoding.transient_bytes,
         "predicted_bytes": predicted_bytes(decoding.cache),
         # what was allocated at most for this cache, in the prefill or in a step; the model is not counted
         "peak_bytes": decoding.peak_bytes if cuda else None,

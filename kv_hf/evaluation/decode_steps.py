@@ -7,19 +7,24 @@ from typing import Any
 
 import torch
 
+from ..cache.model_shape import decoder_config, latent_rank, page_sizes
 from ..cache.paged_cache import PagedCache
 from ..spec import predict_memory
 from .cache_kinds import CacheKind, held_bytes
+from .memory_meter import AllocatedMeter, ResidentMeter
 from .timing import Budget, interleave, timed
 
 WARMUP = 2
 
 
-def kv_shape(config: Any) -> tuple[int, int]:
-    """Return (num_kv_heads, head_dim) of a decoder config."""
-    config = config.get_text_config(decoder=True)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_key_value_heads, dim
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """Return (heads, key channels, value channels) of what a decoder's layers cache; latents have one head."""
+    config = decoder_config(config)
+    sizes = page_sizes(config)
+    if sizes is None:
+        raise ValueError(f"the config of {config.model_type} states no single size of a head")
+    heads = 1 if latent_rank(config) is not None else config.num_key_value_heads
+    return heads, sizes["key_dim"], sizes["value_dim"]
 
 
 def fill_random(cache: Any, model: Any, batch: int, tokens: int, seed: int = 0) -> None:
@@ -27,7 +32,7 @@ def fill_random(cache: Any, model: Any, batch: int, tokens: int, seed: int = 0) 
 
     A prefill of a long prompt takes minutes on a CPU, and what a step costs does not depend on the numbers.
     """
-    heads, dim = kv_shape(model.config)
+    heads, *dims = kv_shape(model.config)
     numbers = torch.Generator(model.device).manual_seed(seed)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for index in range(layers):
@@ -38,7 +43,7 @@ def fill_random(cache: Any, model: Any, batch: int, tokens: int, seed: int = 0) 
                 device=model.device,
                 dtype=model.dtype,
             )
-            for _ in range(2)
+            for dim in dims
         )
         cache.update(keys, values, index)
 
@@ -100,6 +105,7 @@ class Decoding:
             self.prefill_ms = timed(lambda: self._forward(prompt, mask), self.device)
         self.peak_bytes = self._peak(allocated)
         self.own_bytes = self._allocated() - allocated
+        self.transient_bytes: int | None = None
         self.rss_bytes = _rss() - rss
 
     def use(self) -> None:
@@ -121,12 +127,17 @@ class Decoding:
         return logits
 
     def note_peak(self) -> None:
-        """Take a step and raise `peak_bytes` to what was allocated in it, the cache included (CUDA only)."""
+        """Take a step and note what it allocated at most: `transient_bytes`, None where the system does not tell.
+
+        On CUDA `peak_bytes` rises to that, the cache included.
+        """
         self.before()
-        allocated = self._allocated()
-        self._reset_peak()
+        cuda = self.device.type == "cuda"
+        meter = AllocatedMeter(self.device) if cuda else ResidentMeter(from_now_on=False)
         self.step()
-        self.peak_bytes = max(self.peak_bytes, self.own_bytes + self._peak(allocated))
+        self.transient_bytes = meter.peak()
+        if cuda:
+            self.peak_bytes = max(self.peak_bytes, self.own_bytes + (self.transient_bytes or 0))
 
     @property
     def tokens(self) -> int:

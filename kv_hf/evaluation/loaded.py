@@ -100,13 +100,17 @@ class LoadedModel:
         folder = resolve_model(name)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self.model = model.to(self.device).eval()
+        self.model = self.prepared(model.to(self.device).eval())
         # it reads transformers' own caches by sdpa, so that all are measured by one attention
         self.model.set_attn_implementation(ATTENTION_NAME)
         self._references: dict[TextSettings, ExactReference] = {}
         self._continuations: tuple[tuple[TextSettings, int], list[Prefill], torch.Tensor] | None = (
             None
         )
+
+    def prepared(self, model: Any) -> Any:
+        """Return the model that is measured; a subclass may make another one of the checkpoint's."""
+        return model
 
     @cached_property
     def shapes(self) -> list[Any]:

@@ -12,12 +12,17 @@ class ResidentMeter:
 
     It is made when everything else is in place: freed blocks are given back first and from then on, so
     that growth is new memory. All figures are None where /proc does not tell.
+
+    Args:
+        from_now_on: whether freed blocks are given back for the rest of the process, which costs time; without it
+            only the peak tells something.
     """
 
     name = "resident"
 
-    def __init__(self) -> None:
-        give_freed_memory_back()
+    def __init__(self, from_now_on: bool = True) -> None:
+        if from_now_on:
+            give_freed_memory_back()
         gc.collect()
         self.base: int | None = resident().get("VmRSS")
         self.restart()

@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from ..formats import key_scheme, value_scheme
 from ..spec import ROWS, PageSpec
@@ -103,7 +110,60 @@ _RANDOM: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "num_key_value_heads": 8,
         },
     ),
+    # latent attention of DeepSeek-V2-Lite's sizes alone: one layer, its experts and vocabulary left out
+    "deepseek-v2-lite-layer": (
+        DeepseekV2Config,
+        {
+            "vocab_size": 1024,
+            "hidden_size": 2048,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 8,  # no layer has experts
+        },
+    ),
+    # the first two layers of DeepSeek-V3, which have no experts; a small vocabulary
+    "deepseek-v3-2-layers": (
+        DeepseekV3Config,
+        {
+            "vocab_size": 1024,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 8,  # no layer has experts
+        },
+    ),
     # for tests and for trying the scripts out
+    "tiny-latent": (
+        DeepseekV3Config,
+        {
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 8,  # no layer has experts
+        },
+    ),
     "tiny": (
         LlamaConfig,
         {

@@ -148,11 +148,12 @@ def _chosen(
     kv_len: int,
     causal: bool,
 ) -> torch.Tensor:
-    """Hide from `mask` all columns but those of `indices` [batch, q_len, n]."""
+    """Hide from `mask` all columns but those of `indices` [batch, q_len, n]; negative ones choose nothing."""
     q_len = query.shape[2]
-    shape = (indices.shape[0], 1, q_len, kv_len)
+    shape = (indices.shape[0], 1, q_len, kv_len + 1)
     chosen = torch.zeros(shape, dtype=torch.bool, device=query.device)
-    chosen.scatter_(-1, indices.long()[:, None], True)
+    columns = indices.long().masked_fill(indices < 0, kv_len)[:, None]
+    chosen = chosen.scatter_(-1, columns, True)[..., :kv_len]
     if mask is None:
         hides = causal and q_len > 1
         return chosen & causal_mask(q_len, kv_len, query.device) if hides else chosen

@@ -8,13 +8,14 @@ result (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). Read in transformers 5.17
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..cache.handle import KVHandle
+from ..cache.handle import view_behind
 from ..config import CacheConfig
 from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME
@@ -25,6 +26,7 @@ _SIZES = ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _originals: dict[type, Callable[..., Any]] = {}
+_patching = threading.Lock()
 
 
 def is_latent_attention(module: torch.nn.Module) -> bool:
@@ -39,37 +41,46 @@ def hand_latents_through(module: torch.nn.Module) -> None:
 
     A class is changed once, for all of its modules: copies and pickles of a model know nothing of it.
     """
-    kind = type(module)
-    if kind in _originals or not is_latent_attention(module):
+    if not is_latent_attention(module):
         return
-    original = kind.expand_kv  # type: ignore[attr-defined]
+    # the class that defines it: one that inherits it must not keep a wrapper of its own
+    kind = next(one for one in type(module).__mro__ if "expand_kv" in vars(one))
+    with _patching:
+        if kind not in _originals:
+            _originals[kind] = vars(kind)["expand_kv"]
+            kind.expand_kv = _passing_handles(_originals[kind])  # type: ignore[attr-defined]
 
+
+def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def expand_kv(
         self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        mine = isinstance(kv_nope, KVHandle) and isinstance(k_rot, KVHandle)
-        if mine and self.config._attn_implementation == ATTENTION_NAME:
+        view = view_behind(kv_nope, k_rot)
+        if (
+            view is not None
+            and view.kv.spec.is_latent
+            and self.config._attn_implementation == ATTENTION_NAME
+        ):
             return kv_nope, k_rot
         return original(self, kv_nope, k_rot, *args, **kwargs)
 
-    _originals[kind] = original
-    kind.expand_kv = expand_kv  # type: ignore[attr-defined]
+    return expand_kv
 
 
 def restore_expansion() -> None:
     """Give all classes their own `expand_kv` back."""
-    for kind, original in _originals.items():
-        kind.expand_kv = original  # type: ignore[attr-defined]
-    _originals.clear()
+    with _patching:
+        for kind, original in _originals.items():
+            kind.expand_kv = original  # type: ignore[attr-defined]
+        _originals.clear()
 
 
 def expanded(
-    module: torch.nn.Module, latent: torch.Tensor, k_rope: torch.Tensor
+    module: Any, latent: torch.Tensor, k_rope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values of dense latents, as the model computes them."""
-    expand: Any = _originals.get(type(module)) or type(module).expand_kv  # type: ignore[attr-defined]
-    return expand(module, latent, k_rope)
+    return module.expand_kv(latent, k_rope)
 
 
 def why_not_absorbed(module: torch.nn.Module) -> str | None:
@@ -101,6 +112,22 @@ def why_not_absorbed(module: torch.nn.Module) -> str | None:
         )
     if weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim):  # type: ignore[operator]
         return "the weight of kv_b_proj does not hold whole heads"
+    return _why_more_than_weights(projection)
+
+
+def _why_more_than_weights(projection: torch.nn.Module) -> str | None:
+    """Return why `projection` computes something else than the product with its weight, or None."""
+    kind = type(projection)
+    if kind.forward is not torch.nn.Linear.forward:
+        return f"kv_b_proj is a {kind.__name__}, not a torch.nn.Linear"
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return "kv_b_proj has forward hooks"
+    if "forward" in vars(projection):
+        # accelerate's hooks of models on several devices move the inputs and nothing else
+        hook = getattr(projection, "_hf_hook", None)
+        hooks = getattr(hook, "hooks", [hook])
+        if any(type(one).__name__ != "AlignDevicesHook" for one in hooks):
+            return "the forward of kv_b_proj was replaced"
     return None
 
 
@@ -109,18 +136,21 @@ def prepare_latents(model: PreTrainedModel, options: CacheConfig) -> None:
 
     Raises: UnsupportedModelError where mla="absorb" asks for what cannot be done.
     """
-    required = options.mla == "absorb"
-    reason = why_not_pages(model, options.attention) if required else None
-    if reason:
-        raise UnsupportedModelError(
-            f"mla='absorb': {type(model).__name__} cannot read pages: {reason}"
-        )
-    for name, module in model.named_modules():
-        if is_latent_attention(module):
-            hand_latents_through(module)
-            reason = why_not_absorbed(module) if required else None
+    found = {name: module for name, module in model.named_modules() if is_latent_attention(module)}
+    if options.mla == "absorb":
+        reason = why_not_pages(model, options.attention)
+        if reason is None and not found:
+            reason = "its attention has no expand_kv in this version of transformers"
+        if reason:
+            raise UnsupportedModelError(
+                f"mla='absorb': {type(model).__name__} cannot read pages of latents: {reason}"
+            )
+        for name, module in found.items():
+            reason = why_not_absorbed(module)
             if reason:
                 raise UnsupportedModelError(f"mla='absorb': {name} cannot be absorbed: {reason}")
+    for module in found.values():
+        hand_latents_through(module)
 
 
 def longest_absorbed(module: Any) -> int:
@@ -187,7 +217,11 @@ def from_latent(module: Any, out: torch.Tensor) -> torch.Tensor:
     Returns: [batch, q_len, num_heads, v_head_dim], in out's dtype.
     """
     _, values = _halves(module, out)
-    return torch.einsum("bhsr,hdr->bshd", out, values).to(out.dtype).contiguous()
+    # the weights stand first as they lie in memory: for 16-bit numbers on a CPU torch copies them in any other order
+    rows, heads, q_len, rank = out.shape
+    columns = out.transpose(0, 1).reshape(heads, rows * q_len, rank).transpose(1, 2)
+    product = torch.bmm(values, columns).to(out.dtype)  # [heads, v_head_dim, rows * q_len]
+    return product.unflatten(2, (rows, q_len)).permute(2, 3, 0, 1).contiguous()
 
 
 def _halves(module: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

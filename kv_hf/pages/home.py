@@ -143,7 +143,9 @@ class Home:
 
     def _pieces(self, number: int, page_bytes: int) -> Iterator[tuple[int, int]]:
         most = self.outside.piece_bytes
-        step = number if most is None else max(1, most // page_bytes)
+        step = (
+            number if most is None else max(1, most // max(1, page_bytes))
+        )  # 0 bytes: RoPE keys of a NoPE layer
         for at in range(0, number, step):
             yield at, min(step, number - at)
 

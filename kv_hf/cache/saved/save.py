@@ -121,6 +121,15 @@ def _check_savable(cache: "PagedCache", model: Any) -> None:
     cache.check_model(model.config)
     if not cache.group.rows:
         raise CacheMismatchError("this cache is empty: there is nothing to save")
+    kept = [
+        f"{index} ({type(layer).__name__})"
+        for index, layer in enumerate(cache.layers)
+        if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
+    ]
+    if kept:
+        raise UnsupportedModelError(
+            f"layers {', '.join(kept)} hold states beside their pages (transformers' own, or indexer keys); saved caches hold pages only"
+        )
     behind = [one.layer_idx for one in cache.paged_layers if not one.is_up_to_date or not one.store]
     if behind:
         raise InterruptedForwardError(
@@ -131,15 +140,6 @@ def _check_savable(cache: "PagedCache", model: Any) -> None:
     if any(layer.window != layer.group.window for layer in cache.paged_layers):
         raise UnsupportedModelError(
             "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
-        )
-    kept = [
-        f"{index} ({type(layer).__name__})"
-        for index, layer in enumerate(cache.layers)
-        if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
-    ]
-    if kept:
-        raise UnsupportedModelError(
-            f"layers {', '.join(kept)} hold states that transformers keeps; saved caches hold pages only"
         )
 
 

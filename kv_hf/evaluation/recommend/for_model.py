@@ -10,8 +10,9 @@ from transformers import AutoTokenizer
 
 from ...cache.model_shape import attention_config
 from ...config import check_option_names
-from ...errors import CacheOptionError
+from ...errors import CacheOptionError, UnsupportedModelError
 from ...formats import ATTENTION_NAME
+from ...hf.latent import is_latent_attention
 from ...hf.models import use_paged_attention
 from ...recipe import MEASURED_OPTIONS
 from ..texts import longest_context, text_windows
@@ -75,7 +76,7 @@ def recommend(
         progress: called with (layers run, layers to run).
         options: page_size, sink_tokens, recent_tokens, key_group_size, value_group_size of all caches.
     Raises: ValueError that names the argument, before anything is measured; CacheOptionError for bad `options`;
-        OSError where a file cannot be written.
+        UnsupportedModelError for a model with multi-head latent attention; OSError where a file cannot be written.
     """
     asked = Budget.parse(budget)
     if out is not None:
@@ -128,6 +129,11 @@ def make_search(
 
     Use it inside `paged_attention(model)`: it measures at the first recommendation.
     """
+    if any(is_latent_attention(module) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has multi-head latent attention: a recipe chooses formats of keys and of values, and "
+            "such a layer stores one latent for both. cache_config={'layers': {'0-1': 'int8'}} gives some layers another format"
+        )
     for given in (options, *(variants or ())):
         check_option_names(given)
         for name in given:

@@ -8,18 +8,16 @@ import torch
 from ...formats import Scheme
 from ...spec import LANES, PageSpec, SideSpec
 
-_FORMATS = {"int8": 3, "int4": 4, "int2": 5, "fp8": 6}
+_FORMATS = {"int8": 3, "int4": 4, "int2": 5, "fp8": 6, "fp8_ds_mla": 6}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-SIDE_FIELDS = 15
+SIDE_FIELDS = 16
 DECODE_BLOCK = struct.Struct(f"={2 * SIDE_FIELDS + 30}q2d")
 SEAL_BLOCK = struct.Struct(f"={SIDE_FIELDS + 7}q1d")
 
 
 def unsupported(spec: PageSpec) -> str | None:
     """Return what the C kernel does not know about these pages, or None."""
-    if spec.is_latent:
-        return "it knows no latents yet"
     for side in spec.sides:
         if side.layout != LANES and side.head_dim * side.code_bits % 32 == 0:
             return (
@@ -43,8 +41,12 @@ def unsupported(spec: PageSpec) -> str | None:
 def _unsupported_groups(side: str, scheme: Scheme, spec: SideSpec) -> str | None:
     scale, offset = scheme.scale_group, scheme.offset_group
     assert scale is not None
-    if side == "keys":
+    if side == "k_rope":
+        known = scale == (spec.page_size, spec.head_dim) and offset == (spec.page_size, 1)
+    elif side == "keys":
         known = scale[1] in (1, spec.head_dim) and (offset is None or offset == (scale[0], 1))
+    elif side == "latent" and scale[1] == 1:
+        known = offset == scale
     else:
         known = scale[0] == 1 and offset in (None, scale)
     return None if known else f"{side} with scale groups {scale} and offset groups {offset}"
@@ -67,6 +69,7 @@ def side_fields(
         codes.data_ptr(),
         0 if scale is None else scale.data_ptr(),
         0 if offset is None else offset.data_ptr(),
+        DTYPES[spec.scale_dtype],
         codes.stride(1),
         0 if scale is None else scale.stride(1),
         0 if offset is None else offset.stride(1),

@@ -20,17 +20,18 @@ def paged_attention(
     """Attend to pages in layout "lanes" without writing any of them out; see `reference.paged_attention`.
 
     Sums are kept in fp32. For bf16 and fp16 queries a processor with AVX-512 VNNI multiplies 4- and 8-bit codes as
-    integers, with queries and probabilities rounded to 15 bits of the largest number of a head (page).
+    integers, with queries and probabilities rounded to 15 bits of the largest number of a head (page). Pages of
+    latents are written out as fp32, a few dozen tokens at a time, and multiplied as such.
 
     Args:
-        query: [rows, num_heads, q_len, key_dim], fp32, bf16 or fp16.
-    Returns: [rows, num_heads, q_len, value_dim], a view of a [rows, q_len, num_heads, value_dim] tensor.
+        query: [rows, num_heads, q_len, query_dim], fp32, bf16 or fp16.
+    Returns: [rows, num_heads, q_len, out_dim], a view of a [rows, q_len, num_heads, out_dim] tensor.
     """
     rows, num_heads, q_len, _ = query.shape
-    heads, value_dim = kv.spec.keys.num_kv_heads, kv.spec.values.head_dim
+    heads = kv.spec.keys.num_kv_heads
     if query.stride(3) != 1:
         query = query.contiguous()
-    out = query.new_empty((rows, q_len, num_heads, value_dim)).transpose(1, 2)
+    out = query.new_empty((rows, q_len, num_heads, kv.spec.out_dim)).transpose(1, 2)
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     mask_fields = (0, 0, 0, 0, 0, 0)
@@ -78,6 +79,7 @@ def paged_attention(
         softmax_scale,
         softcap or 0.0,
     )
-    if library().kv_hf_decode(block):
+    decode = library().kv_hf_decode_latent if kv.spec.is_latent else library().kv_hf_decode
+    if decode(block):
         raise MemoryError("no memory for the partial results of a decode step")
     return out

@@ -1,15 +1,14 @@
 /* Attention over pages: splits a step into tasks, runs them, merges their softmaxes.
  * The arithmetic is in lanes.inc and attend.inc, compiled once for each instruction set. */
-#include "numbers.h"
+#include "splits.h"
 
-#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define MAX_WORDS 256   /* words of a padded stretch of lanes at a time */
 #define WINDOW_TILE 64  /* exact tokens laid out at a time */
-#define WINDOW_SPLIT 256
+
 typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
@@ -26,17 +25,6 @@ typedef struct {
     float *partials;
     atomic_int *done, failed;
 } Call;
-
-typedef struct {
-    int64_t pages, per_split, window;
-} Splits;
-
-/* Splits depend on the row alone, so that neither threads nor other rows change a result. */
-static Splits splits_of(int64_t pages, int64_t exact, int64_t page_size) {
-    int64_t tokens = pages * page_size <= 8192 ? 256 : 1024;
-    int64_t per = tokens > page_size ? tokens / page_size : 1;
-    return (Splits){(pages + per - 1) / per, per, (exact + WINDOW_SPLIT - 1) / WINDOW_SPLIT};
-}
 
 /* The pages of one head lie apart, a few kilobytes each: too short for the processor's own prefetching. */
 static void fetch(const void *from, int64_t bytes) {
@@ -62,32 +50,12 @@ static void load_floats(const Side *side, int64_t row, int64_t head, int64_t slo
     }
 }
 
-/* Join the splits of one row and kv head, add the sink logits, divide, and write the result. */
+/* Join the splits of one row and kv head. */
 static void merge(const Call *call, int64_t row, int64_t head, int64_t splits) {
     const Decode *a = call->a;
-    int64_t dim = a->values.dim, queries = call->z.queries;
+    int64_t queries = call->z.queries, dim = a->values.dim;
     float *first = call->partials + (row * a->heads + head) * call->splits * call->partial_floats;
-    for (int64_t n = 0; n < queries; n++) {
-        int64_t h = head * a->group + n / a->q_len, i = n % a->q_len;
-        float best = a->sink_logits ? ((const float *)a->sink_logits)[h] : -INFINITY, total = 0;
-        for (int64_t s = 0; s < splits; s++) {
-            float top = first[s * call->partial_floats + queries * dim + n];
-            best = top > best ? top : best;
-        }
-        float shift = best == -INFINITY ? 0 : best;
-        if (a->sink_logits) total = expf(((const float *)a->sink_logits)[h] - shift);
-        float *out = first + n * dim; /* the first split's place takes the sum */
-        if (!splits) memset(out, 0, dim * sizeof(float));
-        for (int64_t s = 0; s < splits; s++) {
-            const float *part = first + s * call->partial_floats;
-            float keep = expf(part[queries * dim + n] - shift);
-            total += keep * part[queries * dim + queries + n];
-            for (int64_t d = 0; d < dim; d++) out[d] = part[n * dim + d] * keep + (s ? out[d] : 0);
-        }
-        int64_t to = row * a->out_row + h * a->out_head + i * a->out_at;
-        float factor = total == 0 ? 0 : 1 / total;
-        for (int64_t d = 0; d < dim; d++) store_float((void *)a->out, (int)a->query_dtype, to + d, out[d] * factor);
-    }
+    merge_splits(a, row, head * queries, queries, first, call->partial_floats, splits, dim, dim);
 }
 
 #define VNNI 0
@@ -144,8 +112,6 @@ int64_t kv_hf_isa(void) {
 
 int64_t kv_hf_abi(void) { return KV_HF_ABI; }
 
-static int64_t largest_of(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* Returns 0, or 1 when memory is short: the output is then not complete. */
 int64_t kv_hf_decode(const Decode *a) {
     Call call = {.a = a};
@@ -159,7 +125,7 @@ int64_t kv_hf_decode(const Decode *a) {
     z->tile_keys = largest_of(a->keys.dim * WINDOW_TILE, z->scales); /* also where scales change places */
     z->integers = a->query_dtype != F32;
     for (int64_t row = 0; row < a->rows; row++) {
-        Splits s = splits_of(((const int32_t *)a->num_pages)[row], ((const int32_t *)a->exact_lens)[row], page);
+        Splits s = splits_of(((const int32_t *)a->num_pages)[row], ((const int32_t *)a->exact_lens)[row], page, 1);
         call.splits = largest_of(call.splits, s.pages + s.window);
     }
     call.partial_floats = z->queries * (a->values.dim + 2);

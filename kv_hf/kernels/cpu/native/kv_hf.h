@@ -5,19 +5,20 @@
 
 #include <stdint.h>
 
-#define KV_HF_ABI 5
+#define KV_HF_ABI 6
 
 enum Format { F32, BF16, F16, INT8, UINT4, UINT2, FLOAT8, NUM_FORMATS };
 enum MaskKind { MASK_NONE, MASK_BOOL, MASK_FLOAT };
 enum Isa { ISA_PORTABLE, ISA_AVX2, ISA_AVX512, ISA_VNNI, NUM_ISAS };
 
-/* One side of the pages: codes in layout "lanes" (see spec.SideSpec), scales and offsets in fp16. */
+/* One side of the pages: codes in layout "lanes" (see spec.SideSpec), scales and offsets in fp16 or fp32. */
 typedef struct {
     int64_t format, dim;
     int64_t group_tokens;                    /* tokens that share a scale or an offset */
     int64_t scale_channels;                  /* channels that share a scale */
     int64_t codes, scale, offset;            /* pointers to page 0; scale and offset 0 where there are none */
-    int64_t codes_stride, scale_stride, offset_stride; /* words and fp16 numbers per page and head */
+    int64_t scale_dtype;                     /* of scales and offsets: F16, or F32 for latents */
+    int64_t codes_stride, scale_stride, offset_stride; /* words, scales and offsets per page and head */
     int64_t window, window_dtype;            /* exact tokens [rows, heads, slots, dim], elements contiguous */
     int64_t window_row, window_head, window_slot; /* strides in elements */
 } Side;

@@ -1,0 +1,134 @@
+/* Attention over pages of latents: all heads of absorbed multi-head latent attention read the same tokens, as keys
+ * (latent and RoPE key side by side) and as values (the latent). Many multiply-adds per number that is read, so a
+ * tile of tokens is written out as floats once, and two products of matrices do the rest.
+ * The arithmetic is in latent.inc and products.inc, compiled once for each instruction set. */
+#include "splits.h"
+
+#include <stdatomic.h>
+
+#define TILE 64              /* tokens of a product */
+#define TILE_ROWS (2 * TILE) /* tokens that gather before a product, in steps of at most TILE */
+#define TILE_LANES (TILE_ROWS + 16) /* an odd number of cache lines: rows do not fall on each other in the cache */
+#define BLOCK 64             /* queries of a task */
+#define MAX_RANGES 8
+
+typedef struct {
+    const Decode *a;          /* keys: latents, values: RoPE keys */
+    int64_t queries;          /* heads times q_len */
+    int64_t blocks, block;    /* tasks over queries, and the queries of one */
+    int64_t rank, dims;       /* floats of a latent, and of it and a RoPE key: multiples of 16 */
+    int64_t row;              /* floats from one query or token to the next */
+    int64_t splits, partial_floats, scratch_floats;
+    float *partials;
+    atomic_int *done, failed;
+} Latents;
+
+/* Memory that the next tile reads: fetched a few lines at a time while this one is multiplied. */
+typedef struct {
+    const char *at[MAX_RANGES], *end[MAX_RANGES];
+    int64_t ranges, lines; /* lines: of each step */
+} Ahead;
+
+static inline void fetch_ahead(Ahead *ahead) {
+    for (int64_t lines = ahead->lines; lines && ahead->ranges;) {
+        int64_t r = ahead->ranges - 1;
+        for (; lines && ahead->at[r] < ahead->end[r]; lines--, ahead->at[r] += 64) __builtin_prefetch(ahead->at[r], 0, 2);
+        if (ahead->at[r] >= ahead->end[r]) ahead->ranges--;
+    }
+}
+
+/* The codes of tokens [from, to) of page number `at`, if a page's codes lay in the order of its tokens. */
+static void add_range(Ahead *ahead, const Side *side, int64_t page, int64_t at, int64_t from, int64_t to) {
+    int64_t bytes = side->codes_stride * 4;
+    if (ahead->ranges == MAX_RANGES || !side->dim) return;
+    ahead->at[ahead->ranges] = (const char *)side->codes + at * bytes + bytes * from / page;
+    ahead->end[ahead->ranges++] = (const char *)side->codes + at * bytes + bytes * to / page;
+    ahead->lines += bytes * (to - from) / page / 64 + 2;
+}
+
+static Splits latent_splits(const Latents *call, int64_t row) {
+    const Decode *a = call->a;
+    int64_t pages = ((const int32_t *)a->num_pages)[row], exact = ((const int32_t *)a->exact_lens)[row];
+    return splits_of(pages, exact, a->page_size, call->blocks);
+}
+
+static int64_t queries_of(const Latents *call, int64_t block) {
+    int64_t rest = call->queries - block * call->block;
+    return rest < call->block ? rest : call->block;
+}
+
+static void merge(const Latents *call, int64_t row, int64_t block, int64_t splits) {
+    float *first = call->partials + (row * call->blocks + block) * call->splits * call->partial_floats;
+    merge_splits(call->a, row, block * call->block, queries_of(call, block), first, call->partial_floats, splits,
+                 call->a->keys.dim, call->rank);
+}
+
+static int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
+
+/* Floats that the scales (or offsets) of a page take, or one of each for every channel. */
+static int64_t scales_of(const Side *side, int64_t page) {
+    int64_t groups = side->scale ? page / side->group_tokens * (side->dim / side->scale_channels) : 0;
+    return largest_of(groups, side->dim + 16) + 16;
+}
+
+#if X86
+TARGET(AVX2_FEATURES)
+#define NAME(x) CAT(latent_avx2_, x)
+#define VL 8
+#include "latent.inc"
+#undef NAME
+#undef VL
+END_TARGET
+
+TARGET(AVX512_FEATURES)
+#define NAME(x) CAT(latent_avx512_, x)
+#define VL 16
+#include "latent.inc"
+#undef NAME
+#undef VL
+END_TARGET
+#endif
+
+#define NAME(x) CAT(latent_portable_, x)
+#define VL 4
+#include "latent.inc"
+
+#if X86
+static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_avx2_task, latent_avx512_task, latent_avx512_task};
+#else
+static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_portable_task, latent_portable_task,
+                                     latent_portable_task};
+#endif
+
+/* Returns 0, or 1 when memory is short: the output is then not complete. */
+int64_t kv_hf_decode_latent(const Decode *a) {
+    Latents call = {.a = a, .queries = a->group * a->q_len};
+    call.blocks = (call.queries + BLOCK - 1) / BLOCK;
+    call.block = ((call.queries + call.blocks - 1) / call.blocks + 3) / 4 * 4;
+    call.blocks = (call.queries + call.block - 1) / call.block;
+    call.rank = padded(a->keys.dim);
+    call.dims = call.rank + padded(a->values.dim);
+    call.row = (call.dims / 16 | 1) * 16; /* as TILE_LANES */
+    call.splits = 1;
+    for (int64_t row = 0; row < a->rows; row++) {
+        Splits s = latent_splits(&call, row);
+        call.splits = largest_of(call.splits, s.pages + s.window);
+    }
+    call.partial_floats = padded(call.block * (call.rank + 2));
+    call.scratch_floats = (call.block + TILE_ROWS) * call.row + 2 * call.block * TILE_LANES + call.block +
+                          2 * (scales_of(&a->keys, a->page_size) + scales_of(&a->values, a->page_size)) +
+                          2 * padded(a->keys.dim) + 64;
+    int64_t pairs = a->rows * call.blocks;
+    call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
+    if (!call.partials) return 1;
+    call.done = (atomic_int *)(call.partials + pairs * call.splits * call.partial_floats);
+    atomic_init(&call.failed, 0);
+    for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);
+    for (int64_t row = 0; row < a->rows; row++) { /* rows without any token have no task that could write */
+        Splits s = latent_splits(&call, row);
+        if (s.pages + s.window == 0)
+            for (int64_t block = 0; block < call.blocks; block++) merge(&call, row, block, 0);
+    }
+    kv_hf_parallel(tasks[a->isa], &call, pairs * call.splits, a->threads);
+    return atomic_load(&call.failed);
+}

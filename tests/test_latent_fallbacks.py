@@ -1,0 +1,449 @@
+"""Where latents cannot be absorbed: one warning with the reason, right results by expansion, errors where absorption was asked for."""
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from test_latent_families import (
+    LENGTHS,
+    expansions,
+    forwards,
+    largest_difference,
+    paged,
+    read_pages,
+)
+from tiny_latent import latent_modules, make_model, shared_model
+from tiny_models import left_padded, tokens
+from transformers import DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+import kv_hf
+from kv_hf.hf import latent
+
+CPU = torch.device("cpu")
+OPTIONS = {"max_new_tokens": 24, "do_sample": False}
+
+
+def generate(model: Any, **config: Any) -> torch.Tensor:
+    if not config:
+        return model.generate(**left_padded(LENGTHS), **OPTIONS)
+    config = {"page_size": 16, **config}
+    return model.generate(
+        **left_padded(LENGTHS), **OPTIONS, cache_implementation="paged_exact", cache_config=config
+    )
+
+
+class Adapter(torch.nn.Module):
+    """What an adapter looks like: the layer inside, and something added to it."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.added = torch.nn.Linear(base_layer.in_features, base_layer.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.added(x)
+
+
+class Scaled(torch.nn.Linear):
+    """A Linear whose forward is more than its weight, as of fake quantization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.5
+
+
+class Rounded(torch.nn.Linear):
+    """A Linear with int8 weights."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(1, 1, bias=False)
+        self.scale = linear.weight.abs().max().item() / 127
+        codes = (linear.weight / self.scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass, which may hold anything."""
+
+
+def change(make: Callable[[torch.nn.Linear], Any]) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        for module in latent_modules(model):
+            torch.manual_seed(3)
+            module.kv_b_proj = make(module.kv_b_proj)
+
+    return apply
+
+
+def with_bias(linear: torch.nn.Linear) -> torch.nn.Linear:
+    linear.bias = torch.nn.Parameter(torch.randn(linear.out_features) * 0.1)
+    return linear
+
+
+def scaled(linear: torch.nn.Linear) -> torch.nn.Linear:
+    made = Scaled(linear.in_features, linear.out_features, bias=False)
+    made.weight = linear.weight
+    return made
+
+
+def tagged(linear: torch.nn.Linear) -> torch.nn.Linear:
+    weight = linear.weight.detach().as_subclass(Tagged)
+    del linear._parameters["weight"]
+    linear.weight = weight
+    return linear
+
+
+def hooked(linear: torch.nn.Linear) -> torch.nn.Linear:
+    linear.register_forward_hook(lambda module, given, out: out * 1.5)
+    return linear
+
+
+def patched(linear: torch.nn.Linear) -> torch.nn.Linear:
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight) * 1.5
+    return linear
+
+
+REASONS = {
+    "bias": (change(with_bias), "has a bias"),
+    "adapter": (change(Adapter), r"adapter \(Adapter\)"),
+    "int8": (change(Rounded), "quantized .*int8"),
+    "subclass": (change(tagged), "quantized"),
+    "forward": (change(scaled), "is a Scaled, not a torch.nn.Linear"),
+    "hook": (change(hooked), "has forward hooks"),
+    "patch": (change(patched), "forward of kv_b_proj was replaced"),
+    "cpu offload": (lambda model: cpu_offload(model, CPU), "offloaded"),
+}
+
+
+def changed(reason: str) -> Any:
+    model = make_model("deepseek_v3")
+    with torch.no_grad():
+        REASONS[reason][0](model)
+    return model
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_expansion_is_right_and_said_once(reason):
+    model, match = changed(reason), REASONS[reason][1]
+    stock = generate(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", kv_hf.KVCacheWarning)
+        found = generate(model, mla="auto")
+        generate(model, mla="auto")
+    assert torch.equal(found, stock)
+    said = [str(one.message) for one in caught if "cannot attend to latents" in str(one.message)]
+    assert len(said) == 1
+    with pytest.warns(kv_hf.KVCacheWarning, match=match):
+        warnings.warn(said[0], kv_hf.KVCacheWarning, stacklevel=1)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_absorption_that_was_asked_for_is_an_error_before_anything_is_changed(reason):
+    model = changed(reason)
+    with pytest.raises(kv_hf.UnsupportedModelError, match=f"mla='absorb'.*{REASONS[reason][1]}"):
+        generate(model, mla="absorb")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_error_leaves_the_class_alone():
+    kv_hf.uninstall()
+    kv_hf.install()
+    with pytest.raises(kv_hf.UnsupportedModelError):
+        generate(changed("bias"), mla="absorb")
+    assert not latent._originals
+
+
+def test_disk_offloaded_weights_give_the_same_tokens(tmp_path):
+    model = make_model("deepseek_v3")
+    disk_offload(model, tmp_path, CPU)
+    assert torch.equal(generate(model, mla="auto"), generate(make_model("deepseek_v3")))
+
+
+def test_a_model_split_by_accelerate_is_absorbed():
+    """Hooks that only move inputs do not keep kv_b_proj from being absorbed."""
+    model = make_model("deepseek_v3")
+    parts = {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    }
+    dispatch_model(
+        model,
+        {**parts, "model.layers.0": "cpu", "model.layers.1": "cpu"},
+        main_device="cpu",
+        force_hooks=True,
+    )
+    assert hasattr(model.model.layers[0].self_attn.kv_b_proj, "_hf_hook")
+    want = generate(make_model("deepseek_v3"))
+    assert torch.equal(generate(model, mla="absorb"), want)
+    with expansions(model) as lengths:
+        generate(model, mla="auto")
+    assert lengths == [40, 40]
+
+
+def test_expansion_can_be_asked_for():
+    model = make_model("deepseek_v3")
+    stock = forwards(model, DynamicCache(config=model.config))
+    read_pages(model)
+    with expansions(model) as lengths:
+        found = forwards(model, paged(model, mla="expand"))
+    assert len(lengths) == 2 * 14 and lengths[2:4] == [43, 43]
+    assert largest_difference(found, stock) < 1e-6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Paged attention runs as")
+        generate(model, mla="expand")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_that_is_kept_gets_dense_latents(attention):
+    model = make_model("deepseek_v3")
+    model.set_attn_implementation(attention)
+    stock = generate(model)
+    with pytest.warns(kv_hf.KVCacheWarning, match="densely"):
+        assert torch.equal(generate(model, attention="keep"), stock)
+    assert model.config._attn_implementation == attention
+    with pytest.raises(kv_hf.UnsupportedModelError, match="mla='absorb'.*cannot read pages"):
+        generate(model, attention="keep", mla="absorb")
+    if attention == "eager":
+        with pytest.raises(kv_hf.UnsupportedModelError, match="'eager'"):
+            generate(model, mla="absorb")
+
+
+def test_absorption_that_was_asked_for_without_generate():
+    model = changed("bias")
+    read_pages(model)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="has a bias"):
+        forwards(model, paged(model, mla="absorb"))
+
+
+class Inherited(DeepseekV3Attention):
+    """A subclass as somebody's own code makes it."""
+
+
+def test_uninstall_gives_all_classes_their_own_method_back():
+    model = make_model("deepseek_v3")
+    own = DeepseekV3Attention.expand_kv
+    if "__wrapped__" in vars(own):
+        kv_hf.uninstall()
+        own = DeepseekV3Attention.expand_kv
+        kv_hf.install()
+    stock = generate(model)
+    model.model.layers[1].self_attn.__class__ = Inherited
+    assert torch.equal(generate(model, mla="absorb"), stock)
+    assert DeepseekV3Attention.expand_kv is not own
+    assert "expand_kv" not in vars(Inherited)
+    cache = paged(model)
+    read_pages(model)
+    forwards(model, cache)
+    kv_hf.uninstall()
+    assert DeepseekV3Attention.expand_kv is own and Inherited.expand_kv is own
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(generate(model), stock)
+    with torch.no_grad():  # handles are right tensors without kv_hf, too
+        model(tokens(2, 1), past_key_values=cache)
+    kv_hf.install()
+    assert torch.equal(generate(model, mla="absorb"), stock)
+    with expansions(model) as lengths:
+        generate(model, mla="auto")
+    assert lengths == [40, 40]
+
+
+def test_dense_latents_are_expanded_while_kv_hf_is_at_work():
+    """Transformers' own cache, and a forward without a cache, with the attention switched to pages."""
+    model = make_model("deepseek_v3")
+    stock = forwards(model, DynamicCache(config=model.config))
+    ids = tokens(1, 30)
+    with torch.no_grad():
+        alone = model(ids, use_cache=False).logits
+    generate(model, mla="auto")
+    assert model.config._attn_implementation == "kv_hf"
+    found = forwards(model, DynamicCache(config=model.config))
+    assert largest_difference(found, stock) < 1e-6
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, alone, rtol=0, atol=1e-6)
+
+
+def test_handles_of_an_earlier_forward_are_refused():
+    model, kept = make_model("deepseek_v3"), []
+    read_pages(model)
+    cache = paged(model)
+    forwards(model, cache)
+    module = latent_modules(model)[0]
+    update = cache.update
+
+    def keep(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any) -> Any:
+        found = update(keys, values, layer_idx, *args)
+        kept.append(found)
+        return found
+
+    cache.update = keep
+    with torch.no_grad():
+        for seed in (1, 2):
+            model(tokens(2, 1, seed=seed), past_key_values=cache)
+    assert module.expand_kv(*kept[2])[0] is kept[2][0]
+    with pytest.raises(kv_hf.StaleHandleError):
+        module.expand_kv(*kept[0])
+    # sides of two layers, or swapped, are expanded: they are no pair
+    keys, values = kept[2][0], kept[3][1]
+    assert not isinstance(module.expand_kv(keys, values)[0], type(keys))
+
+
+def test_autocast_gives_what_the_stock_model_gives():
+    model = make_model("deepseek_v3")
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = forwards(model, DynamicCache(config=model.config))
+        read_pages(model)
+        found = forwards(model, paged(model))
+    exact = forwards(model, paged(model))
+    rounding = largest_difference(stock, exact)
+    assert rounding > 1e-4 and largest_difference(found, exact) < 2 * rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_to_the_truth_as_the_stock_model(dtype):
+    truth = forwards(
+        make_model("deepseek_v3"), DynamicCache(config=make_model("deepseek_v3").config)
+    )
+    model = make_model("deepseek_v3", num_experts_per_tok=4).to(
+        dtype
+    )  # all experts: no choice flips
+    truth_model = make_model("deepseek_v3", num_experts_per_tok=4)
+    truth = forwards(truth_model, DynamicCache(config=model.config))
+    stock = forwards(model, DynamicCache(config=model.config))
+    read_pages(model)
+    found = forwards(model, paged(model))
+    assert largest_difference(found, truth) < 2 * largest_difference(stock, truth)
+
+
+def test_gradients_reach_kv_b_proj_as_with_expansion():
+    """Of the newest tokens' queries and results; earlier tokens carry none, as said."""
+    grads = []
+    for mla in ("absorb", "expand"):
+        model = make_model("deepseek_v3")
+        read_pages(model)
+        cache = paged(model, mla=mla)
+        with torch.no_grad():
+            model(tokens(2, 40), past_key_values=cache, use_cache=True)
+        out = model(tokens(2, 2, seed=1), past_key_values=cache).logits
+        out.square().sum().backward()
+        grads.append([parameter.grad for parameter in model.model.layers[1].self_attn.parameters()])
+    for absorbed, expanded in zip(*grads, strict=True):
+        torch.testing.assert_close(absorbed, expanded, rtol=1e-3, atol=1e-4)
+    assert any(grad is not None and grad.abs().sum() > 0 for grad in grads[0])
+
+
+def test_models_generate_inside_of_one_another():
+    """A logits processor that runs another model, of the same class, on pages of its own."""
+    model, other = make_model("deepseek_v3"), make_model("deepseek_v3", kv_lora_rank=16)
+    stock = generate(model)
+    inner = generate(other)
+    seen = []
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] in (45, 46):
+            seen.append(torch.equal(generate(other, mla="auto"), inner))
+        return scores
+
+    found = model.generate(
+        **left_padded(LENGTHS),
+        **OPTIONS,
+        cache_implementation="paged_exact",
+        logits_processor=[process],
+    )
+    assert torch.equal(found, stock) and seen == [True, True]
+
+
+def test_several_threads_patch_the_class_once():
+    kv_hf.uninstall()
+    own = DeepseekV3Attention.expand_kv
+    kv_hf.install()
+    models = [make_model("deepseek_v3") for _ in range(6)]
+    stock = generate(models[0])
+    barrier, found = threading.Barrier(6), [None] * 6
+
+    def run(index: int) -> None:
+        barrier.wait(60)
+        found[index] = generate(models[index], mla="absorb")
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert all(one is not None and torch.equal(one, stock) for one in found)
+    assert DeepseekV3Attention.expand_kv.__wrapped__ is own
+    kv_hf.uninstall()
+    assert DeepseekV3Attention.expand_kv is own
+
+
+def test_attention_weights_and_dropout_are_those_of_the_stock_model():
+    """What a kernel does not give is computed from expanded latents, and said."""
+    model = make_model("deepseek_v3")
+    model.set_attn_implementation("eager")
+    stock = model.generate(
+        tokens(1, 40), **OPTIONS, output_attentions=True, return_dict_in_generate=True
+    )
+    model.set_attn_implementation("kv_hf")
+    with pytest.warns(kv_hf.KVCacheWarning, match="output_attentions"):
+        found = model.generate(
+            tokens(1, 40), **OPTIONS, output_attentions=True, return_dict_in_generate=True,
+            cache_implementation="paged_exact",
+        )  # fmt: skip
+    assert torch.equal(found.sequences, stock.sequences)
+    for mine, theirs in zip(found.attentions, stock.attentions, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_masks_that_hide_more_than_padding():
+    """A hole in the 2D mask, and an additive 4D mask."""
+    model = make_model("deepseek_v3")
+    ids, mask = tokens(2, 44), torch.ones(2, 44, dtype=torch.long)
+    mask[0, 10:14] = 0
+    hidden = torch.zeros(2, 1, 2, 44)
+    hidden[1, :, :, 5:20] = torch.finfo(torch.float32).min
+    hidden[:, :, 0, 43] = torch.finfo(torch.float32).min
+    results = []
+    for read in (False, True):
+        cache = paged(model) if read else DynamicCache(config=model.config)
+        if read:
+            read_pages(model)
+        with torch.no_grad():
+            out = [
+                model(
+                    ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache, use_cache=True
+                ),
+                model(ids[:, 40:41], attention_mask=mask[:, :41], past_key_values=cache),
+                model(ids[:, 41:42], attention_mask=mask[:, :42], past_key_values=cache),
+                model(ids[:, 42:], attention_mask=hidden, past_key_values=cache),
+            ]
+        results.append([one.logits for one in out])
+    assert largest_difference(*results) < 1e-5
+
+
+def test_a_copied_model_and_its_original_share_nothing():
+    model = make_model("deepseek_v3")
+    want = generate(model)
+    generate(model, mla="auto")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        latent_modules(copied)[0].kv_b_proj.weight.mul_(2)
+    copied.set_attn_implementation("sdpa")
+    other = generate(copied)
+    assert torch.equal(generate(copied, mla="auto"), other)
+    assert torch.equal(generate(model, mla="auto"), want)
+    assert shared_model("deepseek_v3") is not model

@@ -13,14 +13,15 @@ from .latent_window import attend_latent_window
 from .softmax import LN2, LOG2E, bend, weigh
 from .words import (
     apart,
-    load_offsets,
+    load_channels,
     load_scales,
     load_tile,
     place_unit,
+    score_offsets,
     score_rope,
-    settle_latent,
+    shift_words,
     side_by_side,
-    sums_of_query,
+    sum_of_parts,
     unpack_words,
 )
 
@@ -42,7 +43,7 @@ def latent_kernel(
     query_head,
     query_token,
     codes,  # [pages, WORDS, RANK]: int16 words of codes, or exact numbers of PAGE tokens
-    scale,  # [pages, PAGE, RANK / GROUP]
+    scale,  # [pages, PAGE, RANK / GROUP] at 8 bits, else [pages, PAGE / GROUP, RANK]
     offset,
     rope,  # [pages, PAGE, ROPE]
     rope_scale,  # [pages]
@@ -77,8 +78,10 @@ def latent_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     WORDS: tl.constexpr,
+    STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    SHARE: tl.constexpr,
     CHUNKS: tl.constexpr,
     RUNS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -104,19 +107,18 @@ def latent_kernel(
 ):
     """Attend a block of the query rows of one row to one split of its tokens.
 
-    Grid: (rows, blocks of query rows, NUM_SPLITS). The last split also attends to the window.
+    Grid: (rows, blocks of query rows, NUM_SPLITS). The last split also attends to the window. STRIDE: tokens between
+    the places of a row of a tile; where a page has fewer words than a product needs rows, a tile repeats them and each
+    row takes the next place.
     """
     QUERIES: tl.constexpr = HEADS * Q_LEN
-    PLACES: tl.constexpr = PAGE // WORDS
-    SPAN: tl.constexpr = ROWS // WORDS if ROWS > WORDS else 1  # pages of a tile
+    COPIES: tl.constexpr = STRIDE // WORDS  # places that the rows of a tile take one after another
+    PLACES: tl.constexpr = PAGE // STRIDE
     TOKENS: tl.constexpr = ROWS * PLACES
-    GROUPS: tl.constexpr = RANK // GROUP
-    ENCODED: tl.constexpr = CODE != "none"
-    PIECES: tl.constexpr = CHUNKS * RUNS
-    PARTS: tl.constexpr = (
-        16 // PIECES if PIECES < 8 else 2
-    )  # columns of a piece in products with offsets
-    HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none" or SPAN > 1
+    TILES_PER_PAGE: tl.constexpr = STRIDE // ROWS
+    BY_CHANNEL: tl.constexpr = CODE == "unsigned"
+    BY_TOKEN: tl.constexpr = CODE == "signed" or CODE == "float8"
+    HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none"
 
     row = tl.program_id(0)
     split = tl.program_id(2)
@@ -132,10 +134,10 @@ def latent_kernel(
 
     # the tiles of this split; those of pages that no query's sliding window reaches are left out
     first = 0
-    tiles = (pages * WORDS + ROWS - 1) // ROWS
+    tiles = pages * TILES_PER_PAGE
     if WINDOWED:
         first = tl.maximum(kv_len - Q_LEN + 1 - sliding_window - sink_tokens, 0) // PAGE
-        first = tl.minimum(first * WORDS // ROWS, tiles)
+        first = tl.minimum(first * TILES_PER_PAGE, tiles)
     # the window counts as W_COST times as much work per token as a page, so that the last split gets fewer tiles
     work = tiles - first
     if NUM_SPLITS > 1:
@@ -145,9 +147,11 @@ def latent_kernel(
 
     queries = query + row.to(tl.int64) * query_row + head * query_head
     queries += (column % Q_LEN) * query_token
-    # a power of two that brings each query near 1: float16 products then neither overflow nor vanish
-    wanted = load_tile(queries, real, 0, PIECES, SIZE, SIZE, WIDE, RANK, True).to(tl.float32)
-    size = tl.max(tl.max(tl.abs(wanted), 2), 0)
+    # a power of two that brings each query below 1: float16 products then neither overflow nor vanish
+    size = tl.zeros([COLUMNS], tl.float32)
+    for r in tl.static_range(RUNS):
+        one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
+        size = tl.maximum(size, tl.max(tl.max(tl.abs(one.to(tl.float32)), 2), 0))
     if ROPE > 0:
         turned = load_tile(
             queries + RANK, real, 0, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE_WIDE, ROPE, True
@@ -155,8 +159,8 @@ def latent_kernel(
         turned = turned.to(tl.float32)
         size = tl.maximum(size, tl.max(tl.max(tl.abs(turned), 2), 0))
     exponent = tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
-    shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    factor = exponent.to(tl.float32, bitcast=True) * (softmax_scale * LOG2E)
+    shrink = (0x7E800000 - exponent).to(tl.float32, bitcast=True)
+    factor = exponent.to(tl.float32, bitcast=True) * (softmax_scale * (2.0 * LOG2E))
     q = ()
     for r in tl.static_range(RUNS):
         one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
@@ -164,125 +168,137 @@ def latent_kernel(
     q_rope = q[0]
     if ROPE > 0:
         q_rope = (turned * shrink[None, :, None]).to(ROPE_DTYPE)
-    q_sums = 0
-    if CODE == "unsigned":
-        q_sums = sums_of_query((wanted * shrink[None, :, None]).to(L_DTYPE), PARTS)
 
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     acc = ()
     for _ in tl.static_range(RUNS):
         acc = acc + (tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32),)
-    sums = tl.zeros([COLUMNS, PARTS * PIECES], tl.float32)  # of weight * offset
 
-    word = tl.arange(0, ROWS)
-    if SPAN > 1:
-        page_of = word // WORDS
-        word = word % WORDS
-    else:
-        page_of = 0
+    lane = tl.arange(0, ROWS)
     table = block_table + row.to(tl.int64) * table_row
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the words' loads.
-    last = tl.maximum(pages - 1, 0)
+    last = tl.maximum(end - 1, 0)
     live = tl.where(begin < end, 1, 0)
-    there = page_of < live * SPAN
-    page = begin * ROWS // WORDS + page_of
-    soon = (begin + 1) * ROWS // WORDS + page_of
-    page = tl.load(table + tl.minimum(page, last), mask=there, other=0)
-    soon = tl.load(table + tl.minimum(soon, last), mask=there, other=0)
+    page = tl.load(table + begin // TILES_PER_PAGE, mask=live > 0, other=0)
     block = page.to(tl.int64)
+    soon = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live > 0, other=0)
     scales = ()
-    if ENCODED:
+    if BY_TOKEN:
+        token = (begin % TILES_PER_PAGE) * ROWS + lane
         scales = load_scales(
-            scale, block * PAGE + (begin * ROWS) % WORDS + word, live, CHUNKS, RUNS, SIZE, GROUP, GROUPS,
-            WORDS, PLACES, True,
+            scale, block * PAGE + token, live, CHUNKS, RUNS, SIZE, GROUP, RANK // GROUP, STRIDE, PLACES, True
         )  # fmt: skip
     for tile in tl.range(begin, end, num_stages=STAGES):
-        start = (tile * ROWS) % WORDS + word
-        tile_page = tile * ROWS // WORDS + page_of
-        tile_block = block
-        held = tile_page + tl.zeros([ROWS], tl.int32) < pages
-        words = codes + block * (WORDS * RANK) + start * RANK
+        start = (tile % TILES_PER_PAGE) * ROWS
+        token = start + lane  # of place 0
+        words = codes + block * (WORDS * RANK) + (token % WORDS) * RANK
         numbers = ()
         for r in tl.static_range(RUNS):
-            x = load_tile(words, held, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
-            numbers = numbers + (unpack_words(x, CODE, BITS, L_DTYPE, ISA),)
-        ropes = rope + block * (PAGE * ROPE) + start * ROPE
-        r_scale = 0.0 + tl.zeros([ROWS], tl.float32)
-        r_offset = rope_offset + block * ROPE + tl.zeros([ROWS], tl.int32)
+            x = load_tile(words, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
+            if COPIES > 1:
+                x = shift_words(x, (token // WORDS * BITS)[None, :, None], ISA)
+            numbers = numbers + (unpack_words(x, CODE, BITS, COPIES, L_DTYPE, ISA),)
+        ropes = rope + (block * PAGE + token) * ROPE
+        r_scale = 1.0
+        bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
         if ROPE_CODE != "none":
-            r_scale += tl.load(rope_scale + block).to(tl.float32)
+            r_scale = tl.load(rope_scale + block).to(tl.float32)
+            bias = score_offsets(
+                bias, q_rope, rope_offset + block * ROPE, 0, ROPE_WIDE, ROPE_WIDE, ROPE, PRECISION
+            )
 
+        next_block = soon.to(tl.int64)
+        soon = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         tile_scales = scales
-        block = soon.to(tl.int64)
-        soon = tl.load(table + tl.minimum((tile + 2) * ROWS // WORDS + page_of, last))
-        if ENCODED:
+        if BY_TOKEN:
+            next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
             scales = load_scales(
-                scale, block * PAGE + ((tile + 1) * ROWS) % WORDS + word, live, CHUNKS, RUNS, SIZE, GROUP,
-                GROUPS, WORDS, PLACES, False,
+                scale, next_block * PAGE + next_token, live, CHUNKS, RUNS, SIZE, GROUP, RANK // GROUP, STRIDE,
+                PLACES, False,
             )  # fmt: skip
 
         for phase in tl.static_range(PLACES // STEP):
             scores = ()
+            factors = ()  # scales and offsets of channels: group by group, run by run
             for i in tl.static_range(STEP):
-                s = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
-                for r in tl.static_range(RUNS):
-                    k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
-                    if ENCODED:
-                        unit = 1.0 / (
-                            tile_unit(BITS, ISA) * place_unit(phase * STEP + i, BITS, ISA)
-                        )
-                        by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32) * unit
-                        product = tl.dot(q[r], k, input_precision=PRECISION)
-                        s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
-                    else:
-                        s = tl.dot(q[r], k, s, input_precision=PRECISION)
+                s = bias
+                if BY_CHANNEL:
+                    if i % SHARE == 0:
+                        at = block * (PAGE // GROUP) + (start + (phase * STEP + i) * STRIDE) // GROUP
+                        group_bias = bias
+                        scaled = ()
+                        for r in tl.static_range(RUNS):
+                            group_bias = score_offsets(
+                                group_bias, q[r], offset + at * RANK, r * SIZE, RUNS * SIZE, SIZE, RANK, PRECISION
+                            )  # fmt: skip
+                            by = load_channels(scale + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK)
+                            o = load_channels(offset + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK)
+                            scaled = scaled + (q[r] * by.to(L_DTYPE)[:, None, :],)
+                            factors = factors + (by, o)
+                    s = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
+                    for r in tl.static_range(RUNS):
+                        k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
+                        s = tl.dot(scaled[r], k, s, input_precision=PRECISION)
+                    s = s * (1.0 / tile_unit(BITS, ISA) / place_unit((phase * STEP + i) * COPIES, BITS, ISA)) + group_bias
+                else:
+                    for r in tl.static_range(RUNS):
+                        k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
+                        if BY_TOKEN:
+                            by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
+                            product = tl.dot(q[r], k, input_precision=PRECISION)
+                            s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
+                        else:
+                            s = tl.dot(q[r], k, s, input_precision=PRECISION)
                 if ROPE > 0:
                     s = score_rope(
-                        s, q_rope, ropes + (phase * STEP + i) * (WORDS * ROPE), r_scale, r_offset, held, CHUNKS, ROPE_WIDE,
-                        ROPE, ROPE_CODE, False, ISA, PRECISION,
+                        s, q_rope, ropes + (phase * STEP + i) * (STRIDE * ROPE), r_scale, real, CHUNKS, ROPE_WIDE, ROPE, ROPE_CODE,
+                        False, ISA, PRECISION,
                     )  # fmt: skip
                 scores = scores + (s,)
-            token = tl.arange(0, ROWS * STEP)
-            at_word = tile * ROWS + token // STEP
-            at_page = at_word // WORDS
-            at = at_page * PAGE + at_word % WORDS + (phase * STEP + token % STEP) * WORDS
-            whole = tl.sum(side_by_side(scores), 0)
-            if CODE == "unsigned":
-                token_block = tile_block
-                if SPAN > 1:
-                    token_block = tl.load(table + tl.minimum(at_page, last)).to(tl.int64)
-                tile_offsets = load_offsets(
-                    offset, token_block * PAGE + at % PAGE, PIECES, SIZE, PARTS, GROUP, GROUPS
-                ).to(L_DTYPE)
-                whole += tl.dot(q_sums, tl.trans(tile_offsets), input_precision=PRECISION)
-            whole = tl.trans(whole)
+            n = tl.arange(0, ROWS * STEP)
+            at_page = tile // TILES_PER_PAGE * PAGE + start
+            position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
+            whole = tl.trans(tl.sum(side_by_side(scores), 0))
             whole = bend(
-                whole, factor, sink_tokens + at, at_page < pages, query_at, 1.0, sliding_window, masks, left,
-                SPAN > 1, CAUSAL, WINDOWED, False, MASK,
+                whole, factor, sink_tokens + position, n, query_at, 1.0, sliding_window, masks, left, False,
+                CAUSAL, WINDOWED, False, MASK,
             )  # fmt: skip
             weights, keep, best = weigh(whole, factor, best, MASK == "float", HIDES)
             total = total * keep + tl.sum(weights, 0)
             parts = apart(tl.trans(weights), STEP)
-            if CODE == "unsigned":
-                w = tl.trans(weights).to(L_DTYPE)
-                sums = tl.dot(w, tile_offsets, sums * keep[:, None], input_precision=PRECISION)
             new = ()
             for r in tl.static_range(RUNS):
                 part = acc[r] * keep[None, :, None]
+                product = part
                 for i in tl.static_range(STEP):
-                    w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
-                    if ENCODED:
-                        boost = BOOST / place_unit(phase * STEP + i, BITS, ISA)
-                        by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32) * boost
-                        w = w * by[:, None, :]
-                    v = numbers[r][phase * STEP + i]
-                    part = tl.dot(w.to(L_DTYPE), v, part, input_precision=PRECISION)
+                    w = parts[i]
+                    if BY_CHANNEL:
+                        if i % SHARE == 0:
+                            product = tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32)
+                        w = w * (BOOST / place_unit((phase * STEP + i) * COPIES, BITS, ISA))
+                    w = tl.broadcast_to(w[None, :, :], [CHUNKS, COLUMNS, ROWS])
+                    if BY_TOKEN:
+                        w = w * (tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32) * BOOST)[:, None, :]
+                    product = tl.dot(w.to(L_DTYPE), numbers[r][phase * STEP + i], product, input_precision=PRECISION)
+                    if BY_CHANNEL:
+                        if (i + 1) % SHARE == 0:
+                            held = sum_of_parts(parts, i + 1 - SHARE, SHARE) * (BOOST * tile_unit(BITS, ISA))
+                            by, o = factors[2 * (i // SHARE * RUNS + r)].to(tl.float32), factors[2 * (i // SHARE * RUNS + r) + 1].to(tl.float32)
+                            part = tl.fma(product, tl.broadcast_to(by[:, None, :], part.shape), part)
+                            part += held[None, :, None] * o[:, None, :]
+                if not BY_CHANNEL:
+                    part = product
                 new = new + (part,)
             acc = new
+        block = next_block
 
-    acc = settle_latent(acc, sums, CODE, BITS, BOOST, ISA)
+    if CODE != "none":
+        new = ()
+        for r in tl.static_range(RUNS):
+            new = new + (acc[r] * (1.0 / (BOOST * tile_unit(BITS, ISA))),)
+        acc = new
     if split == NUM_SPLITS - 1:
         best, total, acc = attend_latent_window(
             queries, real, window + row.to(tl.int64) * window_row, window_slot,

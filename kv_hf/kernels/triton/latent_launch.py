@@ -8,7 +8,7 @@ from ..inputs import PagedKV
 from .combine import combine_kernel
 from .device import on_device, target_isa
 from .latent import latent_kernel
-from .latent_variant import COLUMNS, COMBINED, latent_constants, launch_parameters, tile_rows
+from .latent_variant import COLUMNS, COMBINED, latent_constants, launch_parameters, tile_tokens
 from .launch import triton_constants
 from .table import Launch
 from .variant import power_of_two
@@ -35,9 +35,8 @@ def latent_attention(
     spec = kv.spec
     isa = target_isa(query.device)
     blocks = -(-heads * q_len // COLUMNS)
-    words = kv.key_pages["codes"].shape[2]
     if launch is None:
-        tiles = -(-kv.block_table.shape[1] * words // tile_rows(spec))
+        tiles = kv.block_table.shape[1] * (kv.page_size // tile_tokens(spec))
         launch = launch_parameters(spec, isa, programs=rows * blocks, tiles=tiles)
     splits = launch.num_splits
     rank = spec.out_dim

@@ -1,13 +1,13 @@
 """Encode full pages of latents in place: the bytes that quant/codec.py defines, in 16-bit words of several tokens.
 
-One program per job finds the ranges of all groups along the rank, writes scales and offsets, then reads them back and
+One program per job finds the ranges of all groups (of tokens at 4 and 2 bits, along the rank at 8), writes scales and offsets, then reads them back and
 writes words. Rounds as seal.py does, whose parts it uses.
 """
 
 import triton
 import triton.language as tl
 
-from .seal import MAGIC, _finite, _float8_bits, _ranges_over_channels
+from .seal import MAGIC, _finite, _float8_bits, _ranges_over_channels, _ranges_over_tokens
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def latent_seal_kernel(
     slot_stride,
     jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
     codes,  # [pages, WORDS, RANK] int16
-    scale,  # [pages, PAGE, RANK / GROUP]
+    scale,  # [pages, PAGE / S_TOKENS, RANK / S_CHANNELS]
     offset,
     damaged,  # [] uint8, zero
     PAGE: tl.constexpr,
@@ -26,13 +26,14 @@ def latent_seal_kernel(
     BITS: tl.constexpr,
     TOP: tl.constexpr,
     CUT: tl.constexpr,
-    GROUP: tl.constexpr,
+    S_TOKENS: tl.constexpr,
+    S_CHANNELS: tl.constexpr,
     WORDS: tl.constexpr,
     W_TILE: tl.constexpr,
     WIDE: tl.constexpr,
     R_TILE: tl.constexpr,
 ):
-    """Encode the page of one job. Grid: (jobs,). Tiles are W_TILE words by WIDE channels; R_TILE tokens for ranges."""
+    """Encode the page of one job. Grid: (jobs,). Tiles are W_TILE words by WIDE channels; R_TILE as in seal.py."""
     job = tl.program_id(0)
     row = tl.load(jobs + job * 3)
     first = tl.load(jobs + job * 3 + 1)
@@ -42,11 +43,17 @@ def latent_seal_kernel(
     block = page.to(tl.int64)
     source = tokens + row.to(tl.int64) * row_stride + first.to(tl.int64) * slot_stride
     codes += block * (WORDS * RANK)
-    scale += block * (PAGE * (RANK // GROUP))
-    offset += block * (PAGE * (RANK // GROUP))
-    _ranges_over_channels(
-        source, slot_stride, scale, offset, GROUP, PAGE, RANK, R_TILE, CODE, TOP, CUT
-    )
+    GROUPS: tl.constexpr = RANK // S_CHANNELS  # of a token
+    scale += block * (PAGE // S_TOKENS * GROUPS)
+    offset += block * (PAGE // S_TOKENS * GROUPS)
+    if CODE == "unsigned":
+        _ranges_over_tokens(
+            source, slot_stride, scale, offset, S_TOKENS, PAGE, RANK, R_TILE, CODE, TOP, CUT
+        )
+    else:
+        _ranges_over_channels(
+            source, slot_stride, scale, offset, S_CHANNELS, PAGE, RANK, R_TILE, CODE, TOP, CUT
+        )
     tl.debug_barrier()  # scales and offsets are read by other threads than wrote them
 
     bad = tl.zeros([W_TILE, WIDE], tl.int32)
@@ -62,7 +69,7 @@ def latent_seal_kernel(
                 given = tl.load(where, mask=inside, other=0.0).to(tl.float32)
                 x = _finite(given)
                 bad |= (x != given).to(tl.int32)
-                at = (token * (RANK // GROUP))[:, None] + (channel // GROUP)[None, :]
+                at = (token // S_TOKENS * GROUPS)[:, None] + (channel // S_CHANNELS)[None, :]
                 s = tl.load(scale + at, mask=inside, other=1.0).to(tl.float32)
                 s = tl.where(s == 0, 1.0, s)
                 if CODE == "unsigned":

@@ -14,8 +14,10 @@ from .variant import BOOST, HIP, MIN_SIZE, element_type, power_of_two
 
 COLUMNS = 16  # query rows of a program; more are further programs
 CHUNKS = 4  # of the rank where scales leave the choice: one for each warp
+RUNS = 2  # at least, where scales are of channels: one run's products at a time lie beside the sums
 TILE_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared memory
 MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
+WEIGHT_BOOST = 2.0**15  # keeps weights of at most 1, without scales, in float16's normal range
 PROGRAMS = (
     132 * 2
 )  # programs that fill a large GPU: each takes half of a multiprocessor's registers
@@ -42,12 +44,13 @@ class Chunks:
     def of(cls, spec: PageSpec) -> "Chunks":
         """Cut the latents of `spec`: one piece for each group of scales, or more where groups are few."""
         rank, scheme = spec.keys.head_dim, spec.keys.scheme
-        size = scheme.scale_group[1] if scheme.scale_group else power_of_two(rank)
-        while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < CHUNKS:
+        by_channel = scheme.code == "unsigned"
+        size = power_of_two(rank) if scheme.is_exact or by_channel else scheme.scale_group[1]
+        least = CHUNKS * (RUNS if by_channel else 1)
+        while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < least:
             size //= 2
         pieces = power_of_two(-(-rank // size))
-        # codes with offsets: more chunks at once take fewer instructions than more runs
-        count = min(16 if scheme.code == "unsigned" else CHUNKS, pieces)
+        count = min(CHUNKS, pieces)
         return cls(count, pieces // count, size, max(MIN_SIZE, power_of_two(size)))
 
     @property
@@ -61,21 +64,25 @@ def places(spec: PageSpec) -> int:
     return 16 // spec.keys.scheme.bits if spec.keys.scheme.bits else 1
 
 
+def token_stride(spec: PageSpec) -> int:
+    """Return the tokens between the places of a row of a tile: the words of a page, or more where those are too few."""
+    return max(MIN_SIZE, spec.keys.page_size // places(spec))
+
+
 def tile_rows(spec: PageSpec) -> int:
-    """Return the rows of words of a tile: a part of a page, or of several pages where their words are few."""
-    words = spec.keys.page_size // places(spec)
+    """Return the rows of a tile, a part of a page."""
     rows = 32
     if places(spec) > 2:  # more tokens than that leave no registers for their scores
         rows = 16
     width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places(spec) == 1 else 2)
     while rows > MIN_SIZE and rows * width > TILE_BYTES:
         rows //= 2
-    return min(rows, max(MIN_SIZE, words))
+    return min(rows, token_stride(spec))
 
 
 def tile_tokens(spec: PageSpec) -> int:
     """Return the tokens of a tile."""
-    return tile_rows(spec) * places(spec)
+    return tile_rows(spec) * (spec.keys.page_size // token_stride(spec))
 
 
 def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
@@ -115,13 +122,16 @@ def latent_constants(
     types = compute_types(spec, query_dtype)
     exact = types[0] == "fp32"
     code = latent.scheme.code
-    boost = BOOST[f"{code}{latent.scheme.bits}" if code == "unsigned" else code]
-    group = latent.scheme.scale_group[1] if latent.scheme.scale_group else latent.head_dim
+    boost = WEIGHT_BOOST if code == "unsigned" else BOOST[code]
+    group = (latent.scheme.scale_group or (0, latent.head_dim))[0 if code == "unsigned" else 1]
     tokens = tile_tokens(spec)
+    stride = token_stride(spec)
+    step = min(4, latent.page_size // stride)  # places whose scores move the softmax at once
     return {
         "HEADS": heads, "Q_LEN": q_len, "COLUMNS": COLUMNS, "PAGE": latent.page_size,
         "RANK": latent.head_dim, "CODE": code, "BITS": latent.scheme.bits, "GROUP": group,
-        "WORDS": latent.page_size // places(spec), "ROWS": tile_rows(spec), "STEP": min(4, places(spec)),
+        "WORDS": latent.page_size // places(spec), "STRIDE": stride, "ROWS": tile_rows(spec),
+        "STEP": step, "SHARE": max(1, min(step, group // stride)),
         "CHUNKS": cut.count, "RUNS": cut.runs, "SIZE": cut.size, "WIDE": cut.wide,
         "BOOST": 1.0 if exact else boost, "L_DTYPE": types[0],
         "ROPE": rope.head_dim, "ROPE_CODE": rope.scheme.code,
@@ -134,13 +144,8 @@ def latent_constants(
 
 
 def warps_and_stages(spec: PageSpec, isa: int) -> tuple[int, int]:
-    """Return (num_warps, num_stages).
-
-    A warp for each chunk of the rank. Many small groups need the registers of eight warps, and shared memory to move
-    their scales between layouts: what asynchronous copies would take is not there (99 KiB on some GPUs).
-    """
-    many = Chunks.of(spec).count > 8
-    return 8 if many else 4, 1 if many or isa == HIP else 2
+    """Return (num_warps, num_stages): a warp for each chunk of the rank."""
+    return 4, 1 if isa == HIP else 2
 
 
 def launch_parameters(spec: PageSpec, isa: int, *, programs: int, tiles: int) -> Launch:

@@ -40,7 +40,7 @@ def attend_latent_window(
 ):
     """Add the window's tokens to the running softmax (best, total, acc) and return it; slots as in window.py.
 
-    acc: runs of [chunks, columns, wide], settled (see words.settle_latent).
+    acc: runs of [chunks, columns, wide].
     """
     CHUNKS: tl.constexpr = acc[0].shape[0]
     COLUMNS: tl.constexpr = acc[0].shape[1]
@@ -71,7 +71,7 @@ def attend_latent_window(
             numbers = numbers + (x,)
         if ROPE > 0:
             scores = score_rope(
-                scores, q_rope, ropes + slot * rope_slot, factor, ropes, held, CHUNKS, ROPE_WIDE, ROPE,
+                scores, q_rope, ropes + slot * rope_slot, 1.0, held, CHUNKS, ROPE_WIDE, ROPE,
                 "none", True, 0, PRECISION,
             )  # fmt: skip
         scores = tl.trans(tl.sum(scores, 0))

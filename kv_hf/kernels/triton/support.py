@@ -7,6 +7,7 @@ from packaging.version import Version
 
 from ...spec import ROWS, PageSpec
 from .latent_variant import MAX_PADDED, Chunks
+from .variant import MIN_SIZE
 
 OLDEST_TRITON = "3.6"
 OLDEST_CAPABILITY = (8, 0)
@@ -60,14 +61,19 @@ def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None
 
 
 def _why_not_latents(spec: PageSpec) -> str | None:
+    scheme, rank = spec.keys.scheme, spec.keys.head_dim
+    if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] < MIN_SIZE:
+        return (
+            f"the Triton kernels take groups of at least {MIN_SIZE} tokens of latents in {scheme.name!r}, the least that "
+            f"a matrix product sums over, got key_group_size {scheme.scale_group[0]}"
+        )
     padded = Chunks.of(spec).padded
     if padded <= MAX_PADDED:
         return None
-    group = spec.keys.scheme.scale_group
-    size = spec.keys.head_dim if group is None else group[1]
+    size = scheme.scale_group[1] if scheme.scale_group else rank
     return (
         f"the Triton kernels take latents of up to {MAX_PADDED} numbers when groups are padded to powers of two of at "
-        f"least 16; kv_lora_rank {spec.keys.head_dim} in groups of {size} makes {padded}: take a larger latent_group_size"
+        f"least {MIN_SIZE}; kv_lora_rank {rank} in groups of {size} makes {padded}: take a larger latent_group_size"
     )
 
 

@@ -18,8 +18,10 @@ def place_unit(PLACE, BITS, ISA):
 
 
 @triton.jit
-def unpack_words(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr):
-    """Unpack int16 words into 16 / BITS tiles of numbers, code * tile_unit * place_unit(place) in DTYPE.
+def unpack_words(
+    x, CODE: tl.constexpr, BITS: tl.constexpr, HOP: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr
+):  # fmt: skip
+    """Unpack every HOP-th place of int16 words: tiles of numbers, code * tile_unit * place_unit(place) in DTYPE.
 
     Args:
         x: words, or the numbers themselves where CODE is "none"; any shape whose last size is even.
@@ -29,20 +31,21 @@ def unpack_words(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
     if CODE == "none":
         return (x.to(DTYPE),)
     elif ISA > 0:
-        if CODE == "signed":
-            return _signed_pairs(x)
-        elif CODE == "float8":
-            return _float8_pairs(x) if ISA >= 89 else _float8_pairs_by_shifts(x)
-        else:
+        if CODE == "unsigned":
             # one place at a time: the others' numbers would fill the registers meanwhile
             tiles = ()
-            for place in tl.static_range(16 // BITS):
+            for place in tl.static_range(0, 16 // BITS, HOP):
                 tiles = tiles + (_place(x, place, BITS),)
             return tiles
+        if CODE == "signed":
+            pairs = _signed_pairs(x)
+        else:
+            pairs = _float8_pairs(x) if ISA >= 89 else _float8_pairs_by_shifts(x)
+        return pairs if HOP == 1 else (pairs[0],)
     else:
         wide = x.to(tl.int32)
         tiles = ()
-        for place in tl.static_range(16 // BITS):
+        for place in tl.static_range(0, 16 // BITS, HOP):
             code = (wide >> (place * BITS)) & ((1 << BITS) - 1)
             if CODE == "signed":
                 tiles = tiles + (((code ^ 128) - 128).to(tl.float32).to(DTYPE),)
@@ -53,6 +56,25 @@ def unpack_words(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
             else:
                 tiles = tiles + (code.to(tl.float32).to(DTYPE),)
         return tiles
+
+
+@triton.jit
+def shift_words(x, by, ISA: tl.constexpr):
+    """Shift int16 words right by `by` bits; what comes in from above is no place that is read afterwards.
+
+    Two words that lie in one register share their row, or lie in rows next to each other: shifts are equal for both.
+    """
+    if ISA > 0:
+        return tl.inline_asm_elementwise(
+            "shr.u32 $0, $1, $2;",
+            "=r,r,r,r",
+            args=[x, by],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return (x.to(tl.int32) >> by).to(tl.int16)
 
 
 @triton.jit
@@ -211,47 +233,54 @@ def load_scales(
 
 
 @triton.jit
-def sums_of_query(query, PARTS: tl.constexpr):
-    """Return what offsets are multiplied by: sums of query [pieces, columns, wide], as [columns, PARTS * pieces].
-
-    Column p * pieces + c is piece c's sum for p = 0, what its rounding lost for p = 1, and 0 from there on.
-    """
-    PIECES: tl.constexpr = query.shape[0]
-    COLUMNS: tl.constexpr = query.shape[1]
-    sums = tl.trans(tl.sum(query.to(tl.float32), 2))
-    high = sums.to(query.dtype)
-    low = sums - high.to(tl.float32)
-    part = tl.arange(0, PARTS)[None, :, None]
-    low = tl.where(part == 1, low[:, None, :], 0.0)
-    parts = tl.where(part == 0, high.to(tl.float32)[:, None, :], low)
-    return parts.reshape(COLUMNS, PARTS * PIECES).to(query.dtype)
+def load_channels(
+    factors, FIRST: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """Load the scales or offsets of channels, `factors` points to channel 0's, as [CHUNKS, WIDE]; cut as in load_tile."""
+    place = tl.arange(0, WIDE)[None, :]
+    channel = tl.arange(0, CHUNKS)[:, None] * STRIDE + place + FIRST
+    if SIZE < WIDE or FIRST + (CHUNKS - 1) * STRIDE + SIZE > DIM:
+        return tl.load(factors + channel, mask=(place < SIZE) & (channel < DIM), other=0)
+    else:
+        return tl.load(factors + channel)
 
 
 @triton.jit
-def load_offsets(
-    offset, tokens, PIECES: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
+def score_offsets(
+    scores, query, offsets, FIRST: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Load each piece's offset of `tokens` [n], PARTS times, as [n, PARTS * PIECES] (see `sums_of_query`)."""
-    piece = tl.arange(0, PARTS * PIECES) % PIECES
-    if SIZE != GROUP:
-        piece = piece * SIZE // GROUP
-    if PIECES * SIZE > GROUPS * GROUP:
-        piece = tl.minimum(piece, GROUPS - 1)
-    return tl.load(offset + tokens[:, None] * GROUPS + piece[None, :])
+    """Add query . offsets to scores [CHUNKS, columns, rows], the same in all rows.
+
+    As a matrix product of columns that are all equal: exact products, and no sums across threads.
+    """
+    CHUNKS: tl.constexpr = query.shape[0]
+    WIDE: tl.constexpr = query.shape[2]
+    o = load_channels(offsets, FIRST, CHUNKS, STRIDE, SIZE, WIDE, DIM).to(query.dtype)
+    equal = tl.broadcast_to(o[:, :, None], [CHUNKS, WIDE, scores.shape[2]])
+    return tl.dot(query, equal, scores, input_precision=PRECISION)
+
+
+@triton.jit
+def sum_of_parts(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Return [columns], the sums of COUNT tiles [columns, rows] from number FIRST on."""
+    added = parts[FIRST]
+    for i in tl.static_range(FIRST + 1, FIRST + COUNT):
+        added += parts[i]
+    return tl.sum(added, 1)
 
 
 @triton.jit
 def score_rope(
-    scores, query, keys, scale, offsets, held, CHUNKS: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
+    scores, query, keys, scale, held, CHUNKS: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
     CODE: tl.constexpr, HELD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the products of RoPE keys to scores [CHUNKS, columns, rows]: each chunk takes WIDE of the DIM channels.
 
     Args:
         query: [CHUNKS, columns, WIDE]; keys: [rows], pointers to channel 0 of each token.
-        scale: [rows], offsets: [rows] pointers to channel 0 of the offsets (both of encoded keys; else anything).
-        held: [rows], which exist (read where HELD).
+        scale: of encoded keys, whose offsets are added elsewhere; held: [rows], which exist (read where HELD).
     """
     x = load_tile(keys, held, 0, CHUNKS, WIDE, WIDE, WIDE, DIM, HELD)
     if CODE == "none":
@@ -259,34 +288,6 @@ def score_rope(
         return tl.dot(query, k, scores, input_precision=PRECISION)
     else:
         # bytes as the low half of words: RoPE keys are few, and words unpack without any exchange between threads
-        k = unpack_words(x.to(tl.int16), CODE, 8, query.dtype, ISA)[0]
-        o = load_tile(offsets, held, 0, CHUNKS, WIDE, WIDE, WIDE, DIM, HELD).to(query.dtype)
-        biased = tl.dot(query, tl.trans(o, (0, 2, 1)), scores, input_precision=PRECISION)
+        k = unpack_words(x.to(tl.int16), CODE, 8, 2, query.dtype, ISA)[0]
         product = tl.dot(query, tl.trans(k, (0, 2, 1)), input_precision=PRECISION)
-        return tl.fma(product, tl.broadcast_to(scale[None, None, :], product.shape), biased)
-
-
-@triton.jit
-def settle_latent(
-    acc, sums, CODE: tl.constexpr, BITS: tl.constexpr, BOOST: tl.constexpr, ISA: tl.constexpr
-):
-    """Bring the runs of acc, each [chunks, columns, wide], to plain units and add the sums of offsets.
-
-    sums: [columns, parts * chunks * runs], its parts all the same.
-    """
-    CHUNKS: tl.constexpr = acc[0].shape[0]
-    COLUMNS: tl.constexpr = acc[0].shape[1]
-    RUNS: tl.constexpr = len(acc)
-    PARTS: tl.constexpr = sums.shape[1] // (CHUNKS * RUNS)
-    new = ()
-    for r in tl.static_range(RUNS):
-        part = acc[r]
-        if CODE != "none":
-            part = part * (1.0 / (BOOST * tile_unit(BITS, ISA)))
-        if CODE == "unsigned":
-            piece = tl.sum(sums.reshape(COLUMNS, PARTS, CHUNKS * RUNS), 1) * (1.0 / PARTS)
-            own = tl.arange(0, RUNS)[None, None, :] == r
-            piece = tl.sum(tl.where(own, piece.reshape(COLUMNS, CHUNKS, RUNS), 0.0), 2)
-            part = part + tl.trans(piece)[:, :, None]
-        new = new + (part,)
-    return new
+        return scores + product * scale

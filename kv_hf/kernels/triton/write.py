@@ -45,7 +45,7 @@ def latent_seal_constants(spec: SideSpec) -> dict[str, Any]:
     wide = min(power_of_two(spec.head_dim), 128)
     return {
         **{name: plain[name] for name in ("PAGE", "CODE", "BITS", "TOP", "CUT", "R_TILE")},
-        "RANK": spec.head_dim, "GROUP": plain["S_CHANNELS"], "WORDS": words, "WIDE": wide,
+        "RANK": spec.head_dim, "S_TOKENS": plain["S_TOKENS"], "S_CHANNELS": plain["S_CHANNELS"], "WORDS": words, "WIDE": wide,
         "W_TILE": min(words, TILE_NUMBERS // wide // 2),
     }  # fmt: skip
 

@@ -16,10 +16,10 @@ from .words import (
     load_channels,
     load_scales,
     load_tile,
+    one_below_another,
     place_unit,
     score_offsets,
     score_rope,
-    shift_words,
     side_by_side,
     sum_of_parts,
     unpack_words,
@@ -108,11 +108,11 @@ def latent_kernel(
     """Attend a block of the query rows of one row to one split of its tokens.
 
     Grid: (rows, blocks of query rows, NUM_SPLITS). The last split also attends to the window. STRIDE: tokens between
-    the places of a row of a tile; where a page has fewer words than a product needs rows, a tile repeats them and each
-    row takes the next place.
+    the places of a row of a tile; where a page has fewer words than a product needs rows, the rows of several places
+    lie one below another.
     """
     QUERIES: tl.constexpr = HEADS * Q_LEN
-    COPIES: tl.constexpr = STRIDE // WORDS  # places that the rows of a tile take one after another
+    COPIES: tl.constexpr = STRIDE // WORDS  # places of a word that are rows of a tile
     PLACES: tl.constexpr = PAGE // STRIDE
     TOKENS: tl.constexpr = ROWS * PLACES
     TILES_PER_PAGE: tl.constexpr = STRIDE // ROWS
@@ -176,6 +176,9 @@ def latent_kernel(
         acc = acc + (tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32),)
 
     lane = tl.arange(0, ROWS)
+    row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
+    if COPIES > 1 and ISA > 0 and BITS < 8:
+        row_unit = ((127 - lane // WORDS * BITS % 8) << 23).to(tl.float32, bitcast=True)
     table = block_table + row.to(tl.int64) * table_row
     # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
     # copies that hide the latency of the words' loads.
@@ -193,13 +196,12 @@ def latent_kernel(
     for tile in tl.range(begin, end, num_stages=STAGES):
         start = (tile % TILES_PER_PAGE) * ROWS
         token = start + lane  # of place 0
-        words = codes + block * (WORDS * RANK) + (token % WORDS) * RANK
+        words = codes + block * (WORDS * RANK) + (start + tl.arange(0, ROWS // COPIES)) * RANK
         numbers = ()
         for r in tl.static_range(RUNS):
-            x = load_tile(words, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
-            if COPIES > 1:
-                x = shift_words(x, (token // WORDS * BITS)[None, :, None], ISA)
-            numbers = numbers + (unpack_words(x, CODE, BITS, COPIES, L_DTYPE, ISA),)
+            x = load_tile(words, lane, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
+            places = unpack_words(x, CODE, BITS, L_DTYPE, ISA)
+            numbers = numbers + (one_below_another(places, COPIES),)
         ropes = rope + (block * PAGE + token) * ROPE
         r_scale = 1.0
         bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
@@ -241,7 +243,8 @@ def latent_kernel(
                     for r in tl.static_range(RUNS):
                         k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
                         s = tl.dot(scaled[r], k, s, input_precision=PRECISION)
-                    s = s * (1.0 / tile_unit(BITS, ISA) / place_unit((phase * STEP + i) * COPIES, BITS, ISA)) + group_bias
+                    unit = row_unit * (1.0 / tile_unit(BITS, ISA) / place_unit((phase * STEP + i) * COPIES, BITS, ISA))
+                    s = tl.fma(s, tl.broadcast_to(unit[None, None, :], s.shape), group_bias)
                 else:
                     for r in tl.static_range(RUNS):
                         k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
@@ -266,8 +269,12 @@ def latent_kernel(
                 CAUSAL, WINDOWED, False, MASK,
             )  # fmt: skip
             weights, keep, best = weigh(whole, factor, best, MASK == "float", HIDES)
-            total = total * keep + tl.sum(weights, 0)
             parts = apart(tl.trans(weights), STEP)
+            total = total * keep
+            sums = ()  # of weights, group by group
+            for i in tl.static_range(0, STEP, SHARE):
+                sums = sums + (sum_of_parts(parts, i, SHARE),)
+                total += sums[i // SHARE]
             new = ()
             for r in tl.static_range(RUNS):
                 part = acc[r] * keep[None, :, None]
@@ -277,14 +284,14 @@ def latent_kernel(
                     if BY_CHANNEL:
                         if i % SHARE == 0:
                             product = tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32)
-                        w = w * (BOOST / place_unit((phase * STEP + i) * COPIES, BITS, ISA))
+                        w = w * (row_unit * (BOOST / place_unit((phase * STEP + i) * COPIES, BITS, ISA)))[None, :]
                     w = tl.broadcast_to(w[None, :, :], [CHUNKS, COLUMNS, ROWS])
                     if BY_TOKEN:
                         w = w * (tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32) * BOOST)[:, None, :]
                     product = tl.dot(w.to(L_DTYPE), numbers[r][phase * STEP + i], product, input_precision=PRECISION)
                     if BY_CHANNEL:
                         if (i + 1) % SHARE == 0:
-                            held = sum_of_parts(parts, i + 1 - SHARE, SHARE) * (BOOST * tile_unit(BITS, ISA))
+                            held = sums[i // SHARE] * (BOOST * tile_unit(BITS, ISA))
                             by, o = factors[2 * (i // SHARE * RUNS + r)].to(tl.float32), factors[2 * (i // SHARE * RUNS + r) + 1].to(tl.float32)
                             part = tl.fma(product, tl.broadcast_to(by[:, None, :], part.shape), part)
                             part += held[None, :, None] * o[:, None, :]

@@ -19,9 +19,9 @@ def place_unit(PLACE, BITS, ISA):
 
 @triton.jit
 def unpack_words(
-    x, CODE: tl.constexpr, BITS: tl.constexpr, HOP: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr
+    x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr
 ):  # fmt: skip
-    """Unpack every HOP-th place of int16 words: tiles of numbers, code * tile_unit * place_unit(place) in DTYPE.
+    """Unpack int16 words into 16 / BITS tiles of numbers, code * tile_unit * place_unit(place) in DTYPE.
 
     Args:
         x: words, or the numbers themselves where CODE is "none"; any shape whose last size is even.
@@ -34,18 +34,17 @@ def unpack_words(
         if CODE == "unsigned":
             # one place at a time: the others' numbers would fill the registers meanwhile
             tiles = ()
-            for place in tl.static_range(0, 16 // BITS, HOP):
+            for place in tl.static_range(16 // BITS):
                 tiles = tiles + (_place(x, place, BITS),)
             return tiles
-        if CODE == "signed":
-            pairs = _signed_pairs(x)
+        elif CODE == "signed":
+            return _signed_pairs(x)
         else:
-            pairs = _float8_pairs(x) if ISA >= 89 else _float8_pairs_by_shifts(x)
-        return pairs if HOP == 1 else (pairs[0],)
+            return _float8_pairs(x) if ISA >= 89 else _float8_pairs_by_shifts(x)
     else:
         wide = x.to(tl.int32)
         tiles = ()
-        for place in tl.static_range(0, 16 // BITS, HOP):
+        for place in tl.static_range(16 // BITS):
             code = (wide >> (place * BITS)) & ((1 << BITS) - 1)
             if CODE == "signed":
                 tiles = tiles + (((code ^ 128) - 128).to(tl.float32).to(DTYPE),)
@@ -59,22 +58,28 @@ def unpack_words(
 
 
 @triton.jit
-def shift_words(x, by, ISA: tl.constexpr):
-    """Shift int16 words right by `by` bits; what comes in from above is no place that is read afterwards.
-
-    Two words that lie in one register share their row, or lie in rows next to each other: shifts are equal for both.
-    """
-    if ISA > 0:
-        return tl.inline_asm_elementwise(
-            "shr.u32 $0, $1, $2;",
-            "=r,r,r,r",
-            args=[x, by],
-            dtype=tl.int16,
-            is_pure=True,
-            pack=2,
-        )
+def one_below_another(tiles, COPIES: tl.constexpr):
+    """Stack COPIES (1, 2, 4 or 8) tiles [chunks, rows, wide] at a time along their rows."""
+    if COPIES == 1:
+        return tiles
+    elif COPIES == 2:
+        return _stack_pairs(tiles)
+    elif COPIES == 4:
+        return _stack_pairs(_stack_pairs(tiles))
     else:
-        return (x.to(tl.int32) >> by).to(tl.int16)
+        return _stack_pairs(_stack_pairs(_stack_pairs(tiles)))
+
+
+@triton.jit
+def _stack_pairs(tiles):
+    CHUNKS: tl.constexpr = tiles[0].shape[0]
+    ROWS: tl.constexpr = tiles[0].shape[1]
+    WIDE: tl.constexpr = tiles[0].shape[2]
+    pairs = ()
+    for i in tl.static_range(len(tiles) // 2):
+        pair = tl.trans(tl.join(tiles[2 * i], tiles[2 * i + 1]), (0, 3, 1, 2))
+        pairs = pairs + (pair.reshape(CHUNKS, 2 * ROWS, WIDE),)
+    return pairs
 
 
 @triton.jit
@@ -288,6 +293,6 @@ def score_rope(
         return tl.dot(query, k, scores, input_precision=PRECISION)
     else:
         # bytes as the low half of words: RoPE keys are few, and words unpack without any exchange between threads
-        k = unpack_words(x.to(tl.int16), CODE, 8, 2, query.dtype, ISA)[0]
+        k = unpack_words(x.to(tl.int16), CODE, 8, query.dtype, ISA)[0]
         product = tl.dot(query, tl.trans(k, (0, 2, 1)), input_precision=PRECISION)
         return scores + product * scale

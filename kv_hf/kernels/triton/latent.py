@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 
 from .dequant import tile_unit
+from .latent_channels import add_channels, load_channels, score_channels, score_offsets
 from .latent_window import attend_latent_window
 from .softmax import LN2, LOG2E, bend, weigh
 from .words import (
     apart,
-    load_channels,
+    halves,
     load_scales,
     load_tile,
     one_below_another,
-    place_unit,
-    score_offsets,
     score_rope,
     side_by_side,
     sum_of_parts,
@@ -198,9 +197,16 @@ def latent_kernel(
         token = start + lane  # of place 0
         words = codes + block * (WORDS * RANK) + (start + tl.arange(0, ROWS // COPIES)) * RANK
         numbers = ()
+        if RUNS == 2 and SIZE == WIDE and BY_CHANNEL:
+            x = load_tile(words, lane, 0, CHUNKS, 2 * SIZE, 2 * SIZE, 2 * WIDE, RANK, False)
+            runs = halves(x)
+        else:
+            runs = ()
+            for r in tl.static_range(RUNS):
+                x = load_tile(words, lane, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
+                runs = runs + (x,)
         for r in tl.static_range(RUNS):
-            x = load_tile(words, lane, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
-            places = unpack_words(x, CODE, BITS, L_DTYPE, ISA)
+            places = unpack_words(runs[r], CODE, BITS, L_DTYPE, ISA)
             numbers = numbers + (one_below_another(places, COPIES),)
         ropes = rope + (block * PAGE + token) * ROPE
         r_scale = 1.0
@@ -224,28 +230,24 @@ def latent_kernel(
         for phase in tl.static_range(PLACES // STEP):
             scores = ()
             factors = ()  # scales and offsets of channels: group by group, run by run
-            for i in tl.static_range(STEP):
-                s = bias
+            for i in tl.static_range(0, STEP, SHARE):
                 if BY_CHANNEL:
-                    if i % SHARE == 0:
-                        at = block * (PAGE // GROUP) + (start + (phase * STEP + i) * STRIDE) // GROUP
-                        group_bias = bias
-                        scaled = ()
-                        for r in tl.static_range(RUNS):
-                            group_bias = score_offsets(
-                                group_bias, q[r], offset + at * RANK, r * SIZE, RUNS * SIZE, SIZE, RANK, PRECISION
-                            )  # fmt: skip
-                            by = load_channels(scale + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK)
-                            o = load_channels(offset + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK)
-                            scaled = scaled + (q[r] * by.to(L_DTYPE)[:, None, :],)
-                            factors = factors + (by, o)
-                    s = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
+                    at = block * (PAGE // GROUP) + (start + (phase * STEP + i) * STRIDE) // GROUP
+                    scores = scores + score_channels(
+                        numbers, q, bias, scale + at * RANK, offset + at * RANK, row_unit, phase * STEP + i, SHARE,
+                        COPIES, BITS, SIZE, RANK, ISA, PRECISION,
+                    )  # fmt: skip
+                    # loaded apart from what scores take: their registers would be in the way there
                     for r in tl.static_range(RUNS):
-                        k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
-                        s = tl.dot(scaled[r], k, s, input_precision=PRECISION)
-                    unit = row_unit * (1.0 / tile_unit(BITS, ISA) / place_unit((phase * STEP + i) * COPIES, BITS, ISA))
-                    s = tl.fma(s, tl.broadcast_to(unit[None, None, :], s.shape), group_bias)
+                        by = load_channels(
+                            scale + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, ".ca"
+                        )
+                        o = load_channels(
+                            offset + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, ".ca"
+                        )
+                        factors = factors + (by, o)
                 else:
+                    s = bias
                     for r in tl.static_range(RUNS):
                         k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
                         if BY_TOKEN:
@@ -254,12 +256,15 @@ def latent_kernel(
                             s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
                         else:
                             s = tl.dot(q[r], k, s, input_precision=PRECISION)
-                if ROPE > 0:
-                    s = score_rope(
-                        s, q_rope, ropes + (phase * STEP + i) * (STRIDE * ROPE), r_scale, real, CHUNKS, ROPE_WIDE, ROPE, ROPE_CODE,
-                        False, ISA, PRECISION,
-                    )  # fmt: skip
-                scores = scores + (s,)
+                    scores = scores + (s,)
+            if ROPE > 0:
+                turned_scores = ()
+                for i in tl.static_range(STEP):
+                    turned_scores = turned_scores + (score_rope(
+                        scores[i], q_rope, ropes + (phase * STEP + i) * (STRIDE * ROPE), r_scale, lane, CHUNKS, ROPE_WIDE,
+                        ROPE, ROPE_CODE, False, ISA, PRECISION,
+                    ),)  # fmt: skip
+                scores = turned_scores
             n = tl.arange(0, ROWS * STEP)
             at_page = tile // TILES_PER_PAGE * PAGE + start
             position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
@@ -278,25 +283,20 @@ def latent_kernel(
             new = ()
             for r in tl.static_range(RUNS):
                 part = acc[r] * keep[None, :, None]
-                product = part
-                for i in tl.static_range(STEP):
-                    w = parts[i]
+                for i in tl.static_range(0, STEP, SHARE):
                     if BY_CHANNEL:
-                        if i % SHARE == 0:
-                            product = tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32)
-                        w = w * (row_unit * (BOOST / place_unit((phase * STEP + i) * COPIES, BITS, ISA)))[None, :]
-                    w = tl.broadcast_to(w[None, :, :], [CHUNKS, COLUMNS, ROWS])
-                    if BY_TOKEN:
-                        w = w * (tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32) * BOOST)[:, None, :]
-                    product = tl.dot(w.to(L_DTYPE), numbers[r][phase * STEP + i], product, input_precision=PRECISION)
-                    if BY_CHANNEL:
-                        if (i + 1) % SHARE == 0:
-                            held = sums[i // SHARE] * (BOOST * tile_unit(BITS, ISA))
-                            by, o = factors[2 * (i // SHARE * RUNS + r)].to(tl.float32), factors[2 * (i // SHARE * RUNS + r) + 1].to(tl.float32)
-                            part = tl.fma(product, tl.broadcast_to(by[:, None, :], part.shape), part)
-                            part += held[None, :, None] * o[:, None, :]
-                if not BY_CHANNEL:
-                    part = product
+                        part = add_channels(
+                            part, numbers[r], parts, sums[i // SHARE], factors[2 * (i // SHARE * RUNS + r)],
+                            factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, SHARE, COPIES, BITS,
+                            BOOST, L_DTYPE, ISA, PRECISION,
+                        )  # fmt: skip
+                    else:
+                        w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
+                        if BY_TOKEN:
+                            by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
+                            w = w * (by * BOOST)[:, None, :]
+                        v = numbers[r][phase * STEP + i]
+                        part = tl.dot(w.to(L_DTYPE), v, part, input_precision=PRECISION)
                 new = new + (part,)
             acc = new
         block = next_block

@@ -14,7 +14,7 @@ from .variant import BOOST, HIP, MIN_SIZE, element_type, power_of_two
 
 COLUMNS = 16  # query rows of a program; more are further programs
 CHUNKS = 4  # of the rank where scales leave the choice: one for each warp
-RUNS = 1  # at least, where scales are of channels: one run's products at a time lie beside the sums
+RUNS = 2  # at least, where scales are of channels: one run's products at a time lie beside the sums
 TILE_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared memory
 MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
 WEIGHT_BOOST = 2.0**15  # keeps weights of at most 1, without scales, in float16's normal range
@@ -131,7 +131,7 @@ def latent_constants(
         "HEADS": heads, "Q_LEN": q_len, "COLUMNS": COLUMNS, "PAGE": latent.page_size,
         "RANK": latent.head_dim, "CODE": code, "BITS": latent.scheme.bits, "GROUP": group,
         "WORDS": latent.page_size // places(spec), "STRIDE": stride, "ROWS": tile_rows(spec),
-        "STEP": step, "SHARE": max(1, min(step, group // stride)) if code == "unsigned" else step,
+        "STEP": step, "SHARE": max(1, min(step, group // stride)) if code == "unsigned" else 1,
         "CHUNKS": cut.count, "RUNS": cut.runs, "SIZE": cut.size, "WIDE": cut.wide,
         "BOOST": 1.0 if exact else boost, "L_DTYPE": types[0],
         "ROPE": rope.head_dim, "ROPE_CODE": rope.scheme.code,

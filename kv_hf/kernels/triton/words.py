@@ -58,6 +58,13 @@ def unpack_words(
 
 
 @triton.jit
+def halves(x):
+    """Split [chunks, rows, 2 * wide] into the first and the last `wide` channels of each chunk."""
+    WIDE: tl.constexpr = x.shape[2] // 2
+    return tl.split(tl.trans(x.reshape(x.shape[0], x.shape[1], 2, WIDE), (0, 1, 3, 2)))
+
+
+@triton.jit
 def one_below_another(tiles, COPIES: tl.constexpr):
     """Stack COPIES (1, 2, 4 or 8) tiles [chunks, rows, wide] at a time along their rows."""
     if COPIES == 1:
@@ -194,6 +201,15 @@ def apart(x, PLACES: tl.constexpr):
 
 
 @triton.jit
+def sum_of_parts(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Return [columns], the sums of COUNT tiles [columns, rows] from number FIRST on."""
+    added = parts[FIRST]
+    for i in tl.static_range(FIRST + 1, FIRST + COUNT):
+        added += parts[i]
+    return tl.sum(added, 1)
+
+
+@triton.jit
 def load_tile(
     rows, held, FIRST: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, DIM: tl.constexpr, HELD: tl.constexpr,
@@ -235,45 +251,6 @@ def load_scales(
             else:
                 scales = scales + (tl.load(scale + where),)
     return scales
-
-
-@triton.jit
-def load_channels(
-    factors, FIRST: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
-    DIM: tl.constexpr,
-):  # fmt: skip
-    """Load the scales or offsets of channels, `factors` points to channel 0's, as [CHUNKS, WIDE]; cut as in load_tile."""
-    place = tl.arange(0, WIDE)[None, :]
-    channel = tl.arange(0, CHUNKS)[:, None] * STRIDE + place + FIRST
-    if SIZE < WIDE or FIRST + (CHUNKS - 1) * STRIDE + SIZE > DIM:
-        return tl.load(factors + channel, mask=(place < SIZE) & (channel < DIM), other=0)
-    else:
-        return tl.load(factors + channel)
-
-
-@triton.jit
-def score_offsets(
-    scores, query, offsets, FIRST: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add query . offsets to scores [CHUNKS, columns, rows], the same in all rows.
-
-    As a matrix product of columns that are all equal: exact products, and no sums across threads.
-    """
-    CHUNKS: tl.constexpr = query.shape[0]
-    WIDE: tl.constexpr = query.shape[2]
-    o = load_channels(offsets, FIRST, CHUNKS, STRIDE, SIZE, WIDE, DIM).to(query.dtype)
-    equal = tl.broadcast_to(o[:, :, None], [CHUNKS, WIDE, scores.shape[2]])
-    return tl.dot(query, equal, scores, input_precision=PRECISION)
-
-
-@triton.jit
-def sum_of_parts(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Return [columns], the sums of COUNT tiles [columns, rows] from number FIRST on."""
-    added = parts[FIRST]
-    for i in tl.static_range(FIRST + 1, FIRST + COUNT):
-        added += parts[i]
-    return tl.sum(added, 1)
 
 
 @triton.jit

@@ -229,7 +229,6 @@ def latent_kernel(
 
         for phase in tl.static_range(PLACES // STEP):
             scores = ()
-            factors = ()  # scales and offsets of channels: group by group, run by run
             for i in tl.static_range(0, STEP, SHARE):
                 if BY_CHANNEL:
                     at = block * (PAGE // GROUP) + (start + (phase * STEP + i) * STRIDE) // GROUP
@@ -237,15 +236,6 @@ def latent_kernel(
                         numbers, q, bias, scale + at * RANK, offset + at * RANK, row_unit, phase * STEP + i, SHARE,
                         COPIES, BITS, SIZE, RANK, ISA, PRECISION,
                     )  # fmt: skip
-                    # loaded apart from what scores take: their registers would be in the way there
-                    for r in tl.static_range(RUNS):
-                        by = load_channels(
-                            scale + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, ".ca"
-                        )
-                        o = load_channels(
-                            offset + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, ".ca"
-                        )
-                        factors = factors + (by, o)
                 else:
                     s = bias
                     for r in tl.static_range(RUNS):
@@ -265,6 +255,19 @@ def latent_kernel(
                         ROPE, ROPE_CODE, False, ISA, PRECISION,
                     ),)  # fmt: skip
                 scores = turned_scores
+            factors = ()  # scales and offsets of channels: group by group, run by run
+            if BY_CHANNEL:
+                # loaded apart from what scores take: their registers would be in the way there
+                for i in tl.static_range(0, STEP, SHARE):
+                    at = block * (PAGE // GROUP) + (start + (phase * STEP + i) * STRIDE) // GROUP
+                    for r in tl.static_range(RUNS):
+                        by = load_channels(
+                            scale + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, ".ca"
+                        )
+                        o = load_channels(
+                            offset + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, ".ca"
+                        )
+                        factors = factors + (by, o)
             n = tl.arange(0, ROWS * STEP)
             at_page = tile // TILES_PER_PAGE * PAGE + start
             position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE

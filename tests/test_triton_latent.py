@@ -32,7 +32,16 @@ def slow(*values):
 
 
 def spec_of(
-    name, *, rope=None, rank=64, rope_dim=16, page=16, group=None, tokens=None, dtype=FP32, **options
+    name,
+    *,
+    rope=None,
+    rank=64,
+    rope_dim=16,
+    page=16,
+    group=None,
+    tokens=None,
+    dtype=FP32,
+    **options,
 ):
     """`group`: channels of a scale at 8 bits, `tokens`: tokens of a scale at 4 and 2 bits; None: the defaults."""
     rank = 128 if name == "fp8_ds_mla" and rank == 64 else rank
@@ -120,7 +129,8 @@ def check(query, kv, splits=2, **options):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("name", "rope"), [*((name, None) for name in LATENT_FORMAT_NAMES), ("int4", "exact"), ("exact", "int8")]
+    ("name", "rope"),
+    [*((name, None) for name in LATENT_FORMAT_NAMES), ("int4", "exact"), ("exact", "int8")],
 )
 def test_decode_reads_every_format(name, rope):
     kv = make_kv(name, rope=rope, poison=True)
@@ -172,7 +182,8 @@ def test_decode_takes_every_size(name, sizes):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("name", "splits"), [("int4", 1), ("int4", 9), slow("int4", 3), slow("exact", 3), slow("int8", 9)]
+    ("name", "splits"),
+    [("int4", 1), ("int4", 9), slow("int4", 3), slow("exact", 3), slow("int8", 9)],
 )
 def test_decode_of_ragged_rows_does_not_depend_on_its_splits(name, splits):
     """9 splits are more than any row has tiles; an empty row and queries before the first token give zeros."""
@@ -203,7 +214,8 @@ def random_mask(kv, kind, q_len):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("name", "kind"), [("int2", "bool"), ("int2", "float"), slow("exact", "bool"), slow("exact", "float")]
+    ("name", "kind"),
+    [("int2", "bool"), ("int2", "float"), slow("exact", "bool"), slow("exact", "float")],
 )
 def test_decode_applies_masks(name, kind):
     kv = make_kv(name, rows=RAGGED[:3], padding=3)
@@ -212,7 +224,8 @@ def test_decode_applies_masks(name, kind):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("name", "window"), [("int4", 1), ("int4", 30), slow("int4", 1000), slow("exact", 1), slow("exact", 30)]
+    ("name", "window"),
+    [("int4", 1), ("int4", 30), slow("int4", 1000), slow("exact", 1), slow("exact", 30)],
 )
 def test_decode_sees_a_sliding_window(name, window):
     kv = make_kv(name, rows=RAGGED[:2])
@@ -326,7 +339,9 @@ def test_decode_with_ptx_errs_no_more_than_float16(name, page, size):
         codes = stored - offset.repeat_interleave(page // offset.shape[2], 2)
         q = query[..., : latents.head_dim].double().abs()
         moved = eps * float((q.flatten(0, 2) @ codes.abs().flatten(0, 2).mT).max())
-        moved += 2.0**-25 * top * latents.head_dim * 2 * float(query.abs().max())  # of subnormal products
+        moved += (
+            2.0**-25 * top * latents.head_dim * 2 * float(query.abs().max())
+        )  # of subnormal products
     allowed = (2 * scale * moved + 3 * eps) * largest
     assert float((out.double() - expected).abs().max()) <= allowed
     assert allowed < 0.05 * largest
@@ -395,7 +410,13 @@ def test_seal_takes_latents_without_rope_keys():
 @needs_interpreter
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [("fp8", float("nan")), ("int4", float("nan")), ("int4", 7e4), ("fp8_ds_mla", float("-inf")), slow("int4", float("-inf"))],
+    [
+        ("fp8", float("nan")),
+        ("int4", float("nan")),
+        ("int4", 7e4),
+        ("fp8_ds_mla", float("-inf")),
+        slow("int4", float("-inf")),
+    ],
     ids=str,
 )
 def test_seal_makes_numbers_finite_and_says_so(name, bad):

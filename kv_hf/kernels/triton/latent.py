@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .dequant import tile_unit
-from .latent_channels import add_channels, load_channels, score_channels, score_offsets
+from .latent_channels import add_channels, load_factors, score_channels, score_offsets
 from .latent_window import attend_latent_window
 from .softmax import LN2, LOG2E, bend, weigh
 from .words import (
@@ -255,19 +255,13 @@ def latent_kernel(
                         ROPE, ROPE_CODE, False, ISA, PRECISION,
                     ),)  # fmt: skip
                 scores = turned_scores
-            factors = ()  # scales and offsets of channels: group by group, run by run
+            factors = ()
             if BY_CHANNEL:
                 # loaded apart from what scores take: their registers would be in the way there
-                for i in tl.static_range(0, STEP, SHARE):
-                    at = block * (PAGE // GROUP) + (start + (phase * STEP + i) * STRIDE) // GROUP
-                    for r in tl.static_range(RUNS):
-                        by = load_channels(
-                            scale + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, ".ca"
-                        )
-                        o = load_channels(
-                            offset + at * RANK, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, ".ca"
-                        )
-                        factors = factors + (by, o)
+                factors = load_factors(
+                    scale, offset, block * (PAGE // GROUP), start + phase * STEP * STRIDE, STEP, SHARE, STRIDE, GROUP,
+                    CHUNKS, RUNS, SIZE, WIDE, RANK,
+                )  # fmt: skip
             n = tl.arange(0, ROWS * STEP)
             at_page = tile // TILES_PER_PAGE * PAGE + start
             position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE

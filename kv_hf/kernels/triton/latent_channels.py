@@ -22,9 +22,33 @@ def load_channels(
     place = tl.arange(0, WIDE)[None, :]
     channel = tl.arange(0, CHUNKS)[:, None] * STRIDE + place + FIRST
     if SIZE < WIDE or FIRST + (CHUNKS - 1) * STRIDE + SIZE > DIM:
-        return tl.load(factors + channel, mask=(place < SIZE) & (channel < DIM), other=0, cache_modifier=CACHE)
+        return tl.load(
+            factors + channel, mask=(place < SIZE) & (channel < DIM), other=0, cache_modifier=CACHE
+        )
     else:
         return tl.load(factors + channel, cache_modifier=CACHE)
+
+
+@triton.jit
+def load_factors(
+    scale, offset, first_group, token, STEP: tl.constexpr, SHARE: tl.constexpr, STRIDE: tl.constexpr,
+    GROUP: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """Load scales and offsets of a tile's STEP places, group by group and run by run, each [CHUNKS, WIDE].
+
+    Args:
+        first_group: number of the page's first group; token: of place 0 in its page.
+    """
+    factors = ()
+    for i in tl.static_range(0, STEP, SHARE):
+        at = (first_group + (token + i * STRIDE) // GROUP) * DIM
+        for r in tl.static_range(RUNS):
+            # the hint keeps these loads apart from those of `score_channels`
+            by = load_channels(scale + at, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, DIM, ".ca")
+            o = load_channels(offset + at, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, DIM, ".ca")
+            factors = factors + (by, o)
+    return factors
 
 
 @triton.jit

@@ -45,7 +45,9 @@ class Chunks:
         """Cut the latents of `spec`: one piece for each group of scales, or more where groups are few."""
         rank, scheme = spec.keys.head_dim, spec.keys.scheme
         by_channel = scheme.code == "unsigned"
-        size = power_of_two(rank) if scheme.is_exact or by_channel else scheme.scale_group[1]
+        size = power_of_two(rank)
+        if scheme.scale_group and not by_channel:
+            size = scheme.scale_group[1]
         least = CHUNKS * (RUNS if by_channel else 1)
         while size % (2 * MIN_SIZE) == 0 and power_of_two(-(-rank // size)) < least:
             size //= 2

@@ -8,8 +8,6 @@ words unpacks into one tile of tokens per place, and may be read along channels 
 import triton
 import triton.language as tl
 
-from .dequant import tile_unit
-
 
 @triton.constexpr_function
 def place_unit(PLACE, BITS, ISA):

@@ -13,8 +13,8 @@ from .table import Launch
 from .variant import BOOST, HIP, MIN_SIZE, element_type, power_of_two
 
 COLUMNS = 16  # query rows of a program; more are further programs
-CHUNKS = 4  # of the rank where scales leave the choice: one for each warp
-RUNS = 2  # at least, where scales are of channels: one run's products at a time lie beside the sums
+CHUNKS = 4  # of the rank: one for each warp
+RUNS = 2  # of a chunk, where scales are of channels: the products of one lie beside the sums of all
 TILE_BYTES = 32 * 1024  # bytes of one tile of words: two of them lie in shared memory
 MAX_PADDED = 1024  # channels of a latent with the padding of its chunks
 WEIGHT_BOOST = 2.0**15  # keeps weights of at most 1, without scales, in float16's normal range

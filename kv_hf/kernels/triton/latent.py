@@ -75,7 +75,7 @@ def latent_kernel(
     RANK: tl.constexpr,
     CODE: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # channels that share a scale at 8 bits, else tokens
     WORDS: tl.constexpr,
     STRIDE: tl.constexpr,
     ROWS: tl.constexpr,

@@ -595,7 +595,7 @@ def compiled(spec, arch="sm_90", **options):
 
 def budgets():
     for arch, name, per_number, spills in BUDGETS:
-        quick = arch == "sm_90" and name in ("int8", "int4")
+        quick = arch == "sm_90" and name == "int4"
         yield pytest.param(arch, name, per_number, spills, marks=() if quick else pytest.mark.slow)
 
 

@@ -570,6 +570,7 @@ def test_support_names_the_reason(sizes, says):
     assert re.search(says, _why_not_sizes(torch.bfloat16, spec_of(**{"name": "int8", **sizes}), 1))
 
 
+@pytest.mark.slow
 def test_support_imports_no_triton():
     code = "import sys; sys.modules['triton'] = None; from kv_hf.kernels.triton import latent_variant, support"
     subprocess.run([sys.executable, "-c", code], check=True)

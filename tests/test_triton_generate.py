@@ -15,14 +15,14 @@ def generate(name, kernel):
 
     The cache is made to believe that the CPU is a GPU: pages in layout "rows", kernels of Triton.
     """
-    from kv_hf.cache import model_shape, paged_cache
+    from kv_hf.cache import layer_formats, paged_cache
     from kv_hf.kernels import choice
     from kv_hf.spec import ROWS
 
-    kept = choice.why_not, model_shape.layout_for, paged_cache.layout_for
+    kept = choice.why_not, layer_formats.layout_for, paged_cache.layout_for
     if kernel == "triton":
         choice.why_not = lambda *_: None
-    model_shape.layout_for = paged_cache.layout_for = lambda device: ROWS
+    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
     try:
         torch.manual_seed(0)
         model = make_model("llama")
@@ -37,7 +37,7 @@ def generate(name, kernel):
         first = cache.layers[0].store
         return tokens, first.pages.keys.fields["codes"], first.kernel.name
     finally:
-        choice.why_not, model_shape.layout_for, paged_cache.layout_for = kept
+        choice.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
 
 
 @pytest.mark.parametrize(

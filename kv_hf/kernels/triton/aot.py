@@ -14,11 +14,15 @@ from ...spec import PageSpec, SideSpec
 from .append import append_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
+from .latent import latent_kernel
+from .latent_seal import latent_seal_kernel
+from .latent_variant import latent_constants
+from .latent_variant import warps_and_stages as latent_warps_and_stages
 from .launch import triton_constants
 from .seal import seal_kernel
 from .table import warps_and_stages
 from .variant import HIP, column_block, constants, element_type, power_of_two
-from .write import seal_constants
+from .write import latent_seal_constants, seal_constants
 
 STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
            "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
@@ -76,6 +80,56 @@ def compile_decode(
     )
 
 
+def compile_latent(
+    spec: PageSpec,
+    arch: str,
+    *,
+    query_dtype: torch.dtype = torch.bfloat16,
+    heads: int = 16,
+    q_len: int = 1,
+    num_splits: int = 8,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    mask_dtype: torch.dtype | None = None,
+    sliding_window: bool = False,
+    sinks: bool = False,
+) -> Any:
+    """Compile one variant of the decode kernel for latents for `arch`, as a launch would ask for it."""
+    isa = int(arch[3:]) if arch.startswith("sm_") else HIP
+    warps, stages = latent_warps_and_stages(spec, isa)
+    mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
+    plain = latent_constants(
+        spec, query_dtype=query_dtype, heads=heads, q_len=q_len, isa=isa, num_splits=num_splits,
+        num_stages=num_stages or stages, mask=mask, sliding_window=sliding_window, sinks=sinks,
+    )  # fmt: skip
+    latent, rope = spec.sides
+    words = latent.fields["codes"][1]
+    pointers = {
+        "query": query_dtype, "codes": words, "rope": rope.code_dtype, "window": latent.dtype,
+        "scale": latent.scale_dtype, "offset": latent.scale_dtype, "rope_scale": rope.scale_dtype,
+        "rope_offset": rope.scale_dtype, "window_rope": rope.dtype, "mask": mask_dtype or query_dtype,
+        "sink_logits": query_dtype, "out": torch.float32 if num_splits > 1 else query_dtype,
+        "out_lse": torch.float32,
+    }  # fmt: skip
+    strides = (
+        "query_row",
+        "query_head",
+        "query_token",
+        "window_row",
+        "window_slot",
+        "wr_row",
+        "wr_slot",
+    )
+    types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
+    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
+    aligned = [*types, *strides]
+    others = ("table_row", "mask_row", "mask_head", "mask_query", "sliding_window", "sink_tokens")
+    types |= dict.fromkeys((*strides, *others), "i32") | {"softmax_scale": "fp32"}
+    return compile_kernel(
+        latent_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
+    )
+
+
 def compile_seal(side: SideSpec, arch: str) -> Any:
     """Compile the seal kernel of one side for `arch`, as a launch would ask for it."""
     types = {"tokens": "*" + element_type(side.dtype), "jobs": "*i32", "damaged": "*u8"}
@@ -84,6 +138,23 @@ def compile_seal(side: SideSpec, arch: str) -> Any:
     aligned = ["tokens", "codes", "scale", "offset", "row_stride", "head_stride", "slot_stride"]
     constexprs = seal_constants(side)
     return compile_kernel(seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False)
+
+
+def compile_latent_seal(side: SideSpec, arch: str) -> Any:
+    """Compile the kernel that seals encoded latents for `arch`, as a launch would ask for it."""
+    scales = "*" + element_type(side.scale_dtype)
+    types = {
+        "tokens": "*" + element_type(side.dtype),
+        "jobs": "*i32",
+        "damaged": "*u8",
+        "codes": "*i16",
+    }
+    types |= {"scale": scales, "offset": scales, "row_stride": "i32", "slot_stride": "i32"}
+    aligned = ["tokens", "codes", "scale", "offset", "row_stride", "slot_stride"]
+    plain = latent_seal_constants(side)
+    return compile_kernel(
+        latent_seal_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False
+    )
 
 
 def compile_combine(

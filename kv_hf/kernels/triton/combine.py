@@ -21,7 +21,8 @@ def combine_kernel(
 ):
     """Merge one query column: out = sum(exp(lse - top) * partial) / (sum(exp(lse - top)) + exp(sink - top)).
 
-    Grid: (rows * NUM_HEADS * Q_LEN,). SPLITS and DIM are the powers of two from num_splits and V_DIM on.
+    Grid: (rows * NUM_HEADS * Q_LEN, blocks of DIM channels). SPLITS is the power of two from num_splits on, and so
+    is DIM from V_DIM on where one block takes all channels.
     """
     column = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -37,7 +38,7 @@ def combine_kernel(
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp(sink - shift)
-    place = tl.arange(0, DIM)
+    place = tl.program_id(1) * DIM + tl.arange(0, DIM)
     where = partial + (split[:, None] * columns + column) * V_DIM + place[None, :]
     inside = (lse > float("-inf"))[:, None] & (place < V_DIM)[None, :]
     x = tl.load(where, mask=inside, other=0.0)

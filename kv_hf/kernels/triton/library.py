@@ -11,7 +11,7 @@ from ...errors import CacheOptionError
 from ...spec import PageSpec, SideSpec
 from ..inputs import PagedKV
 from ..operators import stored_fields, stored_side
-from . import launch, write
+from . import latent_launch, launch, write
 from .table import Launch
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
@@ -21,6 +21,13 @@ _LIBRARY.define(
     "Tensor window_values, Tensor exact_lens, Tensor padding, Tensor? mask, Tensor? sink_logits, "
     "float softmax_scale, float? softcap, int? sliding_window, int sink_tokens, int page_size, str key_code, "
     "int key_bits, str value_code, int value_bits, int[]? launch=None) -> Tensor"
+)
+_LIBRARY.define(
+    "latent_decode(Tensor query, Tensor codes, Tensor? scale, Tensor? offset, Tensor rope_codes, "
+    "Tensor? rope_scale, Tensor? rope_offset, Tensor block_table, Tensor num_pages, Tensor window, "
+    "Tensor window_rope, Tensor exact_lens, Tensor padding, Tensor? mask, Tensor? sink_logits, "
+    "float softmax_scale, int? sliding_window, int sink_tokens, int page_size, str code, int bits, "
+    "str rope_code, int rope_bits, int[]? launch=None) -> Tensor"
 )
 _LIBRARY.define(
     "seal_pages(Tensor tokens, Tensor jobs, Tensor(a!) codes, Tensor(b!)? scale, Tensor(c!)? offset, str side, "
@@ -47,13 +54,27 @@ def paged_attention(
     """
     keys, values = kv.key_pages, kv.value_pages
     key_scheme, value_scheme = (side.scheme for side in kv.spec.sides)
-    result: torch.Tensor = torch.ops.kv_hf.paged_decode(
+    parameters = None
+    if launch is not None:
+        parameters = [launch.num_warps, launch.num_stages, launch.num_splits]
+    result: torch.Tensor
+    if kv.spec.is_latent:
+        if softcap is not None:
+            raise CacheOptionError(f"softcap: pages of latents are read without one, got {softcap}")
+        result = torch.ops.kv_hf.latent_decode(
+            query, keys["codes"], keys.get("scale"), keys.get("offset"),
+            values["codes"], values.get("scale"), values.get("offset"),
+            kv.block_table, kv.num_pages, kv.window_keys, kv.window_values, kv.exact_lens, kv.padding,
+            mask, sink_logits, softmax_scale, sliding_window, kv.sink_tokens, kv.page_size,
+            key_scheme.code, key_scheme.bits, value_scheme.code, value_scheme.bits, parameters,
+        )  # fmt: skip
+        return result
+    result = torch.ops.kv_hf.paged_decode(
         query, keys["codes"], keys.get("scale"), keys.get("offset"),
         values["codes"], values.get("scale"), values.get("offset"),
         kv.block_table, kv.num_pages, kv.window_keys, kv.window_values, kv.exact_lens, kv.padding,
         mask, sink_logits, softmax_scale, softcap, sliding_window, kv.sink_tokens, kv.page_size,
-        key_scheme.code, key_scheme.bits, value_scheme.code, value_scheme.bits,
-        None if launch is None else [launch.num_warps, launch.num_stages, launch.num_splits],
+        key_scheme.code, key_scheme.bits, value_scheme.code, value_scheme.bits, parameters,
     )  # fmt: skip
     return result
 
@@ -129,6 +150,53 @@ def _paged_decode(
     )
 
 
+def _latent_decode(
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    rope_codes: torch.Tensor,
+    rope_scale: torch.Tensor | None,
+    rope_offset: torch.Tensor | None,
+    block_table: torch.Tensor,
+    num_pages: torch.Tensor,
+    window: torch.Tensor,
+    window_rope: torch.Tensor,
+    exact_lens: torch.Tensor,
+    padding: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    softmax_scale: float,
+    sliding_window: int | None,
+    sink_tokens: int,
+    page_size: int,
+    code: str,
+    bits: int,
+    rope_code: str,
+    rope_bits: int,
+    parameters: list[int] | None = None,
+) -> torch.Tensor:
+    fields = stored_fields(codes, scale, offset)
+    rope_fields = stored_fields(rope_codes, rope_scale, rope_offset)
+    spec = PageSpec(
+        stored_side("latent", fields, page_size, window, code, bits),
+        stored_side("k_rope", rope_fields, page_size, window_rope, rope_code, rope_bits),
+    )
+    kv = PagedKV(
+        fields, rope_fields, spec, block_table, num_pages, window, window_rope, exact_lens, padding, 0,
+        sink_tokens,
+    )  # fmt: skip
+    return latent_launch.latent_attention(
+        query,
+        kv,
+        softmax_scale=softmax_scale,
+        mask=mask,
+        sink_logits=sink_logits,
+        sliding_window=sliding_window,
+        launch=None if parameters is None else Launch(*parameters),
+    )
+
+
 def _seal_pages(
     tokens: torch.Tensor,
     jobs: torch.Tensor,
@@ -161,6 +229,7 @@ def _on_cpu(name: str, function):  # type: ignore[no-untyped-def]
 
 for _name, _function in {
     "paged_decode": _paged_decode,
+    "latent_decode": _latent_decode,
     "seal_pages": _seal_pages,
     "append_tokens": write.append_tokens,
 }.items():
@@ -172,6 +241,12 @@ for _name, _function in {
 def _fake_paged_decode(query, key_codes, *others):  # type: ignore[no-untyped-def]
     window_values = others[8]
     return query.new_empty(*query.shape[:3], window_values.shape[-1])
+
+
+@register_fake("kv_hf::latent_decode", lib=_LIBRARY)
+def _fake_latent_decode(query, codes, *others):  # type: ignore[no-untyped-def]
+    window = others[7]
+    return query.new_empty(*query.shape[:3], window.shape[-1])
 
 
 @register_fake("kv_hf::seal_pages", lib=_LIBRARY)

@@ -28,9 +28,9 @@ def _unsigned_range(low, high, TOP: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def _signed_scale(most, TOP: tl.constexpr):
-    """Return the scale (float16) that spreads codes -TOP .. TOP over -most .. most."""
+    """Return the scale that spreads codes -TOP .. TOP over -most .. most, to be rounded to the stored dtype."""
     scale = tl.math.div_rn(most, tl.full(most.shape, TOP, tl.float32))
-    return tl.minimum(scale, SCALE_MAX).to(tl.float16)
+    return tl.minimum(scale, SCALE_MAX)
 
 
 @triton.jit
@@ -77,7 +77,8 @@ def _ranges_over_tokens(
                 most = tl.maximum(most, tl.max(tl.max(far, 0), 0))
             tl.store(offset + at, o, mask=inside)
     if CODE != "unsigned":
-        tl.store(scale + tl.arange(0, 1), _signed_scale(most, TOP))
+        s = _signed_scale(most, TOP).to(scale.dtype.element_ty)
+        tl.store(scale + tl.arange(0, 1), s)
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def _ranges_over_channels(
                 s, o = _unsigned_range(low, high, TOP, CUT)
                 tl.store(offset + at, o)
             else:
-                s = _signed_scale(tl.max(tl.abs(x), 1), TOP)
+                s = _signed_scale(tl.max(tl.abs(x), 1), TOP).to(scale.dtype.element_ty)
             tl.store(scale + at, s)
 
 

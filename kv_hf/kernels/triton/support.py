@@ -6,11 +6,17 @@ import torch
 from packaging.version import Version
 
 from ...spec import ROWS, PageSpec
+from .latent_variant import MAX_PADDED, Chunks
+from .variant import MIN_SIZE
 
 OLDEST_TRITON = "3.6"
 OLDEST_CAPABILITY = (8, 0)
 MAX_QUERIES = 16
 MAX_DIM = 256
+MAX_DIMS = {
+    "latent": (512, "kv_lora_rank"),
+    "k_rope": (192, "qk_rope_head_dim"),
+}  # other sides: MAX_DIM
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -32,8 +38,6 @@ def why_not(
 
 
 def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None:
-    if spec.is_latent:
-        return "they know no latents yet"
     for what, have in (("queries", dtype), *((side.side, side.dtype) for side in spec.sides)):
         if have not in DTYPES:
             names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
@@ -44,11 +48,33 @@ def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None
     for side in spec.sides:
         if side.layout != ROWS:
             return f"the Triton kernels read pages in layout {ROWS!r}, and the {side.side} are in {side.layout!r}"
-        if side.head_dim > MAX_DIM:
-            return f"the Triton kernels take head_dim up to {MAX_DIM}, and the {side.side} have {side.head_dim}"
+        most, size = MAX_DIMS.get(side.side, (MAX_DIM, "head_dim"))
+        if side.head_dim > most:
+            return f"the Triton kernels take {size} up to {most}, and the {side.side} have {side.head_dim}"
+    if spec.is_latent:
+        reason = _why_not_latents(spec)
+        if reason:
+            return reason
     if not 1 <= q_len <= MAX_QUERIES:
         return f"the Triton kernels take 1 to {MAX_QUERIES} queries per row, got {q_len}"
     return None
+
+
+def _why_not_latents(spec: PageSpec) -> str | None:
+    scheme, rank = spec.keys.scheme, spec.keys.head_dim
+    if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] < MIN_SIZE:
+        return (
+            f"the Triton kernels take groups of at least {MIN_SIZE} tokens of latents in {scheme.name!r}, the least that "
+            f"a matrix product sums over, got key_group_size {scheme.scale_group[0]}"
+        )
+    padded = Chunks.of(spec).padded
+    if padded <= MAX_PADDED:
+        return None
+    size = scheme.scale_group[1] if scheme.scale_group else rank
+    return (
+        f"the Triton kernels take latents of up to {MAX_PADDED} numbers when groups are padded to powers of two of at "
+        f"least {MIN_SIZE}; kv_lora_rank {rank} in groups of {size} makes {padded}: take a larger latent_group_size"
+    )
 
 
 def _why_not_installed() -> str | None:

@@ -66,7 +66,7 @@ def element_type(dtype: torch.dtype) -> str:
     """Return Triton's name of a dtype (as in pointer types)."""
     return {
         torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8",
-        torch.bool: "u8", torch.int32: "i32",
+        torch.bool: "u8", torch.int16: "i16", torch.int32: "i32",
     }[dtype]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import torch
 from ...spec import SideSpec
 from .append import append_kernel
 from .device import on_device
+from .latent_seal import latent_seal_kernel
 from .seal import seal_kernel
 from .variant import power_of_two
 
@@ -36,6 +37,19 @@ def seal_constants(spec: SideSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def latent_seal_constants(spec: SideSpec) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that seals encoded latents."""
+    plain = seal_constants(spec)
+    per_word = 16 // spec.scheme.bits
+    words = spec.page_size // per_word
+    wide = min(power_of_two(spec.head_dim), 128)
+    return {
+        **{name: plain[name] for name in ("PAGE", "CODE", "BITS", "TOP", "CUT", "R_TILE")},
+        "RANK": spec.head_dim, "S_TOKENS": plain["S_TOKENS"], "S_CHANNELS": plain["S_CHANNELS"], "WORDS": words, "WIDE": wide,
+        "W_TILE": min(words, TILE_NUMBERS // wide // 2),
+    }  # fmt: skip
+
+
 def seal_pages(
     tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
 ) -> torch.Tensor:
@@ -44,8 +58,10 @@ def seal_pages(
     Args and returns: as there. `fields` are contiguous.
     """
     damaged = torch.zeros((), dtype=torch.uint8, device=tokens.device)
-    if jobs.shape[0]:
+    if jobs.shape[0] and spec.head_dim:
         codes = fields["codes"]
+        if spec.token_words:
+            return _seal_latents(tokens, jobs, fields, spec, damaged)
         if not spec.scheme.is_exact:
             codes = codes.view(torch.uint8)
         tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
@@ -55,6 +71,23 @@ def seal_pages(
                 fields.get("offset", codes), damaged, **seal_constants(spec), num_warps=4,
                 enable_fp_fusion=False,
             )  # fmt: skip
+    return damaged.bool()
+
+
+def _seal_latents(
+    tokens: torch.Tensor,
+    jobs: torch.Tensor,
+    fields: dict[str, torch.Tensor],
+    spec: SideSpec,
+    damaged: torch.Tensor,
+) -> torch.Tensor:
+    tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+    with on_device(tokens):
+        latent_seal_kernel[(jobs.shape[0],)](
+            tokens, tokens.stride(0), tokens.stride(2), jobs.contiguous(), fields["codes"], fields["scale"],
+            fields.get("offset", fields["scale"]), damaged, **latent_seal_constants(spec), num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return damaged.bool()
 
 

@@ -1,0 +1,336 @@
+"""Decode attention over pages of latents: one program walks a split of one row's pages for 16 query rows.
+
+The definition of the result is kernels/reference.py. A tile of latents is read once, as keys and as values: products
+run over chunks of the rank, one for each warp, and scores are summed over them. Query rows lie on the rows of
+the products, so that weights go from one product to the next without leaving their registers.
+"""
+
+import triton
+import triton.language as tl
+
+from .dequant import tile_unit
+from .latent_channels import add_channels, load_factors, score_channels, score_offsets
+from .latent_window import attend_latent_window
+from .softmax import LN2, LOG2E, bend, weigh
+from .words import (
+    apart,
+    halves,
+    load_scales,
+    load_tile,
+    one_below_another,
+    score_rope,
+    side_by_side,
+    sum_of_parts,
+    unpack_words,
+)
+
+
+# not specialized: numbers that change while a sequence grows must not make new kernels
+@triton.jit(
+    do_not_specialize=[
+        "table_row",
+        "mask_row",
+        "mask_head",
+        "mask_query",
+        "sliding_window",
+        "sink_tokens",
+    ]
+)
+def latent_kernel(
+    query,  # [rows, HEADS, Q_LEN, RANK + ROPE]
+    query_row,
+    query_head,
+    query_token,
+    codes,  # [pages, WORDS, RANK]: int16 words of codes, or exact numbers of PAGE tokens
+    scale,  # [pages, PAGE, RANK / GROUP] at 8 bits, else [pages, PAGE / GROUP, RANK]
+    offset,
+    rope,  # [pages, PAGE, ROPE]
+    rope_scale,  # [pages]
+    rope_offset,  # [pages, ROPE]
+    block_table,  # [rows, table_row]
+    table_row,
+    num_pages,  # [rows]
+    window,  # [rows, slots, RANK]
+    window_row,
+    window_slot,
+    window_rope,  # [rows, slots, ROPE]
+    wr_row,
+    wr_slot,
+    exact_lens,  # [rows]
+    padding,  # [rows]
+    mask,  # [rows or 1, HEADS or 1, Q_LEN, columns], strides 0 where 1
+    mask_row,
+    mask_head,
+    mask_query,
+    sink_logits,  # [HEADS]
+    out,  # [rows, HEADS, Q_LEN, RANK], or fp32 with a leading [NUM_SPLITS]
+    out_lse,  # [NUM_SPLITS, rows, HEADS * Q_LEN] fp32, natural logarithm
+    softmax_scale,
+    sliding_window,
+    sink_tokens,
+    HEADS: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    RANK: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,  # channels that share a scale at 8 bits, else tokens
+    WORDS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    RUNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BOOST: tl.constexpr,
+    L_DTYPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_CODE: tl.constexpr,
+    ROPE_WIDE: tl.constexpr,
+    ROPE_DTYPE: tl.constexpr,
+    W_TILE: tl.constexpr,
+    W_COST: tl.constexpr,
+    W_DTYPE: tl.constexpr,
+    W_ROPE_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASK: tl.constexpr,
+    SINKS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ISA: tl.constexpr,
+):
+    """Attend a block of the query rows of one row to one split of its tokens.
+
+    Grid: (rows, blocks of query rows, NUM_SPLITS). The last split also attends to the window. STRIDE: tokens between
+    the places of a row of a tile; where a page has fewer words than a product needs rows, the rows of several places
+    lie one below another.
+    """
+    QUERIES: tl.constexpr = HEADS * Q_LEN
+    COPIES: tl.constexpr = STRIDE // WORDS  # places of a word that are rows of a tile
+    PLACES: tl.constexpr = PAGE // STRIDE
+    TOKENS: tl.constexpr = ROWS * PLACES
+    TILES_PER_PAGE: tl.constexpr = STRIDE // ROWS
+    BY_CHANNEL: tl.constexpr = CODE == "unsigned"
+    BY_TOKEN: tl.constexpr = CODE == "signed" or CODE == "float8"
+    HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none"
+
+    row = tl.program_id(0)
+    split = tl.program_id(2)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = column < QUERIES
+    head = tl.where(real, column // Q_LEN, 0)
+    pages = tl.load(num_pages + row)
+    exact = tl.load(exact_lens + row)
+    left = tl.load(padding + row)
+    kv_len = pages * PAGE + exact
+    query_at = kv_len - Q_LEN + column % Q_LEN
+    masks = mask + row.to(tl.int64) * mask_row + head * mask_head + (column % Q_LEN) * mask_query
+
+    # the tiles of this split; those of pages that no query's sliding window reaches are left out
+    first = 0
+    tiles = pages * TILES_PER_PAGE
+    if WINDOWED:
+        first = tl.maximum(kv_len - Q_LEN + 1 - sliding_window - sink_tokens, 0) // PAGE
+        first = tl.minimum(first * TILES_PER_PAGE, tiles)
+    # the window counts as W_COST times as much work per token as a page, so that the last split gets fewer tiles
+    work = tiles - first
+    if NUM_SPLITS > 1:
+        work += exact * W_COST // TOKENS
+    begin = tl.minimum(first + work * split // NUM_SPLITS, tiles)
+    end = tl.minimum(first + work * (split + 1) // NUM_SPLITS, tiles)
+
+    queries = query + row.to(tl.int64) * query_row + head * query_head
+    queries += (column % Q_LEN) * query_token
+    # a power of two that brings each query below 1: float16 products then neither overflow nor vanish
+    size = tl.zeros([COLUMNS], tl.float32)
+    for r in tl.static_range(RUNS):
+        one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
+        size = tl.maximum(size, tl.max(tl.max(tl.abs(one.to(tl.float32)), 2), 0))
+    if ROPE > 0:
+        turned = load_tile(
+            queries + RANK, real, 0, CHUNKS, ROPE_WIDE, ROPE_WIDE, ROPE_WIDE, ROPE, True
+        )
+        turned = turned.to(tl.float32)
+        size = tl.maximum(size, tl.max(tl.max(tl.abs(turned), 2), 0))
+    exponent = tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+    shrink = (0x7E800000 - exponent).to(tl.float32, bitcast=True)
+    factor = exponent.to(tl.float32, bitcast=True) * (softmax_scale * (2.0 * LOG2E))
+    q = ()
+    for r in tl.static_range(RUNS):
+        one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
+        q = q + ((one.to(tl.float32) * shrink[None, :, None]).to(L_DTYPE),)
+    q_rope = q[0]
+    if ROPE > 0:
+        q_rope = (turned * shrink[None, :, None]).to(ROPE_DTYPE)
+
+    best = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    acc = ()
+    for _ in tl.static_range(RUNS):
+        acc = acc + (tl.zeros([CHUNKS, COLUMNS, WIDE], tl.float32),)
+
+    lane = tl.arange(0, ROWS)
+    row_unit = tl.full([ROWS], 1.0, tl.float32)  # what undoes the units of the places of a row
+    if COPIES > 1 and ISA > 0 and BITS < 8:
+        row_unit = ((127 - lane // WORDS * BITS % 8) << 23).to(tl.float32, bitcast=True)
+    table = block_table + row.to(tl.int64) * table_row
+    # Ids of pages are fetched two tiles ahead and scales one: their loads are too narrow for the asynchronous
+    # copies that hide the latency of the words' loads.
+    last = tl.maximum(end - 1, 0)
+    live = tl.where(begin < end, 1, 0)
+    page = tl.load(table + begin // TILES_PER_PAGE, mask=live > 0, other=0)
+    block = page.to(tl.int64)
+    soon = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live > 0, other=0)
+    scales = ()
+    if BY_TOKEN:
+        token = (begin % TILES_PER_PAGE) * ROWS + lane
+        scales = load_scales(
+            scale, block * PAGE + token, live, CHUNKS, RUNS, SIZE, GROUP, RANK // GROUP, STRIDE, PLACES, True
+        )  # fmt: skip
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        start = (tile % TILES_PER_PAGE) * ROWS
+        token = start + lane  # of place 0
+        words = codes + block * (WORDS * RANK) + (start + tl.arange(0, ROWS // COPIES)) * RANK
+        numbers = ()
+        if RUNS == 2 and SIZE == WIDE and BY_CHANNEL:
+            x = load_tile(words, lane, 0, CHUNKS, 2 * SIZE, 2 * SIZE, 2 * WIDE, RANK, False)
+            runs = halves(x)
+        else:
+            runs = ()
+            for r in tl.static_range(RUNS):
+                x = load_tile(words, lane, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, False)
+                runs = runs + (x,)
+        for r in tl.static_range(RUNS):
+            places = unpack_words(runs[r], CODE, BITS, L_DTYPE, ISA)
+            numbers = numbers + (one_below_another(places, COPIES),)
+        ropes = rope + (block * PAGE + token) * ROPE
+        r_scale = 1.0
+        bias = tl.zeros([CHUNKS, COLUMNS, ROWS], tl.float32)
+        if ROPE_CODE != "none":
+            r_scale = tl.load(rope_scale + block).to(tl.float32)
+            bias = score_offsets(
+                bias, q_rope, rope_offset + block * ROPE, 0, ROPE_WIDE, ROPE_WIDE, ROPE, PRECISION
+            )
+
+        next_block = soon.to(tl.int64)
+        soon = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
+        tile_scales = scales
+        if BY_TOKEN:
+            next_token = ((tile + 1) % TILES_PER_PAGE) * ROWS + lane
+            scales = load_scales(
+                scale, next_block * PAGE + next_token, live, CHUNKS, RUNS, SIZE, GROUP, RANK // GROUP, STRIDE,
+                PLACES, False,
+            )  # fmt: skip
+
+        for phase in tl.static_range(PLACES // STEP):
+            scores = ()
+            for i in tl.static_range(0, STEP, SHARE):
+                if BY_CHANNEL:
+                    at = block * (PAGE // GROUP) + (start + (phase * STEP + i) * STRIDE) // GROUP
+                    scores = scores + score_channels(
+                        numbers, q, bias, scale + at * RANK, offset + at * RANK, row_unit, phase * STEP + i, SHARE,
+                        COPIES, BITS, SIZE, RANK, ISA, PRECISION,
+                    )  # fmt: skip
+                else:
+                    s = bias
+                    for r in tl.static_range(RUNS):
+                        k = tl.trans(numbers[r][phase * STEP + i], (0, 2, 1))
+                        if BY_TOKEN:
+                            by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
+                            product = tl.dot(q[r], k, input_precision=PRECISION)
+                            s = tl.fma(product, tl.broadcast_to(by[:, None, :], s.shape), s)
+                        else:
+                            s = tl.dot(q[r], k, s, input_precision=PRECISION)
+                    scores = scores + (s,)
+            if ROPE > 0:
+                turned_scores = ()
+                for i in tl.static_range(STEP):
+                    turned_scores = turned_scores + (score_rope(
+                        scores[i], q_rope, ropes + (phase * STEP + i) * (STRIDE * ROPE), r_scale, lane, CHUNKS, ROPE_WIDE,
+                        ROPE, ROPE_CODE, False, ISA, PRECISION,
+                    ),)  # fmt: skip
+                scores = turned_scores
+            factors = ()
+            if BY_CHANNEL:
+                # loaded apart from what scores take: their registers would be in the way there
+                factors = load_factors(
+                    scale, offset, block * (PAGE // GROUP), start + phase * STEP * STRIDE, STEP, SHARE, STRIDE, GROUP,
+                    CHUNKS, RUNS, SIZE, WIDE, RANK,
+                )  # fmt: skip
+            n = tl.arange(0, ROWS * STEP)
+            at_page = tile // TILES_PER_PAGE * PAGE + start
+            position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
+            whole = tl.trans(tl.sum(side_by_side(scores), 0))
+            whole = bend(
+                whole, factor, sink_tokens + position, n, query_at, 1.0, sliding_window, masks, left, False,
+                CAUSAL, WINDOWED, False, MASK,
+            )  # fmt: skip
+            weights, keep, best = weigh(whole, factor, best, MASK == "float", HIDES)
+            parts = apart(tl.trans(weights), STEP)
+            total = total * keep
+            sums = ()  # of weights, group by group
+            for i in tl.static_range(0, STEP, SHARE):
+                sums = sums + (sum_of_parts(parts, i, SHARE),)
+                total += sums[i // SHARE]
+            new = ()
+            for r in tl.static_range(RUNS):
+                part = acc[r] * keep[None, :, None]
+                for i in tl.static_range(0, STEP, SHARE):
+                    if BY_CHANNEL:
+                        part = add_channels(
+                            part, numbers[r], parts, sums[i // SHARE], factors[2 * (i // SHARE * RUNS + r)],
+                            factors[2 * (i // SHARE * RUNS + r) + 1], row_unit, phase * STEP + i, i, SHARE, COPIES, BITS,
+                            BOOST, L_DTYPE, ISA, PRECISION,
+                        )  # fmt: skip
+                    else:
+                        w = tl.broadcast_to(parts[i][None, :, :], [CHUNKS, COLUMNS, ROWS])
+                        if BY_TOKEN:
+                            by = tile_scales[(phase * STEP + i) * RUNS + r].to(tl.float32)
+                            w = w * (by * BOOST)[:, None, :]
+                        v = numbers[r][phase * STEP + i]
+                        part = tl.dot(w.to(L_DTYPE), v, part, input_precision=PRECISION)
+                new = new + (part,)
+            acc = new
+        block = next_block
+
+    if CODE != "none":
+        new = ()
+        for r in tl.static_range(RUNS):
+            new = new + (acc[r] * (1.0 / (BOOST * tile_unit(BITS, ISA))),)
+        acc = new
+    if split == NUM_SPLITS - 1:
+        best, total, acc = attend_latent_window(
+            queries, real, window + row.to(tl.int64) * window_row, window_slot,
+            window_rope + row.to(tl.int64) * wr_row, wr_slot, exact, pages * PAGE, sink_tokens, query_at,
+            masks, left, softmax_scale, sliding_window, best, total, acc, RANK, SIZE, ROPE, ROPE_WIDE,
+            W_TILE, W_DTYPE, W_ROPE_DTYPE, PRECISION, CAUSAL, WINDOWED, MASK,
+        )  # fmt: skip
+
+    if SINKS and NUM_SPLITS == 1:
+        sink = tl.load(sink_logits + head).to(tl.float32) * LOG2E
+        top = tl.maximum(best, sink)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        keep = tl.exp2(best - shift)
+        total = total * keep + tl.exp2(sink - shift)
+    else:
+        keep = tl.full([COLUMNS], 1.0, tl.float32)
+    # nothing seen: zeros from the only split, nothing at all from one of many
+    seen = total > 0
+    norm = keep / tl.where(seen, total, 1.0)
+    at = row.to(tl.int64) * QUERIES + column
+    if NUM_SPLITS > 1:
+        at += split.to(tl.int64) * tl.num_programs(0) * QUERIES
+        lse = tl.where(seen, best * LN2 + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
+        tl.store(out_lse + at, lse, mask=real)
+        real = real & seen
+    place = tl.arange(0, WIDE)[None, None, :]
+    for r in tl.static_range(RUNS):
+        channel = (tl.arange(0, CHUNKS)[:, None, None] * RUNS + r) * SIZE + place
+        inside = real[None, :, None] & (place < SIZE) & (channel < RANK)
+        result = (acc[r] * norm[None, :, None]).to(out.dtype.element_ty)
+        tl.store(out + at[None, :, None] * RANK + channel, result, mask=inside)

@@ -1,0 +1,273 @@
+"""Latents in chunks of channels: words of codes to numbers, and the places of a word side by side.
+
+A 16-bit word holds codes of one channel and of tokens that lie a page's words apart (see spec.SideSpec), so a tile of
+words unpacks into one tile of tokens per place, and may be read along channels and along tokens alike. Tiles are
+[chunks of channels, rows of words, channels of a chunk]; knows nothing of pages, splits and softmax.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def place_unit(PLACE, BITS, ISA):
+    """Return what the codes of place `PLACE` are multiplied by, relative to `tile_unit`."""
+    return 2.0 ** (PLACE * BITS % 8) if ISA > 0 and BITS < 8 else 1.0
+
+
+@triton.jit
+def unpack_words(
+    x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: tl.constexpr
+):  # fmt: skip
+    """Unpack int16 words into 16 / BITS tiles of numbers, code * tile_unit * place_unit(place) in DTYPE.
+
+    Args:
+        x: words, or the numbers themselves where CODE is "none"; any shape whose last size is even.
+        CODE, BITS: as in formats.Scheme; DTYPE: of the result; the PTX branch only knows float16.
+        ISA: 0 for code that any target (and the interpreter) takes, else NVIDIA's compute capability * 10.
+    """
+    if CODE == "none":
+        return (x.to(DTYPE),)
+    elif ISA > 0:
+        if CODE == "unsigned":
+            # one place at a time: the others' numbers would fill the registers meanwhile
+            tiles = ()
+            for place in tl.static_range(16 // BITS):
+                tiles = tiles + (_place(x, place, BITS),)
+            return tiles
+        elif CODE == "signed":
+            return _signed_pairs(x)
+        else:
+            return _float8_pairs(x) if ISA >= 89 else _float8_pairs_by_shifts(x)
+    else:
+        wide = x.to(tl.int32)
+        tiles = ()
+        for place in tl.static_range(16 // BITS):
+            code = (wide >> (place * BITS)) & ((1 << BITS) - 1)
+            if CODE == "signed":
+                tiles = tiles + (((code ^ 128) - 128).to(tl.float32).to(DTYPE),)
+            elif CODE == "float8":
+                bits = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16)
+                wider = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+                tiles = tiles + (wider.to(DTYPE),)
+            else:
+                tiles = tiles + (code.to(tl.float32).to(DTYPE),)
+        return tiles
+
+
+@triton.jit
+def halves(x):
+    """Split [chunks, rows, 2 * wide] into the first and the last `wide` channels of each chunk."""
+    WIDE: tl.constexpr = x.shape[2] // 2
+    return tl.split(tl.trans(x.reshape(x.shape[0], x.shape[1], 2, WIDE), (0, 1, 3, 2)))
+
+
+@triton.jit
+def one_below_another(tiles, COPIES: tl.constexpr):
+    """Stack COPIES (1, 2, 4 or 8) tiles [chunks, rows, wide] at a time along their rows."""
+    if COPIES == 1:
+        return tiles
+    elif COPIES == 2:
+        return _stack_pairs(tiles)
+    elif COPIES == 4:
+        return _stack_pairs(_stack_pairs(tiles))
+    else:
+        return _stack_pairs(_stack_pairs(_stack_pairs(tiles)))
+
+
+@triton.jit
+def _stack_pairs(tiles):
+    CHUNKS: tl.constexpr = tiles[0].shape[0]
+    ROWS: tl.constexpr = tiles[0].shape[1]
+    WIDE: tl.constexpr = tiles[0].shape[2]
+    pairs = ()
+    for i in tl.static_range(len(tiles) // 2):
+        pair = tl.trans(tl.join(tiles[2 * i], tiles[2 * i + 1]), (0, 3, 1, 2))
+        pairs = pairs + (pair.reshape(CHUNKS, 2 * ROWS, WIDE),)
+    return pairs
+
+
+@triton.jit
+def _signed_pairs(x):
+    """int8: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c;
+        xor.b32 a, $2, 0x80808080;
+        mov.b32 c, 0x64806480;
+        prmt.b32 b, a, 0x64646464, 0x4240;
+        sub.rn.f16x2 $0, b, c;
+        prmt.b32 b, a, 0x64646464, 0x4341;
+        sub.rn.f16x2 $1, b, c;
+        }""",
+        "=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _float8_pairs(x):
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a;
+        .reg .b16 low, high;
+        prmt.b32 a, $2, 0, 0x3120;
+        mov.b32 {low, high}, a;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _float8_pairs_by_shifts(x):
+    """float16 has the same subnormals as e4m3, 8 exponents further down."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, s, t, c;
+        prmt.b32 a, $2, 0, 0x2404;
+        prmt.b32 b, $2, 0, 0x3414;
+        and.b32 s, a, 0x80008000;
+        and.b32 t, b, 0x80008000;
+        shr.u32 a, a, 1;
+        shr.u32 b, b, 1;
+        and.b32 a, a, 0x3f803f80;
+        and.b32 b, b, 0x3f803f80;
+        or.b32 a, a, s;
+        or.b32 b, b, t;
+        mov.b32 c, 0x5c005c00;
+        mul.rn.f16x2 $0, a, c;
+        mul.rn.f16x2 $1, b, c;
+        }""",
+        "=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.constexpr_function
+def _take_place(PLACE, BITS):
+    """PTX that leaves the codes of one place where they lie in their byte: the low bits of float16 subnormals."""
+    mask = ((1 << BITS) - 1 << PLACE * BITS % 8) * 0x10001
+    return f"{{ .reg .b32 a; shr.u32 a, $1, {PLACE * BITS // 8 * 8}; and.b32 $0, a, {mask}; }}"
+
+
+@triton.jit
+def _place(x, PLACE: tl.constexpr, BITS: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        _take_place(PLACE, BITS), "=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def side_by_side(tiles):
+    """Put 1, 2 or 4 tiles [chunks, columns, rows] together: [chunks, columns, rows * places], places fastest."""
+    PLACES: tl.constexpr = len(tiles)
+    whole = tiles[0]
+    if PLACES == 2:
+        whole = tl.join(tiles[0], tiles[1])
+    elif PLACES == 4:
+        whole = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
+    return whole.reshape(tiles[0].shape[0], tiles[0].shape[1], tiles[0].shape[2] * PLACES)
+
+
+@triton.jit
+def apart(x, PLACES: tl.constexpr):
+    """Undo `side_by_side` for one chunk: [columns, rows * places] to tiles of [columns, rows]."""
+    COLUMNS: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = x.shape[1] // PLACES
+    if PLACES == 1:
+        return (x,)
+    elif PLACES == 2:
+        first, second = tl.split(x.reshape(COLUMNS, ROWS, 2))
+        return (first, second)
+    else:
+        even, odd = tl.split(x.reshape(COLUMNS, ROWS, 2, 2))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return (first, second, third, fourth)
+
+
+@triton.jit
+def sum_of_parts(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Return [columns], the sums of COUNT tiles [columns, rows] from number FIRST on."""
+    added = parts[FIRST]
+    for i in tl.static_range(FIRST + 1, FIRST + COUNT):
+        added += parts[i]
+    return tl.sum(added, 1)
+
+
+@triton.jit
+def load_tile(
+    rows, held, FIRST: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, DIM: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Load channels of `rows` [rows], pointers to channel 0, as [CHUNKS, rows, WIDE]; zeros where there are none.
+
+    Chunk c holds SIZE channels from FIRST + c * STRIDE on, below DIM. `held` [rows]: which exist (read where HELD).
+    """
+    place = tl.arange(0, WIDE)[None, None, :]
+    channel = tl.arange(0, CHUNKS)[:, None, None] * STRIDE + place + FIRST
+    where = rows[None, :, None] + channel
+    if HELD:
+        inside = held[None, :, None] & (place < SIZE) & (channel < DIM)
+        return tl.load(where, mask=inside, other=0)
+    elif SIZE < WIDE or FIRST + (CHUNKS - 1) * STRIDE + SIZE > DIM:
+        return tl.load(where, mask=(place < SIZE) & (channel < DIM), other=0)
+    else:
+        return tl.load(where)
+
+
+@triton.jit
+def load_scales(
+    scale, tokens, live, CHUNKS: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of a tile, place by place and run by run, each [CHUNKS, rows].
+
+    Args:
+        tokens: [rows], the tokens of place 0; live: where GUARD, 1, or 0 for zeros.
+    """
+    scales = ()
+    for p in tl.static_range(PLACES):
+        for r in tl.static_range(RUNS):
+            group = (tl.arange(0, CHUNKS) * RUNS + r) * SIZE // GROUP
+            where = (tokens + p * WORDS)[None, :] * GROUPS + tl.minimum(group, GROUPS - 1)[:, None]
+            if GUARD:
+                there = (tl.zeros(tokens.shape, tl.int32) < live)[None, :]
+                scales = scales + (tl.load(scale + where, mask=there, other=0.0),)
+            else:
+                scales = scales + (tl.load(scale + where),)
+    return scales
+
+
+@triton.jit
+def score_rope(
+    scores, query, keys, scale, held, CHUNKS: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
+    CODE: tl.constexpr, HELD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the products of RoPE keys to scores [CHUNKS, columns, rows]: each chunk takes WIDE of the DIM channels.
+
+    Args:
+        query: [CHUNKS, columns, WIDE]; keys: [rows], pointers to channel 0 of each token.
+        scale: of encoded keys, whose offsets are added elsewhere; held: [rows], which exist (read where HELD).
+    """
+    x = load_tile(keys, held, 0, CHUNKS, WIDE, WIDE, WIDE, DIM, HELD)
+    if CODE == "none":
+        k = tl.trans(x.to(query.dtype), (0, 2, 1))
+        return tl.dot(query, k, scores, input_precision=PRECISION)
+    else:
+        # bytes as the low half of words: RoPE keys are few, and words unpack without any exchange between threads
+        k = unpack_words(x.to(tl.int16), CODE, 8, query.dtype, ISA)[0]
+        product = tl.dot(query, tl.trans(k, (0, 2, 1)), input_precision=PRECISION)
+        return scores + product * scale

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation.utils import GenerationMode
 
 import kv_hf
-from kv_hf.cache import model_shape
+from kv_hf.cache import layer_formats
 from kv_hf.hf.devices import execution_devices
 from kv_hf.spec import ROWS
 
@@ -163,7 +163,7 @@ def test_a_cache_saved_while_offloaded_returns_to_its_device():
 def test_pages_of_a_gpu_are_read_on_the_cpu_and_the_kernel_says_why(monkeypatch):
     """A cache brought from a GPU keeps that layout: the C kernel cannot read it, and blamed the head size."""
     want = filled().layers[0].keys
-    monkeypatch.setattr(model_shape, "layout_for", lambda device: ROWS)
+    monkeypatch.setattr(layer_formats, "layout_for", lambda device: ROWS)
     cache = filled()
     assert cache.layers[0].store.kernel.name == "sdpa"
     assert torch.equal(cache.layers[0].keys, want)

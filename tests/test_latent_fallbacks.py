@@ -529,3 +529,21 @@ def test_keys_of_the_size_of_latents_are_keys():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.equal(generate(model, mla="auto"), generate(model))
+
+
+def test_an_assistant_without_latents_does_not_get_options_about_them():
+    """They reached it, and raised that it has none."""
+    from tiny_models import make_model as make_ordinary
+
+    model = make_model("deepseek_v3")
+    assistant = make_ordinary("llama", vocab_size=model.config.vocab_size)
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    inputs = {"input_ids": tokens(1, 40), **OPTIONS}
+    expected = model.generate(**inputs)
+    found = model.generate(
+        **inputs,
+        assistant_model=assistant,
+        cache_implementation="paged_exact",
+        cache_config={"page_size": 16, "latent": "exact", "k_rope": "exact", "mla": "absorb"},
+    )
+    assert torch.equal(found, expected)

@@ -30,6 +30,9 @@ from .models import restore_attention, use_paged_attention
 from .prefix import share_prefill
 from .static_generation import check_static_generation, is_assisted
 
+# options about layers and latents of one model, which mean nothing to its assistant
+OF_A_MODEL = ("layers", "recipe", "latent", "latent_group_size", "k_rope", "mla")
+
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -159,9 +162,7 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
         )
     if options and getattr(generation_config, "is_assistant", False):
         # the target's options reach the assistant, whose layers are others
-        options = {
-            option: value for option, value in options.items() if option not in ("layers", "recipe")
-        }
+        options = {option: value for option, value in options.items() if option not in OF_A_MODEL}
     if not is_encoder_decoder(model.config):
         return PagedCache.from_implementation(model.config, name, options)
     cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)

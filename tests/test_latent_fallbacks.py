@@ -496,6 +496,7 @@ def test_hooks_of_all_modules_are_honoured():
         handle.remove()
 
 
+@torch.no_grad()
 def test_large_weights_do_not_overflow_half_precision():
     """The query times kv_b_proj left the range of float16, where each of them is within it."""
     model = make_model("youtu").half()

@@ -1,5 +1,7 @@
 """The model card of a converted checkpoint: what was done, and what it costs."""
 
+from pathlib import Path
+
 from .checkpoint import Checkpoint
 from .report import ConversionReport
 
@@ -24,10 +26,7 @@ WARNING = {
 
 def model_card(checkpoint: Checkpoint, report: ConversionReport) -> str:
     """Return README.md of a converted checkpoint: the source's own front matter first, its own text last."""
-    source = checkpoint.folder / "README.md"
-    head, own = "", ""
-    if source.is_file():
-        head, own = split_front_matter(source.read_text("utf-8", errors="replace"))
+    head, own = read_card(checkpoint.folder)
     name = report.source
     name = name.rstrip("/").rsplit("/", 1)[-1] or checkpoint.folder.resolve().name
     of_class = f" It is a `{report.new_class}` now." if report.new_class else ""
@@ -47,6 +46,16 @@ def model_card(checkpoint: Checkpoint, report: ConversionReport) -> str:
     )
     behind = f"\n---\n\nThe card of the original model:\n\n{own.strip()}\n" if own.strip() else ""
     return head + text + behind
+
+
+def read_card(folder: Path) -> tuple[str, str]:
+    """Return (front matter with an empty line behind it, the rest) of a folder's card; both empty where there is none."""
+    card = folder / "README.md"
+    return (
+        split_front_matter(card.read_text("utf-8", errors="replace"))
+        if card.is_file()
+        else ("", "")
+    )
 
 
 def split_front_matter(text: str) -> tuple[str, str]:

@@ -73,8 +73,9 @@ class TensorFile:
         """Read the header. Raises ConversionError for a damaged file, and for tensors of quantized weights."""
         try:
             stamp = stamp_of(path)
-            with safe_open(path, framework="np"):
-                pass  # checks of safetensors: header, offsets, length ("pt" would map it as private memory)
+            # the checks of safetensors: header, offsets, length ("pt" would map the file as private memory)
+            with safe_open(path, framework="np") as checked:
+                checked.keys()
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 header: dict[str, Any] = json.loads(file.read(size))

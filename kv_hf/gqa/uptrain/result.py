@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...version import __version__
+from ..card import read_card
 from ..convert import BESIDE
 from ..writer import becoming
 from .models import Pair, stored_dtype
@@ -47,7 +48,7 @@ def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str
 
 
 def _card(pair: Pair, record: dict[str, Any]) -> str:
-    head, own = front_matter(pair.student.folder / "README.md")
+    head, own = read_card(pair.student.folder)
     before, after = record["before_training"], record["after_training"]
     name = Path(record["student"]).name
     text = (
@@ -61,16 +62,9 @@ def _card(pair: Pair, record: dict[str, Any]) -> str:
         f"| KL to the original, nats | {before['kl']:.4f} | {after['kl']:.4f} | 0 |\n\n"
         "It is an ordinary checkpoint of its class: transformers loads it without any code of kv_hf.\n"
     )
-    behind = f"\n---\n\nThe card of the model before this training:\n{own}" if own.strip() else ""
+    behind = (
+        f"\n---\n\nThe card of the model before this training:\n\n{own.strip()}\n"
+        if own.strip()
+        else ""
+    )
     return head + text + behind
-
-
-def front_matter(path: Path) -> tuple[str, str]:
-    """Return (front matter with an empty line behind it, the rest) of a card; both empty where there is no file."""
-    if not path.is_file():
-        return "", ""
-    text = path.read_text("utf-8", errors="replace")
-    if text.startswith("---\n") and "\n---" in text[4:]:
-        end = text.index("\n---", 4) + 4
-        return text[:end] + "\n\n", text[end:]
-    return "", text

@@ -1,0 +1,1 @@
+"""What a model's cache will take, before the model is loaded."""

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
+from kv_hf.records import CONVERSION
 from kv_hf.texts import load_text, token_windows
 
 RESULTS = Path(__file__).parent.parent / "results" / "gqa.jsonl"
@@ -88,7 +89,7 @@ def perplexity(folder: str, windows: list[list[int]]) -> dict[str, Any]:
     text = model.config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or 1
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    record = json.loads((Path(folder) / "config.json").read_text("utf-8")).get("kv_hf_conversion")
+    record = json.loads((Path(folder) / "config.json").read_text("utf-8")).get(CONVERSION)
     return {
         "method": record["method"] if record else "original",
         "kv_heads": heads,

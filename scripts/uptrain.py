@@ -29,6 +29,7 @@ from kv_hf.gqa.checkpoint import read_json
 from kv_hf.gqa.uptrain import UptrainReport, UptrainSettings, uptrain
 from kv_hf.gqa.uptrain.progress import Progress
 from kv_hf.gqa.uptrain.settings import DTYPES, TRAINED
+from kv_hf.records import CONVERSION
 
 RESULTS = Path(__file__).parent.parent / "results" / "uptrain.jsonl"
 DEFAULTS: dict[str, Any] = {
@@ -96,7 +97,7 @@ def show(report: UptrainReport) -> None:
 
 def rows_of(report: UptrainReport, settings: UptrainSettings, args: Any) -> list[dict[str, Any]]:
     """Return the rows of a curve, with what is needed to repeat it."""
-    conversion = read_json(args.out / "config.json").get("kv_hf_conversion", {})
+    conversion = read_json(args.out / "config.json").get(CONVERSION, {})
     common = {
         "kind": "uptrain", "student": Path(args.student).name, "teacher": Path(args.teacher).name,
         "method": conversion.get("method"), "num_key_value_heads": conversion.get("num_key_value_heads"),

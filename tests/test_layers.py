@@ -9,7 +9,7 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "home", "notices", "version"},
+    {"errors", "home", "notices", "records", "version"},
     {"checks", "config", "formats", "recipe", "texts"},
     {"spec"},
     {"quant"},

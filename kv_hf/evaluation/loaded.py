@@ -17,6 +17,7 @@ from .accuracy import PROTOCOL, check_texts, measure_accuracy
 from .cache_kinds import CacheKind, cache_kind, why_not
 from .divergence import greedy, measure_divergence
 from .held import layer_shapes, measure_held
+from .lineage import lineage
 from .packaged_models import resolve_model
 from .prefill import Prefill
 from .reference import ExactReference
@@ -178,6 +179,7 @@ class LoadedModel:
             "windows": len(reference.texts),
             "text_digest": digest_of(reference.texts),
             "protocol": PROTOCOL,
+            **lineage(self.model.config, self.shapes),
             **asdict(found),
             **held.row(),
         }

@@ -14,11 +14,12 @@ import torch
 
 from ..checks import check_choice
 from ..errors import ConversionError
+from ..records import CONVERSION
 from .card import model_card
 from .checkpoint import INDEX, Checkpoint
 from .cross_class import CROSS_CLASS, plan_cross_class
 from .heads import check_count
-from .new_config import RECORD, merged_config, set_dtype
+from .new_config import merged_config, set_dtype
 from .plan import Plan, cast, plan_merging
 from .pooling import METHODS
 from .report import ConversionReport, make_report, record
@@ -194,7 +195,7 @@ def write_rest(checkpoint: Checkpoint, plan: Plan, folder: Path, report: Convers
         if "total_parameters" in metadata:
             metadata["total_parameters"] = report.new_parameters
         _write_json(folder / INDEX, index)
-    config = {**plan.config, RECORD: record(checkpoint, report)}
+    config = {**plan.config, CONVERSION: record(checkpoint, report)}
     _write_json(folder / "config.json", config)
     for pattern in BESIDE:
         copy_files(checkpoint.folder, folder, sorted(checkpoint.folder.glob(pattern)))

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..errors import ConversionError
+from ..records import CONVERSION
 from .checkpoint import Checkpoint
 from .heads import FIELD, text_config
 from .structure import Structure, load_config, sets_head_dim
 
-RECORD = "kv_hf_conversion"  # of config.json: what was done
 # of what transformers writes by itself
-IGNORED = (RECORD, "dtype", "torch_dtype", "transformers_version", "_name_or_path", "head_dim")
+IGNORED = (CONVERSION, "dtype", "torch_dtype", "transformers_version", "_name_or_path", "head_dim")
 
 
 def merged_config(checkpoint: Checkpoint, structure: Structure) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ..records import CONVERSION
 from ..version import __version__
 from .checkpoint import Checkpoint
-from .new_config import RECORD
 from .plan import Plan
 
 
@@ -81,7 +81,7 @@ def record(checkpoint: Checkpoint, report: ConversionReport) -> dict[str, Any]:
     found["num_key_value_heads"] = [report.num_kv_heads, report.new_kv_heads]
     if report.new_class:
         found["class"] = [checkpoint.config["model_type"], report.new_class]
-    history = checkpoint.config.get(RECORD)
+    history = checkpoint.config.get(CONVERSION)
     if history:
         found["before"] = history
     return found

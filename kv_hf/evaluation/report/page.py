@@ -6,6 +6,7 @@ from .accuracy_tables import OURS, accuracy_table, peer_table, peers, sensitivit
 from .assets import SCRIPT, STYLE
 from .cells import short, table, words
 from .headers import conditions
+from .levers import Levers, levers_table
 from .markup import Markup, join, tag
 from .other_tables import memory_table, needle_maps, task_table
 from .points import FLOOR, front_marks, kl_marks, left_out, perplexity_marks
@@ -27,11 +28,17 @@ HEADINGS = {
 Pictures = Mapping[int, Sequence[Markup]]  # id of a group -> its plots
 
 
-def page(groups: Sequence[Group], pictures: Pictures, unknown: Sequence[str]) -> str:
+def page(
+    groups: Sequence[Group],
+    pictures: Pictures,
+    unknown: Sequence[str],
+    levers: Sequence[tuple[Levers, Markup]] = (),
+) -> str:
     """Return the whole HTML page.
 
     Args:
         unknown: kinds of rows that are not shown.
+        levers: models that were measured with several numbers of kv heads, each with its plot.
     """
     models = list(dict.fromkeys(group.model for group in groups))
     links = [tag("li", tag("a", model, href=f"#{_anchor(at)}")) for at, model in enumerate(models)]
@@ -49,6 +56,7 @@ def page(groups: Sequence[Group], pictures: Pictures, unknown: Sequence[str]) ->
         tag(
             "main",
             _summary(groups),
+            *(_levers(*each) for each in levers),
             *(_chapter(at, model, groups, pictures) for at, model in enumerate(models)),
         ),
         tag("footer", *_notes(groups, unknown)),
@@ -93,6 +101,22 @@ def _summary(groups: Sequence[Group]) -> Markup | None:
         return None
     heads = ["model", "text", "aim met against", "ours on the Pareto front", "ours behind it"]
     return _card("Summary", table("Front and peers, per model", heads, lines))
+
+
+def _levers(levers: Levers, plot: Markup) -> Markup:
+    said = (
+        "Perplexity of the same tokens through each cache, by models that were converted to fewer kv heads. Bytes are those "
+        "that a cache of a bf16 model holds. On the front are the pairs of model and cache that no other beats in both."
+    )
+    heading = f"kv heads and bits: {levers.original.model}"
+    figure = tag("figure", plot, tabindex="0")
+    return _card(
+        heading,
+        tag("p", said, class_="note"),
+        figure,
+        levers_table(levers),
+        conditions(levers.original),
+    )
 
 
 def _listed(caches: Sequence[str]) -> Markup:

@@ -138,6 +138,11 @@ def _ticks(axis: Any, values: Sequence[float], thousands: bool = False) -> None:
     axis.axes.set_xlim(low / 1.16, high * 1.24)
 
 
+def size_ticks(axes: Any, values: Sequence[float]) -> None:
+    """Put ticks of bytes on the x axis, a log axis."""
+    _ticks(axes.xaxis, values, thousands=True)
+
+
 def _legend(axes: Any, marks: Sequence[Mark], front: bool) -> None:
     present = {look(mark.family, mark.name) for mark in marks}
     handles = [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...cache.saved.files import replacing
 from .headers import below_title
+from .levers import find_levers
 from .markup import Markup
 from .page import page
 from .points import kl_marks, perplexity_marks
@@ -21,7 +22,7 @@ FORMS = ("png", "svg")
 
 
 def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write report.html and its plots (pareto_*, ppl_*, sensitivity_*; PNG and SVG) into `folder`, which is made.
+    """Write report.html and its plots (pareto_*, ppl_*, sensitivity_*, levers_*; PNG and SVG) into `folder`, which is made.
 
     A model's newest protocol has plots of the model's name; more protocols of it have numbers behind.
 
@@ -44,7 +45,18 @@ def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
             made, element = _rendered(figure, name, says)
             files |= made
             pictures.setdefault(id(group), []).append(element)
-    files[PAGE] = page(found, pictures, unknown_kinds(rows)).encode()
+    both = []
+    for levers in find_levers(found):
+        title = f"{levers.original.model}: kv heads and bits"
+        below = below_title(levers.original)
+        made, element = _rendered(
+            lambda: _lever_plot()(levers, title, below),  # noqa: B023 (drawn at once)
+            _free(f"levers_{slug(levers.original.model)}", files),
+            title,
+        )
+        files |= made
+        both.append((levers, element))
+    files[PAGE] = page(found, pictures, unknown_kinds(rows), both).encode()
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,6 +120,12 @@ def _scatter() -> Any:
     from . import scatter
 
     return scatter
+
+
+def _lever_plot() -> Any:
+    from .lever_plot import lever_plot
+
+    return lever_plot
 
 
 def _bars() -> Any:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+from ...records import UPTRAINING
 from ...version import __version__
 from ..card import read_card
 from ..convert import BESIDE
 from ..writer import becoming
 from .models import Pair, stored_dtype
-
-RECORD = "kv_hf_uptraining"  # of config.json
 
 
 def round_to_stored(model: Any, dtype: torch.dtype) -> None:
@@ -41,8 +40,12 @@ def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str
         # the student's config, as it was: transformers would write what a loaded config became
         config = json.loads(json.dumps(pair.student.config))
         config.pop("_name_or_path", None)
-        before = config.get(RECORD)
-        config[RECORD] = {"kv_hf": __version__, **record, **({"before": before} if before else {})}
+        before = config.get(UPTRAINING)
+        config[UPTRAINING] = {
+            "kv_hf": __version__,
+            **record,
+            **({"before": before} if before else {}),
+        }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         (folder / "README.md").write_text(_card(pair, record), "utf-8")
 

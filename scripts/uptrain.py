@@ -155,6 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not main_process:
         return 0 if report.finished else 1
     show(report)
+    if report.became_worse:
+        first, last = report.curve[0]["kl"], report.curve[-1]["kl"]
+        console.print(
+            f"[bold yellow]worse than before[/]: KL {last:.4f} to the teacher, and {first:.4f} without training. Take a smaller "
+            f"--lr (it was {args.lr:g}), more text or more time.", highlight=False,
+        )  # fmt: skip
     if not report.finished:
         console.print(f"Stopped and saved at step {report.steps:,}; --resume goes on.")
         return 1

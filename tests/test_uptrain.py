@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -157,6 +158,37 @@ def test_loss_falls_and_the_held_out_figures_get_better(folders, tmp_path):
     assert sum(x for x, *_ in report.losses[-5:]) < 0.7 * sum(x for x, *_ in report.losses[:5])
     assert last["kl"] < 0.7 * first["kl"] and last["scored"] == 30
     assert [row["step"] for row in report.curve] == [0, 15, 30]
+    assert not report.became_worse
+
+
+def test_a_rate_that_is_too_large_is_told(folders, tmp_path, capsys):
+    for name, source in (("data", text(600)), ("held", text(60, 2))):
+        (tmp_path / f"{name}.txt").write_text(source)
+    module = runpy.run_path(str(TESTS.parent / "scripts" / "uptrain.py"))
+    options = [
+        "--student",
+        folders[0],
+        "--teacher",
+        folders[1],
+        "--out",
+        tmp_path / "out",
+        "--steps",
+        3,
+        "--lr",
+        1.0,
+    ]
+    options += [
+        "--data",
+        tmp_path / "data.txt",
+        "--eval-text",
+        tmp_path / "held.txt",
+        "--warmup",
+        0,
+        "--batch",
+        2,
+    ]
+    assert module["main"]([*map(str, options), "--length", "16", "--evaluations", "0"]) == 0
+    assert "worse than before" in capsys.readouterr().out
 
 
 def test_curve_holds_the_perplexity_and_kl_of_plain_transformers(folders, whole):

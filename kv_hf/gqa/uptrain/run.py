@@ -46,6 +46,11 @@ class UptrainReport:
     curve: tuple[dict[str, Any], ...]
     losses: tuple[tuple[float, ...], ...]
 
+    @property
+    def became_worse(self) -> bool:
+        """Whether the student is further from the teacher than it was before."""
+        return len(self.curve) > 1 and bool(self.curve[-1]["kl"] >= self.curve[0]["kl"])
+
 
 def uptrain(
     student: str | Path,

@@ -41,7 +41,7 @@ class UptrainSettings:
 
     steps: int | None = None
     minutes: float | None = None
-    lr: float = 3e-4
+    lr: float = 1e-4
     warmup: int = 20
     batch: int = 8
     accumulate: int = 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import docs_tables
 import eval_tables
+import gqa_tables
 
 from kv_hf.evaluation.rows import latest_run, read_rows
 from kv_hf.formats import IMPLEMENTATIONS
@@ -19,6 +20,9 @@ DOCUMENTS = [
     ("design.md", "beams", "beams.jsonl", docs_tables.beams_table),
     ("evaluation.md", "accuracy", MEASURED, eval_tables.details_table),
     ("recipes.md", "recipes", MEASURED, eval_tables.recipes_table),
+    ("gqa.md", "levers", MEASURED, gqa_tables.levers_table),
+    ("gqa_methods.md", "conversions", "gqa.jsonl", gqa_tables.conversions_table),
+    ("uptraining.md", "uptraining", "uptrain.jsonl", gqa_tables.uptraining_table),
     ("lm_eval.md", "tasks", MEASURED, eval_tables.tasks_table),
     ("long_context.md", "needles", MEASURED, eval_tables.needle_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),

@@ -14,8 +14,10 @@ from ..home import home
 from ..kernels.cpu import library
 
 # what the C kernel asks the processor for (decode.c: best_isa), and what else tells processors apart
-CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
-CPU_FLAGS += ("avx512_bf16", "amx_tile", "asimd", "sve")
+CPU_FLAGS = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
+    *("avx512_bf16", "amx_tile", "asimd", "sve"),
+)
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 

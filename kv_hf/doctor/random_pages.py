@@ -117,9 +117,7 @@ def attended(case: Case, compute: torch.dtype) -> torch.Tensor:
         keys, values = (_tokens_of(kv, side, row) for side in ("keys", "values"))
         if kv.spec.is_latent:
             keys, values = torch.cat([keys, values], -1), keys
-        keys, values = (
-            side.to(compute).repeat_interleave(GROUP, 0) for side in (keys, values)
-        )
+        keys, values = (side.to(compute).repeat_interleave(GROUP, 0) for side in (keys, values))
         scores = case.query[row].to(compute) @ keys.transpose(1, 2) * scale
         count = keys.shape[1]
         late = torch.ones(QUERIES, count, dtype=torch.bool).triu(count - QUERIES + 1)

@@ -34,19 +34,18 @@ _GENERATION = "generation.utils:GenerationMixin"
 _MODEL = "modeling_utils:PreTrainedModel"
 _CACHE = "cache_utils"
 _MASKS = "masking_utils"
+_SIZES_OF_A_CALL = ("generation_mode", "batch_size", "max_cache_length")
+_MASK_SIZES = ("batch_size", "q_length", "kv_length")
 _UPDATE = ("self", "key_states", "value_states")
 
 SEAMS = (
     # hf/install.py, hf/static_generation.py, hf/prefix.py: what is patched
-    Seam(
-        f"{_CONFIGURATION}:ALL_CACHE_IMPLEMENTATIONS", "the list of names that the paged_* join"
-    ),
+    Seam(f"{_CONFIGURATION}:ALL_CACHE_IMPLEMENTATIONS", "holds the names that paged_* join"),
     Seam(f"{_CONFIGURATION}:GenerationConfig.validate", "reads that list", ("self",), told=True),
     Seam(
         f"{_GENERATION}._prepare_cache_for_generation",
         "makes the cache (patched)",
-        ("self", "generation_config", "model_kwargs", "generation_mode", "batch_size")
-        + ("max_cache_length",),
+        ("self", "generation_config", "model_kwargs", *_SIZES_OF_A_CALL),
         told=True,
     ),
     Seam(
@@ -61,6 +60,9 @@ SEAMS = (
         "says whether chunks are compiled",
         ("self", "model_kwargs", "generation_config"),
     ),
+    Seam(
+        f"{_GENERATION}._supports_logits_to_keep", "spares the logits of shared prefixes", ("self",)
+    ),
     # hf/attention.py, hf/dense.py, hf/models.py: attention and masks
     Seam("modeling_utils:AttentionInterface.register", "knows the attention", ("key", "value")),
     Seam("modeling_utils:AttentionInterface._global_mapping", "gives the attention back"),
@@ -69,8 +71,7 @@ SEAMS = (
     Seam(
         f"{_MASKS}:sdpa_mask",
         "makes the masks of dense tensors",
-        ("batch_size", "q_length", "kv_length", "attention_mask", "local_size", "device")
-        + ("allow_is_causal_skip",),
+        (*_MASK_SIZES, "attention_mask", "local_size", "device", "allow_is_causal_skip"),
         told=True,
     ),
     Seam(
@@ -86,10 +87,13 @@ SEAMS = (
         ("module", "query", "key", "value", "attention_mask", "dropout", "scaling"),
         told=True,
     ),
-    Seam(f"{_MODEL}.set_attn_implementation", "switches", ("self", "attn_implementation")),
+    Seam(
+        f"{_MODEL}.set_attn_implementation",
+        "switches the attention",
+        ("self", "attn_implementation"),
+    ),
     Seam(f"{_MODEL}._can_set_attn_implementation", "says whether a model can be switched", ()),
     Seam(f"{_MODEL}._supports_sdpa", "tells models whose own attention is eager"),
-    Seam(f"{_MODEL}._supports_logits_to_keep", "spares the logits of shared prefixes", ("self",)),
     # cache/: what the paged cache inherits and overrides
     Seam(f"{_CACHE}:Cache.update", "calls the layers", (*_UPDATE, "layer_idx"), told=True),
     Seam(f"{_CACHE}:Cache.get_seq_length", "asks the layers", ("self", "layer_idx"), told=True),

@@ -1,5 +1,6 @@
 """Trials of kernels: every format sealed and attended to by every kernel that can, against the reference."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,7 +22,7 @@ class Trial:
     """What one trial gave.
 
     Attributes:
-        format: a paged format ("int4"), of latents "latent int4", or a cache_implementation.
+        format: a format of pages ("paged_int4"), of latents ("latents in int4"), or the model and cache that generate.
         what: what was tried: "seal", "attend" or "generate".
         kernel: the implementation that did it.
         status: OK, BROKEN, or NOTE where it was left out.
@@ -39,8 +40,12 @@ class Trial:
     bound: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields, for JSON."""
-        return asdict(self)
+        """Return the fields, for JSON, which knows no nan."""
+        fields = asdict(self)
+        for name in ("error", "bound"):
+            if fields[name] is not None and not math.isfinite(fields[name]):
+                fields[name] = None
+        return fields
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,8 @@ def plan_trials(
         if report.kernel is None:
             continue
         heads = 1 if latent else KV_HEADS
-        spec = spec_of(
-            report.format, device, dtype, page_size, key_dim, value_dim, latent, heads
-        )
-        name = f"latent {report.format}" if latent else report.format
+        spec = spec_of(report.format, device, dtype, page_size, key_dim, value_dim, latent, heads)
+        name = f"latents in {report.format}" if latent else f"paged_{report.format}"
         case = _Shared(spec)
         able = [report.kernel, *(other for other, reason in report.others if reason is None)]
         for kernel in able:
@@ -163,20 +166,27 @@ class _Attending:
         if out.shape != expected.shape:
             shapes = f"{list(out.shape)}, not {list(expected.shape)}"
             return f"its result has the shape {shapes}", None, None
-        error = float((out.cpu().double() - expected).abs().max())
-        bound = error_bound(self.kernel, case.query.dtype, expected, plain)
+        errors = per_row(out.cpu().double() - expected)
+        bounds = error_bounds(self.kernel, case.query.dtype, expected, plain)
+        worst = int((errors / bounds).nan_to_num(nan=float("inf")).argmax())
+        error, bound = float(errors[worst]), float(bounds[worst])
         if not error <= bound:  # nan too
             return f"differs from the reference by {error:.2g}, more than {bound:.2g}", error, bound
         return "", error, bound
 
 
-def error_bound(
+def per_row(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the largest size of a number in each row of a batch."""
+    return numbers.abs().flatten(1).amax(1)
+
+
+def error_bounds(
     kernel: str,
     dtype: torch.dtype,
     expected: torch.Tensor,
     plain: dict[torch.dtype, torch.Tensor],
-) -> float:
-    """Return the largest error that rounding explains: what plain torch errs by in the precision that the kernel has.
+) -> torch.Tensor:
+    """Return the largest error of each row that rounding explains: some times what plain torch errs by.
 
     The reference and the C kernel compute in fp32 whatever the dtype, and round their result; the C kernel sums codes
     apart from their offsets, some four times the numbers themselves. The others multiply in the query's dtype.
@@ -186,8 +196,9 @@ def error_bound(
         expected: the exact result.
         plain: results of plain torch in fp32 and in `dtype`.
     """
-    size = float(expected.abs().max())
+    size = per_row(expected)
     own = torch.float32 if kernel in ("c", "reference") else dtype
-    path = float((plain[own] - expected).abs().max()) + torch.finfo(own).eps * size
-    bound = (8 if kernel == "c" else 2) * path
-    return bound + (torch.finfo(dtype).eps / 2 * size if dtype != own else 0.0)
+    path = per_row(plain[own] - expected) + torch.finfo(own).eps * size
+    times = 8 if kernel == "c" else 4 if own == torch.float32 else 2
+    rounding = torch.finfo(dtype).eps / 2 * size if dtype != own else 0.0
+    return times * path + rounding

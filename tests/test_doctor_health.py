@@ -24,7 +24,7 @@ from kv_hf.kernels.cpu import library
 from kv_hf.kernels.triton import support
 
 IS_TESTED = transformers.__version__ in TESTED
-tested_only = pytest.mark.skipif(not IS_TESTED, reason="another version of transformers")
+needs_tested = pytest.mark.skipif(not IS_TESTED, reason="another version of transformers")
 
 
 def quick(capsys, *more):
@@ -40,7 +40,7 @@ def finding(name):
 # -- seams ---------------------------------------------------------------------------------------------------
 
 
-@tested_only
+@needs_tested
 def test_all_seams_of_a_tested_version_are_as_tested():
     for one in [seams.check_version(), *seams.check_seams()]:
         came_later = one.status == "note" and "came with" in one.detail
@@ -54,7 +54,7 @@ def test_every_seam_whose_change_is_told_has_a_fingerprint_of_every_tested_versi
     assert len({seam.place for seam in SEAMS}) == len(SEAMS)
 
 
-@tested_only
+@needs_tested
 def test_fingerprints_are_those_of_the_installed_version():
     for place, own in seams.known_of_installed().items():
         assert KNOWN[place][transformers.__version__] == own, place

@@ -104,10 +104,11 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
     assert cli.main(arguments) == 1
     printed = capsys.readouterr().out
     assert "[XX] paged_int4" in printed
-    assert "5 broken:\n  self-test: paged_exact, attend, sdpa: differs from" in printed
+    assert " broken:\n  self-test: paged_exact, attend, sdpa: differs from" in printed
     assert cli.main([*arguments, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert not told["healthy"] and len(told["broken"]) == 5
+    wrong = [said for said in told["broken"] if "attend, sdpa: differs" in said]
+    assert not told["healthy"] and len(wrong) == len(FORMAT_NAMES)
     assert all(trial["bound"] is not None for trial in told["self_test"]["trials"][:5])
 
 

@@ -3,6 +3,8 @@
 import logging
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .errors import KVCacheWarning
 
@@ -34,3 +36,17 @@ def _is_new(key: str) -> bool:
 def forget() -> None:
     """Forget what was said, so that it is said again (uninstall and tests call this)."""
     _said.clear()
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Say nothing within this block, and remember none of it: what is tried out there is nobody's choice."""
+    before, quiet = set(_said), logger.disabled
+    logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KVCacheWarning)
+            yield
+    finally:
+        logger.disabled = quiet
+        _said.intersection_update(before)

@@ -37,7 +37,7 @@ def test_report_gives_a_reason_where_the_library_is_missing(monkeypatch):
 
 
 def test_doctor_prints_every_format_and_the_reasons(capsys):
-    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    assert cli.main(["doctor", "--device", "cpu", "--quick"]) == 0
     printed = capsys.readouterr().out
     for name in FORMAT_NAMES:
         assert f"paged_{name} " in printed
@@ -53,6 +53,8 @@ def test_doctor_prints_every_format_and_the_reasons(capsys):
         (["--device", "gpu"], "gpu"),
         (["--device", "meta"], "device 'meta' cannot be used here"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--seconds", "0"], "--seconds must be more than 0, got 0"),
+        (["--seconds", "nan"], "--seconds must be more than 0, got nan"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -64,18 +66,20 @@ def test_doctor_refuses_what_cannot_be(capsys, arguments, says):
 
 
 def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(capsys):
-    assert cli.main(["doctor", "--device", "cpu", "--head-dim", "6"]) == 0
+    assert cli.main(["doctor", "--device", "cpu", "--head-dim", "6", "--quick"]) == 0
     printed = capsys.readouterr().out
     assert "paged_int2    none" in printed
     assert "head_dim must be a multiple of 4, got 6" in printed
-    assert "keys of head_dim 6 as 'int4' do not fill whole words" in printed
+    if library.missing() is None:
+        assert "keys of head_dim 6 as 'int4' do not fill whole words" in printed
 
 
 def test_doctor_is_installed_as_a_command():
     command = Path(sys.executable).with_name("kv-hf")
     done = subprocess.run([command, "doctor"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "paged_int4" in done.stdout
+    assert "Nothing is broken" in done.stdout
 
 
 def test_generate_refuses_a_kernel_that_cannot_run_before_its_first_forward(monkeypatch):
@@ -106,7 +110,7 @@ def test_doctor_says_how_each_layer_of_a_model_would_be_cached(capsys, tmp_path)
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "linear_attention"] * 2
     config = LlamaConfig(num_hidden_layers=8, layer_types=kinds, sliding_window=512)
     config.save_pretrained(tmp_path)
-    assert cli.main(["doctor", "--model", str(tmp_path)]) == 0
+    assert cli.main(["doctor", "--quick", "--model", str(tmp_path)]) == 0
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "0-1, 4-5 paged, sliding window of 512" in said
     assert "2, 6 paged" in said
@@ -121,9 +125,11 @@ def test_doctor_takes_the_sizes_of_the_model(capsys, tmp_path):
     from transformers import LlamaConfig
 
     LlamaConfig(head_dim=20, dtype="float32").save_pretrained(tmp_path)
-    cli.main(["doctor", "--model", str(tmp_path)])
+    cli.main(["doctor", "--quick", "--model", str(tmp_path)])
     assert "float32, head_dim 20, page_size 64" in capsys.readouterr().out
-    cli.main(["doctor", "--model", str(tmp_path), "--head-dim", "64", "--dtype", "float16"])
+    cli.main(
+        ["doctor", "--quick", "--model", str(tmp_path), "--head-dim", "64", "--dtype", "float16"]
+    )
     assert "float16, head_dim 64" in capsys.readouterr().out
 
 
@@ -132,7 +138,7 @@ def test_doctor_names_the_kernels_of_latents(capsys, tmp_path):
     from tiny_latent import make_model as make_latent
 
     make_latent("deepseek_v3").config.save_pretrained(tmp_path)
-    assert cli.main(["doctor", "--device", "cpu", "--model", str(tmp_path)]) == 0
+    assert cli.main(["doctor", "--device", "cpu", "--quick", "--model", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "latents of 32 and RoPE keys of 8" in shown
     # its record wants a rank of whole groups of 128, which this tiny one is not

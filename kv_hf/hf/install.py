@@ -66,6 +66,12 @@ def uninstall() -> None:
     forget()
 
 
+def original(name: str) -> Callable[..., Any]:
+    """Return a method of GenerationMixin as it was before `install`. Raises AttributeError where there is none."""
+    found: Callable[..., Any] = _originals.get(name) or getattr(GenerationMixin, name)
+    return found
+
+
 def _set_names(names: tuple[str, ...]) -> None:
     vars(configuration_utils)["ALL_CACHE_IMPLEMENTATIONS"] = names
 

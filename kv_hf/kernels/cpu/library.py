@@ -18,7 +18,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     """Return (library, "") or (None, reason)."""
     if os.environ.get(ISA_VARIABLE) == "none":
         return None, f"{ISA_VARIABLE}=none turns the C kernel off"
-    found = sorted(FOLDER.glob("_native*.so"), key=lambda path: ".abi3." not in path.name)
+    found = compiled_files()
     if not found:
         return None, (
             "the C kernel was not compiled when kv_hf was installed; install a C compiler (gcc or clang) and "
@@ -50,6 +50,11 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     library.kv_hf_use_openmp.argtypes = [ctypes.c_void_p]
     library.kv_hf_use_openmp(_torch_openmp())
     return library, ""
+
+
+def compiled_files() -> list[Path]:
+    """Return the compiled libraries that lie here, the one to load first; none where there was no compiler."""
+    return sorted(FOLDER.glob("_native*.so"), key=lambda path: ".abi3." not in path.name)
 
 
 def _is_checkout() -> bool:

@@ -1,0 +1,63 @@
+"""The command line of `kv-hf doctor`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..errors import KVCacheError
+from .diagnosis import Subject, examine, self_test
+from .self_test import SECONDS
+from .text import described, tested, verdict
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `kv-hf doctor`; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="kv-hf doctor",
+        description="What would run here, why, and whether it works.",
+        epilog=CODES,
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the model; default: --model's, else bfloat16"
+    )
+    parser.add_argument("--head-dim", type=int, help="default: --model's, else 128")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--model", help="folder or hub name: say how each layer would be cached")
+    parser.add_argument(
+        "--no-self-test", "--quick", action="store_true", help="run no kernels and no model"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="of the self-test (%(default)g)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="list all seams of transformers")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    args = parser.parse_args(argv)
+    try:
+        dtype = DTYPES[args.dtype] if args.dtype else None
+        device = torch.device(args.device)
+        subject = Subject.of(device, dtype, args.head_dim, args.page_size, args.model)
+        if not args.seconds > 0:
+            parser.error(f"--seconds must be more than 0, got {args.seconds:g}")
+        diagnosis = examine(subject)
+    except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
+        parser.error(str(error).splitlines()[0])
+    if not args.json:
+        print("\n".join(described(diagnosis, args.verbose)), flush=True)  # a kernel may crash below
+    if not args.no_self_test:
+        diagnosis = replace(diagnosis, self_test=self_test(subject, args.seconds))
+    if args.json:
+        print(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        if diagnosis.self_test is not None:
+            print("\nSelf-test (largest error against the reference, and what rounding explains):")
+            print("\n".join(tested(diagnosis.self_test)))
+        print()
+        print("\n".join(verdict(diagnosis)))
+    return 1 if diagnosis.broken else 0

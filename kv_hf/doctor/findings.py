@@ -1,0 +1,34 @@
+"""One thing that was looked at, and how it stands."""
+
+from dataclasses import dataclass
+
+OK = "ok"
+NOTE = "note"  # absent or left out, which is no fault
+WARNING = "warning"  # may work, but nobody has tried
+BROKEN = "broken"
+
+SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one thing.
+
+    Attributes:
+        name: the thing.
+        status: OK, NOTE, WARNING or BROKEN.
+        detail: what was found, in words; where something is wrong also what it is needed for or what to do.
+    """
+
+    name: str
+    status: str
+    detail: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the fields, for JSON."""
+        return {"name": self.name, "status": self.status, "detail": self.detail}
+
+
+def are_healthy(findings: list[Finding]) -> bool:
+    """Say whether nothing is broken."""
+    return all(finding.status != BROKEN for finding in findings)

@@ -1,0 +1,55 @@
+"""How each layer of a model would be cached, from its config alone."""
+
+from typing import Any
+
+import torch
+import transformers
+
+from ..cache.encoder_decoder import PagedEncoderDecoderCache
+from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
+from ..cache.paged_cache import PagedCache
+from ..errors import CacheOptionError
+
+
+def sizes_of(name: str) -> dict[str, Any]:
+    """Return head_dim (or latent: rank and RoPE channels) and dtype of a model, as far as its config says them; see `report_model`."""
+    config = decoder_config(_config(name))
+    found: dict[str, Any] = {}
+    sizes = page_sizes(config)
+    if sizes is not None and latent_rank(config) is None:
+        found["head_dim"] = sizes["key_dim"]
+    elif sizes is not None:
+        found["latent"] = sizes["key_dim"], sizes["value_dim"]
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        found["dtype"] = dtype
+    return found
+
+
+def _config(name: str) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise CacheOptionError(f"model {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def report_model(name: str) -> list[tuple[str, str]]:
+    """Return (layers, how they would be cached and why) for a model, from its config alone.
+
+    Args:
+        name: a folder, or the name of a model on the hub.
+    Raises: CacheOptionError where there is no such config; UnsupportedModelError for a model without paged layers.
+    """
+    config = _config(name)
+    kind = PagedEncoderDecoderCache if is_encoder_decoder(config) else PagedCache
+    spans: list[tuple[int, int, str]] = []
+    for row in kind(config).report():
+        how = f"{row.kind}: {row.reason}" if row.reason else row.kind
+        if spans and spans[-1][2] == how and spans[-1][1] == row.layer_idx - 1:
+            spans[-1] = (spans[-1][0], row.layer_idx, how)
+        else:
+            spans.append((row.layer_idx, row.layer_idx, how))
+    merged: dict[str, list[str]] = {}
+    for first, last, how in spans:
+        merged.setdefault(how, []).append(str(first) if first == last else f"{first}-{last}")
+    return [(", ".join(layers), how) for how, layers in merged.items()]

@@ -1,0 +1,138 @@
+"""Random tokens of a few rows, their pages sealed, and an fp64 softmax over the decoded tokens as the oracle."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..kernels import reference
+from ..kernels.inputs import PagedKV
+from ..quant.codec import decode
+from ..spec import PageSpec, SideSpec
+
+SINKS = 4
+KV_HEADS, GROUP = 2, 4
+QUERIES = 2  # the second sees a token more than the first
+# (pages, exact tokens) of each row: pages and a tail, sinks and a tail only, a page and the sinks
+ROWS = ((3, 11), (0, 7), (1, 4))
+UNUSED = 1  # pages that nobody holds, full of nan and nonsense
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one format is tried out on, all of it on the CPU.
+
+    Attributes:
+        tokens: of each side, the tokens whose pages are sealed: [1, num_kv_heads, pages * page_size, head_dim].
+        jobs: [pages, 3], as `seal_pages` takes them.
+        kv: the pages that the reference sealed, with windows.
+        query: [rows, heads, QUERIES, query_dim], the model's dtype.
+    """
+
+    tokens: tuple[torch.Tensor, torch.Tensor]
+    jobs: torch.Tensor
+    kv: PagedKV
+    query: torch.Tensor
+
+
+def make_case(spec: PageSpec, seed: int = 0) -> Case:
+    """Return random tokens, pages and queries for pages like `spec`; the same for the same seed."""
+    numbers = torch.Generator().manual_seed(seed)
+    page, dtype = spec.keys.page_size, spec.keys.dtype
+    held = sum(pages for pages, _ in ROWS)
+    order = torch.randperm(held + UNUSED, generator=numbers)
+    jobs = torch.tensor([(0, at * page, int(order[at])) for at in range(held)], dtype=torch.int32)
+    slots = max(exact for _, exact in ROWS) + 2
+    tokens, windows, stored = [], [], []
+    for side in spec.sides:
+        run = torch.randn(1, side.num_kv_heads, held * page, side.head_dim, generator=numbers)
+        run = (run * (0.5 + torch.rand(side.head_dim, generator=numbers))).to(side.dtype)
+        fields = empty_fields(side, held + UNUSED)
+        reference.seal_pages(run, jobs, fields, side)
+        window = torch.randn(
+            len(ROWS), side.num_kv_heads, slots, side.head_dim, generator=numbers
+        ).to(side.dtype)
+        for row, (_, exact) in enumerate(ROWS):
+            window[row, :, exact:] = float("nan")
+        tokens.append(run)
+        windows.append(window)
+        stored.append(fields)
+    width = max(pages for pages, _ in ROWS)
+    table = order[-1].repeat(len(ROWS), width).to(torch.int32)
+    first = 0
+    for row, (pages, _) in enumerate(ROWS):
+        table[row, :pages] = order[first : first + pages]
+        first += pages
+    counts = [pages * page + exact for pages, exact in ROWS]
+    seen = max(counts)
+    kv = PagedKV(
+        key_pages=stored[0],
+        value_pages=stored[1],
+        spec=spec,
+        block_table=table,
+        num_pages=torch.tensor([pages for pages, _ in ROWS], dtype=torch.int32),
+        window_keys=windows[0],
+        window_values=windows[1],
+        exact_lens=torch.tensor([exact for _, exact in ROWS], dtype=torch.int32),
+        padding=torch.tensor([seen - count for count in counts], dtype=torch.int32),
+        seen=seen,
+        sink_tokens=SINKS,
+    )
+    heads = spec.keys.num_kv_heads * GROUP
+    query = torch.randn(len(ROWS), heads, QUERIES, spec.query_dim, generator=numbers).to(dtype)
+    return Case((tokens[0], tokens[1]), jobs, kv, query)
+
+
+def empty_fields(side: SideSpec, pages: int) -> dict[str, torch.Tensor]:
+    """Return storage of a side on the CPU, full of what no kernel may read: nan and nonsense."""
+    fields = {}
+    for name, (shape, dtype) in side.fields.items():
+        filler = float("nan") if dtype.is_floating_point else 0x7F
+        fields[name] = torch.full((pages, *shape), filler, dtype=dtype)
+    return fields
+
+
+def moved(kv: PagedKV, device: torch.device) -> PagedKV:
+    """Return the same pages and windows on `device`."""
+    return replace(
+        kv,
+        key_pages={name: tensor.to(device) for name, tensor in kv.key_pages.items()},
+        value_pages={name: tensor.to(device) for name, tensor in kv.value_pages.items()},
+        block_table=kv.block_table.to(device),
+        num_pages=kv.num_pages.to(device),
+        window_keys=kv.window_keys.to(device),
+        window_values=kv.window_values.to(device),
+        exact_lens=kv.exact_lens.to(device),
+        padding=kv.padding.to(device),
+    )
+
+
+def attended(case: Case, compute: torch.dtype) -> torch.Tensor:
+    """Return a whole softmax per row over decoded tokens, in `compute` from the first product on, walking no table.
+
+    Returns: [rows, heads, QUERIES, out_dim].
+    """
+    kv, scale = case.kv, case.kv.spec.query_dim**-0.5
+    outs = []
+    for row in range(kv.rows):
+        keys, values = (_tokens_of(kv, side, row) for side in ("keys", "values"))
+        if kv.spec.is_latent:
+            keys, values = torch.cat([keys, values], -1), keys
+        keys, values = (side.to(compute).repeat_interleave(GROUP, 0) for side in (keys, values))
+        scores = case.query[row].to(compute) @ keys.transpose(1, 2) * scale
+        count = keys.shape[1]
+        late = torch.ones(QUERIES, count, dtype=torch.bool).triu(count - QUERIES + 1)
+        outs.append(torch.softmax(scores.masked_fill(late, float("-inf")), -1) @ values)
+    return torch.stack(outs)
+
+
+def _tokens_of(kv: PagedKV, name: str, row: int) -> torch.Tensor:
+    """Return the tokens of a row in order, fp32: [num_kv_heads, tokens, head_dim]."""
+    side: SideSpec = getattr(kv.spec, name)
+    fields = kv.key_pages if name == "keys" else kv.value_pages
+    window = (kv.window_keys if name == "keys" else kv.window_values)[row].float()
+    exact, pages = int(kv.exact_lens[row]), kv.block_table[row, : int(kv.num_pages[row])].long()
+    sinks = min(kv.sink_tokens, exact)
+    paged = decode({field: tensor[pages] for field, tensor in fields.items()}, side, torch.float32)
+    return torch.cat(
+        [window[:, :sinks], paged.transpose(0, 1).flatten(1, 2), window[:, sinks:exact]], 1
+    )

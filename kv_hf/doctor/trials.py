@@ -1,0 +1,204 @@
+"""Trials of kernels: every format sealed and attended to by every kernel that can, against the reference."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.choice import load
+from ..kernels.ops import paged_attention
+from ..spec import PageSpec
+from .findings import BROKEN, NOTE, OK
+from .kernels import FormatReport, spec_of
+from .random_pages import KV_HEADS, Case, attended, empty_fields, make_case, moved
+
+RANK, ROPE = 512, 64  # of latents, where no model says otherwise: DeepSeek's
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one trial gave.
+
+    Attributes:
+        format: a format of pages ("paged_int4"), of latents ("latents in int4"), or the model and cache that generate.
+        what: what was tried: "seal", "attend" or "generate".
+        kernel: the implementation that did it.
+        status: OK, BROKEN, or NOTE where it was left out.
+        detail: why, where it is not OK.
+        error: largest difference, or None where nothing was compared.
+        bound: largest difference that rounding explains.
+    """
+
+    format: str
+    what: str
+    kernel: str
+    status: str
+    detail: str = ""
+    error: float | None = None
+    bound: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON, which knows no nan."""
+        fields = asdict(self)
+        for name in ("error", "bound"):
+            if fields[name] is not None and not math.isfinite(fields[name]):
+                fields[name] = None
+        return fields
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A trial to come; `run` returns (detail of a failure or "", error, bound)."""
+
+    format: str
+    what: str
+    kernel: str
+    run: Callable[[], tuple[str, float | None, float | None]]
+
+    def tried(self) -> Trial:
+        """Run it; whatever it raises is its result."""
+        try:
+            detail, error, bound = self.run()
+        except Exception as raised:  # a broken kernel may raise anything
+            lines = str(raised).splitlines() or [""]
+            detail = f"failed with {type(raised).__name__}: {lines[0]}"
+            return Trial(self.format, self.what, self.kernel, BROKEN, detail)
+        status = BROKEN if detail else OK
+        return Trial(self.format, self.what, self.kernel, status, detail, error, bound)
+
+    def left_out(self, why: str) -> Trial:
+        """Return the result of a trial that was not run."""
+        return Trial(self.format, self.what, self.kernel, NOTE, why)
+
+
+def plan_trials(
+    reports: list[FormatReport],
+    device: torch.device,
+    dtype: torch.dtype,
+    page_size: int,
+    key_dim: int,
+    value_dim: int,
+    latent: bool,
+) -> Iterator[tuple[bool, Planned]]:
+    """Yield (whether "auto" takes this kernel, trial) for all formats that can be stored and kernels that can run."""
+    for report in reports:
+        if report.kernel is None:
+            continue
+        heads = 1 if latent else KV_HEADS
+        spec = spec_of(report.format, device, dtype, page_size, key_dim, value_dim, latent, heads)
+        name = f"latents in {report.format}" if latent else f"paged_{report.format}"
+        case = _Shared(spec)
+        able = [report.kernel, *(other for other, reason in report.others if reason is None)]
+        for kernel in able:
+            best = kernel == report.kernel
+            if kernel in ("c", "triton"):  # the others seal as the reference does
+                yield best, Planned(name, "seal", kernel, _Sealing(case, kernel, device))
+            yield best, Planned(name, "attend", kernel, _Attending(case, kernel, device))
+
+
+class _Shared:
+    """A case that is made when the first trial asks for it, with the results that all kernels are compared with."""
+
+    def __init__(self, spec: PageSpec) -> None:
+        self.spec = spec
+        self._made: tuple[Case, torch.Tensor, dict[torch.dtype, torch.Tensor]] | None = None
+
+    def get(self) -> tuple[Case, torch.Tensor, dict[torch.dtype, torch.Tensor]]:
+        """Return (case, the exact result, results of plain torch by the dtype it computes in)."""
+        if self._made is None:
+            case = make_case(self.spec)
+            plain = {
+                dtype: attended(case, dtype).double()
+                for dtype in {torch.float32, self.spec.keys.dtype}
+            }
+            self._made = case, attended(case, torch.float64), plain
+        return self._made
+
+
+@dataclass(frozen=True)
+class _Sealing:
+    """Sealed pages are the same bytes, whoever seals them (see quant/codec.py)."""
+
+    case: _Shared
+    kernel: str
+    device: torch.device
+
+    def __call__(self) -> tuple[str, float | None, float | None]:
+        case, _, _ = self.case.get()
+        seal = load(self.kernel).seal
+        differing = total = 0
+        for side, tokens, right in zip(
+            case.kv.spec.sides, case.tokens, (case.kv.key_pages, case.kv.value_pages), strict=True
+        ):
+            pages = right["codes"].shape[0]
+            fields = {n: t.to(self.device) for n, t in empty_fields(side, pages).items()}
+            damaged = seal(tokens.to(self.device), case.jobs.to(self.device), fields, side)
+            if bool(damaged):
+                return f"it calls finite {side.side} not finite", None, None
+            for name, expected in right.items():
+                got = fields[name].cpu().contiguous().view(torch.uint8)
+                differing += int((got != expected.contiguous().view(torch.uint8)).sum())
+                total += expected.nbytes
+        if differing:
+            return f"{differing} of {total} bytes differ from the reference's", differing, 0.0
+        return "", 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class _Attending:
+    """Attention errs by no more than plain torch does in the same precision, but for the order of its sums."""
+
+    case: _Shared
+    kernel: str
+    device: torch.device
+
+    def __call__(self) -> tuple[str, float | None, float | None]:
+        case, expected, plain = self.case.get()
+        spec = case.kv.spec
+        out = paged_attention(
+            case.query.to(self.device),
+            moved(case.kv, self.device),
+            softmax_scale=spec.query_dim**-0.5,
+            kernel=self.kernel,
+        )
+        if out.shape != expected.shape:
+            shapes = f"{list(out.shape)}, not {list(expected.shape)}"
+            return f"its result has the shape {shapes}", None, None
+        errors = per_row(out.cpu().double() - expected)
+        bounds = error_bounds(self.kernel, case.query.dtype, expected, plain)
+        worst = int((errors / bounds).nan_to_num(nan=float("inf")).argmax())
+        error, bound = float(errors[worst]), float(bounds[worst])
+        if not error <= bound:  # nan too
+            return f"differs from the reference by {error:.2g}, more than {bound:.2g}", error, bound
+        return "", error, bound
+
+
+def per_row(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the largest size of a number in each row of a batch."""
+    return numbers.abs().flatten(1).amax(1)
+
+
+def error_bounds(
+    kernel: str,
+    dtype: torch.dtype,
+    expected: torch.Tensor,
+    plain: dict[torch.dtype, torch.Tensor],
+) -> torch.Tensor:
+    """Return the largest error of each row that rounding explains: some times what plain torch errs by.
+
+    The reference and the C kernel compute in fp32 whatever the dtype, and round their result; the C kernel sums codes
+    apart from their offsets, some four times the numbers themselves. The others multiply in the query's dtype.
+
+    Args:
+        dtype: of the queries.
+        expected: the exact result.
+        plain: results of plain torch in fp32 and in `dtype`.
+    """
+    size = per_row(expected)
+    own = torch.float32 if kernel in ("c", "reference") else dtype
+    path = per_row(plain[own] - expected) + torch.finfo(own).eps * size
+    times = 8 if kernel == "c" else 4 if own == torch.float32 else 2
+    rounding = torch.finfo(dtype).eps / 2 * size if dtype != own else 0.0
+    return times * path + rounding

@@ -73,6 +73,7 @@ def test_trained_models_stand_behind_untrained_ones_and_say_so():
         rows_of("small", ORIGINAL),
         [*rows_of("small", ORIGINAL), *rows_of("other", ORIGINAL)],  # no conversion at all
         converted(),  # nothing to compare with
+        [*converted(), *converted("small-2", kv_heads=2)],
         [*rows_of("small", ORIGINAL), *converted(text_digest="another")],
         [*rows_of("small", ORIGINAL), *converted(window=99)],
         # two originals: perplexities of different models are not to be compared

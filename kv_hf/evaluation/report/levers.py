@@ -69,8 +69,8 @@ def find_levers(groups: Sequence[Group]) -> list[Levers]:
         own = sorted(newest.values(), key=_order)
         if len(own) < 2 or not any(_first(group, "conversion") for group in own):
             continue
-        # perplexities of different vocabularies or families are not to be compared: one original per set
-        if sum(not _first(group, "conversion") for group in own) > 1:
+        # one original per set: perplexities of different models are not to be compared
+        if sum(not _first(group, "conversion") for group in own) != 1:
             continue
         reference = own[0].reference() or own[0].rows[0]
         exact = reference.get("perplexity_exact") or reference.get("perplexity")

@@ -90,10 +90,8 @@ def levers_table(rows: Sequence[Row]) -> str:
             f"{levers.original.model}, {shared['windows']} windows of {shared['window']:,} tokens, {shared['prompt']} of each "
             f"not scored; exact perplexity of the original: {levers.exact:.2f}:"
         )
-        common = set.intersection(*({row["cache"] for row in g.rows} for g in levers.groups))
-        shown = [(group, row) for group, row in levers.rows if row["cache"] in common]
         lines = [["kv heads", "how", "cache", "bytes/token", "perplexity", "times the original"]]
-        for group, row in sorted(shown, key=lambda pair: -pair[1]["bytes_per_token"]):
+        for group, row in sorted(levers.common(), key=lambda pair: -pair[1]["bytes_per_token"]):
             cells = [
                 str(kv_heads(levers, group) or "-"),
                 origin(group),

@@ -42,9 +42,17 @@ class Levers:
             if row.get("perplexity") is not None and row.get("bytes_per_token") is not None
         ]
 
-    def front(self) -> list[tuple[Group, Row]]:
-        """Return the rows that no other beats in both bytes per token and perplexity, by rising bytes."""
-        by_name = {f"{at}": pair for at, pair in enumerate(self.rows)}
+    def common(self) -> list[tuple[Group, Row]]:
+        """Return the rows of the caches that every model was measured with; all rows where there is no such cache."""
+        own = [
+            {row["cache"] for member, row in self.rows if member is group} for group in self.groups
+        ]
+        caches = set.intersection(*own)
+        return [(group, row) for group, row in self.rows if row["cache"] in caches or not caches]
+
+    def front(self, rows: Sequence[tuple[Group, Row]] | None = None) -> list[tuple[Group, Row]]:
+        """Return those of `rows` (None: all) that no other beats in both bytes per token and perplexity, by rising bytes."""
+        by_name = {f"{at}": pair for at, pair in enumerate(self.rows if rows is None else rows)}
         points = [
             Point(name, row["bytes_per_token"], row["perplexity"])
             for name, (_, row) in by_name.items()
@@ -104,6 +112,11 @@ def kv_heads(levers: Levers, group: Group) -> int | None:
         told = [_first(other, "kv_heads_before") for other in levers.groups]
         own = next((heads for heads in told if heads is not None), None)
     return own
+
+
+def trained(group: Group) -> bool:
+    """Say whether a model was trained after its conversion."""
+    return _first(group, "uptrained_tokens") is not None
 
 
 def origin(group: Group) -> str:

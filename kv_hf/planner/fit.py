@@ -1,0 +1,117 @@
+"""How much fits: the largest context, batch and number of resident tokens that a memory holds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .choices import Choice
+from .inventory import Inventory
+
+MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
+MOST_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the memory behind the weights holds. None: nothing grows, or the limit lies beyond all use.
+
+    Attributes:
+        context: tokens of each row at the batch of the plan.
+        batch: rows at the context of the plan.
+        resident_tokens: tokens over all rows of the plan's batch, in whole pages: what an engine may admit.
+    """
+
+    context: int | None
+    batch: int | None
+    resident_tokens: int | None
+
+
+def find_fit(
+    choice: Choice,
+    inventory: Inventory,
+    available: int,
+    *,
+    batch: int,
+    context: int,
+    prompt: int | None = None,
+) -> Fit:
+    """Search what fits into `available` bytes; 0 where not even one token, row or page does."""
+    bound = None if choice.options is None else choice.options.max_length
+
+    def rows_of(context: int) -> int:
+        first = None if prompt is None else min(prompt, context)
+        return choice.predict(inventory, [context] * batch, first).total
+
+    def batch_of(rows: int) -> int:
+        return choice.predict(inventory, [context] * rows, prompt).total
+
+    def tokens_of(pages: int) -> int:
+        each, more = divmod(pages, batch)
+        counts = [each + 1] * more + [each] * (batch - more)
+        tokens = [choice.exact_tokens + count * choice.page_size for count in counts]
+        return choice.predict(inventory, [count for count in tokens if count]).total
+
+    most_pages = MOST_TOKENS // choice.page_size
+    if bound is not None:
+        most_pages = max(0, bound - choice.exact_tokens) // choice.page_size * batch
+    pages = largest(tokens_of, available, most_pages)
+    fitting = largest(rows_of, available, bound or MOST_TOKENS)
+    if bound is not None:
+        fitting = bound if fitting is None else fitting
+        pages = most_pages if pages is None else pages
+    return Fit(
+        context=fitting,
+        batch=largest(batch_of, available, MOST_ROWS),
+        resident_tokens=None if pages is None else pages * choice.page_size,
+    )
+
+
+def largest(cost: Callable[[int], int], limit: int, most: int) -> int | None:
+    """Return the largest number of 1 to `most` with cost(number) <= limit: 0 if none, None if `most` still fits.
+
+    `cost` must not fall. It is close to a line far out, so it is tried where a line would meet the limit; every third
+    try halves what is left.
+    """
+    if most < 1:
+        return 0
+    low, low_cost = 1, cost(1)
+    if low_cost > limit:
+        return 0
+    high, high_cost = _too_much(cost, limit, most, low, low_cost)
+    if high is None:
+        return None
+    turn = 0
+    while high - low > 1:
+        turn += 1
+        guess = (low + high) // 2
+        if turn % 3:
+            line = int((limit - low_cost) / (high_cost - low_cost) * (high - low))
+            aside = max(
+                1, (high - low) >> 6
+            )  # past the line and before it, so that both ends close in
+            guess = low + line + (aside if turn % 3 == 1 else -aside)
+        guess = min(max(guess, low + 1), high - 1)
+        found = cost(guess)
+        if found <= limit:
+            low, low_cost = guess, found
+        else:
+            high, high_cost = guess, found
+    return low
+
+
+def _too_much(
+    cost: Callable[[int], int], limit: int, most: int, low: int, low_cost: int
+) -> tuple[int | None, int]:
+    """Return a number of at most `most` that costs more than `limit`, and its cost; (None, 0) where there is none."""
+    guess, step = 1 << 10, 64
+    while True:
+        guess = min(guess, most)
+        found = cost(guess)
+        if found > limit:
+            return guess, found
+        if guess == most:
+            return None, 0
+        slope = (found - low_cost) / (guess - low)
+        low, low_cost = guess, found
+        step *= 4
+        meeting = low + (limit - low_cost) / slope if slope else most
+        guess = min(most, max(int(1.005 * meeting) + 64, low + step))

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..cache_names import QUANTIZED, cache_label, parse_cache_name
+from ..cache_names import cache_label, parse_cache_name
+from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import IMPLEMENTATIONS
@@ -19,6 +20,8 @@ DEFAULT_CACHES = (
     *IMPLEMENTATIONS,
     "paged_int4:offload=cpu",
 )
+PLANNED = ("dynamic", "static", *IMPLEMENTATIONS)
+NOT_PLANNED = {"offloaded": "the layer that is being computed"}
 FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
 
 
@@ -28,13 +31,15 @@ class Choice:
 
     Attributes:
         name: as the user wrote it, the label of its row.
-        kind: what `predict` calls it: "dynamic", "static", "offloaded" or "paged".
+        kind: what `predict` calls it: "dynamic", "static" or "paged".
         options: of a paged cache.
+        length: columns that a static cache is made for; None: as many as the longest row has tokens.
     """
 
     name: str
     kind: str
     options: CacheConfig | None = None
+    length: int | None = None
 
     @classmethod
     def of(cls, given: str | CacheConfig, cache_config: Mapping[str, Any] | None) -> "Choice":
@@ -56,14 +61,21 @@ class Choice:
             raise
         except ValueError as error:
             raise CacheOptionError(str(error)) from None
-        if base in QUANTIZED:
+        if base not in PLANNED:
             raise CacheOptionError(
-                f"cache {base!r} is not planned: its bytes depend on another package; take one of dynamic, static, "
-                f"offloaded, {', '.join(IMPLEMENTATIONS)}"
+                f"cache {base!r} is not planned: what it holds is up to {NOT_PLANNED.get(base, 'another package')}; planned "
+                f"are {', '.join(PLANNED)}"
             )
+        if base == "static":
+            length = options.pop("max_length", None)
+            if length is not None:
+                check_int("max_length", length, 1)
+            if not options:
+                return cls(given, base, length=length)
         if base not in IMPLEMENTATIONS:
             if options:
-                raise CacheOptionError(f"cache {base!r} takes no options, got {given!r}")
+                takes = "only max_length" if base == "static" else "no options"
+                raise CacheOptionError(f"cache {base!r} takes {takes}, got {given!r}")
             return cls(given, base)
         if isinstance(options.get("device_bytes"), str):
             options["device_bytes"] = parse_bytes("device_bytes", options["device_bytes"])
@@ -74,7 +86,19 @@ class Choice:
         self, inventory: Inventory, row_tokens: Sequence[int], prompt: int | None = None
     ) -> MemoryReport:
         """Return the bytes of rows that hold `row_tokens` tokens, of which `prompt` came at once."""
-        return predict(inventory, self.kind, self.options, row_tokens=row_tokens, prompt=prompt)
+        return predict(
+            inventory,
+            self.kind,
+            self.options,
+            row_tokens=row_tokens,
+            prompt=prompt,
+            max_length=self.length,
+        )
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of a row at most, for which room is made at once; None: rows grow."""
+        return self.length if self.options is None else self.options.max_length
 
     @property
     def page_size(self) -> int:
@@ -91,10 +115,10 @@ class Choice:
 
         Pages only: block tables (4 bytes per page) are not counted.
         """
-        grown = self
+        grown = replace(self, length=None)
         if self.options is not None:
             free = replace(self.options, max_length=None, max_pages=None, reserve_tokens=0)
-            grown = replace(self, options=free)
+            grown = replace(grown, options=free)
         widest = max((layer.window or 0 for layer in inventory.layers), default=0)
         pages = FAR_PAGES
         while pages * self.page_size <= 2 * widest:

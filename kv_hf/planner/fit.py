@@ -35,34 +35,61 @@ def find_fit(
     prompt: int | None = None,
 ) -> Fit:
     """Search what fits into `available` bytes; 0 where not even one token, row or page does."""
-    bound = None if choice.options is None else choice.options.max_length
+    page, exact, bound = choice.page_size, choice.exact_tokens, choice.max_length
 
-    def rows_of(context: int) -> int:
-        first = None if prompt is None else min(prompt, context)
-        return choice.predict(inventory, [context] * batch, first).total
+    def of_context(tokens: int) -> int:
+        first = None if prompt is None else min(prompt, tokens)
+        return choice.predict(inventory, [tokens] * batch, first).total
 
-    def batch_of(rows: int) -> int:
+    def of_batch(rows: int) -> int:
         return choice.predict(inventory, [context] * rows, prompt).total
 
-    def tokens_of(pages: int) -> int:
+    def of_pages(pages: int) -> int:
         each, more = divmod(pages, batch)
         counts = [each + 1] * more + [each] * (batch - more)
-        tokens = [choice.exact_tokens + count * choice.page_size for count in counts]
+        tokens = [exact + count * page for count in counts]
         return choice.predict(inventory, [count for count in tokens if count]).total
 
-    most_pages = MOST_TOKENS // choice.page_size
-    if bound is not None:
-        most_pages = max(0, bound - choice.exact_tokens) // choice.page_size * batch
-    pages = largest(tokens_of, available, most_pages)
-    fitting = largest(rows_of, available, bound or MOST_TOKENS)
-    if bound is not None:
-        fitting = bound if fitting is None else fitting
-        pages = most_pages if pages is None else pages
-    return Fit(
-        context=fitting,
-        batch=largest(batch_of, available, MOST_ROWS),
-        resident_tokens=None if pages is None else pages * choice.page_size,
+    most_tokens = MOST_TOKENS if bound is None else bound
+    most_pages = max(0, most_tokens - exact) // page * (1 if bound is None else batch)
+    found = Fit(
+        context=largest_context(of_context, available, most_tokens, page, exact),
+        batch=largest(of_batch, available, MOST_ROWS),
+        resident_tokens=_times(largest(of_pages, available, most_pages), page),
     )
+    if bound is None:
+        return found
+    return Fit(
+        context=bound if found.context is None else found.context,
+        batch=found.batch,
+        resident_tokens=_times(most_pages, page)
+        if found.resident_tokens is None
+        else found.resident_tokens,
+    )
+
+
+def _times(pages: int | None, page_size: int) -> int | None:
+    return None if pages is None else pages * page_size
+
+
+def largest_context(
+    cost: Callable[[int], int], limit: int, most: int, page_size: int, exact: int
+) -> int | None:
+    """Return `largest` of a cost that mostly changes where a row seals a page: first in pages, then in tokens."""
+
+    def before_sealing(pages: int) -> int:
+        return min(most, exact + page_size * pages - 1)
+
+    if page_size == 1:
+        return largest(cost, limit, most)
+    pages = largest(lambda count: cost(before_sealing(count)), limit, (most - exact) // page_size + 1)
+    if pages is None:
+        return None
+    first = before_sealing(pages) if pages else 0
+    if first + 1 > most or cost(first + 1) > limit:
+        return first
+    more = largest(lambda count: cost(first + count), limit, page_size)
+    return first + (page_size if more is None else more)
 
 
 def largest(cost: Callable[[int], int], limit: int, most: int) -> int | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..spec import MemoryReport, sealed_pages
+from ..spec import ROWS, MemoryReport
 from .choices import Choice
+from .growing import state_bytes
 from .inventory import CachedLayer, Inventory
-from .predict import page_spec
+from .paged import page_groups, row_sizes
 
 
 @dataclass(frozen=True)
@@ -79,43 +80,24 @@ def cache_read(
     Args:
         report: of the cache, for the part of its pages that lies outside.
     """
-    dtype = inventory.torch_dtype
+    dtype, options = inventory.torch_dtype, choice.options
+    groups = {} if options is None else page_groups(inventory, options, dtype, ROWS)[0]
+    specs = {index: spec for group in groups.values() for index, spec in group.items()}
     stored = exact = 0.0
     for index, layer in enumerate(inventory.layers):
-        encoded, plain = _layer_read(choice, inventory, index, layer, context, dtype)
-        stored += layer.readers * encoded
-        exact += layer.readers * plain + sum(state.nbytes(dtype) for state in layer.states)
+        tokens = context if layer.window is None else min(context, layer.window)
+        plain = tokens
+        if options is not None and index in specs:
+            plain = min(tokens, row_sizes(options, layer.window).exact(context))
+            per_token = specs[index].page_bytes / options.page_size
+            stored += layer.readers * (tokens - plain) * per_token
+        exact += layer.readers * plain * layer.elements * dtype.itemsize
+        exact += layer.readers * context * index_bytes(layer, dtype) + state_bytes(layer, 1, dtype)
     pages = report.payload + report.scales + report.offloaded
     outside = stored * report.offloaded / pages if pages else 0.0
     return round((stored + exact) * batch), round(outside * batch)
 
 
-def _layer_read(
-    choice: Choice,
-    inventory: Inventory,
-    index: int,
-    layer: CachedLayer,
-    context: int,
-    dtype: torch.dtype,
-) -> tuple[float, float]:
-    """Return (bytes of pages, exact bytes) that one reader of a layer reads for one row."""
-    tokens = context if layer.window is None else min(context, layer.window)
-    plain = layer.elements * dtype.itemsize
-    beside = context * layer.index_dim * dtype.itemsize
-    options = choice.options
-    spec = None if options is None else page_spec(inventory, index, options, dtype)
-    if options is None or spec is None:
-        # what transformers offloads comes from outside as well
-        return (
-            (tokens * plain, beside)
-            if choice.kind == "offloaded"
-            else (0.0, tokens * plain + beside)
-        )
-    sealed = sealed_pages(
-        context,
-        page_size=options.page_size,
-        sink_tokens=options.sink_tokens,
-        recent_tokens=options.recent_tokens,
-    )
-    exact = min(tokens, context - sealed * options.page_size)
-    return (tokens - exact) * spec.page_bytes / options.page_size, exact * plain + beside
+def index_bytes(layer: CachedLayer, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's indexer key."""
+    return layer.index_dim * dtype.itemsize

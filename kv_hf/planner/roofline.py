@@ -11,7 +11,7 @@ from ..spec import ROWS, MemoryReport
 from .choices import Choice
 from .growing import state_bytes
 from .inventory import CachedLayer, Inventory
-from .paged import page_groups, row_sizes
+from .paged import layer_formats, page_groups, row_sizes
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,10 @@ def cache_read(
         report: of the cache, for the part of its pages that lies outside.
     """
     dtype, options = inventory.torch_dtype, choice.options
-    groups = {} if options is None else page_groups(inventory, options, dtype, ROWS)[0]
-    specs = {index: spec for group in groups.values() for index, spec in group.items()}
+    specs = {}
+    if options is not None:
+        groups = page_groups(inventory, layer_formats(inventory, options), dtype, ROWS)
+        specs = {index: spec for group in groups.values() for index, spec in group.items()}
     stored = exact = 0.0
     for index, layer in enumerate(inventory.layers):
         tokens = context if layer.window is None else min(context, layer.window)

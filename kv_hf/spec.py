@@ -292,15 +292,27 @@ def predict_memory(
     if not specs:
         return MemoryReport(0, 0, 0, 0, 0, 0, 0, sum(row_tokens))
     sizes = RowPages(specs[0].keys.page_size, sink_tokens, recent_tokens, window)
-    use, rows = page_use(sizes, row_tokens, prompt), len(row_tokens)
-    capacity = use.capacity(reserved_pages(rows, sizes.reserved(reserve_tokens), max_pages))
+    use = page_use(sizes, row_tokens, prompt)
+    reserved = reserved_pages(len(row_tokens), sizes.reserved(reserve_tokens), max_pages)
+    return pages_report(specs, sizes, row_tokens, use.held, use.capacity(reserved))
+
+
+def pages_report(
+    specs: Sequence[PageSpec],
+    sizes: RowPages,
+    row_tokens: Sequence[int],
+    held: Sequence[int],
+    capacity: int,
+) -> MemoryReport:
+    """Return the bytes of layers with storage for `capacity` pages, of which each row holds `held`."""
+    rows = len(row_tokens)
     return MemoryReport(
         payload=capacity * sum(side.payload_bytes for spec in specs for side in spec.sides),
         scales=capacity * sum(side.scale_bytes for spec in specs for side in spec.sides),
         tail=sum(spec.window_bytes(rows, sizes.slots) for spec in specs),
-        tables=rows * max(use.held, default=0) * TABLE_DTYPE.itemsize,
+        tables=rows * max(held, default=0) * TABLE_DTYPE.itemsize,
         other=0,
-        pages_held=sum(use.held),
+        pages_held=sum(held),
         pages_allocated=capacity,
         tokens=sum(row_tokens),
     )

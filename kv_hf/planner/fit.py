@@ -7,7 +7,7 @@ from .choices import Choice
 from .inventory import Inventory
 
 MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
-MOST_ROWS = 1 << 20
+MOST_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)

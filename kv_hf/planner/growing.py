@@ -1,5 +1,6 @@
 """Bytes of transformers' DynamicCache, layer by layer."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,8 +41,8 @@ def growing(inventory: Inventory, row_tokens: Sequence[int], dtype: torch.dtype)
     """Return what a DynamicCache of rows of these tokens takes."""
     check_classes(inventory)
     total = Figures(replace(EMPTY, tokens=sum(row_tokens)))
-    for layer in inventory.layers:
-        total += growing_layer(layer, row_tokens, dtype)
+    for layer, count in Counter(inventory.layers).items():
+        total += growing_layer(layer, row_tokens, dtype).times(count)
     return total
 
 
@@ -55,8 +56,9 @@ def growing_layer(layer: CachedLayer, row_tokens: Sequence[int], dtype: torch.dt
     other = index + state_bytes(layer, rows, dtype)
     if layer.window is not None:
         other += COUNTER  # its window, as a tensor
-    empty = sum(held - min(tokens, held) for tokens in row_tokens) * per_token
-    empty += sum(columns - tokens for tokens in row_tokens) * layer.index_dim * dtype.itemsize
+    lengths = Counter(row_tokens).items()
+    empty = sum(n * (held - min(tokens, held)) for tokens, n in lengths) * per_token
+    empty += (rows * columns - sum(row_tokens)) * layer.index_dim * dtype.itemsize
     return Figures(replace(EMPTY, payload=payload, other=other), empty)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..cache.compat import is_dummy
-from ..cache.model_shape import decoder_config, latent_ranks
+from ..cache.model_shape import decoder_config, kept_layers, latent_ranks
 from ..errors import UnsupportedModelError
 from .field_names import HEADS, first
 from .inventory import CachedLayer, State
@@ -16,6 +16,7 @@ from .tracing import Reads
 # one vector per token beside keys and values: transformers' DynamicIndexedLayer, and MiniMax-M3's own
 _INDEX_KEYS = ("indexer_keys", "idx_keys")
 _INDEX_POSITIONS = "indexer_position_ids"
+_LINEAR = "LinearAttentionLayer"
 _STATES = ("conv_states", "recurrent_states")
 # numbers of transformers' own, the same for every model and row
 _COUNTERS = ("_sliding_window_tensor", "cumulative_length")
@@ -49,7 +50,7 @@ def read_cache(
                 extra,
             )
         )
-    return tuple(layers), _notes(cache, layers)
+    return tuple(layers), _notes(cache, layers, own)
 
 
 def _read(
@@ -58,20 +59,24 @@ def _read(
     name = type(layer).__name__
     if is_dummy(layer):
         return CachedLayer(cache_class=name)
-    states = [(*found, dtype) for found in _states(layer)]
-    states += [
-        ("linear_cache", tensor, dtype) for tensor in linear if isinstance(tensor, torch.Tensor)
-    ]
+    states = [tensor for _, tensor in _states(layer)]
+    states += [tensor for tensor in linear if isinstance(tensor, torch.Tensor)]
     given: dict[str, Any] = {
         "cache_class": name,
-        "states": tuple(State(tuple(t.shape[1:]), _dtype(t, dtype)) for _, t, _ in states),
+        "states": tuple(State(tuple(t.shape[1:]), _dtype(t, dtype)) for t in states),
     }
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    keys: Any = getattr(layer, "keys", None)
+    values: Any = getattr(layer, "values", None)
+    index = next(
+        (getattr(layer, n) for n in _INDEX_KEYS if getattr(layer, n, None) is not None), None
+    )
+    if index is not None:
+        given["index_dim"] = index.numel() // (ROWS * TOKENS)
+        given["index_dtype"] = _dtype(index, dtype)
+        positions: Any = getattr(layer, _INDEX_POSITIONS, None)
+        given["index_positions"] = 0 if positions is None else positions.shape[0]
     if keys is None or keys.numel() == 0:
         return CachedLayer(**given)
-    found = [t for t in (getattr(layer, n, None) for n in _INDEX_KEYS) if t is not None]
-    index = found[0] if found else keys[..., :0]
-    positions = getattr(layer, _INDEX_POSITIONS, None)
     return CachedLayer(
         **given,
         kv_heads=keys.shape[1],
@@ -79,9 +84,6 @@ def _read(
         value_dim=values.shape[3],
         latent=rank is not None and keys.shape[1] == 1 and keys.shape[3] == rank,
         window=getattr(layer, "sliding_window", None),
-        index_dim=index.numel() // (keys.shape[0] * keys.shape[2]),
-        index_dtype=_dtype(index, dtype),
-        index_positions=0 if positions is None else positions.shape[0],
         readers=max(1, len(readers)),
         query_heads=max(readers, default=heads),
     )
@@ -128,22 +130,15 @@ def _check(layer: Any, at: str, dtype: torch.dtype) -> None:
             )
 
 
-def _notes(cache: Any, layers: list[CachedLayer]) -> list[str]:
+def _notes(cache: Any, layers: list[CachedLayer], config: Any) -> list[str]:
     notes = []
-    empty = [
-        layer
-        for layer in layers
-        if layer.cache_class != "DummyLayer" and not layer.elements and not layer.states
-    ]
-    linear = sum("Linear" in layer.cache_class for layer in empty)
+    linear = sum(layer == CachedLayer(cache_class=_LINEAR) for layer in layers)
     if linear:
         notes.append(
             f"{linear} layers keep their states in the model, not in its cache: not counted"
         )
-    if len(empty) > linear:
-        notes.append(
-            f"{len(empty) - linear} layers stay empty without images or audio; what they keep of these is not counted"
-        )
+    for reason in set(kept_layers(config).values()):
+        notes.append(f"{len(kept_layers(config))} layers are not counted: {reason}")
     if type(cache).__name__ != "DynamicCache":
         notes.append(f"the model takes no cache but its own {type(cache).__name__}")
     return notes

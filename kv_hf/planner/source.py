@@ -107,8 +107,7 @@ def _fetch(model: str) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".json"):
         raise PlanError(f"there is no file or folder {model!r}{hint}")
     try:
-        with quiet():
-            path = cached_file(model, _CONFIG)
+        path = cached_file(model, _CONFIG)
     except (OSError, ValueError) as error:
         reason = next(
             (line for line in str(error).splitlines() if line.strip()), type(error).__name__

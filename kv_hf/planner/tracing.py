@@ -1,5 +1,6 @@
 """Attention that computes nothing, but notes which cached keys it was given: what runs in a probe."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,7 +66,12 @@ _ZERO: dict[Any, Any] = {
     ).tolist(),
 }
 _NONZERO = (torch.nonzero, torch.Tensor.nonzero)
+_INDEX = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _SPLIT = (torch.split, torch.Tensor.split)
+
+
+def _is_mask(place: Any) -> bool:
+    return isinstance(place, torch.Tensor) and place.is_meta and place.dtype is torch.bool
 
 
 def _without_numbers(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
@@ -79,6 +85,12 @@ def _without_numbers(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | N
         if func is torch.where or kwargs.get("as_tuple"):
             return lambda: (tensor.new_empty(0, dtype=torch.long),) * tensor.dim()
         return lambda: tensor.new_empty((0, tensor.dim()), dtype=torch.long)
+    if func in _INDEX:
+        places = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(_is_mask(place) for place in places):
+            none = tensor.new_empty(0, dtype=torch.long)
+            chosen = [(none,) * place.dim() if _is_mask(place) else (place,) for place in places]
+            return lambda: func(tensor, tuple(itertools.chain(*chosen)), *args[2:], **kwargs)
     sizes = args[1] if func in _SPLIT and len(args) > 1 else None
     if isinstance(sizes, (list, tuple)) and sizes and not any(sizes):
         # sizes that were counted: all 0, so that the first part is everything

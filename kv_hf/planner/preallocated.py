@@ -35,12 +35,13 @@ def _layer(
 ) -> Figures:
     rows, per_token = len(row_tokens), layer.elements * dtype.itemsize
     held = room if layer.window is None else min(room, layer.window)
-    index = layer.index_dim * dtype.itemsize
-    other = rows * room * index + state_bytes(layer, rows, dtype)
+    columns, index = max(row_tokens, default=0), layer.index_bytes(dtype)
+    positions = layer.index_positions * torch.int64.itemsize  # these grow here too
+    other = rows * (room * index + columns * positions) + state_bytes(layer, rows, dtype)
     if layer.cache_class not in WITHOUT_LENGTH:
         other += COUNTER
     if layer.cache_class == "MiniMaxM3VLSparseCacheLayer" or index:
         other += COUNTER  # tokens of the indexer
     empty = sum(held - min(tokens, held) for tokens in row_tokens) * per_token
-    empty += sum(room - tokens for tokens in row_tokens) * index
+    empty += sum((room - tokens) * index + (columns - tokens) * positions for tokens in row_tokens)
     return Figures(replace(EMPTY, payload=rows * held * per_token, other=other), empty)

@@ -167,7 +167,7 @@ def beside_pages(
         kept = growing_layer(layer, row_tokens, dtype)
         return Figures(replace(EMPTY, other=kept.report.total), kept.waste)
     room = index_room(max(row_tokens, default=0), prompt)
-    per_token = layer.index_dim * dtype.itemsize
+    per_token = layer.index_bytes(dtype)
     size = len(row_tokens) * room * per_token
     return Figures(replace(EMPTY, other=size), size - sum(row_tokens) * per_token)
 

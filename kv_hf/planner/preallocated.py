@@ -34,13 +34,16 @@ def preallocated(
 def _layer(layer: CachedLayer, row_tokens: Sequence[int], room: int, dtype: torch.dtype) -> Figures:
     rows, per_token = len(row_tokens), layer.elements * dtype.itemsize
     held = room if layer.window is None else min(room, layer.window)
-    index = layer.index_dim * dtype.itemsize
-    other = rows * room * index + state_bytes(layer, rows, dtype)
+    columns, index = max(row_tokens, default=0), layer.index_bytes(dtype)
+    positions = layer.index_positions * torch.int64.itemsize  # these grow here too
+    other = rows * (room * index + columns * positions) + state_bytes(layer, rows, dtype)
     if layer.cache_class not in WITHOUT_LENGTH:
         other += COUNTER
     if layer.cache_class == "MiniMaxM3VLSparseCacheLayer" or index:
         other += COUNTER  # tokens of the indexer
     lengths = Counter(row_tokens).items()
     empty = sum(n * (held - min(tokens, held)) for tokens, n in lengths) * per_token
-    empty += (rows * room - sum(row_tokens)) * index
+    empty += sum(
+        n * ((room - tokens) * index + (columns - tokens) * positions) for tokens, n in lengths
+    )
     return Figures(replace(EMPTY, payload=rows * held * per_token, other=other), empty)

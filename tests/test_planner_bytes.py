@@ -197,7 +197,9 @@ def test_pages_of_any_options(options, lengths, new, window, pattern):
     cache = kv_hf.PagedCache(sliding_config(windows), **options)
 
     def told(prompt):
-        return predict(inventory, "paged", chosen, row_tokens=rows, prompt=prompt, layout=LANES)
+        return predict(
+            inventory, "paged", chosen, row_tokens=rows, prompt=prompt, layout=LANES
+        )
 
     try:
         fill(cache, lengths, new, [(HEADS, DIM, DIM)] * 3)

@@ -122,7 +122,7 @@ def test_lists(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["llama-3.1-8c"], "llama-3.1-8b"),
+        (["./llama-3.1-8b.json"], "there is no file or folder"),
         ([LLAMA, "--cache", "paged_int3"], "cache must be one of"),
         ([LLAMA, "--context", "lots"], "context must be"),
         ([LLAMA, "--batch", "0"], "batch must be"),
@@ -179,8 +179,10 @@ class Terminal:
         return getattr(self.out, name)
 
 
-@pytest.mark.parametrize("with_rich", [True, False])
-def test_a_terminal_gets_the_same_cells_with_rich_and_without(with_rich, monkeypatch, capsys):
+@pytest.mark.parametrize("with_rich", [True, False, None])
+def test_a_terminal_gets_the_same_cells_with_rich_without_and_when_dumb(
+    with_rich, monkeypatch, capsys
+):
     if with_rich:
         pytest.importorskip("rich")
     importing = builtins.__import__
@@ -190,11 +192,11 @@ def test_a_terminal_gets_the_same_cells_with_rich_and_without(with_rich, monkeyp
             raise ImportError(name)
         return importing(name, *args, **options)
 
-    if not with_rich:
+    if with_rich is False:
         monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("TERM", "dumb" if with_rich is None else "xterm")
     monkeypatch.setattr(sys, "stdout", Terminal(sys.stdout))
     assert main([LLAMA, "--device", "h100"]) == 0
     text = capsys.readouterr().out

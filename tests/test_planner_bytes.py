@@ -199,9 +199,7 @@ def test_pages_of_any_options(options, lengths, new, window, pattern):
     cache = kv_hf.PagedCache(sliding_config(windows), **options)
 
     def told(prompt):
-        return predict(
-            inventory, "paged", chosen, row_tokens=rows, prompt=prompt, layout=LANES
-        )
+        return predict(inventory, "paged", chosen, row_tokens=rows, prompt=prompt, layout=LANES)
 
     try:
         fill(cache, lengths, new, [(HEADS, DIM, DIM)] * 3)
@@ -321,7 +319,7 @@ def test_pages_outside_of_the_device_at_random(seed):
     inventory = check_transformers_caches(model, (30, 9), 4)
     lengths = [chance.randint(1, 150) for _ in range(chance.randint(1, 4))]
     options = {
-        "keys": chance.choice(FORMATS),
+        **dict.fromkeys(("keys", "values"), chance.choice(FORMATS)),
         "page_size": chance.choice([16, 32]),
         "reserve_tokens": chance.choice([0, 0, 70]),
         "offload": "disk",

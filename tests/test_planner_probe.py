@@ -4,19 +4,15 @@ import copy
 import inspect
 import json
 import math
-import threading
-import warnings
 
 import planned_models
 import pytest
 import tiny_latent
 import tiny_models
 import torch
-import transformers
-from tiny_models import COMMON, tokens
-from transformers import DynamicCache, StaticCache
+from tiny_models import tokens
+from transformers import DynamicCache
 
-import kv_hf
 from kv_hf.planner.inventory import Inventory
 from kv_hf.planner.meta_model import model_kind
 from kv_hf.planner.probe import probe

@@ -30,9 +30,7 @@ def preallocated(
     return total
 
 
-def _layer(
-    layer: CachedLayer, row_tokens: Sequence[int], room: int, dtype: torch.dtype
-) -> Figures:
+def _layer(layer: CachedLayer, row_tokens: Sequence[int], room: int, dtype: torch.dtype) -> Figures:
     rows, per_token = len(row_tokens), layer.elements * dtype.itemsize
     held = room if layer.window is None else min(room, layer.window)
     columns, index = max(row_tokens, default=0), layer.index_bytes(dtype)

@@ -36,7 +36,9 @@ def layer_of(layer, rank, dtype):
     return CachedLayer(
         cache_class=type(layer).__name__,
         window=getattr(layer, "sliding_window", None),
-        index_dim=0 if index is None else index.shape[-1] * (index.shape[1] if index.ndim == 4 else 1),
+        index_dim=0
+        if index is None
+        else index.shape[-1] * (index.shape[1] if index.ndim == 4 else 1),
         index_dtype=None if index is None else named(index.dtype, dtype),
         index_positions=0 if positions is None else len(positions),
         states=states_of(layer, dtype),

@@ -1,14 +1,14 @@
 """Real caches after real generation beside what the planner says of them."""
 
 import torch
+from inventory_of_cache import inventory_of
+from tiny_models import left_padded
 from transformers import DynamicCache, StaticCache
 
 import kv_hf
-from inventory_of_cache import inventory_of
 from kv_hf.evaluation.cache_parts import PARTS, cache_parts
 from kv_hf.planner.predict import predict
 from kv_hf.spec import LANES
-from tiny_models import left_padded
 
 CPU = torch.device("cpu")
 ROOM = 5  # columns that a StaticCache has beyond its text

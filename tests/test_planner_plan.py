@@ -387,6 +387,14 @@ def test_a_step_reads_sealed_pages_as_stored_and_other_tokens_exact():
     assert read == round(3 * 7 * exact + (96 + 2 * 33) * sealed)
 
 
+def test_pages_are_read_once_by_every_layer_that_shares_them():
+    once, shared = (model(attention(2, 16, readers=count)) for count in (1, 3))
+    given = {"caches": ["paged_int4"], "context": 1000}
+    one, three = (kv_hf.plan(each, **given).rows[0] for each in (once, shared))
+    assert three.decode.cache == 3 * one.decode.cache
+    assert three.memory == one.memory
+
+
 def test_offloaded_pages_come_over_the_host_link():
     inventory = seventy(parameters=10**9)
     names = ["paged_int4", "paged_int4:offload=cpu"]

@@ -1,5 +1,5 @@
-"""The command line: `kv-hf doctor` says what would run here, why, and whether it works; `kv-hf lm-eval` runs lm-eval over our caches;
-`kv-hf convert-gqa` writes a checkpoint with fewer kv heads.
+"""The command line: `kv-hf doctor` says what would run here, why, and whether it works; `kv-hf memory` what caches take and
+what fits; `kv-hf convert-gqa` writes a checkpoint with fewer kv heads; `kv-hf lm-eval` runs lm-eval over our caches.
 """
 
 import argparse
@@ -22,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "convert-gqa", help="write a checkpoint with fewer kv heads", add_help=False
     )
+    commands.add_parser(
+        "memory", help="what caches take and what fits, from a config alone", add_help=False
+    )
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["lm-eval"]:
         from .evaluation.harness.__main__ import main as lm_eval
@@ -41,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .doctor.command import main as doctor
 
         return doctor(arguments[1:])
+    if arguments[:1] == ["memory"]:
+        from .planner.command import main as memory
+
+        return memory(arguments[1:])
     parser.parse_args(arguments)
     return 0
 

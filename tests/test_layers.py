@@ -10,8 +10,8 @@ import kv_hf
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
     {"errors", "home", "notices", "records", "version"},
-    {"checks", "config", "formats", "recipe", "texts"},
-    {"spec"},
+    {"cache_names", "checks", "config", "formats", "recipe", "texts"},
+    {"row_pages", "spec"},
     {"quant"},
     {"kernels", "pages"},
     {"cache"},

@@ -93,8 +93,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba": (
         "ZambaConfig",
         {
-            **{**FOUR, "mamba_d_state": 8, "mamba_dt_rank": 4, "n_mamba_heads": 2},
-            **{"attn_layer_period": 2, "attn_layer_offset": 1},
+            **{**COMMON, "mamba_d_state": 8, "mamba_dt_rank": 4, "n_mamba_heads": 2},
+            **{"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
         },
     ),
     "zamba2": (

@@ -25,8 +25,8 @@ _KINDS = (
     "AutoModelForImageTextToText",
     "AutoModelForMultimodalLM",
 )
-# transformers sets torch's default dtype for the process while it builds a model
-_building = threading.Lock()
+# one probe at a time: Python's warning filters, and torch's default dtype while a model is built, are the process's
+_alone = threading.RLock()
 
 
 class _ThisThread(logging.Filter):
@@ -42,16 +42,21 @@ class _ThisThread(logging.Filter):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what transformers says about slow paths in this thread from the user: nothing is computed here."""
+    """Run alone, and keep what transformers says about slow paths from the user: nothing is computed here."""
+    with _alone, _without_records(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _without_records() -> Iterator[None]:
     drop = _ThisThread()
     loggers = (transformers.logging.get_logger("transformers"), logging.getLogger())
     handlers = [handler for logger in loggers for handler in logger.handlers]
     for handler in handlers:
         handler.addFilter(drop)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         for handler in handlers:
             handler.removeFilter(drop)
@@ -67,9 +72,9 @@ def model_kind(config: Any) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Build the model of a copy of `config` on the meta device: shapes and dtypes, no numbers."""
+    """Build the model of a copy of `config` on the meta device: shapes and dtypes, no numbers. Call it in `quiet`."""
     own = copy.deepcopy(config)
-    with _building, torch.device("meta"):
+    with torch.device("meta"):
         return model_kind(own).from_config(own, attn_implementation=attention, dtype=dtype).eval()
 
 

@@ -316,6 +316,8 @@ def test_pages_outside_of_the_device(name, budgets):
         cache = check_paged_cache(model, inventory, (90, 9, 33), 40, **options)
         storages = [layer.storage for layer in cache.paged_layers]
         assert sum(storage.offloaded_bytes > 0 for storage in storages) == outside
+    if name == "gemma3":  # so many pages that what lies outside grows by a quarter
+        check_paged_cache(model, inventory, (150,) * 5, 20, page_size=16, offload="disk")
 
 
 @pytest.mark.slow

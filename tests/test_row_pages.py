@@ -31,7 +31,7 @@ def real_group(sizes, lengths, new):
     return group, ids
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     sizes=SIZES,
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=4),

@@ -442,7 +442,6 @@ def test_figures_add_up():
             "device_bytes=9",
         ),
     ],
-    ids=str,
 )
 def test_bad_arguments(given, error, text):
     given = {"cache": "paged", "row_tokens": [500, 20], **given}

@@ -16,7 +16,7 @@ WORDS = {"vocab_size": 1000}
     ("family", "changes", "kv_heads", "numbers_per_token"),
     [
         # no num_key_value_heads in these configs
-        ("gpt_neox", {}, 4, 2 * 2 * 4 * 8),
+        ("gpt_neox", {"num_key_value_heads": None}, 4, 2 * 2 * 4 * 8),
         ("gpt2", {}, 4, 2 * 2 * 4 * 8),
         # a layer of two is a convolution
         ("lfm2", {"num_key_value_heads": 2}, 2, 2 * 1 * 2 * 8),

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,6 +186,18 @@ def test_written_checkpoint_is_plain_and_runs_on_pages(folders, whole):
     assert found.shape[1] > 7
     assert model.config.num_key_value_heads == 1
     assert not progress.work_folder(out).exists()
+
+
+def test_all_chat_templates_of_the_student_are_kept(folders, tmp_path):
+    student = tmp_path / "student"
+    shutil.copytree(folders[0], student)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "T {{ messages }}"}
+    tokenizer.save_pretrained(student)
+    run((student, folders[1]), tmp_path / "out", replace(SHORT, steps=1, evaluations=0))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    files = [sorted(p.relative_to(f) for p in f.rglob("*.jinja")) for f in (student, tmp_path / "out")]  # fmt: skip
+    assert files[0] == files[1]
 
 
 def test_student_that_is_its_teacher_has_kl_0(folders, tmp_path):

@@ -71,10 +71,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def load_student(pair: Pair, train: str) -> Any:
-    """Return the student in fp32, ready to train: `train` is "all" or "attention"."""
+    """Return the student in fp32, ready to train: `train` is "all" or "attention".
+
+    It stays in evaluation mode: a student that imitates a teacher is not to lose parts of itself by chance (dropout, noise in
+    routers), and a run is to give the same losses again.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(pair.student.folder, dtype=torch.float32)
     model.config.use_cache = False
-    model.train()
+    model.eval()
     if train == "attention":
         kept = attention_parameters(model)
         for name, parameter in model.named_parameters():

@@ -1,7 +1,6 @@
 """The checkpoint that an uptraining writes: the student's files, new weights, a record of what was done."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from ...records import UPTRAINING
 from ...version import __version__
 from ..card import read_card
 from ..convert import BESIDE
-from ..writer import becoming
+from ..writer import becoming, copy_files
 from .models import Pair, stored_dtype
 
 
@@ -34,9 +33,7 @@ def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str
     with becoming(destination) as folder:
         model.save_pretrained(folder)
         for pattern in BESIDE:
-            for path in pair.student.folder.glob(pattern):
-                if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+            copy_files(pair.student.folder, folder, sorted(pair.student.folder.glob(pattern)))
         # the student's config, as it was: transformers would write what a loaded config became
         config = json.loads(json.dumps(pair.student.config))
         config.pop("_name_or_path", None)

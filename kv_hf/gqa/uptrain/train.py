@@ -29,7 +29,7 @@ class Run:
 
     Attributes:
         accelerator: of accelerate.
-        student, optimizer: prepared by it; the student is in training mode.
+        student, optimizer: prepared by it; the student is in evaluation mode, see models.load_student.
         teacher: on its device.
         windows: dataset of windows [length] to train on, of which the first `count` are used.
         held: token ids to evaluate on.
@@ -108,7 +108,9 @@ class Run:
             self.count, self.settings.batch, self.settings.seed, start=self.progress.step * self.settings.accumulate,
             rank=self.accelerator.process_index, processes=self.accelerator.num_processes,
         )  # fmt: skip
-        return DataLoader(self.windows, batch_sampler=order)
+        # a loader draws a number even for an order of its own: not from the generator of the process
+        own = torch.Generator().manual_seed(self.settings.seed)
+        return DataLoader(self.windows, batch_sampler=order, generator=own)
 
     def _agree(self, wish: Wish) -> tuple[bool, int, bool]:
         """Return (stop, steps planned in all, evaluate now), the same on all processes."""

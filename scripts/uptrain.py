@@ -27,7 +27,7 @@ from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, make_row
 from kv_hf.gqa.checkpoint import read_json
 from kv_hf.gqa.uptrain import UptrainReport, UptrainSettings, uptrain
-from kv_hf.gqa.uptrain.progress import Progress
+from kv_hf.gqa.uptrain.progress import SETTINGS, Progress, work_folder
 from kv_hf.gqa.uptrain.settings import DTYPES, TRAINED
 from kv_hf.records import CONVERSION
 
@@ -104,6 +104,8 @@ def rows_of(report: UptrainReport, settings: UptrainSettings, args: Any) -> list
         "data": [Path(name).name for name in args.data], "held_out": args.eval_text and Path(args.eval_text).name,
         "threads": torch.get_num_threads(), "settings": asdict(settings),
     }  # fmt: skip
+    if len(report.rates) > 1:
+        common["lr_from_step"] = report.rates
     return [make_row(**common, **row) for row in report.curve]
 
 
@@ -143,6 +145,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.student, resolve_model(args.teacher), args.out, args.data, settings, held=args.eval_text,
             resume=args.resume, progress=stepped, sampling=lambda done, of: bar("sampling", done, of, "token"),
         )  # fmt: skip
+    except KeyboardInterrupt:  # training itself takes Ctrl-C as a wish and ends with a state
+        begun = (work_folder(args.out) / SETTINGS).is_file()
+        kept = (
+            "what was sampled and saved before is kept; --resume goes on."
+            if begun
+            else "nothing is left of it."
+        )
+        console.print(f"Stopped: {kept}", highlight=False)
+        return 1
     except (ValueError, OSError) as error:
         who = "" if main_process else f"process {os.environ['RANK']}: "
         console.print(f"{who}[bold red]{type(error).__name__}[/]: {error}", highlight=False)

@@ -249,8 +249,8 @@ def test_interrupted_and_resumed_equals_an_uninterrupted_run(folders, whole, tmp
     assert not half.finished and half.steps == 3 and not (tmp_path / "out").exists()
     with pytest.raises(ConversionError, match="unfinished run"):
         run(folders, tmp_path / "out")
-    with pytest.raises(ConversionError, match="other settings.*lr: 0.003 then, 0.1 now"):
-        run(folders, tmp_path / "out", replace(SHORT, lr=0.1), resume=True)
+    with pytest.raises(ConversionError, match="other settings.*alpha: 0.9 then, 0.1 now"):
+        run(folders, tmp_path / "out", replace(SHORT, alpha=0.1), resume=True)
     rest = run(folders, tmp_path / "out", resume=True)
     assert rest.losses == report.losses and rest.finished
     assert [row["kl"] for row in rest.curve] == [row["kl"] for row in report.curve]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ...errors import ConversionError
+from ...errors import ConversionError, first_line
 from ..checkpoint import Checkpoint
 from ..structure import load_config
 
@@ -63,8 +63,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConversionError(f"{checkpoint.folder} has no tokenizer: {first}") from error
+        raise ConversionError(
+            f"{checkpoint.folder} has no tokenizer: {first_line(error)}"
+        ) from error
     if not len(tokenizer):
         raise ConversionError(f"{checkpoint.folder} has no tokenizer: its vocabulary is empty")
     return tokenizer

@@ -4,7 +4,7 @@
     python scripts/uptrain.py --student A --teacher B --out C --data self dataset:roneneldan/TinyStories --steps 2000 --eval-text held.txt
     python scripts/uptrain.py ... --resume            # behind Ctrl-C, or a crash
     accelerate launch scripts/uptrain.py ...          # a process per GPU
-    torchrun --nproc-per-node 2 scripts/uptrain.py ... # several processes on a CPU
+    accelerate launch --multi_gpu --num_processes 2 scripts/uptrain.py ...  # two processes, on a CPU too
 
 "self" is text sampled from the original, which is kept under $KV_HF_HOME/samples. The result is an ordinary checkpoint folder.
 """

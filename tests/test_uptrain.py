@@ -319,13 +319,24 @@ def test_training_works_outside_of_the_main_thread(folders, whole, tmp_path):
 # -- several processes -------------------------------------------------------------------------------------
 
 
-def test_two_processes_equal_one_that_accumulates_twice(folders, tmp_path):
+@pytest.mark.parametrize(
+    "launch",
+    [
+        ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        # whatever its name says: with --cpu accelerate starts one process
+        pytest.param(
+            ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_two_processes_equal_one_that_accumulates_twice(launch, folders, tmp_path):
     for name, source in (("data", text(600)), ("held", text(60, 2))):
         (tmp_path / f"{name}.txt").write_text(source)
     settings = replace(SHORT, steps=4, evaluations=0)
     files = {"data": str(tmp_path / "data.txt"), "held": str(tmp_path / "held.txt")}
     one = run(folders, tmp_path / "one", replace(settings, accumulate=2), **files)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = str(TESTS.parent / "scripts" / "uptrain.py")
     options = ["--student", *folders[:1], "--teacher", folders[1], "--out", tmp_path / "two"]
     options += ["--data", files["data"], "--eval-text", files["held"], "--steps", 4, "--lr", 3e-3]
@@ -333,8 +344,8 @@ def test_two_processes_equal_one_that_accumulates_twice(folders, tmp_path):
     options += ["--results", tmp_path / "rows.jsonl"]
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [*launch, script, *map(str, options)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", *launch, script, *map(str, options)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=300,

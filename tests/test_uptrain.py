@@ -415,6 +415,36 @@ def test_bad_arguments_fail_before_anything_is_written(folders, tmp_path):
         (folders, out, {"resume": True}, "there is no run to go on with"),
         (folders, out, {"settings": replace(SHORT, length=65)}, "length must be at most 64"),
         (folders, out, {"settings": replace(SHORT, dtype="float16")}, "float16 needs a GPU"),
+        (
+            folders,
+            out,
+            {"held": "nix.txt"},
+            "held .the text to evaluate on. must be a text file, .*nix",
+        ),
+        (
+            folders,
+            out,
+            {"data": "self", "held": "self"},
+            "held .* must be a text file, [^']*, got 'self'",
+        ),
+        (
+            folders,
+            out,
+            {"settings": replace(SHORT, tokens=15)},
+            "tokens must be at least 16 .*, got 15",
+        ),
+        (
+            folders,
+            out,
+            {"settings": replace(SHORT, tokens=31), "held": None},
+            "tokens must be at least 32",
+        ),
+        (
+            folders,
+            out,
+            {"settings": replace(SHORT, sample_tokens=15), "data": "self"},
+            "sample_tokens must be at least 16",
+        ),
         (folders, out, {"data": [["w1 w2"]]}, "shorter than one window of 16 tokens"),
         (folders, out, {"data": [[text(20)]], "held": None}, "one window of 16 tokens"),
     ]
@@ -423,6 +453,22 @@ def test_bad_arguments_fail_before_anything_is_written(folders, tmp_path):
             run(pair, target, **options)
         assert bytes_of(tmp_path) == before, message
     assert not progress.work_folder(out).exists()
+
+
+def test_a_text_that_is_trained_on_is_known_by_any_spelling(folders, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "folder" / "test.txt"
+    file.write_text(text(60))
+    (tmp_path / "link.txt").symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    for data, held in [
+        ("folder/test.txt", "./folder/test.txt"),
+        (file, "link.txt"),
+        ("folder/../link.txt", str(file)),
+        ("dataset:folder,,test", f"dataset:{tmp_path}/folder/,,test,text"),
+    ]:
+        with pytest.raises(ConversionError, match="is among the data"):
+            run(folders, tmp_path / "out", data=[data], held=held)
 
 
 def test_a_local_dataset_is_read_by_its_column(folders, whole, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from ...errors import ConversionError
 from ..writer import check_destination
 from .documents import Source, check_source, name_of
-from .inputs import check_work, held_windows, sources_of, write_data
+from .inputs import check_tokens, check_work, held_windows, sources_of, write_data
 from .interrupt import stop_wishes
 from .models import Pair, load_student, load_teacher, stored_dtype
 from .processes import COMPUTE, make_accelerator, together
@@ -91,6 +91,7 @@ def uptrain(
     sources = sources_of(data)
     for source in sources:
         check_source(source)
+    check_tokens(settings, sources, length, held is not None)
     scored = held_windows(pair, held, sources, length)
     accelerator = make_accelerator(settings)
     asked = asdict(settings) | {

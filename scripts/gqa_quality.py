@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = args.text_name or ", ".join(Path(source).name for source in args.text)
         rows = [{"checkpoint": Path(f).name, **perplexity(f, windows)} for f in args.checkpoints]
     except (ValueError, OSError) as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
         return 2
     table = Table(title=f"{name}: {rows[0]['tokens']} tokens")
     for head in ("checkpoint", "method", "kv heads", "kv bytes per token (bf16)", "perplexity"):

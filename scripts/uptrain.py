@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
@@ -54,7 +55,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, help="folder for the result")
     parser.add_argument(
         "--data", required=True, nargs="+", metavar="TEXT",
-        help="text files, dataset:PATH,CONFIG,SPLIT,FIELD, or self: sampled from the teacher",
+        help="text files, dataset:PATH,CONFIG,SPLIT,FIELD, bundled texts, or self: sampled from the teacher",
     )  # fmt: skip
     parser.add_argument("--eval-text", help="text that is not trained on; else a part of the data")
     add("steps", int, "updates of the weights")
@@ -156,7 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, OSError) as error:
         who = "" if main_process else f"process {os.environ['RANK']}: "
-        console.print(f"{who}[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        console.print(
+            f"{who}[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False
+        )
         return 2
     finally:
         for each in bars.values():

@@ -17,7 +17,6 @@ from tiny_uptrain import SHORT, make_pair, make_tokenizer, run, text
 from transformers import AutoModelForCausalLM
 
 from kv_hf.errors import ConversionError
-from kv_hf.gqa.convert import convert_to_gqa
 from kv_hf.gqa.uptrain import models, progress, result, sampling, train
 from kv_hf.gqa.uptrain import run as run_module
 
@@ -57,8 +56,8 @@ DROPOUT = {
 def test_models_with_dropout_repeat_and_go_on_bit_for_bit(family, tmp_path):
     teacher = tiny_mha.save(tiny_mha.make(family, **DROPOUT[family]), tmp_path / "teacher")
     make_tokenizer().save_pretrained(teacher)
-    convert_to_gqa(teacher, tmp_path / "student", 1)
-    pair, settings = (tmp_path / "student", teacher), replace(SHORT, steps=4, evaluations=0)
+    # a student that is its teacher: whatever makes it differ is noise
+    pair, settings = (teacher, teacher), replace(SHORT, steps=4, evaluations=0)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     report = run(pair, tmp_path / "a", settings)
@@ -67,8 +66,7 @@ def test_models_with_dropout_repeat_and_go_on_bit_for_bit(family, tmp_path):
     assert not run(pair, tmp_path / "b", settings, progress=stop_at(2)).finished
     rest = run(pair, tmp_path / "b", settings, resume=True)
     assert rest.finished and rest.losses == report.losses
-    alike = run((teacher, teacher), tmp_path / "c", replace(settings, steps=1))
-    assert abs(alike.losses[0][1]) < 1e-6
+    assert abs(report.losses[0][1]) < 1e-6
 
 
 # -- rates, and what is not finite -------------------------------------------------------------------------
@@ -179,7 +177,10 @@ def test_a_full_disk_keeps_the_state_before(torn, folders, whole, tmp_path, full
             (state,) = progress.states(progress.work_folder(out))
             full_disk((state / torn).stat().st_size * 9 // 10)
 
-    with pytest.raises(ConversionError, match="state of step 4 in .* cannot be written .*resume"):
+    with pytest.raises(
+        ConversionError,
+        match="state of step 4 in .* cannot be written, with [0-9,]+ bytes free there .*resume",
+    ):
         run(folders, out, progress=fill)
     full_disk(resource.RLIM_INFINITY)
     assert saved(out) == ["state-00000002"]
@@ -195,7 +196,7 @@ def test_a_disk_that_is_full_for_the_result_keeps_the_training(
         real(*options)
 
     monkeypatch.setattr(run_module, "write_checkpoint", write)
-    with pytest.raises(ConversionError, match="destination .* cannot be written .*resume"):
+    with pytest.raises(ConversionError, match="destination .* cannot be written, with .*resume"):
         run(folders, tmp_path / "out")
     full_disk(resource.RLIM_INFINITY)
     monkeypatch.undo()

@@ -119,13 +119,14 @@ def save_state(accelerator: Accelerator, work: Path, step: int) -> None:
     target = work / f"state-{step:08}"
     if not target.exists():
         aside = work / "unfinished"
+        what = f"the state of step {step} in {str(work)!r}"
         with together(accelerator):
             if accelerator.is_main_process:
                 shutil.rmtree(aside, ignore_errors=True)
         try:
-            with together(accelerator), writing(f"the state of step {step} in {str(work)!r}"):
+            with together(accelerator), writing(what, work):
                 accelerator.save_state(str(aside))
-            with together(accelerator), writing(f"the state of step {step} in {str(work)!r}"):
+            with together(accelerator), writing(what, work):
                 if accelerator.is_main_process:
                     for path in (*aside.rglob("*"), aside):
                         sync(path)
@@ -143,13 +144,18 @@ def save_state(accelerator: Accelerator, work: Path, step: int) -> None:
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Raise ConversionError for whatever goes wrong while `what` is written (torch.save raises RuntimeErrors)."""
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """Raise ConversionError for whatever goes wrong while `what` is written into a folder.
+
+    A full disk is a RuntimeError of torch.save that speaks of positions in a stream, so that the bytes that are free are told.
+    """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(folder).free
         raise ConversionError(
-            f"{what} cannot be written ({first_line(error)}): what was saved before is kept, go on with it (resume)"
+            f"{what} cannot be written, with {free:,} bytes free there ({first_line(error)}): what was saved before is kept, go on "
+            "with it (resume)"
         ) from error
 
 

@@ -44,7 +44,7 @@ def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str
     """
     model.to(stored_dtype(pair.student))
     with becoming(destination) as folder:
-        with writing(f"destination {str(destination)!r}"):
+        with writing(f"destination {str(destination)!r}", folder):
             model.save_pretrained(folder)
         for pattern in BESIDE:
             copy_files(pair.student.folder, folder, sorted(pair.student.folder.glob(pattern)))

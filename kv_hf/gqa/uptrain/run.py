@@ -146,7 +146,7 @@ def uptrain(
     accelerator.free_memory()
     return UptrainReport(
         str(student), str(teacher), str(destination), finished, state.step, state.step * run.tokens_per_step, state.seconds,
-        tuple(state.evaluations), tuple(map(tuple, state.losses)), tuple(map(tuple, state.rates)),
+        tuple(state.evaluations), tuple(tuple(each) for each in state.losses), tuple((at, lr) for at, lr in state.rates),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Every error and warning class that kv_hf raises on purpose.
+"""Every error and warning class that kv_hf raises on purpose, and how others' errors are quoted.
 
 All errors are ValueErrors, so that code that knows nothing of kv_hf can still catch bad input.
 """
@@ -54,3 +54,8 @@ class PlanError(KVCacheError):
 
 class KVCacheWarning(UserWarning):
     """Something works, but slower or with less than the user may expect; said once."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

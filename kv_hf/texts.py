@@ -1,88 +1,99 @@
-"""Real text to measure on: the bundled public-domain texts, a file, or a dataset of the hub."""
+"""Real text to measure on and to train on: the bundled public-domain texts, files, datasets of the hub."""
 
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from .errors import first_line
+
 BUNDLED = ("lincoln_1862", "lincoln_1863")
 DATASET = "dataset:"
+RECORDS = f"{DATASET}PATH,CONFIG,SPLIT,FIELD"
 FIELDS = ("text", "content", "document", "story")  # where datasets of plain text keep it
 
 
-def load_text(source: str | Path = "lincoln_1862") -> str:
+def load_text(source: str | Path = "lincoln_1862", characters: int = 2_000_000) -> str:
     """Return a bundled text by name, the contents of a UTF-8 file, or of "dataset:PATH[,CONFIG[,SPLIT[,FIELD]]]".
 
-    Raises: ValueError naming the source when it is none of them, or empty.
+    Of a dataset the first `characters` are taken, with an empty line between its records; no more is fetched than that.
+
+    Raises: ValueError as `documents` does, and for a source without any text.
     """
-    if str(source).startswith(DATASET):
-        return dataset_text(*str(source).removeprefix(DATASET).split(","))
-    if str(source) in BUNDLED:
-        return (files("kv_hf") / "evaluation" / "data" / f"{source}.txt").read_text("utf-8")
-    path = Path(source)
-    if not path.is_file():
-        raise ValueError(
-            f"text must be a file, {DATASET}PATH,CONFIG,SPLIT,FIELD or one of {', '.join(BUNDLED)}, got {str(source)!r}"
-        )
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text file {str(path)!r} is not UTF-8: {error}") from error
-    if not text.strip():
-        raise ValueError(f"text file {str(path)!r} is empty")
-    return text
+    parts: list[str] = []
+    length = 0
+    for part in documents(source):
+        parts.append(part)
+        length += len(part) + 2
+        if length >= characters:
+            break
+    if not parts:
+        raise ValueError(f"text {str(source)!r} is empty")
+    return "\n\n".join(parts)[: characters if str(source).startswith(DATASET) else None]
 
 
-def dataset_text(
-    path: str,
-    config: str = "",
-    split: str = "",
-    field: str = "",
+def documents(
+    source: str | Path,
     *,
-    characters: int = 2_000_000,
-) -> str:
-    """Return the first `characters` of a dataset's texts, one behind the other with an empty line between them.
-
-    The dataset is streamed, so that no more is fetched than is read.
+    between: str | None = None,
+    training: bool = False,
+    what: str = "text",
+    choices: str = f"a file, {RECORDS} or one of {', '.join(BUNDLED)}",
+) -> Iterator[str]:
+    """Yield the documents of a source, without those that are blank. Records of a dataset are streamed.
 
     Args:
-        path: of `datasets.load_dataset`: a name on the hub, or a folder with data files.
-        config: its configuration, such as wikitext-2-raw-v1; empty takes the only one.
-        split: empty takes "test", or the last split that there is.
-        field: the column with the text; empty takes the first of FIELDS that there is.
-    Raises: ValueError naming what is missing: the package, the dataset, the split, the column, or any text.
+        source: a bundled text by name, a UTF-8 file, or "dataset:PATH[,CONFIG[,SPLIT[,FIELD]]]": a name on the hub, or a folder
+            with data files. Without FIELD the first column of FIELDS that there is.
+        between: what separates the documents of a file; None takes the file as it is.
+        training: without SPLIT, take "train" or the first split; otherwise "test" or the last one.
+        what, choices: what messages call the source, and what it may be.
+    Raises: ValueError naming the source and what is missing or wrong: the file, its encoding, the package, the dataset, the
+        split, the column.
     """
-    source = f"{DATASET}{','.join(part for part in (path, config, split, field) if part)}"
+    found: Iterator[str]
+    if str(source).startswith(DATASET):
+        found = _records(str(source), training, what)
+    else:
+        text = _contents(source, what, choices)
+        found = iter([text]) if between is None else map(str.strip, text.split(between))
+    yield from (document for document in found if document.strip())
+
+
+def _contents(source: str | Path, what: str, choices: str) -> str:
+    if str(source) in BUNDLED:
+        return (files("kv_hf") / "evaluation" / "data" / f"{source}.txt").read_text("utf-8")
+    if not Path(source).is_file():
+        raise ValueError(f"{what} must be {choices}, got {str(source)!r}")
+    try:
+        return Path(source).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} {str(source)!r} is not UTF-8: {error}") from error
+
+
+def _records(source: str, training: bool, what: str) -> Iterator[str]:
+    path, config, split, field, *more = [*source.removeprefix(DATASET).split(","), "", "", ""]
+    if not path or any(more):
+        raise ValueError(f"{what} must be {RECORDS}, got {source!r}")
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"text {source!r} needs a package: pip install datasets") from error
+        raise ValueError(f"{what} {source!r} needs a package: pip install datasets") from error
     try:
         splits: Any = datasets.load_dataset(path, config or None, streaming=True)
     except Exception as error:  # whatever the hub, the network or a loader raises
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"text {source!r} cannot be read: {first}") from error
-    chosen = split or ("test" if "test" in splits else list(splits)[-1])
+        raise ValueError(f"{what} {source!r} cannot be read: {first_line(error)}") from error
+    usual = ["train", *splits] if training else ["test", *reversed(list(splits))]
+    chosen = split or next(name for name in usual if name in splits)
     if chosen not in splits:
-        raise ValueError(f"text {source!r} has no split {chosen!r}, only {', '.join(splits)}")
-    parts: list[str] = []
-    length = 0
+        raise ValueError(f"{what} {source!r} has no split {chosen!r}, only {', '.join(splits)}")
     for record in splits[chosen]:
         column = field or next((name for name in FIELDS if name in record), "")
-        if column not in record or not isinstance(record[column], str):
+        if not isinstance(record.get(column), str):
             raise ValueError(
-                f"text {source!r} has no column of text{f' {field!r}' if field else ''}: its columns are "
-                f"{', '.join(record)}"
+                f"{what} {source!r} has no column of text{f' {field!r}' if field else ''}: its columns are {', '.join(record)}"
             )
-        part = record[column].strip()
-        if part:
-            parts.append(part)
-            length += len(part) + 2
-        if length >= characters:
-            break
-    text = "\n\n".join(parts)[:characters]
-    if not text:
-        raise ValueError(f"text {source!r} is empty")
-    return text
+        yield record[column].strip()
 
 
 def longest_context(config: Any) -> int:

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from kv_hf.evaluation.held import layer_shapes
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.records import CONVERSION
 from kv_hf.texts import load_text, token_windows
@@ -78,7 +80,10 @@ def windows_of(tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:
 
 @torch.no_grad()
 def perplexity(folder: str, windows: list[list[int]]) -> dict[str, Any]:
-    """Return what is measured of one checkpoint, in float32."""
+    """Return what is measured of one checkpoint, in float32; its kv heads and bytes as its layers cache them.
+
+    Where layers have different numbers of kv heads, the largest is told.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     total, count = 0.0, 0
     for window in tqdm(windows, desc=Path(folder).name, unit="window", leave=False):
@@ -86,14 +91,12 @@ def perplexity(folder: str, windows: list[list[int]]) -> dict[str, Any]:
         logits = model(tokens).logits[0, :-1].float()
         total += float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
         count += len(window) - 1
-    text = model.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or 1
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    shapes = [shape for shape in layer_shapes(model) if shape is not None]
     record = json.loads((Path(folder) / "config.json").read_text("utf-8")).get(CONVERSION)
     return {
         "method": record["method"] if record else "original",
-        "kv_heads": heads,
-        "kv_bytes_per_token": 2 * 2 * text.num_hidden_layers * heads * dim,
+        "kv_heads": max(heads for heads, *_ in shapes),
+        "kv_bytes_per_token": sum(2 * heads * (key + value) for heads, key, value in shapes),
         "tokens": count,
         "perplexity": math.exp(total / count),
     }
@@ -110,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = args.text_name or ", ".join(Path(source).name for source in args.text)
         rows = [{"checkpoint": Path(f).name, **perplexity(f, windows)} for f in args.checkpoints]
     except (ValueError, OSError) as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
         return 2
     table = Table(title=f"{name}: {rows[0]['tokens']} tokens")
     for head in ("checkpoint", "method", "kv heads", "kv bytes per token (bf16)", "perplexity"):

@@ -4,7 +4,7 @@
     python scripts/uptrain.py --student A --teacher B --out C --data self dataset:roneneldan/TinyStories --steps 2000 --eval-text held.txt
     python scripts/uptrain.py ... --resume            # behind Ctrl-C, or a crash
     accelerate launch scripts/uptrain.py ...          # a process per GPU
-    torchrun --nproc-per-node 2 scripts/uptrain.py ... # several processes on a CPU
+    accelerate launch --multi_gpu --num_processes 2 scripts/uptrain.py ...  # two processes, on a CPU too
 
 "self" is text sampled from the original, which is kept under $KV_HF_HOME/samples. The result is an ordinary checkpoint folder.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
@@ -27,7 +28,7 @@ from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, make_row
 from kv_hf.gqa.checkpoint import read_json
 from kv_hf.gqa.uptrain import UptrainReport, UptrainSettings, uptrain
-from kv_hf.gqa.uptrain.progress import Progress
+from kv_hf.gqa.uptrain.progress import SETTINGS, Progress, work_folder
 from kv_hf.gqa.uptrain.settings import DTYPES, TRAINED
 from kv_hf.records import CONVERSION
 
@@ -54,7 +55,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, help="folder for the result")
     parser.add_argument(
         "--data", required=True, nargs="+", metavar="TEXT",
-        help="text files, dataset:PATH,CONFIG,SPLIT,FIELD, or self: sampled from the teacher",
+        help="text files, dataset:PATH,CONFIG,SPLIT,FIELD, bundled texts, or self: sampled from the teacher",
     )  # fmt: skip
     parser.add_argument("--eval-text", help="text that is not trained on; else a part of the data")
     add("steps", int, "updates of the weights")
@@ -104,6 +105,8 @@ def rows_of(report: UptrainReport, settings: UptrainSettings, args: Any) -> list
         "data": [Path(name).name for name in args.data], "held_out": args.eval_text and Path(args.eval_text).name,
         "threads": torch.get_num_threads(), "settings": asdict(settings),
     }  # fmt: skip
+    if len(report.rates) > 1:
+        common["lr_from_step"] = report.rates
     return [make_row(**common, **row) for row in report.curve]
 
 
@@ -143,9 +146,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.student, resolve_model(args.teacher), args.out, args.data, settings, held=args.eval_text,
             resume=args.resume, progress=stepped, sampling=lambda done, of: bar("sampling", done, of, "token"),
         )  # fmt: skip
+    except KeyboardInterrupt:  # training itself takes Ctrl-C as a wish and ends with a state
+        begun = (work_folder(args.out) / SETTINGS).is_file()
+        kept = (
+            "what was sampled and saved before is kept; --resume goes on."
+            if begun
+            else "nothing is left of it."
+        )
+        console.print(f"Stopped: {kept}", highlight=False)
+        return 1
     except (ValueError, OSError) as error:
         who = "" if main_process else f"process {os.environ['RANK']}: "
-        console.print(f"{who}[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        console.print(
+            f"{who}[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False
+        )
         return 2
     finally:
         for each in bars.values():

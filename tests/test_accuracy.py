@@ -16,7 +16,7 @@ from kv_hf.evaluation.held import layer_shapes, measure_held
 from kv_hf.evaluation.prefill import Prefill
 from kv_hf.evaluation.reference import ExactReference
 from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk
-from kv_hf.texts import dataset_text, load_text
+from kv_hf.texts import load_text
 
 
 def test_tally_equals_the_definitions():
@@ -217,11 +217,11 @@ def test_text_of_a_dataset(tmp_path):
     (tmp_path / "data" / "test.jsonl").write_text("\n".join(map(json.dumps, records)))
     folder = str(tmp_path / "data")
     assert load_text(f"dataset:{folder}") == "First.\n\nSecond, longer.\n\nThird."
-    assert dataset_text(folder, "", "test", "text", characters=12) == "First.\n\nSeco"
+    assert load_text(f"dataset:{folder},,test,text", characters=12) == "First.\n\nSeco"
     with pytest.raises(ValueError, match="has no split 'dev', only test"):
-        dataset_text(folder, "", "dev")
+        load_text(f"dataset:{folder},,dev")
     with pytest.raises(ValueError, match="has no column of text 'words': its columns are text"):
-        dataset_text(folder, "", "test", "words")
+        load_text(f"dataset:{folder},,test,words")
     with pytest.raises(ValueError, match="cannot be read"):
         load_text(f"dataset:{tmp_path / 'nothing'}")
     (tmp_path / "empty").mkdir()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,65 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import make_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_uptrain import SHORT, WORDS, bytes_of, make_pair, make_tokenizer, run, save, text, weights
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kv_hf
 from kv_hf.errors import ConversionError, KVCacheError
 from kv_hf.evaluation import stories15m
-from kv_hf.gqa.convert import convert_to_gqa
-from kv_hf.gqa.uptrain import UptrainSettings, progress, uptrain
+from kv_hf.gqa.uptrain import progress
 from kv_hf.gqa.uptrain.losses import distillation_loss, kl_and_entropy
 from kv_hf.gqa.uptrain.windows import WindowOrder, held_out, packed
 
 TESTS = Path(__file__).parent
-WORDS = [f"w{i}" for i in range(92)]
-SHORT = UptrainSettings(steps=6, lr=3e-3, warmup=0, batch=2, length=16, evaluations=1, save_every=2)
-
-
-def make_tokenizer(words=WORDS):
-    special = ["<unk>", "<s>", "</s>"]
-    vocab = {word: i for i, word in enumerate([*special, *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-def save(folder, tokenizer=None, **options):
-    options = {"num_key_value_heads": 4, "max_position_embeddings": 64, **options}
-    make_model("llama", **options).save_pretrained(folder)
-    (tokenizer or make_tokenizer()).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(student, teacher): a random model with 4 kv heads, and its conversion to 1."""
-    folder = tmp_path_factory.mktemp("uptrain")
-    teacher = save(folder / "teacher")
-    convert_to_gqa(teacher, folder / "student", 1)
-    return folder / "student", teacher
-
-
-def text(count, seed=0):
-    picks = torch.randint(len(WORDS), (count,), generator=torch.Generator().manual_seed(seed))
-    return " ".join(WORDS[i] for i in picks)
-
-
-def run(folders, out, settings=SHORT, **options):
-    options = {"data": [[text(400), text(300, 1)]], "held": [text(40, 2), text(20, 3)], **options}
-    return uptrain(*folders, out, settings=settings, **options)
-
-
-def weights(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-
-
-def bytes_of(folder):
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return make_pair(tmp_path_factory.mktemp("uptrain"))
 
 
 # -- the loss ----------------------------------------------------------------------------------------------
@@ -229,6 +188,18 @@ def test_written_checkpoint_is_plain_and_runs_on_pages(folders, whole):
     assert not progress.work_folder(out).exists()
 
 
+def test_all_chat_templates_of_the_student_are_kept(folders, tmp_path):
+    student = tmp_path / "student"
+    shutil.copytree(folders[0], student)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "T {{ messages }}"}
+    tokenizer.save_pretrained(student)
+    run((student, folders[1]), tmp_path / "out", replace(SHORT, steps=1, evaluations=0))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    files = [sorted(p.relative_to(f) for p in f.rglob("*.jinja")) for f in (student, tmp_path / "out")]  # fmt: skip
+    assert files[0] == files[1]
+
+
 def test_student_that_is_its_teacher_has_kl_0(folders, tmp_path):
     report = run((folders[1], folders[1]), tmp_path / "out", replace(SHORT, steps=1, alpha=1.0))
     assert report.curve[0]["kl"] < 1e-6 and abs(report.losses[0][1]) < 1e-6
@@ -278,8 +249,8 @@ def test_interrupted_and_resumed_equals_an_uninterrupted_run(folders, whole, tmp
     assert not half.finished and half.steps == 3 and not (tmp_path / "out").exists()
     with pytest.raises(ConversionError, match="unfinished run"):
         run(folders, tmp_path / "out")
-    with pytest.raises(ConversionError, match="other settings.*lr: 0.003 then, 0.1 now"):
-        run(folders, tmp_path / "out", replace(SHORT, lr=0.1), resume=True)
+    with pytest.raises(ConversionError, match="other settings.*alpha: 0.9 then, 0.1 now"):
+        run(folders, tmp_path / "out", replace(SHORT, alpha=0.1), resume=True)
     rest = run(folders, tmp_path / "out", resume=True)
     assert rest.losses == report.losses and rest.finished
     assert [row["kl"] for row in rest.curve] == [row["kl"] for row in report.curve]
@@ -348,13 +319,24 @@ def test_training_works_outside_of_the_main_thread(folders, whole, tmp_path):
 # -- several processes -------------------------------------------------------------------------------------
 
 
-def test_two_processes_equal_one_that_accumulates_twice(folders, tmp_path):
+@pytest.mark.parametrize(
+    "launch",
+    [
+        ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        # whatever its name says: with --cpu accelerate starts one process
+        pytest.param(
+            ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_two_processes_equal_one_that_accumulates_twice(launch, folders, tmp_path):
     for name, source in (("data", text(600)), ("held", text(60, 2))):
         (tmp_path / f"{name}.txt").write_text(source)
     settings = replace(SHORT, steps=4, evaluations=0)
     files = {"data": str(tmp_path / "data.txt"), "held": str(tmp_path / "held.txt")}
     one = run(folders, tmp_path / "one", replace(settings, accumulate=2), **files)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = str(TESTS.parent / "scripts" / "uptrain.py")
     options = ["--student", *folders[:1], "--teacher", folders[1], "--out", tmp_path / "two"]
     options += ["--data", files["data"], "--eval-text", files["held"], "--steps", 4, "--lr", 3e-3]
@@ -362,8 +344,8 @@ def test_two_processes_equal_one_that_accumulates_twice(folders, tmp_path):
     options += ["--results", tmp_path / "rows.jsonl"]
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [*launch, script, *map(str, options)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", *launch, script, *map(str, options)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=300,
@@ -433,6 +415,36 @@ def test_bad_arguments_fail_before_anything_is_written(folders, tmp_path):
         (folders, out, {"resume": True}, "there is no run to go on with"),
         (folders, out, {"settings": replace(SHORT, length=65)}, "length must be at most 64"),
         (folders, out, {"settings": replace(SHORT, dtype="float16")}, "float16 needs a GPU"),
+        (
+            folders,
+            out,
+            {"held": "nix.txt"},
+            "held .the text to evaluate on. must be a text file, .*nix",
+        ),
+        (
+            folders,
+            out,
+            {"data": "self", "held": "self"},
+            "held .* must be a text file, [^']*, got 'self'",
+        ),
+        (
+            folders,
+            out,
+            {"settings": replace(SHORT, tokens=15)},
+            "tokens must be at least 16 .*, got 15",
+        ),
+        (
+            folders,
+            out,
+            {"settings": replace(SHORT, tokens=31), "held": None},
+            "tokens must be at least 32",
+        ),
+        (
+            folders,
+            out,
+            {"settings": replace(SHORT, sample_tokens=15), "data": "self"},
+            "sample_tokens must be at least 16",
+        ),
         (folders, out, {"data": [["w1 w2"]]}, "shorter than one window of 16 tokens"),
         (folders, out, {"data": [[text(20)]], "held": None}, "one window of 16 tokens"),
     ]
@@ -441,6 +453,22 @@ def test_bad_arguments_fail_before_anything_is_written(folders, tmp_path):
             run(pair, target, **options)
         assert bytes_of(tmp_path) == before, message
     assert not progress.work_folder(out).exists()
+
+
+def test_a_text_that_is_trained_on_is_known_by_any_spelling(folders, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / "folder" / "test.txt"
+    file.write_text(text(60))
+    (tmp_path / "link.txt").symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    for data, held in [
+        ("folder/test.txt", "./folder/test.txt"),
+        (file, "link.txt"),
+        ("folder/../link.txt", str(file)),
+        ("dataset:folder,,test", f"dataset:{tmp_path}/folder/,,test,text"),
+    ]:
+        with pytest.raises(ConversionError, match="is among the data"):
+            run(folders, tmp_path / "out", data=[data], held=held)
 
 
 def test_a_local_dataset_is_read_by_its_column(folders, whole, tmp_path):

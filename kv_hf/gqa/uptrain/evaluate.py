@@ -44,30 +44,25 @@ def evaluate(
     """Return the figures of all windows, which are shared out between the processes.
 
     Args:
-        student, teacher: on the accelerator's device; the student's mode is kept.
+        student, teacher: on the accelerator's device, in evaluation mode.
         windows: token ids, of two tokens at least.
     """
     model = accelerator.unwrap_model(student)
     device = accelerator.device
     sums = torch.zeros(4, dtype=torch.float64)
-    was = model.training
-    model.eval()
-    try:
-        mine = batches(windows, batch)[accelerator.process_index :: accelerator.num_processes]
-        for group in mine:
-            lengths = [len(ids) for ids in group]
-            padded = torch.zeros(len(group), max(lengths), dtype=torch.long)
-            for row, ids in enumerate(group):
-                padded[row, : len(ids)] = torch.tensor(ids)
-            scored = torch.arange(max(lengths) - 1)[None] < torch.tensor(lengths)[:, None] - 1
-            padded, scored = padded.to(device), scored.to(device)
-            with accelerator.autocast():
-                found = model(padded, use_cache=False).logits[:, :-1][scored]
-            wanted = teacher(padded, use_cache=False).logits[:, :-1][scored]
-            parts = kl_and_entropy(found, wanted, padded[:, 1:][scored])
-            sums += torch.stack([*parts, scored.sum().to(parts[0])]).cpu()
-    finally:
-        model.train(was)
+    mine = batches(windows, batch)[accelerator.process_index :: accelerator.num_processes]
+    for group in mine:
+        lengths = [len(ids) for ids in group]
+        padded = torch.zeros(len(group), max(lengths), dtype=torch.long)
+        for row, ids in enumerate(group):
+            padded[row, : len(ids)] = torch.tensor(ids)
+        scored = torch.arange(max(lengths) - 1)[None] < torch.tensor(lengths)[:, None] - 1
+        padded, scored = padded.to(device), scored.to(device)
+        with accelerator.autocast():
+            found = model(padded, use_cache=False).logits[:, :-1][scored]
+        wanted = teacher(padded, use_cache=False).logits[:, :-1][scored]
+        parts = kl_and_entropy(found, wanted, padded[:, 1:][scored])
+        sums += torch.stack([*parts, scored.sum().to(parts[0])]).cpu()
     # as two halves in fp32, because not every backend adds float64
     whole = accelerator.reduce(sums.float().to(device), "sum").cpu().double()
     rest = accelerator.reduce((sums - sums.float().double()).float().to(device), "sum").cpu()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConversionError
-from .documents import SELF, Source, check_source, documents, name_of
+from .documents import HELD, SELF, Source, check_source, documents, name_of, place_of
 from .models import Pair
 from .progress import read_settings
 from .sampling import sampled
@@ -32,13 +32,24 @@ def held_windows(
     """
     if held is None:
         return []
-    if held in sources:
-        raise ConversionError(f"held {name_of(held)!r} is among the data; give another text")
-    check_source(held)
-    found = held_out(token_documents(pair.tokenizer, documents(held)), length, 10_000_000)
+    if place_of(held) in map(place_of, sources) and held != SELF:
+        raise ConversionError(f"{HELD} {name_of(held)!r} is among the data; give another text")
+    check_source(held, HELD)
+    found = held_out(token_documents(pair.tokenizer, documents(held, HELD)), length, 10_000_000)
     if not found:
-        raise ConversionError(f"held {name_of(held)!r} has no text of two tokens")
+        raise ConversionError(f"{HELD} {name_of(held)!r} has no text of two tokens")
     return found
+
+
+def check_tokens(settings: UptrainSettings, sources: list[Source], length: int, held: bool) -> None:
+    """Raise ConversionError where no more tokens are to be taken than make no window, or none to evaluate on (`held`: a text is)."""
+    least = length if held else 2 * length
+    why = f"a window of {length} tokens" + ("" if held else " to train on, and one to evaluate on")
+    for name in ("tokens", *(["sample_tokens"] if sources == [SELF] else [])):
+        if getattr(settings, name) < least:
+            raise ConversionError(
+                f"{name} must be at least {least} ({why}), got {getattr(settings, name)}"
+            )
 
 
 def check_work(work: Path, resume: bool, settings: UptrainSettings, asked: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ...errors import ConversionError
+from ...errors import ConversionError, first_line
 from ..checkpoint import Checkpoint
 from ..structure import load_config
 
@@ -63,18 +63,23 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConversionError(f"{checkpoint.folder} has no tokenizer: {first}") from error
+        raise ConversionError(
+            f"{checkpoint.folder} has no tokenizer: {first_line(error)}"
+        ) from error
     if not len(tokenizer):
         raise ConversionError(f"{checkpoint.folder} has no tokenizer: its vocabulary is empty")
     return tokenizer
 
 
 def load_student(pair: Pair, train: str) -> Any:
-    """Return the student in fp32, ready to train: `train` is "all" or "attention"."""
+    """Return the student in fp32, ready to train: `train` is "all" or "attention".
+
+    It stays in evaluation mode: a student that imitates a teacher is not to lose parts of itself by chance (dropout, noise in
+    routers), and a run is to give the same losses again.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(pair.student.folder, dtype=torch.float32)
     model.config.use_cache = False
-    model.train()
+    model.eval()
     if train == "attention":
         kept = attention_parameters(model)
         for name, parameter in model.named_parameters():

@@ -1,17 +1,13 @@
 """Processes of a run: accelerate's accelerator, and what one process does for all."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, parse_flag_from_env
 
 from ...errors import ConversionError
-from .progress import lock
 from .settings import UptrainSettings, mixed_precision
 
 COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,8 +45,8 @@ def make_accelerator(settings: UptrainSettings) -> Accelerator:
     return accelerator
 
 
-class main_first:
-    """A block that the main process runs while the others wait, and fails on all of them where it fails there."""
+class together:
+    """A block that fails on all processes where it fails on one, and that the others wait for: of what the main process does for all."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -63,19 +59,4 @@ class main_first:
         if self.accelerator.num_processes > 1:
             failed = self.accelerator.reduce(failed, "sum")
         if kind is None and int(failed):
-            raise ConversionError("the main process failed; its message says why")
-
-
-@contextmanager
-def working_in(accelerator: Accelerator, work: Path) -> Iterator[None]:
-    """Have a working folder to oneself: made where it is not there, and locked by the main process."""
-    held = None
-    with main_first(accelerator):
-        if accelerator.is_main_process:
-            work.mkdir(parents=True, exist_ok=True)
-            held = lock(work)
-    try:
-        yield
-    finally:
-        if held is not None:
-            held.close()
+            raise ConversionError("another process failed; its message says why")

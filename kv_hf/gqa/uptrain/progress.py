@@ -10,20 +10,24 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ...errors import ConversionError
+from ...errors import ConversionError, first_line
 from ..checkpoint import read_json
 from ..writer import sync
+from .processes import together
 
 WORK = ".uptraining"  # what the working folder of a destination is called behind its name
 SETTINGS = "settings.json"
@@ -50,6 +54,21 @@ def lock(work: Path) -> IO[bytes]:
     return file
 
 
+@contextmanager
+def working_in(accelerator: Accelerator, work: Path) -> Iterator[None]:
+    """Have a working folder to oneself: made where it is not there, and locked by the main process."""
+    held = None
+    with together(accelerator):
+        if accelerator.is_main_process:
+            work.mkdir(parents=True, exist_ok=True)
+            held = lock(work)
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.close()
+
+
 @dataclass
 class Progress:
     """How far a run is; kept with every state.
@@ -60,6 +79,7 @@ class Progress:
         seconds, cpu_seconds: of training so far; the latter of the processor, of this process.
         losses: of every step: (loss, KL, cross entropy), means over its tokens.
         evaluations: rows of held-out figures, with step, tokens and seconds.
+        rates: (step, largest learning rate from there on), of the beginning and of every change.
     """
 
     step: int = 0
@@ -68,6 +88,7 @@ class Progress:
     cpu_seconds: float = 0.0
     losses: list[tuple[float, float, float]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    rates: list[tuple[int, float]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything, for accelerate to save."""
@@ -77,6 +98,13 @@ class Progress:
         """Take over what `state_dict` gave."""
         vars(self).update(state)
 
+    def set_rate(self, lr: float) -> None:
+        """Note that the largest learning rate is `lr` from here on."""
+        while self.rates and self.rates[-1][0] == self.step:
+            self.rates.pop()
+        if not self.rates or self.rates[-1][1] != lr:
+            self.rates.append((self.step, lr))
+
 
 def states(work: Path) -> list[Path]:
     """Return the states of a working folder, oldest first."""
@@ -84,25 +112,51 @@ def states(work: Path) -> list[Path]:
 
 
 def save_state(accelerator: Accelerator, work: Path, step: int) -> None:
-    """Save a state aside, rename it, and delete the older ones; called by every process."""
+    """Save a state aside, rename it, and delete the older ones; called by every process.
+
+    Raises: ConversionError where it cannot be written, with the state before it as it was.
+    """
     target = work / f"state-{step:08}"
     if not target.exists():
         aside = work / "unfinished"
-        if accelerator.is_main_process:
-            shutil.rmtree(aside, ignore_errors=True)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(aside))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            for path in (*aside.rglob("*"), aside):
-                sync(path)
-            aside.rename(target)
-            sync(work)
+        what = f"the state of step {step} in {str(work)!r}"
+        with together(accelerator):
+            if accelerator.is_main_process:
+                shutil.rmtree(aside, ignore_errors=True)
+        try:
+            with together(accelerator), writing(what, work):
+                accelerator.save_state(str(aside))
+            with together(accelerator), writing(what, work):
+                if accelerator.is_main_process:
+                    for path in (*aside.rglob("*"), aside):
+                        sync(path)
+                    aside.rename(target)
+                    sync(work)
+        except ConversionError:
+            if accelerator.is_main_process:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
     if accelerator.is_main_process:
         for path in states(work):
             if path != target:
                 shutil.rmtree(path)
     accelerator.wait_for_everyone()
+
+
+@contextmanager
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """Raise ConversionError for whatever goes wrong while `what` is written into a folder.
+
+    A full disk is a RuntimeError of torch.save that speaks of positions in a stream, so that the bytes that are free are told.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(folder).free
+        raise ConversionError(
+            f"{what} cannot be written, with {free:,} bytes free there ({first_line(error)}): what was saved before is kept, go on "
+            "with it (resume)"
+        ) from error
 
 
 def load_state(accelerator: Accelerator, work: Path) -> bool:
@@ -112,12 +166,9 @@ def load_state(accelerator: Accelerator, work: Path) -> bool:
         return False
     try:
         accelerator.load_state(str(found[-1]))
-    except (
-        Exception
-    ) as error:  # whatever pickle, safetensors, torch or accelerate raise over damaged files
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # whatever pickle, safetensors, torch or accelerate raise
         raise ConversionError(
-            f"{found[-1]} cannot be read ({first}): delete it, or the whole of {work} to begin anew"
+            f"{found[-1]} cannot be read ({first_line(error)}): delete it, or the whole of {work} to begin anew"
         ) from error
     return True
 

@@ -1,7 +1,6 @@
 """The checkpoint that an uptraining writes: the student's files, new weights, a record of what was done."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,11 @@ from ...records import UPTRAINING
 from ...version import __version__
 from ..card import read_card
 from ..convert import BESIDE
-from ..writer import becoming
+from ..writer import becoming, copy_files
 from .models import Pair, stored_dtype
+from .progress import states, writing
+
+BESIDE_WEIGHTS = 1 << 18  # bytes of a state that are no weights: random numbers, losses, headers
 
 
 def round_to_stored(model: Any, dtype: torch.dtype) -> None:
@@ -24,6 +26,16 @@ def round_to_stored(model: Any, dtype: torch.dtype) -> None:
                     tensor.copy_(tensor.to(dtype))
 
 
+def bytes_needed(pair: Pair, work: Path) -> int:
+    """Return the bytes that a run writes at most, beside those of its windows: two states, of which one is being saved, and the result.
+
+    A state holds the weights and two sums of each in fp32. What `work` has of an earlier run counts as free.
+    """
+    weights = sum(each.nbytes // each.dtype.itemsize for each in pair.student.tensors.values())
+    there = sum(file.stat().st_size for state in states(work) for file in state.iterdir())
+    return max(0, 2 * (3 * 4 * weights + BESIDE_WEIGHTS) + pair.student.nbytes - there)
+
+
 def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str, Any]) -> None:
     """Write `destination`, aside and renamed; the model's weights take the dtype of the student's.
 
@@ -32,11 +44,10 @@ def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str
     """
     model.to(stored_dtype(pair.student))
     with becoming(destination) as folder:
-        model.save_pretrained(folder)
+        with writing(f"destination {str(destination)!r}", folder):
+            model.save_pretrained(folder)
         for pattern in BESIDE:
-            for path in pair.student.folder.glob(pattern):
-                if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+            copy_files(pair.student.folder, folder, sorted(pair.student.folder.glob(pattern)))
         # the student's config, as it was: transformers would write what a loaded config became
         config = json.loads(json.dumps(pair.student.config))
         config.pop("_name_or_path", None)

@@ -11,12 +11,12 @@ import torch
 from ...errors import ConversionError
 from ..writer import check_destination
 from .documents import Source, check_source, name_of
-from .inputs import check_work, held_windows, sources_of, write_data
+from .inputs import check_tokens, check_work, held_windows, sources_of, write_data
 from .interrupt import stop_wishes
 from .models import Pair, load_student, load_teacher, stored_dtype
-from .processes import COMPUTE, main_first, make_accelerator, working_in
-from .progress import Progress, load_state, work_folder, write_settings
-from .result import round_to_stored, write_checkpoint
+from .processes import COMPUTE, make_accelerator, together
+from .progress import Progress, load_state, work_folder, working_in, write_settings
+from .result import bytes_needed, round_to_stored, write_checkpoint
 from .settings import UptrainSettings
 from .train import Run
 from .windows import read_windows
@@ -34,6 +34,7 @@ class UptrainReport:
         steps, tokens, seconds: of training, evaluations not counted.
         curve: rows of step, tokens, seconds, loss (mean since the row before), perplexity, teacher_perplexity, kl.
         losses: of every step: (loss, KL, cross entropy).
+        rates: (step, largest learning rate from there on), of the beginning and of every change.
     """
 
     student: str
@@ -45,6 +46,7 @@ class UptrainReport:
     seconds: float
     curve: tuple[dict[str, Any], ...]
     losses: tuple[tuple[float, ...], ...]
+    rates: tuple[tuple[int, float], ...]
 
     @property
     def became_worse(self) -> bool:
@@ -82,15 +84,15 @@ def uptrain(
     target = Path(destination)
     pair = Pair.open(student, teacher)
     length = pair.window(settings.length)
-    # two states while one is saved (weights and two sums in fp32), and the result
-    need = 7 * pair.student.nbytes
+    work = work_folder(target)
+    need = bytes_needed(pair, work)
     check_destination(target, pair.student.folder, need)
     check_destination(target, pair.teacher.folder, need)
     sources = sources_of(data)
     for source in sources:
         check_source(source)
+    check_tokens(settings, sources, length, held is not None)
     scored = held_windows(pair, held, sources, length)
-    work = work_folder(target)
     accelerator = make_accelerator(settings)
     asked = asdict(settings) | {
         "student": str(student), "teacher": str(teacher), "data": [name_of(each) for each in sources],
@@ -102,7 +104,7 @@ def uptrain(
     original = load_teacher(pair, COMPUTE[accelerator.mixed_precision], accelerator.device)
     accelerator.wait_for_everyone()  # all have seen what there is of the run
     with working_in(accelerator, work):
-        with main_first(accelerator):
+        with together(accelerator):
             if accelerator.is_main_process:
                 write_settings(work, asked)
                 write_data(work, pair, original, sources, settings, length, sampling)
@@ -135,7 +137,7 @@ def uptrain(
         if finished:
             round_to_stored(accelerator.unwrap_model(model), stored_dtype(pair.student))
             run.evaluate()
-            with main_first(accelerator):
+            with together(accelerator):
                 if accelerator.is_main_process:
                     write_checkpoint(
                         target, pair, accelerator.unwrap_model(model), _record(asked, run)
@@ -144,7 +146,7 @@ def uptrain(
     accelerator.free_memory()
     return UptrainReport(
         str(student), str(teacher), str(destination), finished, state.step, state.step * run.tokens_per_step, state.seconds,
-        tuple(state.evaluations), tuple(tuple(each) for each in state.losses),
+        tuple(state.evaluations), tuple(tuple(each) for each in state.losses), tuple((at, lr) for at, lr in state.rates),
     )  # fmt: skip
 
 
@@ -161,6 +163,7 @@ def _record(asked: dict[str, Any], run: Run) -> dict[str, Any]:
         "data": [Path(name).name if Path(name).is_file() else name for name in asked["data"]],
         "held_out": short(Path(asked["held"]).name) if asked["held"] else "windows of the data",
         **{name: asked[name] for name in ("lr", "alpha", "temperature", "train", "batch", "accumulate", "seed", "window")},
+        **({"lr_from_step": run.progress.rates} if len(run.progress.rates) > 1 else {}),
         "processes": run.accelerator.num_processes,
         "dtype": str(COMPUTE[run.accelerator.mixed_precision]).removeprefix("torch."),
         "steps": run.progress.step,

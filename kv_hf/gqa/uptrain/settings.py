@@ -12,7 +12,7 @@ from ...errors import ConversionError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRAINED = ("all", "attention")
 # settings that may differ between a run and the one that it goes on with
-MAY_CHANGE = ("steps", "minutes", "save_every", "evaluations")
+MAY_CHANGE = ("steps", "minutes", "lr", "save_every", "evaluations")
 
 
 @dataclass(frozen=True)

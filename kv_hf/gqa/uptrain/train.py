@@ -16,7 +16,7 @@ from ...errors import ConversionError
 from .evaluate import Evaluation, evaluate
 from .interrupt import Wish
 from .losses import distillation_loss
-from .progress import Progress, save_state
+from .progress import Progress, save_state, states
 from .settings import UptrainSettings
 from .windows import WindowOrder
 
@@ -29,7 +29,7 @@ class Run:
 
     Attributes:
         accelerator: of accelerate.
-        student, optimizer: prepared by it; the student is in training mode.
+        student, optimizer: prepared by it; the student is in evaluation mode, see models.load_student.
         teacher: on its device.
         windows: dataset of windows [length] to train on, of which the first `count` are used.
         held: token ids to evaluate on.
@@ -81,6 +81,7 @@ class Run:
     def train(self, wish: Wish) -> bool:
         """Train to the end, or until a wish to stop; say whether the end was reached. The state behind the last step is saved."""
         settings, progress = self.settings, self.progress
+        progress.set_rate(settings.lr)
         batches = iter(self._loader())
         while True:
             stop, planned, due = self._agree(wish)
@@ -96,19 +97,39 @@ class Run:
             progress.cpu_seconds += time.process_time() - began_cpu
             progress.step += 1
             if progress.step % settings.save_every == 0:
-                save_state(self.accelerator, self.work, progress.step)
+                self._save()
             if self.accelerator.is_main_process:
                 self.notify(progress)
         if progress.step:
-            save_state(self.accelerator, self.work, progress.step)
+            self._save()
         return not stop
+
+    def _save(self) -> None:
+        for name, tensor in self.accelerator.unwrap_model(self.student).named_parameters():
+            if not tensor.isfinite().all():
+                raise self._diverged(f"{name} is not finite behind")
+        save_state(self.accelerator, self.work, self.progress.step)
+
+    def _diverged(self, what: str) -> ConversionError:
+        """Return an error about a step, that says what can be done: no state was saved since."""
+        found = states(self.work)
+        step, saved = self.progress.step, int(found[-1].name[6:]) if found else 0
+        if step > saved:
+            remedy = f"go on from step {saved} (resume) with an lr below {self.settings.lr:g}"
+        elif saved:
+            remedy = f"its state does not help: delete {str(self.work)!r} and begin anew with an lr below {self.settings.lr:g}"
+        else:
+            remedy = "nothing was trained before it, so that it is the student's, the teacher's or that of the dtype"
+        return ConversionError(f"{what} step {step}; {remedy}")
 
     def _loader(self) -> DataLoader[Any]:
         order = WindowOrder(
             self.count, self.settings.batch, self.settings.seed, start=self.progress.step * self.settings.accumulate,
             rank=self.accelerator.process_index, processes=self.accelerator.num_processes,
         )  # fmt: skip
-        return DataLoader(self.windows, batch_sampler=order)
+        # a loader draws a number even for an order of its own: not from the generator of the process
+        own = torch.Generator().manual_seed(self.settings.seed)
+        return DataLoader(self.windows, batch_sampler=order, generator=own)
 
     def _agree(self, wish: Wish) -> tuple[bool, int, bool]:
         """Return (stop, steps planned in all, evaluate now), the same on all processes."""
@@ -159,13 +180,21 @@ class Run:
                 )
                 accelerator.backward(parts[0])
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(self.student.parameters(), settings.clip)
+                    norm = accelerator.clip_grad_norm_(self.student.parameters(), settings.clip)
+                    self._check_gradient(float(norm))  # the same on all processes
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             sums += torch.stack([part.detach() for part in parts])
         loss, kl, entropy = accelerator.reduce(sums / settings.accumulate, "mean").tolist()
         if not math.isfinite(loss):
-            raise ConversionError(
-                f"the loss of step {self.progress.step} is {loss}: go on from the state before it with a smaller lr"
-            )
+            raise self._diverged(f"the loss is {loss} in")
         return loss, kl, entropy
+
+    def _check_gradient(self, norm: float) -> None:
+        """Raise ConversionError for a gradient that is not finite, before it becomes weights.
+
+        A scaler (float16) leaves out such steps and scales less, which finds gradients that are finite unless they never are.
+        """
+        scaler = self.accelerator.scaler
+        if not math.isfinite(norm) and (scaler is None or scaler.get_scale() < 1):
+            raise self._diverged(f"the gradient's norm is {norm} in")

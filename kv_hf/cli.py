@@ -1,5 +1,5 @@
 """The command line: `kv-hf doctor` says what would run here, and why; `kv-hf lm-eval` runs lm-eval over our caches;
-`kv-hf convert-gqa` writes a checkpoint with fewer kv heads.
+`kv-hf convert-gqa` writes a checkpoint with fewer kv heads; `kv-hf explore` shows what caches take in a browser.
 """
 
 import argparse
@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "convert-gqa", help="write a checkpoint with fewer kv heads", add_help=False
     )
+    commands.add_parser(
+        "explore", help="the memory planner as a page in a browser", add_help=False
+    )
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["lm-eval"]:
         from .evaluation.harness.__main__ import main as lm_eval
@@ -50,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .gqa.command import main as convert_gqa
 
         return convert_gqa(arguments[1:])
+    if arguments[:1] == ["explore"]:
+        from .planner.explore.command import main as explore
+
+        return explore(arguments[1:])
     args = parser.parse_args(arguments)
     try:
         own = sizes_of(args.model) if args.model is not None else {}

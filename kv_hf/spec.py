@@ -11,6 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from .formats import Scheme
+from .row_pages import RowPages, page_use
+from .row_pages import page_capacity as page_capacity
+from .row_pages import reserved_pages as reserved_pages
+from .row_pages import sealed_pages as sealed_pages
+from .row_pages import window_slots as window_slots
 
 SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
 TABLE_DTYPE = torch.int32
@@ -263,34 +268,6 @@ class MemoryReport:
         return self.total / self.tokens if self.tokens else 0.0
 
 
-def page_capacity(num_pages: int) -> int:
-    """Return the pages that storage allocates to hold `num_pages`.
-
-    Exactly that many up to 256, then in steps that keep the unused part below 1/128: memory stays close to
-    what is used, and growing copies a layer's pages once per step.
-    """
-    if num_pages <= 256:
-        return num_pages
-    step = (1 << (num_pages - 1).bit_length()) // 256
-    return -(-num_pages // step) * step
-
-
-def sealed_pages(tokens: int, *, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
-    """Return how many pages of a row of `tokens` real tokens are sealed."""
-    return max(0, tokens - sink_tokens - recent_tokens) // page_size
-
-
-def reserved_pages(rows: int, pages_per_row: int, max_pages: int | None) -> int:
-    """Return the pages that storage makes room for at once: never more than `max_pages`."""
-    reserved = rows * pages_per_row
-    return reserved if max_pages is None else min(reserved, max_pages)
-
-
-def window_slots(*, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
-    """Return the exact tokens that a row has room for: its sinks and its open tail."""
-    return sink_tokens + page_size + recent_tokens
-
-
 def predict_memory(
     specs: Sequence[PageSpec],
     row_tokens: Sequence[int],
@@ -299,33 +276,43 @@ def predict_memory(
     recent_tokens: int,
     reserve_tokens: int = 0,
     max_pages: int | None = None,
+    window: int | None = None,
+    prompt: int | None = None,
 ) -> MemoryReport:
-    """Predict the bytes of a cache whose rows hold `row_tokens` real tokens, without allocating.
+    """Predict the bytes of paged layers whose rows hold `row_tokens` real tokens, without allocating.
 
     Args:
-        specs: one per paged layer.
+        specs: one per paged layer, all of one window.
         row_tokens: real tokens of each row of the batch (left padding not counted).
         sink_tokens, recent_tokens, reserve_tokens, max_pages: as in CacheConfig.
+        window: sliding window of these layers, None for full attention.
+        prompt: tokens of the longest row that came in one first forward, the others one by one; with a sliding
+            window the bytes depend on it. None: the most that any prompt leads to.
     """
     if not specs:
         return MemoryReport(0, 0, 0, 0, 0, 0, 0, sum(row_tokens))
-    sizes = {
-        "page_size": specs[0].keys.page_size,
-        "sink_tokens": sink_tokens,
-        "recent_tokens": recent_tokens,
-    }
-    per_row = [sealed_pages(tokens, **sizes) for tokens in row_tokens]
-    held = sum(per_row)
+    sizes = RowPages(specs[0].keys.page_size, sink_tokens, recent_tokens, window)
+    use = page_use(sizes, row_tokens, prompt)
+    reserved = reserved_pages(len(row_tokens), sizes.reserved(reserve_tokens), max_pages)
+    return pages_report(specs, sizes, row_tokens, use.held, use.capacity(reserved))
+
+
+def pages_report(
+    specs: Sequence[PageSpec],
+    sizes: RowPages,
+    row_tokens: Sequence[int],
+    held: Sequence[int],
+    capacity: int,
+) -> MemoryReport:
+    """Return the bytes of layers with storage for `capacity` pages, of which each row holds `held`."""
     rows = len(row_tokens)
-    reserved = reserved_pages(rows, sealed_pages(reserve_tokens, **sizes), max_pages)
-    capacity = max(page_capacity(held), reserved)
     return MemoryReport(
         payload=capacity * sum(side.payload_bytes for spec in specs for side in spec.sides),
         scales=capacity * sum(side.scale_bytes for spec in specs for side in spec.sides),
-        tail=sum(spec.window_bytes(rows, window_slots(**sizes)) for spec in specs),
-        tables=rows * max(per_row, default=0) * TABLE_DTYPE.itemsize,
+        tail=sum(spec.window_bytes(rows, sizes.slots) for spec in specs),
+        tables=rows * max(held, default=0) * TABLE_DTYPE.itemsize,
         other=0,
-        pages_held=held,
+        pages_held=sum(held),
         pages_allocated=capacity,
         tokens=sum(row_tokens),
     )

@@ -11,7 +11,7 @@ ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
     {"errors", "home", "notices", "version"},
     {"checks", "config", "formats", "recipe", "texts"},
-    {"spec"},
+    {"row_pages", "spec"},
     {"quant"},
     {"kernels", "pages"},
     {"cache"},

@@ -3,25 +3,20 @@
 from collections.abc import Container, Sequence
 from typing import Any
 
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicIndexedLayer
 
 from ..config import CacheConfig
-from ..errors import CacheOptionError, UnsupportedModelError
+from ..errors import CacheOptionError
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from .compat import is_dummy
 from .latent_layer import IndexedLatentLayer, LatentLayer
 from .layer import PagedLayer
-from .layer_formats import LayerFormats, planned_specs
+from .layer_choice import paged_formats
+from .layer_formats import planned_specs
 from .model_shape import latent_ranks, page_sizes, signature
 from .offloading import make_arena
 from .prefix_store import PrefixStore
-
-_PAGED = (DynamicLayer, DynamicSlidingWindowLayer)  # subclasses hold more than keys and values
 
 
 def page_layers(
@@ -41,23 +36,16 @@ def page_layers(
     Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
     """
     ranks = latent_ranks(config, len(layers))
-    paged = [
-        index
-        for index, layer in enumerate(layers)
-        if _can_be_paged(layer, ranks[index]) and index not in kept
-    ]
-    if not paged:
-        kinds = sorted({type(layer).__name__ for layer in layers})
-        raise UnsupportedModelError(
-            f"{getattr(config, 'model_type', config)!r} has no attention layer that pages could hold "
-            f"(its layers: {', '.join(kinds)}); use cache_implementation='dynamic'"
-        )
-    if ranks.count(None) == len(ranks):
-        _check_no_latent_options(config, options)
-    options.check_model(signature(config), len(layers), set(paged))
-    formats = {index: LayerFormats.of(options, index, len(layers), ranks[index]) for index in paged}
+    formats = paged_formats(
+        [type(layer).__name__ for layer in layers],
+        ranks,
+        options,
+        getattr(config, "model_type", config),
+        signature(config),
+        kept,
+    )
     planned_specs(page_sizes(config), list(formats.values()))
-    _check_overrides(layers, set(paged), options)
+    paged = list(formats)
     arena = _arena(layers, set(paged), config, options)
     groups: dict[int | None, PageGroup] = {}
     made = list(layers)
@@ -79,11 +67,6 @@ def page_layers(
         others = (peer for peer in ordered if peer is not group)
         group.lockstep.peers = tuple(peer.lockstep for peer in others)
     return made, ordered, arena
-
-
-def _can_be_paged(layer: Any, rank: int | None) -> bool:
-    """Say whether pages can take the place of a layer of transformers; indexer keys only beside latents."""
-    return type(layer) in _PAGED or (rank is not None and type(layer) is DynamicIndexedLayer)
 
 
 def _new_group(window: int | None, options: CacheConfig, arena: PageArena) -> PageGroup:
@@ -118,27 +101,6 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
                 f"{type(layer).__name__}, whose state belongs to the whole text"
             )
     return store.bind(options, signature(config))
-
-
-def _check_no_latent_options(config: Any, options: CacheConfig) -> None:
-    """Raise CacheOptionError for options about latents, which the model of `config` does not cache."""
-    for name in ("latent", "latent_group_size", "k_rope", "mla"):
-        value, default = getattr(options, name), getattr(CacheConfig, name)
-        if value != default:
-            raise CacheOptionError(
-                f"{name}={value!r} is for models with multi-head latent attention (MLA), which "
-                f"{getattr(config, 'model_type', config)!r} is not; leave it out"
-            )
-
-
-def _check_overrides(layers: Sequence[Any], paged: set[int], options: CacheConfig) -> None:
-    """Raise CacheOptionError where `layers` names only layers that transformers keeps."""
-    for low, high, _ in options.layer_overrides():
-        if not paged & set(range(low, high + 1)):
-            raise CacheOptionError(
-                f"layers: {low}-{high} holds no paged layer; transformers' {type(layers[low]).__name__} is kept there, "
-                "which has no formats"
-            )
 
 
 def release_pages(layers: Sequence[Any]) -> None:

@@ -1,0 +1,80 @@
+"""Which layers of a model live in pages, and in which formats: decided by names, before any tensor."""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from ..config import CacheConfig
+from ..errors import CacheOptionError, UnsupportedModelError
+from .layer_formats import LayerFormats
+
+# subclasses hold more than keys and values
+_PAGED = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__)
+INDEXED = DynamicIndexedLayer.__name__
+
+
+def paged_formats(
+    classes: Sequence[str],
+    ranks: Sequence[int | None],
+    options: CacheConfig,
+    model_type: str,
+    sizes: Mapping[str, Any],
+    kept: Container[int] = (),
+) -> dict[int, LayerFormats]:
+    """Return the formats of each layer that lives in pages.
+
+    Args:
+        classes: names of the classes of the layers in a DynamicCache.
+        ranks: kv_lora_rank of each layer, None of those without latent attention.
+        model_type, sizes: of the model, for messages and for a recipe's check.
+        kept: layers that stay as they are.
+    Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
+    """
+    count = len(classes)
+    paged = [
+        index
+        for index, name in enumerate(classes)
+        if index not in kept and _can_be_paged(name, ranks[index])
+    ]
+    if not paged:
+        raise UnsupportedModelError(
+            f"{model_type!r} has no attention layer that pages could hold "
+            f"(its layers: {', '.join(sorted(set(classes)))}); use cache_implementation='dynamic'"
+        )
+    if all(rank is None for rank in ranks):
+        _check_no_latent_options(model_type, options)
+    options.check_model(sizes, count, set(paged))
+    formats = {index: LayerFormats.of(options, index, count, ranks[index]) for index in paged}
+    _check_overrides(classes, set(paged), options)
+    return formats
+
+
+def _can_be_paged(name: str, rank: int | None) -> bool:
+    """Say whether pages can take the place of a layer of transformers; indexer keys only beside latents."""
+    return name in _PAGED or (rank is not None and name == INDEXED)
+
+
+def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
+    """Raise CacheOptionError for options about latents, which the model does not cache."""
+    for name in ("latent", "latent_group_size", "k_rope", "mla"):
+        value, default = getattr(options, name), getattr(CacheConfig, name)
+        if value != default:
+            raise CacheOptionError(
+                f"{name}={value!r} is for models with multi-head latent attention (MLA), which "
+                f"{model_type!r} is not; leave it out"
+            )
+
+
+def _check_overrides(classes: Sequence[str], paged: set[int], options: CacheConfig) -> None:
+    """Raise CacheOptionError where `layers` names only layers that transformers keeps."""
+    for low, high, _ in options.layer_overrides():
+        if not paged & set(range(low, high + 1)):
+            raise CacheOptionError(
+                f"layers: {low}-{high} holds no paged layer; transformers' {classes[low]} is kept there, "
+                "which has no formats"
+            )

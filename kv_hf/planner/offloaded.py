@@ -1,0 +1,161 @@
+"""Bytes of a PagedCache with offload: which layers' pages have left the device, and what they are read through.
+
+Layers leave for good, and what lives outside grows in steps, so that both depend on the way: the forwards at which
+the cache makes room are gone through one by one (cache/offloading.py, pages/offload.py), with the cache's own budget.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..config import CacheConfig
+from ..errors import CacheOptionError
+from ..pages.device_budget import Demand, DeviceBudget, Split
+from ..pages.home import SMALLEST_EXTENT
+from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks, page_use
+from ..spec import LANES, PageSpec, pages_report
+from .figures import EMPTY, Figures
+from .growing import check_classes
+from .inventory import Inventory
+from .paged import (
+    Groups,
+    beside_pages,
+    check_max_pages,
+    check_options,
+    layer_formats,
+    layer_spec,
+    open_slots,
+    page_groups,
+    reserve,
+    row_sizes,
+)
+
+
+@dataclass
+class _Room:
+    """What the arena of an offload has made room for so far.
+
+    Attributes:
+        homes: layer -> pages that there is room for outside.
+        capacities: layer -> pages that room was made for.
+    """
+
+    budget: DeviceBudget
+    device: torch.device
+    split: Split = field(default_factory=Split)
+    homes: dict[int, int] = field(default_factory=dict)
+    capacities: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def buffers(self) -> int:
+        """Staging buffers: a copy runs beside kernels on a GPU only."""
+        return 1 if self.device.type == "cpu" else 2
+
+    def settle(self, specs: Mapping[int, PageSpec], capacities: Mapping[int, int]) -> None:
+        """Make room for pages of these layers, as OffloadArena.settle."""
+        self.capacities.update(capacities)
+        demands = {
+            layer: Demand(spec, self.device, self.capacities[layer], self.capacities[layer])
+            for layer, spec in specs.items()
+        }
+        self.split = self.budget.split(demands, self.buffers, self.split.outside)
+        for layer in self.split.outside:
+            first, wanted = self.homes.get(layer, 0), self.capacities[layer]
+            if wanted > first:
+                self.homes[layer] = first + max(wanted - first, first // 4, SMALLEST_EXTENT)
+
+
+def offloaded(
+    inventory: Inventory,
+    options: CacheConfig,
+    row_tokens: Sequence[int],
+    prompt: int | None,
+    dtype: torch.dtype,
+    layout: str,
+) -> Figures:
+    """Return what a PagedCache of these options takes; without `prompt` all tokens but the last came at once."""
+    check_options(options)
+    check_classes(inventory)
+    device = torch.device("cpu" if layout == LANES else "cuda")
+    if options.offload == "cpu" and device.type == "cpu":
+        raise CacheOptionError(
+            "offload='cpu' has nothing to do on a CPU, where pages are in host memory already; use offload='disk', or "
+            "leave offload out"
+        )
+    formats = layer_formats(inventory, options)
+    groups = page_groups(inventory, formats, dtype, layout)
+    longest = max(row_tokens, default=0)
+    new = longest - prompt if prompt is not None else min(1, max(0, longest - 1))
+    room = _Room(DeviceBudget(options.device_pages, options.device_bytes), device)
+    steps = _steps(groups, options, row_tokens, new)
+    held = {layer: spec for specs in groups.values() for layer, spec in specs.items()}
+    # until a layer has seen keys, it is taken to have heads like those of the first
+    guessed = {
+        index: layer_spec(own, inventory.layers[min(held)], dtype, layout)
+        for index, own in formats.items()
+        if inventory.layers[index].window in groups
+    }
+    for step in sorted(steps):
+        capacities = {
+            layer: pages
+            for window, pages in steps[step].items()
+            for layer in guessed
+            if inventory.layers[layer].window == window
+        }
+        room.settle({**guessed, **held} if step else guessed, capacities)
+    total = Figures(replace(EMPTY, tokens=sum(row_tokens)))
+    for window, specs in groups.items():
+        total += _group(room, specs, row_sizes(options, window), options, row_tokens, longest - new)
+    if new:  # the prompt's forward reads no pages
+        size = room.buffers * sum(room.split.staging.values())
+        total += Figures(replace(EMPTY, staging=size))
+    for index, layer in enumerate(inventory.layers):
+        total += beside_pages(layer, index in formats, row_tokens, longest - new, dtype)
+    return total
+
+
+def _steps(
+    groups: Groups, options: CacheConfig, row_tokens: Sequence[int], new: int
+) -> dict[int, dict[int | None, int]]:
+    """Return step -> {window: pages that its layers make room for}, where that changes or is said for the first time."""
+    steps: dict[int, dict[int | None, int]] = {0: {}}
+    for window in groups:
+        sizes = row_sizes(options, window)
+        reserved, last = reserve(sizes, options, len(row_tokens)), -1
+        for step, pages in page_peaks(sizes, row_tokens, new):
+            check_max_pages(pages, options.max_pages, row_tokens)
+            capacity = max(page_capacity(pages), reserved)
+            if capacity > last:
+                steps.setdefault(step, {})[window] = last = capacity
+        begun = steps[0][window]
+        again = first_sealing_step(sizes, row_tokens, new)
+        if again is not None:
+            steps.setdefault(again, {}).setdefault(window, begun)
+    return steps
+
+
+def _group(
+    room: _Room,
+    specs: Mapping[int, PageSpec],
+    sizes: RowPages,
+    options: CacheConfig,
+    row_tokens: Sequence[int],
+    prompt: int,
+) -> Figures:
+    """Return what the pages of one window take, on the device and outside."""
+    use = page_use(sizes, row_tokens, prompt)
+    capacity = use.capacity(reserve(sizes, options, len(row_tokens)))
+    whole = pages_report(list(specs.values()), sizes, row_tokens, use.held, capacity)
+    inside = [spec for layer, spec in specs.items() if layer not in room.split.outside]
+    sides = [side for spec in inside for side in spec.sides]
+    homes = {layer: pages for layer, pages in room.homes.items() if layer in specs}
+    report = replace(
+        whole,
+        payload=capacity * sum(side.payload_bytes for side in sides),
+        scales=capacity * sum(side.scale_bytes for side in sides),
+        pages_allocated=max([*homes.values(), *([capacity] if inside else [])], default=0),
+        offloaded=sum(pages * specs[layer].page_bytes for layer, pages in homes.items()),
+    )
+    free = (capacity - whole.pages_held) * sum(spec.page_bytes for spec in inside)
+    return Figures(report, free + open_slots(list(specs.values()), sizes, row_tokens))

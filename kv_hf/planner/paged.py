@@ -1,0 +1,163 @@
+"""Bytes of a PagedCache that grows with its text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..cache.layer_choice import INDEXED, paged_formats
+from ..cache.layer_formats import LayerFormats
+from ..config import CacheConfig
+from ..errors import CacheOptionError, PagePoolExhaustedError
+from ..row_pages import RowPages, page_use, reserved_pages
+from ..spec import PageSpec, pages_report
+from .figures import EMPTY, Figures
+from .growing import check_classes, growing_layer
+from .inventory import CachedLayer, Inventory
+
+Groups = dict[int | None, dict[int, PageSpec]]
+
+
+def paged(
+    inventory: Inventory,
+    options: CacheConfig,
+    row_tokens: Sequence[int],
+    prompt: int | None,
+    dtype: torch.dtype,
+    layout: str,
+) -> Figures:
+    """Return what a PagedCache of these options takes, with all its pages on the device."""
+    check_options(options)
+    check_classes(inventory)
+    formats = layer_formats(inventory, options)
+    groups = page_groups(inventory, formats, dtype, layout)
+    total = Figures(replace(EMPTY, tokens=sum(row_tokens)))
+    for window, specs in groups.items():
+        total += _group(list(specs.values()), window, options, row_tokens, prompt)
+    for index, layer in enumerate(inventory.layers):
+        total += beside_pages(layer, index in formats, row_tokens, prompt, dtype)
+    return total
+
+
+def check_options(options: CacheConfig) -> None:
+    """Raise CacheOptionError for options whose bytes are not a matter of one cache of a decoder."""
+    if options.prefix_store is not None:
+        raise CacheOptionError(
+            "prefix_store: how many bytes rows share depends on their texts; leave it out of a plan"
+        )
+    if options.cross_attention != "exact":
+        raise CacheOptionError(
+            f"cross_attention={options.cross_attention!r} is for encoder-decoder models, which are not planned"
+        )
+
+
+def layer_formats(inventory: Inventory, options: CacheConfig) -> dict[int, LayerFormats]:
+    """Return the formats of all layers that pages take the place of, those too that hold no keys and values.
+
+    Raises: CacheOptionError, UnsupportedModelError, as the cache would.
+    """
+    classes = [layer.cache_class for layer in inventory.layers]
+    return paged_formats(classes, _ranks(inventory.layers), options, inventory.model_type, {})
+
+
+def page_groups(
+    inventory: Inventory, formats: Mapping[int, LayerFormats], dtype: torch.dtype, layout: str
+) -> Groups:
+    """Return {window: {layer: pages}} of the layers with pages, full attention first."""
+    groups: Groups = {}
+    for index, own in formats.items():
+        layer = inventory.layers[index]
+        if layer.elements:
+            specs = groups.setdefault(layer.window, {})
+            specs[index] = layer_spec(own, layer, dtype, layout)
+    ordered = sorted(groups, key=lambda window: (window is not None, window))
+    return {window: groups[window] for window in ordered}
+
+
+def layer_spec(
+    formats: LayerFormats, shape: CachedLayer, dtype: torch.dtype, layout: str
+) -> PageSpec:
+    """Return what pages of these formats are like for keys and values as those of `shape`."""
+    return formats.spec(
+        num_kv_heads=shape.kv_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        dtype=dtype,
+        layout=layout,
+    )
+
+
+def _ranks(layers: Sequence[CachedLayer]) -> list[int | None]:
+    """Return kv_lora_rank of each layer; an indexed one without latents reads those of another layer."""
+    found = [layer.key_dim if layer.latent else None for layer in layers]
+    known = next((rank for rank in found if rank is not None), None)
+    return [
+        known if layer.cache_class == INDEXED and not layer.elements else rank
+        for layer, rank in zip(layers, found, strict=True)
+    ]
+
+
+def _group(
+    specs: list[PageSpec],
+    window: int | None,
+    options: CacheConfig,
+    row_tokens: Sequence[int],
+    prompt: int | None,
+) -> Figures:
+    sizes = row_sizes(options, window)
+    use = page_use(sizes, row_tokens, prompt)
+    check_max_pages(use.most, options.max_pages, row_tokens)
+    capacity = use.capacity(reserve(sizes, options, len(row_tokens)))
+    report = pages_report(specs, sizes, row_tokens, use.held, capacity)
+    free = (capacity - report.pages_held) * sum(spec.page_bytes for spec in specs)
+    return Figures(report, free + open_slots(specs, sizes, row_tokens))
+
+
+def check_max_pages(needed: int, most: int | None, row_tokens: Sequence[int]) -> None:
+    """Raise PagePoolExhaustedError where the cache would."""
+    if most is not None and needed > most:
+        raise PagePoolExhaustedError(
+            f"max_pages={most} is too small: {len(row_tokens)} rows of at most {max(row_tokens)} tokens take {needed}; "
+            "raise max_pages, or use a smaller batch or shorter text"
+        )
+
+
+def reserve(sizes: RowPages, options: CacheConfig, rows: int) -> int:
+    """Return the pages that storage of a group has room for from the first forward on."""
+    return reserved_pages(rows, sizes.reserved(options.reserve_tokens), options.max_pages)
+
+
+def row_sizes(options: CacheConfig, window: int | None) -> RowPages:
+    """Return the sizes by which rows of a group become pages."""
+    return RowPages(options.page_size, options.sink_tokens, options.recent_tokens, window)
+
+
+def open_slots(specs: Sequence[PageSpec], sizes: RowPages, row_tokens: Sequence[int]) -> int:
+    """Return the bytes of exact slots that hold no token."""
+    slots = sum(sizes.slots - sizes.exact(tokens) for tokens in row_tokens)
+    return sum(spec.window_bytes(1, slots) for spec in specs)
+
+
+def beside_pages(
+    layer: CachedLayer,
+    pageable: bool,
+    row_tokens: Sequence[int],
+    prompt: int | None,
+    dtype: torch.dtype,
+) -> Figures:
+    """Return what a layer holds that is in no page: indexer keys, or all of it where transformers keeps it."""
+    if not pageable:
+        kept = growing_layer(layer, row_tokens, dtype)
+        return Figures(replace(EMPTY, other=kept.report.total), kept.waste)
+    room = index_room(max(row_tokens, default=0), prompt)
+    per_token = layer.index_dim * dtype.itemsize
+    size = len(row_tokens) * room * per_token
+    return Figures(replace(EMPTY, other=size), size - sum(row_tokens) * per_token)
+
+
+def index_room(columns: int, prompt: int | None) -> int:
+    """Return the columns that indexer keys have room for (cache/latent_layer.py); without a prompt, at most."""
+    room = columns - 1 if prompt is None else prompt
+    while 0 < room < columns:
+        room = room + 1 + (room + 1) // 8 + 64
+    return max(room, columns)

@@ -1,0 +1,202 @@
+"""How many pages the rows of a batch take, step by step, in plain numbers: no pool, no tensor of a cache.
+
+What the page groups of a cache do one forward after the other (pages/plan.py), worked out for a whole text at once: one
+forward takes the prompts, and each one behind it a token of every row.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+def page_capacity(num_pages: int) -> int:
+    """Return the pages that storage allocates to hold `num_pages`.
+
+    Exactly that many up to 256, then in steps that keep the unused part below 1/128: memory stays close to
+    what is used, and growing copies a layer's pages once per step.
+    """
+    if num_pages <= 256:
+        return num_pages
+    step = (1 << (num_pages - 1).bit_length()) // 256
+    return -(-num_pages // step) * step
+
+
+def sealed_pages(tokens: int, *, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
+    """Return how many pages of a row of `tokens` real tokens are sealed."""
+    return max(0, tokens - sink_tokens - recent_tokens) // page_size
+
+
+def reserved_pages(rows: int, pages_per_row: int, max_pages: int | None) -> int:
+    """Return the pages that storage makes room for at once: never more than `max_pages`."""
+    reserved = rows * pages_per_row
+    return reserved if max_pages is None else min(reserved, max_pages)
+
+
+def window_slots(*, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
+    """Return the exact tokens that a row has room for: its sinks and its open tail."""
+    return sink_tokens + page_size + recent_tokens
+
+
+@dataclass(frozen=True)
+class RowPages:
+    """Pages of one row, by its tokens. Tokens are a number, or an int64 tensor of numbers.
+
+    Attributes:
+        page_size, sink_tokens, recent_tokens: as in CacheConfig.
+        window: tokens that a query sees, itself included; pages behind it are given back. None keeps all.
+    """
+
+    page_size: int
+    sink_tokens: int
+    recent_tokens: int
+    window: int | None = None
+
+    @property
+    def slots(self) -> int:
+        """Exact tokens that a row has room for."""
+        return self.sink_tokens + self.page_size + self.recent_tokens
+
+    def sealed(self, tokens: int) -> int:
+        """Return the pages sealed so far, those given back included."""
+        return max(0, tokens - self.sink_tokens - self.recent_tokens) // self.page_size
+
+    def dropped(self, tokens: int) -> int:
+        """Return the pages that no later query can see: given back, or never sealed at all."""
+        if self.window is None:
+            return 0
+        passed = max(0, tokens - self.window + 1 - self.sink_tokens) // self.page_size
+        return min(passed, self.sealed(tokens))
+
+    def held(self, tokens: int) -> int:
+        """Return the pages that a row holds between two steps."""
+        return self.sealed(tokens) - self.dropped(tokens)
+
+    def exact(self, tokens: int) -> int:
+        """Return the tokens that are in no page."""
+        return tokens - self.sealed(tokens) * self.page_size
+
+    def reserved(self, tokens: int) -> int:
+        """Return the pages per row that `reserve_tokens=tokens` makes room for."""
+        pages = self.sealed(tokens)
+        return pages if self.window is None else min(pages, self.window // self.page_size + 2)
+
+    def in_use(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the page ids in use while single tokens are appended that make rows of `tokens` (int64, any shape).
+
+        A step seals its page before it gives back those that left the window.
+        """
+        before, size = (tokens - 1).clamp(min=0), self.page_size
+        held = self.sink_tokens + self.recent_tokens
+
+        def sealed(count: torch.Tensor) -> torch.Tensor:
+            return (count - held).clamp(min=0) // size
+
+        def dropped(count: torch.Tensor) -> torch.Tensor:
+            if self.window is None:
+                return torch.zeros_like(count)
+            passed = (count - self.window + 1 - self.sink_tokens).clamp(min=0) // size
+            return torch.minimum(passed, sealed(count))
+
+        never = (dropped(tokens) - sealed(before)).clamp(min=0)
+        return sealed(tokens) - dropped(before) - never
+
+
+@dataclass(frozen=True)
+class PageUse:
+    """Pages of a group of layers over a whole text.
+
+    Attributes:
+        first: page ids in use behind the prompt.
+        most: most page ids that were ever in use at once, over all rows.
+        held: pages of each row at the end.
+    """
+
+    first: int
+    most: int
+    held: tuple[int, ...]
+
+    def capacity(self, reserved: int) -> int:
+        """Return the pages that storage has room for at the end, `reserved` of them from the first forward on."""
+        begun = max(page_capacity(self.first), reserved)
+        return begun if self.most <= begun else page_capacity(self.most)
+
+
+def page_use(sizes: RowPages, row_tokens: Sequence[int], prompt: int | None = None) -> PageUse:
+    """Return the pages that rows take which hold `row_tokens` tokens at the end.
+
+    Args:
+        prompt: tokens of the longest row that came in the first forward; the others came one by one. None: the most
+            that any prompt could have led to, which never falls when rows grow.
+    """
+    longest = max(row_tokens, default=0)
+    new = longest - (min(1, longest) if prompt is None else prompt)
+    held = tuple(map(sizes.held, row_tokens))
+    first = sum(sizes.held(max(0, tokens - new)) for tokens in row_tokens)
+    if sizes.window is None:
+        return PageUse(sum(held) if prompt is None else first, sum(held), held)
+    peaks = page_peaks(sizes, row_tokens, new)
+    if prompt is None:
+        known = {tokens: _most_held(sizes, tokens) for tokens in set(row_tokens)}
+        held = tuple(known[tokens] for tokens in row_tokens)
+        return PageUse(peaks[-1][1], peaks[-1][1], held)
+    return PageUse(first, peaks[-1][1], held)
+
+
+def _most_held(sizes: RowPages, tokens: int) -> int:
+    """Return the most pages that a row of at most `tokens` tokens ever holds between two steps.
+
+    What it holds grows until its window is full, and then repeats with every page.
+    """
+    return max(map(sizes.held, range(max(0, tokens - sizes.page_size), tokens + 1)))
+
+
+def page_peaks(sizes: RowPages, row_tokens: Sequence[int], new: int) -> list[tuple[int, int]]:
+    """Return (step, page ids in use) where more are in use than ever before: step 0 is the prompt's, `new` the last.
+
+    Args:
+        row_tokens: tokens of each row at the end.
+        new: steps behind the prompt, of one token each.
+    """
+    rows = Counter(row_tokens)
+    counts = torch.tensor(list(rows.values()), dtype=torch.int64)
+    starts = torch.tensor(list(rows), dtype=torch.int64) - new  # below 0: its padding goes on
+    begun = sum(sizes.held(max(0, tokens - new)) * count for tokens, count in rows.items())
+    steps = _sealing_steps(sizes, starts, new)
+    found = [(0, begun)]
+    if not len(steps):
+        return found
+    grown = (starts[None] + steps[:, None]).clamp(min=0)
+    in_use = (sizes.in_use(grown) * counts).sum(1)
+    most = torch.cat([torch.tensor([begun]), in_use]).cummax(0).values
+    for index in (most[1:] > most[:-1]).nonzero().flatten().tolist():
+        found.append((int(steps[index]), int(most[index + 1])))
+    return found
+
+
+def first_sealing_step(sizes: RowPages, row_tokens: Sequence[int], new: int) -> int | None:
+    """Return the first step behind the prompt in which some row takes a page id, None where none does."""
+    starts = torch.tensor(sorted(set(row_tokens)), dtype=torch.int64) - new
+    for step in _sealing_steps(sizes, starts, new).tolist():
+        for start in starts.tolist():
+            before, after = max(0, start + step - 1), max(0, start + step)
+            if sizes.sealed(after) > max(sizes.sealed(before), sizes.dropped(after)):
+                return int(step)
+    return None
+
+
+def _sealing_steps(sizes: RowPages, starts: torch.Tensor, new: int) -> torch.Tensor:
+    """Return the steps in which some row of `starts` tokens seals a page, ascending; with a window while it matters.
+
+    As soon as all rows are past their window, what they hold repeats with every page.
+    """
+    size, last = sizes.page_size, new
+    if sizes.window is not None:
+        settled = sizes.window + sizes.slots
+        last = min(new, max(0, settled - int(starts.min())) + 2 * size)
+    due = (sizes.sink_tokens + sizes.recent_tokens - starts) % size
+    offsets = due.unique()
+    steps = offsets[:, None] + torch.arange(last // size + 1) * size
+    steps = steps.flatten().sort().values
+    return steps[(steps >= 1) & (steps <= last)]

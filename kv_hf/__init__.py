@@ -40,6 +40,7 @@ __all__ = [
     "CacheFileError",
     "CacheMismatchError",
     "CacheOptionError",
+    "CachePlan",
     "ConversionError",
     "CrossCache",
     "DeviceBudgetError",
@@ -52,6 +53,7 @@ __all__ = [
     "PageSpec",
     "PagedCache",
     "PagedEncoderDecoderCache",
+    "Plan",
     "PrefixStats",
     "PrefixStore",
     "StaleHandleError",
@@ -59,6 +61,7 @@ __all__ = [
     "__version__",
     "convert_to_gqa",
     "install",
+    "plan",
     "predict_memory",
     "recommend",
     "uninstall",
@@ -67,10 +70,11 @@ __all__ = [
 if TYPE_CHECKING:
     from .evaluation.recommend import recommend
     from .gqa.convert import convert_to_gqa
+    from .planner.plan import CachePlan, Plan, plan
 
 
 def __getattr__(name: str) -> Any:
-    """Import what measures or converts models when it is asked for: a program that only generates does without."""
+    """Import what plans, measures or converts when it is asked for: a program that only generates does without."""
     if name == "convert_to_gqa":
         from .gqa.convert import convert_to_gqa
 
@@ -79,6 +83,10 @@ def __getattr__(name: str) -> Any:
         from .evaluation.recommend import recommend
 
         return recommend
+    if name in ("CachePlan", "Plan", "plan"):
+        from .planner import plan as planning
+
+        return getattr(planning, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,5 +1,9 @@
 """The command line: `kv-hf doctor` says what would run here, and why; `kv-hf lm-eval` runs lm-eval over our caches;
+<<<<<<< HEAD
 `kv-hf convert-gqa` writes a checkpoint with fewer kv heads; `kv-hf explore` shows what caches take in a browser.
+=======
+`kv-hf convert-gqa` writes a checkpoint with fewer kv heads; `kv-hf memory` says what caches take and what fits.
+>>>>>>> planC
 """
 
 import argparse
@@ -36,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "convert-gqa", help="write a checkpoint with fewer kv heads", add_help=False
     )
     commands.add_parser(
+        "memory", help="what caches take and what fits, from a config alone", add_help=False
+    )
+    commands.add_parser(
         "explore", help="the memory planner as a page in a browser", add_help=False
     )
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -53,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .gqa.command import main as convert_gqa
 
         return convert_gqa(arguments[1:])
+    if arguments[:1] == ["memory"]:
+        from .planner.command import main as memory
+
+        return memory(arguments[1:])
     if arguments[:1] == ["explore"]:
         from .planner.explore.command import main as explore
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.cache_kinds import CACHE_NAMES
+from kv_hf.cache_names import CACHE_NAMES
 from kv_hf.evaluation.grid.cell import Cell
 from kv_hf.evaluation.grid.measure import Bench
 from kv_hf.evaluation.grid.plan import CACHES, plan_cells

@@ -22,8 +22,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from kv_hf.cache_names import CACHE_NAMES
 from kv_hf.config import KERNEL_CHOICES
-from kv_hf.evaluation.cache_kinds import CACHE_NAMES, CacheKind, cache_kind, why_not
+from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
 from kv_hf.evaluation.compare_steps import compare_steps, ms_per_1k_tokens
 from kv_hf.evaluation.decode_gate import gate
 from kv_hf.evaluation.packaged_models import resolve_model

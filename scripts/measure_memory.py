@@ -20,7 +20,8 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.cache_kinds import CACHE_NAMES, why_not
+from kv_hf.cache_names import CACHE_NAMES
+from kv_hf.evaluation.cache_kinds import why_not
 from kv_hf.evaluation.child import MeasurementError
 from kv_hf.evaluation.footprint import DTYPES, check_request, measure_footprint
 from kv_hf.evaluation.rows import append_rows, make_row

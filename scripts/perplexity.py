@@ -21,7 +21,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.cache_kinds import CACHE_NAMES, cache_label
+from kv_hf.cache_names import CACHE_NAMES, cache_label
 from kv_hf.evaluation.child import in_words
 from kv_hf.evaluation.grid.cell import check_caches
 from kv_hf.evaluation.loaded import LoadedModel, TextSettings

@@ -11,8 +11,9 @@ from tiny_harness import tiny_tokenizer, write_tasks
 from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
 
+from kv_hf.cache_names import cache_label, parse_cache_name
 from kv_hf.evaluation import packaged_models
-from kv_hf.evaluation.cache_kinds import cache_kind, cache_label, parse_cache_name
+from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.grid.cell import Cell
 from kv_hf.evaluation.grid.measure import Bench
 from kv_hf.evaluation.grid.plan import plan_cells

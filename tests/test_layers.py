@@ -10,7 +10,7 @@ import kv_hf
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
     {"errors", "home", "notices", "version"},
-    {"checks", "config", "formats", "recipe", "texts"},
+    {"cache_names", "checks", "config", "formats", "recipe", "texts"},
     {"row_pages", "spec"},
     {"quant"},
     {"kernels", "pages"},

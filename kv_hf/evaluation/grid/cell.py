@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cache_kinds import cache_kind, cache_label, parse_cache_name
+from ...cache_names import cache_label, parse_cache_name
+from ..cache_kinds import cache_kind
 
 KINDS = ("accuracy", "needle", "task", "memory")
 

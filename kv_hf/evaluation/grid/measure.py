@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from ..cache_kinds import cache_label
+from ...cache_names import cache_label
 from ..footprint import measure_footprint
 from ..loaded import LoadedModel, TextSettings
 from ..retrieval.grid import needle_grid, retrieval_tasks

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..cache_kinds import cache_label
+from ...cache_names import cache_label
 from ..child import in_words
 from ..rows import append_rows, make_row, read_rows
 from .cell import Cell

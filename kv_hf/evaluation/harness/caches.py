@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...cache.paged_cache import PagedCache
+from ...cache_names import CACHE_NAMES, parse_cache_name
 from ...config import CacheConfig
 from ...errors import CacheOptionError
 from ...formats import ATTENTION_NAME, IMPLEMENTATIONS
-from ..cache_kinds import CACHE_NAMES, CacheKind, cache_kind, parse_cache_name
+from ..cache_kinds import CacheKind, cache_kind
 
 
 def harness_cache(

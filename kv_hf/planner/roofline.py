@@ -1,0 +1,105 @@
+"""What a decode step has to read, and the tokens per second that a memory's bandwidth allows at most.
+
+A bound, not a forecast: computing, writing, launching kernels and talking between devices take their time on top.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..spec import ROWS, MemoryReport
+from .choices import Choice
+from .growing import state_bytes
+from .inventory import CachedLayer, Inventory
+from .paged import layer_formats, page_groups, row_sizes
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Bytes that one decode step of all rows reads.
+
+    Attributes:
+        batch: rows, each of which gets a token in a step.
+        weights: of the model, of routed experts the share that is expected to be asked for; None where not known.
+        cache: keys, values and states, once per layer of the model that reads them.
+        outside: part of `cache` that comes from outside of the device first.
+    """
+
+    batch: int
+    weights: int | None
+    cache: int
+    outside: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a step."""
+        return (self.weights or 0) + self.cache
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a step per token that it makes."""
+        return self.step_bytes / self.batch
+
+    def tokens_per_second(self, bandwidth: int, host_bandwidth: int | None = None) -> float:
+        """Return the tokens per second over all rows, at most.
+
+        Args:
+            bandwidth: of the device's memory, bytes per second.
+            host_bandwidth: of the way from outside to the device; None leaves that way out.
+        """
+        seconds = self.step_bytes / bandwidth
+        if host_bandwidth is not None:
+            seconds = max(seconds, self.outside / host_bandwidth)
+        return self.batch / seconds if seconds else float("inf")
+
+
+def expected_experts(experts: int, per_token: int, batch: int) -> float:
+    """Return the share of a layer's routed experts that at least one of `batch` tokens is expected to take.
+
+    1 - (1 - per_token / experts) ** batch: tokens choose independently, and all experts are equally likely.
+    """
+    return 1 - (1 - per_token / experts) ** batch if experts else 1.0
+
+
+def weights_read(inventory: Inventory, batch: int, weights: int | None) -> int | None:
+    """Return the bytes of `weights` bytes of weights that a step of `batch` tokens reads."""
+    if weights is None or not inventory.expert_parameters or not inventory.parameters:
+        return weights
+    share = expected_experts(inventory.experts, inventory.experts_per_token, batch)
+    of_experts = weights * inventory.expert_parameters / inventory.parameters
+    return round(weights - of_experts * (1 - share))
+
+
+def cache_read(
+    choice: Choice, inventory: Inventory, report: MemoryReport, *, batch: int, context: int
+) -> tuple[int, int]:
+    """Return the bytes of a cache that a step reads, and how many of them lie outside of the device.
+
+    A layer with a window reads the tokens in it. Sealed tokens are read as stored, with their scales; the others exact.
+
+    Args:
+        report: of the cache, for the part of its pages that lies outside.
+    """
+    dtype, options = inventory.torch_dtype, choice.options
+    specs = {}
+    if options is not None:
+        groups = page_groups(inventory, layer_formats(inventory, options), dtype, ROWS)
+        specs = {index: spec for group in groups.values() for index, spec in group.items()}
+    stored = exact = 0.0
+    for index, layer in enumerate(inventory.layers):
+        tokens = context if layer.window is None else min(context, layer.window)
+        plain = tokens
+        if options is not None and index in specs:
+            plain = min(tokens, row_sizes(options, layer.window).exact(context))
+            per_token = specs[index].page_bytes / options.page_size
+            stored += layer.readers * (tokens - plain) * per_token
+        exact += layer.readers * plain * layer.elements * dtype.itemsize
+        exact += layer.readers * context * index_bytes(layer, dtype) + state_bytes(layer, 1, dtype)
+    pages = report.payload + report.scales + report.offloaded
+    outside = stored * report.offloaded / pages if pages else 0.0
+    return round((stored + exact) * batch), round(outside * batch)
+
+
+def index_bytes(layer: CachedLayer, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's indexer key."""
+    return layer.index_dim * dtype.itemsize

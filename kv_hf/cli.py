@@ -1,9 +1,6 @@
 """The command line: `kv-hf doctor` says what would run here, and why; `kv-hf lm-eval` runs lm-eval over our caches;
-<<<<<<< HEAD
-`kv-hf convert-gqa` writes a checkpoint with fewer kv heads; `kv-hf explore` shows what caches take in a browser.
-=======
-`kv-hf convert-gqa` writes a checkpoint with fewer kv heads; `kv-hf memory` says what caches take and what fits.
->>>>>>> planC
+`kv-hf convert-gqa` writes a checkpoint with fewer kv heads; `kv-hf memory` says what caches take and what fits, and
+`kv-hf explore` shows it in a browser.
 """
 
 import argparse

@@ -41,7 +41,7 @@ const Charts = (() => {
     return {
       weights: withWeights ? plan.weights : 0,
       payload: kept("payload"), scales: kept("scales"), tail: kept("tail"),
-      waste: report.waste, other: report.other + report.tables,
+      waste: report.waste, other: kept("other") + report.tables,
     };
   }
 

@@ -2,15 +2,14 @@
 "use strict";
 
 const Fit = (() => {
-  const { ITEM_BYTES, elements, isPaged, layerPage, loadOf, predict, rowPages, runsOf, stateBytes } = Planner;
+  const { ITEM_BYTES, elements, isPageable, layerPage, loadOf, predict, rowPages, runsOf, stateBytes } = Planner;
   const MOST_TOKENS = 2 ** 40; // what still fits at this size has no limit
   const MOST_ROWS = 2 ** 20;
   const FAR_PAGES = 2 ** 13;
 
-  /* Return the bytes of the weights of what one device holds (Planner.shard), or null where nobody knows them. */
-  const weightBytes = (inventory) =>
-    inventory.parameters === null || inventory.parameters === undefined
-      ? null : inventory.parameters * ITEM_BYTES[inventory.dtype];
+  /* Return the bytes of the weights on one of `devices` devices that share the model, or null where nobody knows them. */
+  const weightBytes = (inventory, devices) =>
+    inventory.parameters === null ? null : Math.ceil((inventory.parameters * ITEM_BYTES[inventory.dtype]) / devices);
 
   /* Return the largest n from 1 to `most` with cost(n) <= limit: 0 if none, null if `most` still fits. */
   function largest(cost, limit, most) {
@@ -72,23 +71,24 @@ const Fit = (() => {
     return down % 2 ? down + 1 : down;
   }
 
-  /* Return the weights that a step of `rows` tokens reads: of routed experts the expected share. */
-  function weightsRead(inventory, rows) {
-    const all = weightBytes(inventory);
-    if (all === null || !inventory.expert_parameters || !inventory.parameters) return all;
+  /* Return the bytes of `weights` bytes that a step of `rows` tokens reads: of routed experts the expected share. */
+  function weightsRead(inventory, rows, weights) {
+    if (weights === null || !inventory.expert_parameters || !inventory.parameters) return weights;
     const share = inventory.experts ? 1 - (1 - inventory.experts_per_token / inventory.experts) ** rows : 1;
-    return roundEven(all - ((all * inventory.expert_parameters) / inventory.parameters) * (1 - share));
+    return roundEven(weights - ((weights * inventory.expert_parameters) / inventory.parameters) * (1 - share));
   }
 
   /* Return the bytes of a cache that a step reads: sealed tokens as they are stored, the others exact, a window's only. */
   function cacheRead(inventory, cache, o, { rows, tokens }, formats) {
     const itemBytes = ITEM_BYTES[inventory.dtype];
+    const layers = runsOf(inventory);
+    const hasLatents = layers.some((layer) => layer.latent);
     let bytes = 0;
-    for (const layer of runsOf(inventory)) {
+    for (const layer of layers) {
       const seen = layer.window === null ? tokens : Math.min(tokens, layer.window);
       const plain = elements(layer) * itemBytes;
       let own = seen * plain;
-      if (cache === "paged" && isPaged(layer)) {
+      if (cache === "paged" && elements(layer) && isPageable(layer, hasLatents)) {
         const page = layerPage(layer, o, formats, itemBytes);
         const exact = Math.min(seen, rowPages(o, layer.window).exact(tokens));
         own = ((seen - exact) * (page.payload + page.scales)) / o.page_size + exact * plain;
@@ -99,14 +99,17 @@ const Fit = (() => {
     return roundEven(bytes * rows);
   }
 
-  /* Return all that the table says of one cache. device: { bytes, bandwidth (bytes/s) }; load: { rows, tokens }. */
+  /* Return all that the table says of one cache, for what one device holds (Planner.shard).
+
+     device: { bytes, bandwidth (bytes/s), weights (bytes, or null) }; load: { rows, tokens }. */
   function plan(inventory, cache, o, load, device, formats) {
     const report = predict(inventory, cache, o, loadOf([[load.tokens, load.rows]]), formats);
-    const weights = weightBytes(inventory) || 0;
+    const weights = device.weights || 0;
     const free = device.bytes - weights;
-    const step = (weightsRead(inventory, load.rows) || 0) + cacheRead(inventory, cache, o, load, formats);
+    const cacheBytes = cacheRead(inventory, cache, o, load, formats);
+    const step = (weightsRead(inventory, load.rows, device.weights) || 0) + cacheBytes;
     return {
-      report, weights, step,
+      report, weights, cacheBytes, step,
       fits: report.total <= free,
       perToken: bytesPerToken(inventory, cache, o, formats),
       ...find(inventory, cache, o, free, load, formats),

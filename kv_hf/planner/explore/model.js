@@ -110,9 +110,9 @@ const Model = (() => {
     const whole = inventoryOf(state, data);
     const inventory = Planner.shard(whole, state.tp, cutOf(state, data));
     const load = { rows: state.batch, tokens: state.context };
+    const weights = Fit.weightBytes(whole, state.tp);
     const known = data.devices.find((one) => one.id === state.device);
-    const device = { bytes: known ? known.bytes : Math.floor(state.memory * GIB), bandwidth: state.bandwidth * 1e9 };
-    const weights = Fit.weightBytes(inventory);
+    const device = { bytes: known ? known.bytes : Math.floor(state.memory * GIB), bandwidth: state.bandwidth * 1e9, weights };
     const contexts = contextsOf(state, inventory);
     const caches = cachesOf(state, inventory, data).map((one) => {
       const { found, error } = attempt(() => Fit.plan(inventory, one.cache, one.o, load, device, data.formats));
@@ -122,7 +122,7 @@ const Model = (() => {
       return { ...one, plan: found, curve };
     });
     const dynamic = caches[0].plan;
-    for (const one of caches) if (one.plan) one.plan.ratio = one.plan.report.total ? dynamic.report.total / one.plan.report.total : null;
+    for (const one of caches) if (one.plan) one.plan.ratio = one.plan.report.total ? dynamic.report.total / one.plan.report.total : 1;
     const degrees = Planner.divisors(64).filter((n) => !attempt(() => Planner.shard(whole, n, cutOf(state, data))).error);
     return { state, whole, inventory, degrees, device, weights, contexts, caches, heads: Planner.headChoices(ownInventory(state, data)) };
   }

@@ -9,6 +9,14 @@ const Planner = (() => {
   const TABLE_BYTES = 4; // of an entry of a block table
   const PARTS = ["payload", "scales", "tail", "tables", "other"];
   const PAGED = ["DynamicLayer", "DynamicSlidingWindowLayer"];
+  const INDEXED = "DynamicIndexedLayer";
+  const SPARSE = "MiniMaxM3VLSparseCacheLayer";
+  const WITHOUT_LENGTH = ["LinearAttentionLayer", "DummyLayer"];
+  const CLASSES = [
+    ...PAGED, INDEXED, SPARSE, ...WITHOUT_LENGTH, "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+  ];
+  const COUNTER = 8; // bytes of a layer's number that lives in a tensor
 
   /* An option that does not fit a model: the reason is for people. */
   class Refused extends Error {}
@@ -25,9 +33,9 @@ const Planner = (() => {
 
   const elements = (layer) => layer.kv_heads * (layer.key_dim + layer.value_dim);
 
-  /* Whether pages take the place of a layer. */
-  const isPaged = (layer) =>
-    elements(layer) > 0 && (PAGED.includes(layer.cache_class) || (layer.latent && layer.cache_class === "DynamicIndexedLayer"));
+  /* Whether pages take the place of a layer; an indexed one without latents reads those of another. */
+  const isPageable = (layer, hasLatents) =>
+    PAGED.includes(layer.cache_class) || (layer.cache_class === INDEXED && (layer.latent || (hasLatents && !elements(layer))));
 
   /* Whether a layer's keys and values have heads that a model can have fewer of, or devices share out. */
   const hasHeads = (layer) => elements(layer) > 0 && !layer.latent;
@@ -52,7 +60,7 @@ const Planner = (() => {
   /* Return what one of `devices` devices holds: weights and heads are shared out, latents, indexer keys and states are
      whole on each, and so are heads where transformers' plan of the family (`cut`) does not cut them. */
   function shard(inventory, devices, cut = "split") {
-    const part = (count) => (count === null || count === undefined ? count : Math.ceil(count / devices));
+    const part = (count) => (count === null ? count : Math.ceil(count / devices));
     const { parameters, expert_parameters: experts } = inventory;
     const shared = { ...inventory, parameters: part(parameters), expert_parameters: part(experts) };
     if (devices === 1 || cut === "whole") return shared;
@@ -205,7 +213,7 @@ const Planner = (() => {
 
   const emptyReport = () => ({
     payload: 0, scales: 0, tail: 0, tables: 0, other: 0, pages_held: 0, pages_allocated: 0, tokens: 0,
-    empty: { payload: 0, scales: 0, tail: 0 },
+    empty: { payload: 0, scales: 0, tail: 0, other: 0 },
   });
 
   const stateBytes = (layer, itemBytes) =>
@@ -213,24 +221,42 @@ const Planner = (() => {
       (total, state) =>
         total + state.shape.reduce((a, b) => a * b, 1) * (state.dtype ? ITEM_BYTES[state.dtype] : itemBytes), 0);
 
-  /* Add what transformers' own layer holds; a preallocated one keeps room for a whole window. */
-  function addOwn(report, layer, load, itemBytes, isStatic) {
-    const most = layer.window === null ? Infinity : isStatic ? layer.window : layer.window - 1;
-    const counters = layer.window === null ? (isStatic ? 1 : 0) : 1;
-    report.payload += layer.count * load.rows * Math.min(load.longest, most) * elements(layer) * itemBytes;
-    report.other += layer.count * load.rows * (stateBytes(layer, itemBytes) + load.longest * layer.index_dim * itemBytes);
-    if (elements(layer)) report.other += layer.count * counters * ITEM_BYTES.int64;
+  /* Return { payload, other, empty } of transformers' own layers: rows as long as the longest, padded on the left. */
+  function ownLayer(layer, load, itemBytes, isStatic) {
+    const { longest, rows } = load;
+    const most = layer.window === null ? longest : isStatic ? layer.window : layer.window === 1 ? longest : layer.window - 1;
+    const held = Math.min(longest, most);
+    const perToken = elements(layer) * itemBytes;
+    const index = layer.index_dim * itemBytes;
+    let counters = layer.window === null ? 0 : 1;
+    if (isStatic) {
+      counters = (WITHOUT_LENGTH.includes(layer.cache_class) ? 0 : 1) + (layer.cache_class === SPARSE || index ? 1 : 0);
+    }
+    return {
+      payload: layer.count * rows * held * perToken,
+      other: layer.count * (rows * (stateBytes(layer, itemBytes) + longest * index) + counters * COUNTER),
+      empty: {
+        payload: layer.count * sum(load.kinds, (tokens) => held - Math.min(tokens, held)) * perToken,
+        other: layer.count * sum(load.kinds, (tokens) => longest - tokens) * index,
+      },
+    };
   }
 
-  function addPaged(report, layer, load, row, use, o, formats, itemBytes) {
+  /* Return the columns that indexer keys beside pages have room for; without a prompt, at most. */
+  function indexRoom(columns, prompt) {
+    let room = prompt === null ? columns - 1 : prompt;
+    while (room > 0 && room < columns) room += 1 + Math.floor((room + 1) / 8) + 64;
+    return Math.max(room, columns);
+  }
+
+  function addPages(report, layer, load, row, use, o, formats, itemBytes) {
     const page = layerPage(layer, o, formats, itemBytes);
     const slot = elements(layer) * itemBytes;
     const { count } = layer;
     report.payload += count * use.allocated * page.payload;
     report.scales += count * use.allocated * page.scales;
     report.tail += count * load.rows * row.slots * slot;
-    report.other += count * load.rows * load.longest * layer.index_dim * itemBytes;
-    const free = Math.max(0, use.allocated - use.held);
+    const free = use.allocated - use.held;
     report.empty.payload += count * free * page.payload;
     report.empty.scales += count * free * page.scales;
     report.empty.tail += count * sum(load.kinds, (tokens) => row.slots - row.exact(tokens)) * slot;
@@ -244,6 +270,15 @@ const Planner = (() => {
     };
   }
 
+  function checkClasses(layers, cache) {
+    const unknown = layers.find((layer) => !CLASSES.includes(layer.cache_class));
+    if (unknown) throw new Refused(`the bytes of a ${unknown.cache_class} are not known`);
+    const hasLatents = layers.some((layer) => layer.latent);
+    if (cache === "paged" && !layers.some((layer) => isPageable(layer, hasLatents))) {
+      throw new Refused("no attention layer that pages could hold");
+    }
+  }
+
   /* Return the bytes of a cache by part, as kv_hf.spec.MemoryReport names them, and in `empty` the bytes of these that
      are room without a token in it. Throws Refused where a format does not fit.
 
@@ -252,15 +287,28 @@ const Planner = (() => {
     const itemBytes = ITEM_BYTES[inventory.dtype];
     const report = emptyReport();
     report.tokens = load.tokens;
+    const layers = runsOf(inventory);
+    checkClasses(layers, cache);
+    const hasLatents = layers.some((layer) => layer.latent);
     const groups = new Map();
-    for (const layer of runsOf(inventory)) {
-      if (cache !== "paged" || !isPaged(layer)) {
-        addOwn(report, layer, load, itemBytes, cache === "static");
+    for (const layer of layers) {
+      if (cache !== "paged" || !isPageable(layer, hasLatents)) {
+        const own = ownLayer(layer, load, itemBytes, cache === "static");
+        // what is in no page counts as other in a paged cache
+        report[cache === "paged" ? "other" : "payload"] += own.payload;
+        report.other += own.other;
+        report.empty[cache === "paged" ? "other" : "payload"] += own.empty.payload;
+        report.empty.other += own.empty.other;
         continue;
       }
-      const row = rowPages(o, layer.window);
-      if (!groups.has(layer.window)) groups.set(layer.window, pageUse(row, load.kinds, load.prompt));
-      addPaged(report, layer, load, row, groups.get(layer.window), o, formats, itemBytes);
+      if (elements(layer)) {
+        const row = rowPages(o, layer.window);
+        if (!groups.has(layer.window)) groups.set(layer.window, pageUse(row, load.kinds, load.prompt));
+        addPages(report, layer, load, row, groups.get(layer.window), o, formats, itemBytes);
+      }
+      const index = layer.count * load.rows * indexRoom(load.longest, load.prompt) * layer.index_dim * itemBytes;
+      report.other += index;
+      report.empty.other += index - layer.count * load.tokens * layer.index_dim * itemBytes;
     }
     for (const use of groups.values()) {
       report.pages_held += use.held;
@@ -273,7 +321,7 @@ const Planner = (() => {
   }
 
   return {
-    ITEM_BYTES, LAYER_DEFAULTS, PARTS, Refused, customInventory, divisors, elements, hasHeads, headChoices, isPaged,
-    layerPage, loadOf, pageCapacity, predict, rowPages, runsOf, shard, stateBytes, withHeads,
+    ITEM_BYTES, LAYER_DEFAULTS, PARTS, Refused, customInventory, divisors, elements, hasHeads, headChoices,
+    isPageable, layerPage, loadOf, pageCapacity, predict, rowPages, runsOf, shard, stateBytes, withHeads,
   };
 })();

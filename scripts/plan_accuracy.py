@@ -1,7 +1,7 @@
 """Write what the planner's page shows of accuracy, from results/accuracy_vs_memory.jsonl.
 
-    python scripts/plan_accuracy.py           # writes kv_hf/planner/explore/accuracy.json
-    python scripts/plan_accuracy.py --check   # exit code 1 where that file says something else
+python scripts/plan_accuracy.py           # writes kv_hf/planner/explore/accuracy.json
+python scripts/plan_accuracy.py --check   # exit code 1 where that file says something else
 """
 
 import argparse
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eval_tables import MODELS, PROTOCOL, newest
+
 from kv_hf.formats import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parent.parent

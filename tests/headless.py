@@ -27,5 +27,7 @@ def find_browser() -> str:
         return named
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on PATH, and KV_HF_CHROMIUM names none")
+        pytest.skip(
+            f"no browser: none of {', '.join(NAMES)} is on PATH, and KV_HF_CHROMIUM names none"
+        )
     return found

@@ -7,7 +7,18 @@ from kv_hf.planner.inventory import CachedLayer, Inventory, State
 
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "falcon", "nobody-knows")
 DTYPES = ("bfloat16", "float16", "float32")
-KINDS = ("mha", "gqa", "mqa", "sliding", "chunked", "latent", "indexed", "hybrid", "shared", "mixed")
+KINDS = (
+    "mha",
+    "gqa",
+    "mqa",
+    "sliding",
+    "chunked",
+    "latent",
+    "indexed",
+    "hybrid",
+    "shared",
+    "mixed",
+)
 
 
 def random_inventory(rng: random.Random, kind: str, most_layers: int = 6) -> Inventory:

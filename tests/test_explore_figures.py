@@ -64,7 +64,12 @@ def evaluate(tmp_path_factory):
     from playwright.sync_api import sync_playwright
 
     file = tmp_path_factory.mktemp("page") / "page.html"
-    inventory = Inventory("any", "llama", "bfloat16", (CachedLayer(kv_heads=2, key_dim=64, value_dim=64, query_heads=4),))
+    inventory = Inventory(
+        "any",
+        "llama",
+        "bfloat16",
+        (CachedLayer(kv_heads=2, key_dim=64, value_dim=64, query_heads=4),),
+    )
     file.write_text(build_page([Model("any", "any", inventory)]))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
@@ -106,16 +111,17 @@ def test_reports_equal_the_planners(evaluate):
     assert len(found) == REPORTS
     refused = 0
     for case, ours in zip(cases, found, strict=True):
-        what = json.dumps({**case, "formats": None})
+        what, wanted = json.dumps({**case, "formats": None}), None
         rows = [tokens for tokens, count in case["kinds"] for _ in range(count)]
         try:
             inventory, _ = device_share(Inventory.from_dict(case["inventory"]), case["degree"])
             wanted = figures(
                 inventory, case["cache"], options_of(case), row_tokens=rows, prompt=case["prompt"]
             )
-        except KVCacheError as error:
+        except KVCacheError:
             refused += 1
-            assert "refused" in ours, f"{error}: {what}"
+        if wanted is None:
+            assert "refused" in ours, what
             continue
         assert "report" in ours, f"{ours}: {what}"
         report = {**vars(wanted.report), "total": wanted.report.total, "waste": wanted.waste}
@@ -132,11 +138,11 @@ def test_fits_and_bounds_equal_the_planners(evaluate):
         load = {"rows": rng.choice((1, 3, 32)), "tokens": rng.choice((20, 130, 2000))}
         case = plain_case(rng, KINDS[index % len(KINDS)], most_layers=1)
         weights = (case["inventory"]["parameters"] or 0) * 4 // case["degree"]
-        more = {"memory": weights + rng.choice((-1, 10**5, 10**6, 10**7)), "bandwidth": 3.35e12}
+        more = {"memory": weights + rng.choice((-1, 10**5, 10**7, 10**8)), "bandwidth": 3.35e12}
         cases.append({**case, "load": load, **more})
     compared = 0
     for case, ours in zip(cases, evaluate(FITS_SCRIPT, cases), strict=True):
-        what = json.dumps({**case, "formats": None})
+        what, report = json.dumps({**case, "formats": None}), None
         whole, rows, tokens = (
             Inventory.from_dict(case["inventory"]),
             case["load"]["rows"],
@@ -147,6 +153,8 @@ def test_fits_and_bounds_equal_the_planners(evaluate):
             choice = Choice("any", case["cache"], options_of(case))
             report = choice.predict(inventory, [tokens] * rows)
         except KVCacheError:
+            pass
+        if report is None:
             assert "refused" in ours, what
             continue
         compared += 1
@@ -185,13 +193,27 @@ def test_fits_and_bounds_equal_the_planners(evaluate):
 def test_worked_examples_of_the_field(evaluate, layers, heads, rows, tokens, wanted):
     layer = CachedLayer(kv_heads=heads, key_dim=128, value_dim=128, query_heads=64)
     inventory = Inventory("70B", "llama", "bfloat16", (layer,) * layers)
-    case = {"inventory": inventory.as_dict(), "options": {}, "cache": "dynamic", "formats": formats()}
+    case = {
+        "inventory": inventory.as_dict(),
+        "options": {},
+        "cache": "dynamic",
+        "formats": formats(),
+    }
     found = evaluate(WORKED_SCRIPT, {**case, "rows": rows, "tokens": tokens})
     assert found["total"] == wanted
 
 
 def test_a_typed_model_is_the_inventory_it_says(evaluate):
-    typed = {"layers": 3, "heads": 8, "kvheads": 2, "dim": 64, "window": 128, "windowed": 2, "billions": 0.5, "rank": 0}
+    typed = {
+        "layers": 3,
+        "heads": 8,
+        "kvheads": 2,
+        "dim": 64,
+        "window": 128,
+        "windowed": 2,
+        "billions": 0.5,
+        "rank": 0,
+    }
     found = Inventory.from_dict(evaluate("given => Planner.customInventory(given)", typed))
     full = CachedLayer(kv_heads=2, key_dim=64, value_dim=64, query_heads=8)
     sliding = CachedLayer("DynamicSlidingWindowLayer", 2, 64, 64, window=128, query_heads=8)
@@ -199,4 +221,7 @@ def test_a_typed_model_is_the_inventory_it_says(evaluate):
     assert found.parameters == 500_000_000
     mla = {**typed, "rank": 512, "rope": 64}
     found = Inventory.from_dict(evaluate("given => Planner.customInventory(given)", mla))
-    assert found.layers == (CachedLayer(kv_heads=1, key_dim=512, value_dim=64, latent=True, query_heads=8),) * 3
+    assert (
+        found.layers
+        == (CachedLayer(kv_heads=1, key_dim=512, value_dim=64, latent=True, query_heads=8),) * 3
+    )

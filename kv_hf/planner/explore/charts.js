@@ -50,7 +50,7 @@ const Charts = (() => {
     const wide = width >= 560;
     const [left, right] = wide ? [112, 158] : [0, 0];
     const [step, thick, first] = wide ? [34, 20, 30] : [46, 16, 40];
-    const height = first + rows.length * step + 4;
+    const height = first + rows.length * step - (step - thick) + 10;
     const most = Math.max(1, ...rows.map((row) => row.total || 0));
     const inside = limit > 0 && limit <= most * 1.7;
     const room = width - left - right;
@@ -126,7 +126,7 @@ const Charts = (() => {
   function curves(lines, { width, contexts, isLog, limit, limitLabel, reading, label }) {
     const wide = width >= 600;
     const height = wide ? 360 : 280;
-    const edge = { left: 62, right: wide ? 104 : 10, top: 22, bottom: 40 };
+    const edge = { left: 62, right: wide ? 118 : 18, top: 22, bottom: 40 };
     const all = lines.flatMap((line) => line.values);
     const most = Math.max(...all, 1);
     const least = Math.max(1, Math.min(...all));
@@ -212,17 +212,18 @@ const Charts = (() => {
   }
 
   /* Return divergences as marks: rows of { label, chosen, points: [{ model, kl, low, high }] }. */
-  function dots(rows, { width, label }) {
+  function dots(rows, { width, label, models }) {
     const wide = width >= 560;
     const left = wide ? 190 : 12;
-    const [step, first] = wide ? [30, 14] : [46, 32];
-    const height = first + rows.length * step + 40;
+    const [step, first] = wide ? [32, 16] : [46, 32];
+    const height = first + rows.length * step + (wide ? 34 : 20);
     const [low, high] = [-6, 0];
     const px = (kl) => left + ((Math.max(low, Math.log10(Math.max(kl, 1e-12))) - low) / (high - low)) * (width - left - 16);
     const root = drawing(width, height, label);
     const bottom = height - 36;
     for (let e = low; e <= high; e += 1) {
       const x = px(10 ** e);
+      if (!wide && e % 2) continue;
       root.append(svg("line", { x1: x, x2: x, y1: wide ? 0 : 14, y2: bottom, class: "grid" }));
       const words = e === low ? "≤ 10⁻⁶" : `10${["⁰", "⁻¹", "⁻²", "⁻³", "⁻⁴", "⁻⁵"][-e]}`;
       root.append(text(x, bottom + 16, e === 0 ? "1" : words, { class: "tick", "text-anchor": e === low && !wide ? "start" : e === high ? "end" : "middle" }));
@@ -237,8 +238,9 @@ const Charts = (() => {
       for (const point of row.points) {
         const x1 = px(Math.max(point.low, 1e-12));
         const x2 = px(point.high);
-        if (point.high > 1e-6) root.append(svg("line", { x1, x2, y1: y, y2: y, class: `whisker model-${point.model}` }));
-        root.append(mark(point.model, px(point.kl), y));
+        const at = y + (point.model - (models - 1) / 2) * 5; // equal ones do not hide each other
+        if (point.high > 1e-6) root.append(svg("line", { x1, x2, y1: at, y2: at, class: `whisker model-${point.model}` }));
+        root.append(mark(point.model, px(point.kl), at));
       }
     });
     return root;

@@ -23,7 +23,6 @@ const Controls = (() => {
   ];
   const HELP = {
     kv: "Weights stay as they are.",
-    context: "Of every row.",
     dtype: "Of weights, and of what is stored exactly.",
     tp: "Figures are those of one device.",
     windowed: "The other layers attend to everything.",

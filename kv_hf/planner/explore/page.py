@@ -47,6 +47,15 @@ DEFAULTS = {
     "latent": "int8",
     "device": "rtx4090",
 }
+_KINDS = (
+    "Grouped-query attention",
+    "Multi-head attention",
+    "Multi-query attention",
+    "Sliding windows",
+    "Latents (MLA)",
+    "Hybrids with linear attention or convolutions",
+)
+_GIVEN = "Given"
 _OPTIONS = ("page_size", "sink_tokens", "recent_tokens")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -60,19 +69,21 @@ class Model:
         label: for people.
         inventory: what it keeps.
         source: where the figures come from.
+        given: whether the user named it, in which case it comes first.
     """
 
     id: str
     label: str
     inventory: Inventory
     source: str = ""
+    given: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return what the page reads."""
         return {
             "id": self.id,
             "label": self.label,
-            "group": kind_of(self.inventory),
+            "group": _GIVEN if self.given else kind_of(self.inventory),
             "source": self.source,
             "cut": heads_in_plan(self.inventory.model_type),
             "inventory": self.inventory.as_dict(),
@@ -120,7 +131,7 @@ def policy(script: str, style: str) -> str:
 
 def page_data(models: Sequence[Model]) -> dict[str, Any]:
     """Return all that the scripts read: models, formats, devices, defaults and measured accuracy."""
-    listed = [model.as_dict() for model in sorted(models, key=lambda model: _order(model))]
+    listed = [model.as_dict() for model in sorted(models, key=_order)]
     devices = [
         {
             "id": device.name,
@@ -135,7 +146,7 @@ def page_data(models: Sequence[Model]) -> dict[str, Any]:
     names = [model["id"] for model in listed]
     options = {name: getattr(CacheConfig, name) for name in _OPTIONS}
     defaults = {**DEFAULTS, **options}
-    if defaults["model"] not in names:
+    if defaults["model"] not in names or any(model.given for model in models):
         defaults["model"] = names[0] if names else "custom"
     default = next(one for one in devices if one["id"] == defaults["device"])
     return {
@@ -164,18 +175,8 @@ def _schemes(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
     return {name: asdict(scheme) for name, scheme in schemes.items()}
 
 
-_KINDS = (
-    "Grouped-query attention",
-    "Multi-head attention",
-    "Multi-query attention",
-    "Sliding windows",
-    "Latents (MLA)",
-    "Hybrids with linear attention or convolutions",
-)
-
-
 def _order(model: Model) -> tuple[int, str]:
-    return _KINDS.index(kind_of(model.inventory)), model.id
+    return (-1, "") if model.given else (_KINDS.index(kind_of(model.inventory)), model.id)
 
 
 def _digest(text: str) -> str:

@@ -102,11 +102,12 @@
     const { caches, state } = figures;
     const withWeights = state.weights === "1";
     const limit = limitOf(withWeights);
+    const room = limitOf(false);
     const rows = caches.map((one) => {
       if (one.error) return { label: one.label, error: one.error };
       const parts = Charts.partsOf(one.plan, withWeights);
       const total = one.plan.report.total + (withWeights ? one.plan.weights : 0);
-      return { label: one.label, parts, total, words: Words.bytes(total), over: total > limit };
+      return { label: one.label, parts, total, words: Words.bytes(total), over: total > limit && room > 0 };
     });
     const words = rows.filter((row) => !row.error).map((row) => `${row.label} ${row.words}${row.over ? ", too much" : ""}`);
     const what = withWeights ? "Weights and cache" : "Cache without weights";
@@ -116,7 +117,7 @@
     }));
     const used = Charts.PARTS.filter(([part]) => rows.some((row) => row.parts && row.parts[part] > 0));
     at("bars-legend").replaceChildren(...used.map(([part, name]) => make("li", {}, swatch(part), name)));
-    at("bars-hint").textContent = limit > 0 ? "" : "The weights alone are too much for the device.";
+    at("bars-hint").textContent = room > 0 ? "" : `The weights alone are too much for the device, which has ${Words.bytes(figures.device.bytes)}: no cache fits.`;
   }
 
   function drawTable() {
@@ -127,11 +128,11 @@
       if (one.error) return Object.assign([labelled(one), make("span", { class: "faint", text: one.error }), "–", "–", "–", "–", "–", "–"], { kind: one.id });
       const { plan } = one;
       const total = [size(plan.report.total)];
-      if (!plan.fits) total.push(make("small", { class: "over", text: "too much" }));
+      if (!plan.fits && limitOf(false) > 0) total.push(make("small", { class: "over", text: "too much" }));
       const speed = plan.tokensPerSecond === null ? "–" : Words.speed(plan.tokensPerSecond);
       return Object.assign([
         labelled(one), size(plan.perToken), total, Words.ratio(plan.ratio), limit(plan.context), limit(plan.batch),
-        limit(plan.resident), plan.fits ? speed : [speed],
+        limit(plan.resident), speed,
       ], { kind: one.id });
     });
     at("table").replaceChildren(tableOf(head, rows, "Figures of every cache"));
@@ -184,7 +185,7 @@
     at("reading").textContent = `At ${tokens} tokens per row`;
     at("curve-legend").replaceChildren(...lines.map((line) => {
       const bytes = line.values[index];
-      const over = bytes > limit ? [make("small", { class: "over", text: "too much" })] : [];
+      const over = bytes > limit && limitOf(false) > 0 ? [make("small", { class: "over", text: "too much" })] : [];
       return make("li", {}, swatch(`line ${line.id}`), make("span", { class: "name", text: line.label }), make("b", { text: Words.bytes(bytes) }), ...over);
     }));
     const shown = contexts.map((tokens, i) => [tokens, i]).filter(([tokens]) => Number.isInteger(Math.log2(tokens)) || tokens === state.context);
@@ -216,13 +217,13 @@
     }));
     const [text] = new Set(models.map((model) => model.text));
     at("accuracy-intro").textContent =
-      `Measured on small models, whatever the model above is: how far the next token’s probabilities move when the cache is stored in a format, teacher-forced over windows of ${Words.count(models[0].window)} tokens of ${text} (${models.map((model) => `${model.title}: ${Words.count(model.tokens)} tokens`).join("; ")}). Larger models usually lose less; that is not measured here.`;
+      `Measured on small models, whatever the model above is: how far the next token’s probabilities move when the cache is stored in a format, teacher-forced over windows of ${Words.count(models[0].window)} tokens of ${text} (${models.map((model) => `${model.title}: ${Words.count(model.tokens)} tokens`).join("; ")}). What your model loses was not measured.`;
     at("accuracy-legend").replaceChildren(...models.map((model, i) => {
       const icon = Charts.svg("svg", { width: 16, height: 16, class: "swatch-mark", "aria-hidden": "true" }, Charts.mark(i, 8, 8));
       return make("li", {}, icon, model.title);
     }));
     at("accuracy").replaceChildren(Charts.dots(drawn, {
-      width: at("accuracy").clientWidth,
+      width: at("accuracy").clientWidth, models: models.length,
       label: `KL divergence by format: ${drawn.map((row) => `${row.label} ${row.points.map((point) => `${models[point.model].title} ${Words.divergence(point.kl)}`).join(", ")}`).join("; ")}.`,
     }));
     const hints = [];
@@ -257,6 +258,7 @@
       notes.push(`Weights are taken as 1/${state.tp}; latents, indexer keys and states are whole on every device.`);
     }
     if (whole.parameters === null) notes.push("Nobody told how large this model’s weights are: they count as nothing.");
+    notes.push(...(whole.notes || []));
     if (preset && preset.source) notes.push(`${preset.label}: ${preset.source}`);
     at("notes").replaceChildren(...notes.map((note) => make("li", { text: note })));
   }

@@ -48,5 +48,9 @@ class ConversionError(KVCacheError):
     """A checkpoint cannot be converted: its model, files or the place for the result do not allow it."""
 
 
+class PlanError(KVCacheError):
+    """A memory plan cannot be made: there is no such model, preset or file, or a number in the question is wrong."""
+
+
 class KVCacheWarning(UserWarning):
     """Something works, but slower or with less than the user may expect; said once."""

@@ -37,8 +37,11 @@ class CachedLayer:
         kv_heads, key_dim, value_dim: of the keys and values that it holds per token; with latent attention one head,
             kv_lora_rank and qk_rope_head_dim. All 0 where it holds none.
         latent: whether keys and values are latents and RoPE keys (MLA).
-        window: tokens that it holds at most (sliding windows and chunks), None: all.
+        window: the sliding window or chunk of its config: a DynamicCache holds one token less at most, as the newest is
+            a query; None: it holds all.
         index_dim: width of the keys of a sparse-attention indexer (DSA) beside them, one per token; else 0.
+        index_dtype: of these keys, as "float32"; None is the dtype of the cache.
+        index_positions: int64 numbers per token that an indexer keeps beside its keys (positions of images); else 0.
         states: tensors that do not grow.
         readers: layers of the model that attend to it in a step: more than 1 where others share its keys and values.
         query_heads: query heads of a reader.
@@ -51,6 +54,8 @@ class CachedLayer:
     latent: bool = False
     window: int | None = None
     index_dim: int = 0
+    index_dtype: str | None = None
+    index_positions: int = 0
     states: tuple[State, ...] = ()
     readers: int = 1
     query_heads: int = 0
@@ -76,6 +81,7 @@ class Inventory:
         max_positions: the context that the model was made for, None where its config does not say.
         source: where these figures come from: a folder, a hub id, a preset's source.
         how: "meta" when the model's own code was run without weights, "fields" when only names of a config were read.
+        notes: what a reader of these figures has to know beside them, as sentences.
     """
 
     name: str
@@ -89,6 +95,7 @@ class Inventory:
     max_positions: int | None = None
     source: str = ""
     how: str = "meta"
+    notes: tuple[str, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -96,6 +103,10 @@ class Inventory:
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    def with_note(self, *notes: str) -> "Inventory":
+        """Return a copy with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `from_dict` takes: JSON types; equal layers that follow each other are one entry with "count"."""
@@ -105,7 +116,7 @@ class Inventory:
             if layer.states:
                 given["states"] = [_without_defaults(state) for state in layer.states]
             runs.append({"count": len(list(group)), **given})
-        return {**asdict(replace(self, layers=())), "layers": runs}
+        return {**asdict(replace(self, layers=())), "layers": runs, "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Inventory":
@@ -117,7 +128,8 @@ class Inventory:
                 State(tuple(state["shape"]), state.get("dtype")) for state in run.get("states", ())
             )
             layers += [CachedLayer(**own)] * run["count"]
-        return cls(**{**given, "layers": tuple(layers)})
+        notes = tuple(given.get("notes", ()))
+        return cls(**{**given, "layers": tuple(layers), "notes": notes})
 
 
 def _without_defaults(given: Any) -> dict[str, Any]:

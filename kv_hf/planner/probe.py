@@ -1,0 +1,174 @@
+"""Read what a model caches off the model's own code, run without weights on torch's meta device."""
+
+import copy
+from typing import Any
+
+import torch
+
+from ..cache.model_shape import decoder_config, is_encoder_decoder
+from ..errors import UnsupportedModelError
+from ..notices import say_once
+from . import meta_model, tracing
+from .cached_layers import read_cache
+from .field_names import POSITIONS, first, read
+from .fields import inventory_of_fields
+from .inventory import CachedLayer, Inventory
+from .weights import Weights, count_weights
+
+# a model is run with this dtype, so that states that are float32 whatever the model's dtype show
+_RUN_DTYPE = torch.bfloat16
+DEFAULT_DTYPE = torch.bfloat16
+
+
+def probe(
+    config: Any, *, name: str, source: str, dtype: torch.dtype | str | None = None
+) -> Inventory:
+    """Return what a model of this config keeps in its cache, and what its weights take.
+
+    The model is built without weights and run for three tokens with a DynamicCache; `config` is not changed. Where
+    its code cannot run that way, the names of its config are read instead (`Inventory.how` is "fields", a note has
+    the reason, and it is said once).
+
+    Args:
+        config: a transformers model config.
+        name: of the model, for people.
+        source: where the config comes from.
+        dtype: of weights and cache; None: the config's, or bfloat16 where it has none.
+
+    Raises:
+        UnsupportedModelError: encoder-decoder models, models without a cache of transformers, and caches that an
+            Inventory cannot describe.
+    """
+    text = decoder_config(config)
+    if is_encoder_decoder(config) or is_encoder_decoder(text):
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) is an encoder-decoder model, with a second cache for what its encoder "
+            "says; plans are for decoders"
+        )
+    given = {
+        "name": name,
+        "model_type": config.model_type,
+        "dtype": str(resolve_dtype(config, dtype, name)).removeprefix("torch."),
+        "max_positions": first(text, POSITIONS),
+        "source": source,
+    }
+    try:
+        with meta_model.quiet():
+            layers, weights, notes = _look(config, name)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        # whatever a model's code raises: it was not written to run without weights
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        return _by_names(config, given, reason)
+    return Inventory(
+        **given,
+        layers=layers,
+        parameters=weights.parameters,
+        expert_parameters=weights.expert_parameters,
+        experts=weights.experts,
+        experts_per_token=weights.experts_per_token,
+        notes=(*notes, *weights.notes),
+    )
+
+
+def resolve_dtype(config: Any, dtype: torch.dtype | str | None, name: str) -> torch.dtype:
+    """Return the dtype of weights and cache: `dtype`, else the one in a config or its dict, else bfloat16.
+
+    Raises: UnsupportedModelError for names of no floating-point dtype.
+    """
+    text = read(config, "text_config")
+    values = [dtype] + [
+        read(part, key) for part in (config, text) for key in ("dtype", "torch_dtype")
+    ]
+    found = next((value for value in values if value not in (None, "auto")), None)
+    if found is None:
+        say_once(
+            f"planner dtype {name}",
+            f"kv_hf: the config of {name} names no dtype; weights and cache are taken to be bfloat16",
+        )
+        return DEFAULT_DTYPE
+    own = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
+    if not isinstance(own, torch.dtype) or not own.is_floating_point:
+        raise UnsupportedModelError(
+            f"dtype must be a floating-point dtype of torch, as 'bfloat16', got {found!r}"
+        )
+    return own
+
+
+def _look(config: Any, name: str) -> tuple[tuple[CachedLayer, ...], Weights, list[str]]:
+    """Build and run the model; attention without a mask, with one, and the model's own: the first that works."""
+    own = copy.deepcopy(config)
+    own.__dict__.pop(
+        "quantization_config", None
+    )  # says how weights are stored, and wants its library
+    notes: list[str] = []
+    if meta_model.model_kind(own) is None:
+        own, notes = _text_part(own, name, "no class of transformers generates text from all of it")
+    tracing.register()
+    failed: Exception | None = None
+    for attention in (tracing.ATTENTION, tracing.MASKED_ATTENTION, "eager"):
+        try:
+            try:
+                model = meta_model.build(own, _RUN_DTYPE, attention)
+            except ImportError as error:  # of a vision tower
+                own, notes = _text_part(own, name, _first_line(error))
+                model = meta_model.build(own, _RUN_DTYPE, attention)
+            cache, reads = _run(model, name)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            failed = error
+            continue
+        layers, more = read_cache(cache, reads, model.config, dtype=_RUN_DTYPE)
+        if not any(layer.elements or layer.states for layer in layers):
+            raise UnsupportedModelError(
+                f"{name} ({config.model_type}) keeps nothing in a cache of transformers"
+            )
+        return layers, count_weights(model), notes + more
+    assert failed is not None
+    raise failed
+
+
+def _run(model: Any, name: str) -> tuple[Any, tracing.Reads]:
+    try:
+        return meta_model.run(model)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        # names are read next, which would take it for attention
+        if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+            raise UnsupportedModelError(
+                f"{name} ({model.config.model_type}) has no attention, and keeps its state in no cache of "
+                f"transformers ({type(error).__name__}: {_first_line(error)})"
+            ) from error
+        raise
+
+
+def _text_part(config: Any, name: str, reason: str) -> tuple[Any, list[str]]:
+    text = decoder_config(config)
+    if text is config or meta_model.model_kind(text) is None:
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}): transformers has no class that generates text from this config ({reason})"
+        )
+    return text, [f"weights are those of the language model alone: {reason}"]
+
+
+def _by_names(config: Any, given: dict[str, Any], reason: str) -> Inventory:
+    name = given["name"]
+    try:
+        found = inventory_of_fields(config.to_dict(), **given)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) cannot be run without weights ({reason}), and the names of its config do "
+            f"not say enough: {error}"
+        ) from error
+    note = (
+        f"its code cannot be run without weights ({reason}); names of its config were read instead"
+    )
+    say_once(f"planner fields {name} {reason}", f"kv_hf: {name}: {note}")
+    return found.with_note(note)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "")[:200].strip()

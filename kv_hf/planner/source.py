@@ -1,0 +1,206 @@
+"""Find a model's config, wherever it is, and turn it into an Inventory."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import __version__ as transformers_version
+
+from ..cache.compat import SPARSE_MODELS_CACHE_LATENTS
+from ..errors import PlanError, UnsupportedModelError
+from ..notices import say_once
+from .field_names import POSITIONS, first
+from .fields import inventory_of_fields, language_part
+from .inventory import Inventory
+from .kv_heads import replace_kv_heads, replace_named_kv_heads
+from .meta_model import quiet
+from .presets import is_preset, near_presets, preset_of_model, read_preset
+from .probe import probe, resolve_dtype
+from .weight_files import count_in_files
+
+_CONFIG = "config.json"
+
+
+def load_inventory(
+    model: Any, *, dtype: torch.dtype | str | None = None, kv_heads: int | None = None
+) -> Inventory:
+    """Return what a model keeps in its cache and what its weights take. No code from the hub is run.
+
+    Args:
+        model: a folder with a config.json, a path to one, a preset's name, a hub id (in the local hub cache, or
+            fetched), a transformers model config, or an Inventory, which is returned.
+        dtype: of weights and cache, as torch.bfloat16 or "bfloat16"; None: what the config says, else bfloat16.
+        kv_heads: count the cache and the weights as if the model had so many key/value heads.
+
+    Raises:
+        PlanError: there is no such file, model or preset, or kv_heads does not divide the query heads.
+        UnsupportedModelError: the model keeps its keys and values in ways that a plan does not know.
+    """
+    if isinstance(model, Inventory):
+        if kv_heads is not None:
+            raise PlanError("kv_heads changes a model's config; an Inventory has none any more")
+        return _with_dtype(model, dtype)
+    if isinstance(model, PreTrainedConfig):
+        name = model.name_or_path or model.model_type
+        return _of_config(model, name, "a config object", dtype, kv_heads)
+    if not isinstance(model, (str, os.PathLike)):
+        raise PlanError(
+            f"model must be a path, a hub id, a preset, a config or an Inventory, got {type(model).__name__}"
+        )
+    path = Path(model).expanduser()
+    if path.is_dir():
+        given = _read_json(path / _CONFIG)
+        return _of_dict(given, _folder_name(path), str(path), dtype, kv_heads, path)
+    if path.is_file():
+        return _of_dict(_read_json(path), _folder_name(path.parent), str(path), dtype, kv_heads)
+    name = str(model)
+    if is_preset(name):
+        return inventory_of_preset(read_preset(name), dtype=dtype, kv_heads=kv_heads)
+    return _of_hub(name, dtype, kv_heads)
+
+
+def inventory_of_preset(
+    preset: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | str | None = None,
+    kv_heads: int | None = None,
+    again: bool = False,
+) -> Inventory:
+    """Return the Inventory that a preset carries; with kv_heads or `again`, read its config in place of that."""
+    if "inventory" in preset and kv_heads is None and not again:
+        inventory = Inventory.from_dict(preset["inventory"])
+        if SPARSE_MODELS_CACHE_LATENTS or not any(layer.index_dim for layer in inventory.layers):
+            return _with_dtype(inventory, dtype)
+    source = f"{preset['model']}, {preset['source']}"
+    return _of_dict(preset["config"], preset["name"], source, dtype, kv_heads)
+
+
+def _with_dtype(inventory: Inventory, dtype: torch.dtype | str | None) -> Inventory:
+    if dtype is None:
+        return inventory
+    own = resolve_dtype({}, dtype, inventory.name)
+    return replace(inventory, dtype=str(own).removeprefix("torch."))
+
+
+def _of_hub(model: str, dtype: torch.dtype | str | None, kv_heads: int | None) -> Inventory:
+    preset = preset_of_model(model)
+    try:
+        path = _fetch(model)
+    except PlanError as error:
+        if preset is None:
+            raise
+        say_once(f"planner preset {model}", f"kv_hf: {error}; the preset {preset} is taken")
+        return inventory_of_preset(read_preset(preset), dtype=dtype, kv_heads=kv_heads)
+    return _of_dict(_read_json(path), model, f"hub: {model}", dtype, kv_heads, path.parent)
+
+
+def _fetch(model: str) -> Path:
+    """Return the path of a hub model's config.json. Raises PlanError where there is none."""
+    from transformers.utils import cached_file
+
+    hint = near_presets(model)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".json"):
+        raise PlanError(f"there is no file or folder {model!r}{hint}")
+    try:
+        path = cached_file(model, _CONFIG)
+    except (OSError, ValueError) as error:
+        reason = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise PlanError(
+            f"{model!r} is no folder, file or preset, and its config could not be had from the hub "
+            f"({reason.strip().rstrip('.')}){hint}"
+        ) from error
+    if path is None:
+        raise PlanError(f"the hub's {model!r} has no {_CONFIG}{hint}")
+    return Path(path)
+
+
+def _folder_name(folder: Path) -> str:
+    return folder.resolve().name or str(folder)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise PlanError(
+            f"{path} is no model config: expected a JSON object, got {type(given).__name__}"
+        )
+    return given
+
+
+def _of_dict(
+    given: Mapping[str, Any],
+    name: str,
+    source: str,
+    dtype: torch.dtype | str | None,
+    kv_heads: int | None,
+    folder: Path | None = None,
+) -> Inventory:
+    """Return the Inventory of a config.json, by its names where transformers does not know the model."""
+    kind = given.get("model_type")
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        try:
+            with quiet():
+                config = CONFIG_MAPPING[kind].from_dict(dict(given))
+        except Exception as error:  # transformers validates some configs with errors of its own
+            reason = f"transformers cannot read it: {error}"
+        else:
+            found = _of_config(config, name, source, dtype, kv_heads, given)
+            return _with_files(found, folder)
+    else:
+        reason = f"transformers {transformers_version} does not know model_type {kind!r}, and other code is not run"
+    if kv_heads is not None:
+        given = replace_named_kv_heads(given, kv_heads, name)
+    found = inventory_of_fields(
+        given,
+        name=name,
+        model_type=str(kind),
+        dtype=str(resolve_dtype(given, dtype, name)).removeprefix("torch."),
+        max_positions=first(language_part(given), POSITIONS),
+        source=source,
+    )
+    say_once(f"planner names {name}", f"kv_hf: {name}: {reason}; the names of its config were read")
+    return _with_files(found.with_note(reason), folder)
+
+
+def _of_config(
+    config: Any,
+    name: str,
+    source: str,
+    dtype: torch.dtype | str | None,
+    kv_heads: int | None,
+    given: Mapping[str, Any] | None = None,
+) -> Inventory:
+    if kv_heads is not None:
+        config = replace_kv_heads(config, kv_heads, name)
+    found = probe(config, name=name, source=source, dtype=dtype)
+    wrong = {layer.kv_heads for layer in found.layers if layer.elements} - {kv_heads}
+    if kv_heads is not None and wrong:
+        raise UnsupportedModelError(
+            f"kv_heads={kv_heads}: layers of {name} ({config.model_type}) have {sorted(wrong)} kv heads whatever its "
+            "config's number"
+        )
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return found
+    stored = stored if isinstance(stored, Mapping) else stored.to_dict()
+    method = stored.get("quant_method", "quantized")
+    return found.with_note(f"its weights are stored as {method}; they are counted as {found.dtype}")
+
+
+def _with_files(found: Inventory, folder: Path | None) -> Inventory:
+    """Count weights in files where the model's code did not say how many there are."""
+    if found.parameters is not None or folder is None:
+        return found
+    return replace(found, parameters=count_in_files(folder))

@@ -7,7 +7,7 @@ from .choices import Choice
 from .inventory import Inventory
 
 MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
-MOST_ROWS = 1 << 20
+MOST_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,16 @@ def largest_context(
 
     if page_size == 1:
         return largest(cost, limit, most)
-    pages = largest(lambda count: cost(before_sealing(count)), limit, (most - exact) // page_size + 1)
+    most_pages = max(1, (most - exact) // page_size + 1)
+    pages = largest(lambda count: cost(before_sealing(count)), limit, most_pages)
     if pages is None:
         return None
-    first = before_sealing(pages) if pages else 0
-    if first + 1 > most or cost(first + 1) > limit:
+    # the token before the next page is sealed does not fit; some of those in between may
+    first, end = before_sealing(pages) if pages else 0, before_sealing(pages + 1)
+    if end - first == 1 or cost(first + 1) > limit:
         return first
-    more = largest(lambda count: cost(first + count), limit, page_size)
-    return first + (page_size if more is None else more)
+    more = largest(lambda count: cost(first + count), limit, end - first - 1)
+    return end - 1 if more is None else first + more
 
 
 def largest(cost: Callable[[int], int], limit: int, most: int) -> int | None:

@@ -126,7 +126,7 @@ const Charts = (() => {
   function curves(lines, { width, contexts, isLog, limit, limitLabel, reading, label }) {
     const wide = width >= 600;
     const height = wide ? 360 : 280;
-    const edge = { left: 62, right: wide ? 118 : 18, top: 22, bottom: 40 };
+    const edge = { left: 62, right: wide ? 134 : 18, top: 22, bottom: 40 };
     const all = lines.flatMap((line) => line.values);
     const most = Math.max(...all, 1);
     const least = Math.max(1, Math.min(...all));
@@ -181,13 +181,14 @@ const Charts = (() => {
       const labelled = ends.filter((end) => end.x !== null && (!end.cut || isLog));
       const places = spread(labelled.map((end) => end.y), 15, y1 + 4, y0 - 4);
       labelled.forEach((end, i) => {
-        root.append(text(x1 + 10, places[i], end.line.label, { class: `line-label ${end.line.id}`, "dominant-baseline": "central" }));
+        root.append(svg("line", { x1: x1 + 8, x2: x1 + 24, y1: places[i], y2: places[i], class: `line-mark ${end.line.id}` }));
+        root.append(text(x1 + 30, places[i], end.line.label, { class: "line-label", "dominant-baseline": "central" }));
       });
       const cut = ends.filter((end) => end.x !== null && end.cut && !isLog);
       cut.sort((a, b) => a.x - b.x).forEach((end, i) => {
-        root.append(text(Math.min(end.x, x1) - 4, y1 + 10 + 14 * i, end.line.label, {
-          class: `line-label ${end.line.id}`, "text-anchor": "end",
-        }));
+        const [x, y] = [Math.min(end.x, x1) - 6, y1 + 8 + 15 * i];
+        root.append(svg("line", { x1: x - 16, x2: x, y1: y, y2: y, class: `line-mark ${end.line.id}` }));
+        root.append(text(x - 22, y, end.line.label, { class: "line-label", "text-anchor": "end", "dominant-baseline": "central" }));
       });
     }
     root.append(svg("rect", { x: x0, y: y1, width: x1 - x0, height: y0 - y1, class: "catcher" }));

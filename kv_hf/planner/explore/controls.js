@@ -1,4 +1,4 @@
-/* The form: what it asks, and how a slider, a number or a choice becomes a value. */
+/* Elements, tables and the form: what it asks, and how a slider, a number or a choice becomes a value. */
 "use strict";
 
 const Controls = (() => {
@@ -13,6 +13,21 @@ const Controls = (() => {
     }
     node.append(...children);
     return node;
+  }
+
+  /* Return a table; rows are lists of cells, and a row's `kind` its class. */
+  function tableOf(head, rows, caption) {
+    const line = (cells, scope) => make("tr", {}, ...cells.map((cell, i) => {
+      const node = scope === "col" || i === 0 ? make("th", { scope: scope === "col" ? "col" : "row" }) : make("td");
+      node.append(...[cell].flat());
+      return node;
+    }));
+    return make("table", {}, make("caption", { class: "hidden", text: caption }), make("thead", {}, line(head, "col")),
+      make("tbody", {}, ...rows.map((cells) => {
+        const row = line(cells, "row");
+        if (cells.kind) row.className = cells.kind;
+        return row;
+      })));
   }
 
   const GROUPS = [
@@ -196,5 +211,5 @@ const Controls = (() => {
     };
   }
 
-  return { build, make };
+  return { build, make, tableOf };
 })();

@@ -2,9 +2,9 @@
 "use strict";
 
 const Fit = (() => {
-  const { ITEM_BYTES, elements, isPageable, layerPage, loadOf, predict, rowPages, runsOf, stateBytes } = Planner;
-  const MOST_TOKENS = 2 ** 40; // what still fits at this size has no limit
-  const MOST_ROWS = 2 ** 20;
+  const { ITEM_BYTES, elements, indexBytes, isPageable, layerPage, loadOf, predict, rowPages, runsOf, stateBytes } = Planner;
+  const MOST_TOKENS = 2 ** 30; // what still fits at this size has no limit
+  const MOST_ROWS = 2 ** 16;
   const FAR_PAGES = 2 ** 13;
 
   /* Return the bytes of the weights on one of `devices` devices that share the model, or null where nobody knows them. */
@@ -42,7 +42,8 @@ const Fit = (() => {
   /* Return { context, batch, resident }: null where nothing grows. */
   function find(inventory, cache, o, free, { rows, tokens }, formats) {
     const cost = (kinds) => predict(inventory, cache, o, loadOf(kinds), formats).total;
-    const pages = largest((n) => cost(rowsOfPages(n, rows, cache, o)), free, Math.floor(MOST_TOKENS / pageSize(cache, o)));
+    const most = Math.floor(Math.max(0, MOST_TOKENS - exactTokens(cache, o)) / pageSize(cache, o));
+    const pages = largest((n) => cost(rowsOfPages(n, rows, cache, o)), free, most);
     return {
       context: largest((n) => cost([[n, rows]]), free, MOST_TOKENS),
       batch: largest((n) => cost([[tokens, n]]), free, MOST_ROWS),
@@ -93,7 +94,7 @@ const Fit = (() => {
         const exact = Math.min(seen, rowPages(o, layer.window).exact(tokens));
         own = ((seen - exact) * (page.payload + page.scales)) / o.page_size + exact * plain;
       }
-      const beside = tokens * layer.index_dim * itemBytes;
+      const beside = tokens * indexBytes(layer, itemBytes);
       bytes += layer.count * (layer.readers * (own + beside) + stateBytes(layer, itemBytes));
     }
     return roundEven(bytes * rows);

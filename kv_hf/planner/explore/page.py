@@ -35,6 +35,7 @@ SCRIPTS = (
     "model.js",
     "charts.js",
     "controls.js",
+    "accuracy.js",
     "ui.js",
 )
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)

@@ -16,6 +16,7 @@ const Planner = (() => {
     ...PAGED, INDEXED, SPARSE, ...WITHOUT_LENGTH, "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
   ];
+  const SLIDING = ["DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer"];
   const COUNTER = 8; // bytes of a layer's number that lives in a tensor
 
   /* An option that does not fit a model: the reason is for people. */
@@ -25,7 +26,7 @@ const Planner = (() => {
 
   const LAYER_DEFAULTS = {
     count: 1, cache_class: "DynamicLayer", kv_heads: 0, key_dim: 0, value_dim: 0, latent: false, window: null,
-    index_dim: 0, states: [], readers: 1, query_heads: 0,
+    index_dim: 0, index_dtype: null, index_positions: 0, states: [], readers: 1, query_heads: 0,
   };
 
   /* Return the runs of equal layers with all fields there. */
@@ -36,6 +37,9 @@ const Planner = (() => {
   /* Whether pages take the place of a layer; an indexed one without latents reads those of another. */
   const isPageable = (layer, hasLatents) =>
     PAGED.includes(layer.cache_class) || (layer.cache_class === INDEXED && (layer.latent || (hasLatents && !elements(layer))));
+
+  /* Bytes of a token's indexer key. */
+  const indexBytes = (layer, itemBytes) => layer.index_dim * (layer.index_dtype ? ITEM_BYTES[layer.index_dtype] : itemBytes);
 
   /* Whether a layer's keys and values have heads that a model can have fewer of, or devices share out. */
   const hasHeads = (layer) => elements(layer) > 0 && !layer.latent;
@@ -227,10 +231,10 @@ const Planner = (() => {
     const most = layer.window === null ? longest : isStatic ? layer.window : layer.window === 1 ? longest : layer.window - 1;
     const held = Math.min(longest, most);
     const perToken = elements(layer) * itemBytes;
-    const index = layer.index_dim * itemBytes;
-    let counters = layer.window === null ? 0 : 1;
+    const index = indexBytes(layer, itemBytes) + layer.index_positions * ITEM_BYTES.int64;
+    let counters = SLIDING.includes(layer.cache_class) ? 1 : 0;
     if (isStatic) {
-      counters = (WITHOUT_LENGTH.includes(layer.cache_class) ? 0 : 1) + (layer.cache_class === SPARSE || index ? 1 : 0);
+      counters = (WITHOUT_LENGTH.includes(layer.cache_class) ? 0 : 1) + (layer.cache_class === SPARSE || layer.index_dim ? 1 : 0);
     }
     return {
       payload: layer.count * rows * held * perToken,
@@ -306,9 +310,10 @@ const Planner = (() => {
         if (!groups.has(layer.window)) groups.set(layer.window, pageUse(row, load.kinds, load.prompt));
         addPages(report, layer, load, row, groups.get(layer.window), o, formats, itemBytes);
       }
-      const index = layer.count * load.rows * indexRoom(load.longest, load.prompt) * layer.index_dim * itemBytes;
-      report.other += index;
-      report.empty.other += index - layer.count * load.tokens * layer.index_dim * itemBytes;
+      const index = layer.count * indexBytes(layer, itemBytes);
+      const room = load.rows * indexRoom(load.longest, load.prompt);
+      report.other += room * index;
+      report.empty.other += (room - load.tokens) * index;
     }
     for (const use of groups.values()) {
       report.pages_held += use.held;
@@ -321,7 +326,7 @@ const Planner = (() => {
   }
 
   return {
-    ITEM_BYTES, LAYER_DEFAULTS, PARTS, Refused, customInventory, divisors, elements, hasHeads, headChoices,
+    ITEM_BYTES, LAYER_DEFAULTS, PARTS, Refused, customInventory, divisors, elements, hasHeads, headChoices, indexBytes,
     isPageable, layerPage, loadOf, pageCapacity, predict, rowPages, runsOf, shard, stateBytes, withHeads,
   };
 })();

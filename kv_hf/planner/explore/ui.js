@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const { make } = Controls;
+  const { make, tableOf } = Controls;
   const data = JSON.parse(document.getElementById("data").textContent);
   const fields = State.fieldsOf(data);
   const at = (id) => document.getElementById(id);
@@ -56,34 +56,21 @@
     return preset ? preset.label : "Your model";
   };
 
-  function tableOf(head, rows, caption) {
-    const line = (cells, scope) => make("tr", {}, ...cells.map((cell, i) => {
-      const node = scope === "col" || i === 0 ? make("th", { scope: scope === "col" ? "col" : "row" }) : make("td");
-      node.append(...[cell].flat());
-      return node;
-    }));
-    return make("table", {}, make("caption", { class: "hidden", text: caption }), make("thead", {}, line(head, "col")),
-      make("tbody", {}, ...rows.map((cells) => {
-        const row = line(cells, "row");
-        if (cells.kind) row.className = cells.kind;
-        return row;
-      })));
-  }
-
   const swatch = (kind) => make("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
   const labelled = (one) => (one.note ? [one.label, make("small", { text: one.note })] : [one.label]);
 
   // -- parts of the page -----------------------------------------------------------------------------------------
 
   function drawSummary() {
-    const { state, caches, weights, device } = figures;
+    const { state, caches, weights, device, whole } = figures;
     const mix = caches[caches.length - 1];
     const dynamic = caches[0].plan;
     const load = `${Words.plural(state.batch, "row")} of ${Words.count(state.context)} tokens`;
     const devices = state.tp > 1 ? ` on each of ${state.tp} devices` : "";
     const words = [`${nameOf()}, ${load}${devices}: DynamicCache takes ${size(dynamic.report.total)}`];
     if (mix.error) words.push(`. Your mix does not go with this model: ${mix.error}.`);
-    else words.push(` and your mix (${mix.note}) ${size(mix.plan.report.total)}, ${Words.ratio(mix.plan.ratio)} less.`);
+    else words.push(` and your mix (${mix.note}) ${size(mix.plan.report.total)}, ${Words.compared(mix.plan.ratio)}.`);
+    if (whole.max_positions && state.context > whole.max_positions) words.push(` The model was made for ${Words.count(whole.max_positions)} tokens.`);
     at("summary").textContent = words.join("");
     const facts = [["Weights", weights === null ? "not known" : size(weights)]];
     if (mix.plan) {
@@ -122,17 +109,17 @@
 
   function drawTable() {
     const { caches, state, whole } = figures;
-    const head = ["Cache", "Bytes per token", "Total", "Ratio", "Largest context", "Largest batch", "Resident tokens", "Tokens/s, at most"];
+    const head = ["Cache", "Bytes per token", "Total", "Ratio", "Largest context", "Largest batch", "Resident tokens", "Tokens/s, at most", "KL, measured"];
     const limit = (n) => (n === null ? "no limit" : Words.count(n));
     const rows = caches.map((one) => {
-      if (one.error) return Object.assign([labelled(one), make("span", { class: "faint", text: one.error }), "–", "–", "–", "–", "–", "–"], { kind: one.id });
+      if (one.error) return Object.assign([labelled(one), make("span", { class: "faint", text: one.error }), "–", "–", "–", "–", "–", "–", "–"], { kind: one.id });
       const { plan } = one;
       const total = [size(plan.report.total)];
       if (!plan.fits && limitOf(false) > 0) total.push(make("small", { class: "over", text: "too much" }));
       const speed = plan.tokensPerSecond === null ? "–" : Words.speed(plan.tokensPerSecond);
       return Object.assign([
         labelled(one), size(plan.perToken), total, Words.ratio(plan.ratio), limit(plan.context), limit(plan.batch),
-        limit(plan.resident), speed,
+        limit(plan.resident), speed, Accuracy.lossOf(one, figures, data),
       ], { kind: one.id });
     });
     at("table").replaceChildren(tableOf(head, rows, "Figures of every cache"));
@@ -140,6 +127,7 @@
     if (whole.max_positions) hints.push(`The model was made for ${Words.count(whole.max_positions)} tokens.`);
     hints.push(`Largest context at ${Words.plural(state.batch, "row")}, largest batch at ${Words.count(state.context)} tokens, both behind the weights.`);
     hints.push("Tokens/s are what the memory’s bandwidth allows over all rows: a bound, not a forecast.");
+    if (Model.hasKeys(whole)) hints.push(`KL: on ${data.accuracy.models.map((model) => model.title).join(", ")}, see below.`);
     at("table-hint").textContent = hints.join(" ");
     const names = ["payload", "scales", "tail", "tables", "other"];
     const parts = caches.filter((one) => one.plan).map((one) => {
@@ -193,55 +181,6 @@
       shown.map(([tokens, i]) => [Words.count(tokens), ...lines.map((line) => size(line.values[i]))]), "Memory over context length"));
   }
 
-  // -- accuracy --------------------------------------------------------------------------------------------------
-
-  function titleOf(row) {
-    const formats = row.keys === row.values ? row.keys : `${row.keys} keys, ${row.values} values`;
-    const names = { key_group_size: "key groups", value_group_size: "value groups", page_size: "page", sink_tokens: "sinks" };
-    const options = Object.entries(row.options).map(([name, value]) => `${names[name] || name} ${value}`);
-    return [formats, ...options].join(", ");
-  }
-
-  function drawAccuracy() {
-    const { models, rows } = data.accuracy;
-    const { state, whole } = figures;
-    const titles = new Map();
-    rows.forEach((row) => titles.set(titleOf(row), [...(titles.get(titleOf(row)) || []), row]));
-    const measured = [...titles].map(([label, found]) => ({ label, found, plain: !Object.keys(found[0].options).length }));
-    measured.sort((a, b) => b.found[0].bits - a.found[0].bits);
-    const isMix = ({ found, plain }) => plain && found[0].keys === state.keys && found[0].values === state.values;
-    const hasKeys = Model.hasKeys(whole);
-    const drawn = measured.filter((one) => one.plain).map((one) => ({
-      label: one.label, chosen: hasKeys && isMix(one),
-      points: one.found.map((row) => ({ model: models.findIndex((model) => model.model === row.model), kl: row.kl, low: row.kl_low, high: row.kl_high })),
-    }));
-    const [text] = new Set(models.map((model) => model.text));
-    at("accuracy-intro").textContent =
-      `Measured on small models, whatever the model above is: how far the next token’s probabilities move when the cache is stored in a format, teacher-forced over windows of ${Words.count(models[0].window)} tokens of ${text} (${models.map((model) => `${model.title}: ${Words.count(model.tokens)} tokens`).join("; ")}). What your model loses was not measured.`;
-    at("accuracy-legend").replaceChildren(...models.map((model, i) => {
-      const icon = Charts.svg("svg", { width: 16, height: 16, class: "swatch-mark", "aria-hidden": "true" }, Charts.mark(i, 8, 8));
-      return make("li", {}, icon, model.title);
-    }));
-    at("accuracy").replaceChildren(Charts.dots(drawn, {
-      width: at("accuracy").clientWidth, models: models.length,
-      label: `KL divergence by format: ${drawn.map((row) => `${row.label} ${row.points.map((point) => `${models[point.model].title} ${Words.divergence(point.kl)}`).join(", ")}`).join("; ")}.`,
-    }));
-    const hints = [];
-    if (hasKeys && !measured.some(isMix)) hints.push(`${state.keys} keys with ${state.values} values were not measured.`);
-    if (Model.isLatent(whole)) hints.push("These are keys and values. What latents lose was measured apart: docs/mla_accuracy.md.");
-    if (hasKeys && measured.some(isMix)) hints.push("Your mix is marked.");
-    if (state.page !== "64" || state.sinks !== 4 || state.recent) hints.push("Measured with pages of 64 tokens and 4 exact first tokens.");
-    at("accuracy-hint").textContent = hints.join(" ");
-    const head = ["Format", "Bits", ...models.flatMap((model) => [`${model.title}: KL`, "Perplexity"])];
-    at("accuracy-table").replaceChildren(tableOf(head, measured.map(({ label, found }) => [
-      label, found[0].bits.toFixed(2),
-      ...models.flatMap((model) => {
-        const row = found.find((one) => one.model === model.model);
-        return row ? [Words.divergence(row.kl), `×${row.perplexity_ratio.toFixed(4)}`] : ["–", "–"];
-      }),
-    ]), "Measured accuracy of the formats"));
-  }
-
   function drawNotes() {
     const { state, whole } = figures;
     const preset = Model.presetOf(state, data);
@@ -259,8 +198,9 @@
     }
     if (whole.parameters === null) notes.push("Nobody told how large this model’s weights are: they count as nothing.");
     notes.push(...(whole.notes || []));
-    if (preset && preset.source) notes.push(`${preset.label}: ${preset.source}`);
     at("notes").replaceChildren(...notes.map((note) => make("li", { text: note })));
+    at("source").hidden = !(preset && preset.source);
+    at("source-text").textContent = preset ? preset.source : "";
   }
 
   // -- all of it -------------------------------------------------------------------------------------------------
@@ -272,7 +212,7 @@
     drawBars();
     drawTable();
     drawCurve();
-    drawAccuracy();
+    Accuracy.draw(figures, data);
     drawNotes();
   }
 

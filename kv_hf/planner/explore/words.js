@@ -28,6 +28,9 @@ const Words = (() => {
 
   const ratio = (value) => `${value >= 100 ? count(value) : value.toFixed(2)}×`;
 
+  /* What a ratio of a larger to a smaller number says. */
+  const compared = (value) => (value >= 1 ? `${ratio(value)} less` : `${ratio(1 / value)} as much`);
+
   function speed(value) {
     return value >= 1000 ? count(value) : value >= 10 ? value.toFixed(0) : value.toFixed(1);
   }
@@ -39,5 +42,5 @@ const Words = (() => {
     return kl.toPrecision(2).includes("e") ? kl.toFixed(7).replace(/0+$/, "") : kl.toPrecision(2);
   }
 
-  return { bytes, count, digits, divergence, exactBytes, plain, plural, ratio, speed, ticks };
+  return { bytes, compared, count, digits, divergence, exactBytes, plain, plural, ratio, speed, ticks };
 })();

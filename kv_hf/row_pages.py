@@ -132,8 +132,10 @@ def page_use(sizes: RowPages, row_tokens: Sequence[int], prompt: int | None = No
     """
     longest = max(row_tokens, default=0)
     new = longest - (min(1, longest) if prompt is None else prompt)
-    held = tuple(map(sizes.held, row_tokens))
-    first = sum(sizes.held(max(0, tokens - new)) for tokens in row_tokens)
+    rows = Counter(row_tokens)
+    now = {tokens: sizes.held(tokens) for tokens in rows}
+    held = tuple(map(now.__getitem__, row_tokens))
+    first = sum(count * sizes.held(max(0, tokens - new)) for tokens, count in rows.items())
     if sizes.window is None:
         return PageUse(sum(held) if prompt is None else first, sum(held), held)
     peaks = page_peaks(sizes, row_tokens, new)

@@ -5,6 +5,7 @@ The allocator makes the tensors that `PageSpec.fields` lists, the memory report 
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -297,6 +298,12 @@ def predict_memory(
     return pages_report(specs, sizes, row_tokens, use.held, use.capacity(reserved))
 
 
+def counted(specs: Sequence[PageSpec]) -> list[tuple[PageSpec, int]]:
+    """Return (spec, how many there are of it): layers that are alike share one object, and are worked out once."""
+    kinds = {id(spec): spec for spec in specs}
+    return [(kinds[key], count) for key, count in Counter(map(id, specs)).items()]
+
+
 def pages_report(
     specs: Sequence[PageSpec],
     sizes: RowPages,
@@ -306,10 +313,11 @@ def pages_report(
 ) -> MemoryReport:
     """Return the bytes of layers with storage for `capacity` pages, of which each row holds `held`."""
     rows = len(row_tokens)
+    kinds = counted(specs)
     return MemoryReport(
-        payload=capacity * sum(side.payload_bytes for spec in specs for side in spec.sides),
-        scales=capacity * sum(side.scale_bytes for spec in specs for side in spec.sides),
-        tail=sum(spec.window_bytes(rows, sizes.slots) for spec in specs),
+        payload=capacity * sum(n * side.payload_bytes for spec, n in kinds for side in spec.sides),
+        scales=capacity * sum(n * side.scale_bytes for spec, n in kinds for side in spec.sides),
+        tail=sum(n * spec.window_bytes(rows, sizes.slots) for spec, n in kinds),
         tables=rows * max(held, default=0) * TABLE_DTYPE.itemsize,
         other=0,
         pages_held=sum(held),

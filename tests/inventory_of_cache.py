@@ -23,7 +23,8 @@ def inventory_of(model, cache):
 
 def layer_of(layer, rank, dtype):
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    index = getattr(layer, "indexer_keys", None)
+    index = getattr(layer, "indexer_keys", getattr(layer, "idx_keys", None))
+    positions = getattr(layer, "indexer_position_ids", None)
     found = {}
     if keys is not None:
         found = {
@@ -35,7 +36,11 @@ def layer_of(layer, rank, dtype):
     return CachedLayer(
         cache_class=type(layer).__name__,
         window=getattr(layer, "sliding_window", None),
-        index_dim=0 if index is None else index.shape[-1],
+        index_dim=0
+        if index is None
+        else index.shape[-1] * (index.shape[1] if index.ndim == 4 else 1),
+        index_dtype=None if index is None else named(index.dtype, dtype),
+        index_positions=0 if positions is None else len(positions),
         states=states_of(layer, dtype),
         **found,
     )
@@ -46,9 +51,13 @@ def states_of(layer, dtype):
     return tuple(
         State(
             tuple(state.shape[1:]),
-            None if state.dtype == dtype else str(state.dtype).removeprefix("torch."),
+            named(state.dtype, dtype),
         )
         for kind in kinds
         for state in kind.values()
         if isinstance(state, torch.Tensor)
     )
+
+
+def named(own, dtype):
+    return None if own == dtype else str(own).removeprefix("torch.")

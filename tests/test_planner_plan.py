@@ -60,7 +60,12 @@ SMALL = {
         model_type="qwen3_next",
     ),
 }
-CACHES = ("dynamic", "static", "paged_exact:page_size=16", "paged_int4:page_size=16,recent_tokens=5")
+CACHES = (
+    "dynamic",
+    "static",
+    "paged_exact:page_size=16",
+    "paged_int4:page_size=16,recent_tokens=5",
+)
 
 
 # worked examples of the field
@@ -181,9 +186,13 @@ def test_default_caches_leave_out_with_a_reason_what_the_model_cannot_have():
 def test_notes_name_what_is_beyond_the_model_or_the_device():
     inventory = seventy(max_positions=8192, parameters=70 * 10**9)
     assert kv_hf.plan(inventory, caches=["dynamic"]).notes == ()
-    found = kv_hf.plan(inventory, caches=["dynamic"], context="16k", device_memory="24GB", reserve="1GiB")
+    found = kv_hf.plan(
+        inventory, caches=["dynamic"], context="16k", device_memory="24GB", reserve="1GiB"
+    )
     assert any("8,192 positions" in note for note in found.notes)
-    assert any("weights (130.39 GiB) and the reserve of 1.00 GiB do not fit" in n for n in found.notes)
+    assert any(
+        "weights (130.39 GiB) and the reserve of 1.00 GiB do not fit" in n for n in found.notes
+    )
     assert found.rows[0].fits is False
     assert found.rows[0].fit == type(found.rows[0].fit)(0, 0, 0)
     assert found.available == 24 * 10**9 - GIB - 140 * 10**9
@@ -289,7 +298,9 @@ def test_what_fits_is_what_counting_up_finds(kind, name, batch):
         assert found.resident_tokens == page * count_up(of_pages)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "paged_int4", "paged_int2:keys=int4", "paged_fp8:offload=cpu"])
+@pytest.mark.parametrize(
+    "name", ["dynamic", "paged_int4", "paged_int2:keys=int4", "paged_fp8:offload=cpu"]
+)
 def test_what_fits_is_the_last_that_fits_at_full_size(name):
     inventory = model(*[attention(8)] * 8, *[sliding(4096, 8, 128)] * 8, parameters=8 * 10**9)
     batch, context = 4, 20_000
@@ -323,7 +334,9 @@ def test_a_search_takes_few_predictions(monkeypatch):
         return predict(*args, **options)
 
     monkeypatch.setattr(choices, "predict", counted)
-    kv_hf.plan(seventy(parameters=7 * 10**10), device_memory="640GB", batch=16, caches=["paged_int4"])
+    kv_hf.plan(
+        seventy(parameters=7 * 10**10), device_memory="640GB", batch=16, caches=["paged_int4"]
+    )
     assert len(calls) < 60
 
 
@@ -391,9 +404,7 @@ def test_offloaded_pages_come_over_the_host_link():
 def test_a_step_reads_the_experts_that_its_tokens_take():
     assert expected_experts(256, 8, 1) == pytest.approx(8 / 256)
     assert expected_experts(8, 8, 5) == 1
-    inventory = seventy(
-        parameters=100, expert_parameters=80, experts=8, experts_per_token=2
-    )
+    inventory = seventy(parameters=100, expert_parameters=80, experts=8, experts_per_token=2)
     for batch, share in ((1, 0.25), (2, 1 - 0.75**2), (1000, 1)):
         found = kv_hf.plan(inventory, caches=["dynamic"], batch=batch, context=1)
         assert found.weights == 200
@@ -478,7 +489,9 @@ def test_parse_bytes(text, count):
     assert parse_bytes("device_memory", text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "24 gib", "1.2.3GB", "1e9", "0", "0.3", -1, 1.5, True, None])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "24 gib", "1.2.3GB", "1e9", "0", "0.3", -1, 1.5, True, None]
+)
 def test_parse_bytes_names_what_it_cannot_read(text):
     with pytest.raises(CacheOptionError, match="device_memory must be"):
         parse_bytes("device_memory", text)
@@ -495,7 +508,12 @@ def test_parse_bandwidth_and_tokens():
 
 
 def test_sizes_are_printed_in_units_that_are_read():
-    assert [format_bytes(n) for n in (0, 1023, 1024, 80 * 10**9)] == ["0 B", "1,023 B", "1.00 KiB", "74.51 GiB"]
+    assert [format_bytes(n) for n in (0, 1023, 1024, 80 * 10**9)] == [
+        "0 B",
+        "1,023 B",
+        "1.00 KiB",
+        "74.51 GiB",
+    ]
     assert format_bandwidth(3_350 * 10**9) == "3.35 TB/s"
     assert parse_bytes("x", format_bytes(3 * 2**30)) == 3 * 2**30
 

@@ -49,9 +49,19 @@ def paged_formats(
     if all(rank is None for rank in ranks):
         _check_no_latent_options(model_type, options)
     options.check_model(sizes, count, set(paged))
-    formats = {index: LayerFormats.of(options, index, count, ranks[index]) for index in paged}
+    formats = _formats(options, paged, count, ranks)
     _check_overrides(classes, set(paged), options)
     return formats
+
+
+def _formats(
+    options: CacheConfig, paged: Sequence[int], count: int, ranks: Sequence[int | None]
+) -> dict[int, LayerFormats]:
+    if options.layers:
+        return {index: LayerFormats.of(options, index, count, ranks[index]) for index in paged}
+    alike = {ranks[index]: index for index in reversed(paged)}
+    made = {rank: LayerFormats.of(options, index, count, rank) for rank, index in alike.items()}
+    return {index: made[ranks[index]] for index in paged}
 
 
 def _can_be_paged(name: str, rank: int | None) -> bool:

@@ -73,16 +73,16 @@ class DeviceBudget:
         Raises: DeviceBudgetError when not even one layer at a time fits.
         """
         limit = self._limit(demands)
+        if limit is None:
+            return _split(demands, set(demands))
         outside = set(already) & set(demands)
         for layer in [None, *_leaving_order(demands)]:
             if layer is not None:
                 outside.add(layer)
             split = _split(demands, outside)
-            if limit is not None and _on_device(demands, split, buffers) <= limit:
+            if _on_device(demands, split, buffers) <= limit:
                 return split
-        if limit is not None:
-            raise self._too_small(demands, split, buffers, limit)
-        return split
+        raise self._too_small(demands, split, buffers, limit)
 
     def _limit(self, demands: Mapping[int, Demand]) -> int | None:
         if self.pages is None or not demands:

@@ -7,6 +7,7 @@ An extent holds, one after the other, the fields of both sides (`SideSpec.fields
 never move: growing adds one.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,14 @@ Fields = dict[str, torch.Tensor]
 SMALLEST_EXTENT = 8  # pages
 
 
-def fields_of(spec: PageSpec) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+@functools.lru_cache(maxsize=256)
+def fields_of(spec: PageSpec) -> tuple[tuple[int, tuple[int, ...], torch.dtype], ...]:
     """Return (bytes of one page, shape, dtype) of every field, keys before values."""
-    return [
+    return tuple(
         (torch.Size(shape).numel() * dtype.itemsize, shape, dtype)
         for side in spec.sides
         for shape, dtype in side.fields.values()
-    ]
+    )
 
 
 def carved_bytes(spec: PageSpec, pages: int) -> int:

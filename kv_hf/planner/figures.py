@@ -20,6 +20,16 @@ class Figures:
     report: MemoryReport = EMPTY
     waste: int = 0
 
+    def times(self, count: int) -> "Figures":
+        """Return what `count` layers like this one take; tokens are those of the cache, and stay."""
+        if count == 1:
+            return self
+        products = {
+            field.name: count * getattr(self.report, field.name) for field in fields(MemoryReport)
+        }
+        products["tokens"] = self.report.tokens
+        return Figures(MemoryReport(**products), count * self.waste)
+
     def __add__(self, more: "Figures") -> "Figures":
         """Return the sums; tokens are those of the cache, not of a layer, and stay."""
         sums = {

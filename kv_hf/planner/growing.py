@@ -1,5 +1,6 @@
 """Bytes of transformers' DynamicCache, layer by layer."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ STATIC_CLASSES = {
     ),
     "DummyLayer": "DummyLayer",
 }
+SLIDING = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 
 
 def check_classes(inventory: Inventory) -> None:
@@ -40,24 +42,28 @@ def growing(inventory: Inventory, row_tokens: Sequence[int], dtype: torch.dtype)
     """Return what a DynamicCache of rows of these tokens takes."""
     check_classes(inventory)
     total = Figures(replace(EMPTY, tokens=sum(row_tokens)))
-    for layer in inventory.layers:
-        total += growing_layer(layer, row_tokens, dtype)
+    for layer, count in Counter(inventory.layers).items():
+        total += growing_layer(layer, row_tokens, dtype).times(count)
     return total
 
 
 def growing_layer(layer: CachedLayer, row_tokens: Sequence[int], dtype: torch.dtype) -> Figures:
     """Return what a layer of a DynamicCache takes; rows are as long as the longest, padded on the left."""
     rows, columns = len(row_tokens), max(row_tokens, default=0)
-    per_token = layer.elements * dtype.itemsize
+    per_token, per_index = layer.elements * dtype.itemsize, index_bytes(layer, dtype)
     held = kept_columns(layer, columns)
-    payload = rows * held * per_token
-    index = rows * columns * layer.index_dim * dtype.itemsize
-    other = index + state_bytes(layer, rows, dtype)
-    if layer.window is not None:
+    other = rows * columns * per_index + state_bytes(layer, rows, dtype)
+    if layer.cache_class in SLIDING:
         other += COUNTER  # its window, as a tensor
-    empty = sum(held - min(tokens, held) for tokens in row_tokens) * per_token
-    empty += sum(columns - tokens for tokens in row_tokens) * layer.index_dim * dtype.itemsize
-    return Figures(replace(EMPTY, payload=payload, other=other), empty)
+    lengths = Counter(row_tokens).items()
+    empty = sum(n * (held - min(tokens, held)) for tokens, n in lengths) * per_token
+    empty += (rows * columns - sum(row_tokens)) * per_index
+    return Figures(replace(EMPTY, payload=rows * held * per_token, other=other), empty)
+
+
+def index_bytes(layer: CachedLayer, dtype: torch.dtype) -> int:
+    """Return the bytes per token of what an indexer keeps."""
+    return layer.index_bytes(dtype) + layer.index_positions * torch.int64.itemsize
 
 
 def kept_columns(layer: CachedLayer, columns: int) -> int:

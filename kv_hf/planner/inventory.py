@@ -65,6 +65,11 @@ class CachedLayer:
         """Numbers of keys and values per token."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
+    def index_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the indexer's keys per token, in a cache of `dtype`."""
+        own = dtype if self.index_dtype is None else getattr(torch, self.index_dtype)
+        return self.index_dim * int(own.itemsize)
+
 
 @dataclass(frozen=True)
 class Inventory:

@@ -14,13 +14,13 @@ from ..errors import CacheOptionError
 from ..pages.device_budget import Demand, DeviceBudget, Split
 from ..pages.home import SMALLEST_EXTENT
 from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks, page_use
-from ..spec import LANES, PageSpec, pages_report
+from ..spec import LANES, PageSpec, counted, pages_report
 from .figures import EMPTY, Figures
 from .growing import check_classes
 from .inventory import Inventory
 from .paged import (
     Groups,
-    beside_pages,
+    all_beside_pages,
     check_max_pages,
     check_options,
     layer_formats,
@@ -91,8 +91,10 @@ def offloaded(
     steps = _steps(groups, options, row_tokens, new)
     held = {layer: spec for specs in groups.values() for layer, spec in specs.items()}
     # until a layer has seen keys, it is taken to have heads like those of the first
+    first = inventory.layers[min(held)]
+    alike = {own: layer_spec(own, first, dtype, layout) for own in set(formats.values())}
     guessed = {
-        index: layer_spec(own, inventory.layers[min(held)], dtype, layout)
+        index: alike[own]
         for index, own in formats.items()
         if inventory.layers[index].window in groups
     }
@@ -110,9 +112,7 @@ def offloaded(
     if new:  # the prompt's forward reads no pages
         size = room.buffers * sum(room.split.staging.values())
         total += Figures(replace(EMPTY, staging=size))
-    for index, layer in enumerate(inventory.layers):
-        total += beside_pages(layer, index in formats, row_tokens, longest - new, dtype)
-    return total
+    return total + all_beside_pages(inventory, formats, row_tokens, longest - new, dtype)
 
 
 def _steps(
@@ -148,14 +148,15 @@ def _group(
     capacity = use.capacity(reserve(sizes, options, len(row_tokens)))
     whole = pages_report(list(specs.values()), sizes, row_tokens, use.held, capacity)
     inside = [spec for layer, spec in specs.items() if layer not in room.split.outside]
-    sides = [side for spec in inside for side in spec.sides]
+    sides = [(side, n) for spec, n in counted(inside) for side in spec.sides]
     homes = {layer: pages for layer, pages in room.homes.items() if layer in specs}
+    page_bytes = {id(spec): spec.page_bytes for spec, _ in counted(list(specs.values()))}
     report = replace(
         whole,
-        payload=capacity * sum(side.payload_bytes for side in sides),
-        scales=capacity * sum(side.scale_bytes for side in sides),
+        payload=capacity * sum(n * side.payload_bytes for side, n in sides),
+        scales=capacity * sum(n * side.scale_bytes for side, n in sides),
         pages_allocated=max([*homes.values(), *([capacity] if inside else [])], default=0),
-        offloaded=sum(pages * specs[layer].page_bytes for layer, pages in homes.items()),
+        offloaded=sum(pages * page_bytes[id(specs[layer])] for layer, pages in homes.items()),
     )
-    free = (capacity - whole.pages_held) * sum(spec.page_bytes for spec in inside)
+    free = (capacity - whole.pages_held) * sum(n * spec.page_bytes for spec, n in counted(inside))
     return Figures(report, free + open_slots(list(specs.values()), sizes, row_tokens))

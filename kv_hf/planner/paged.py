@@ -1,5 +1,6 @@
 """Bytes of a PagedCache that grows with its text."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from ..cache.layer_formats import LayerFormats
 from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..row_pages import RowPages, page_use, reserved_pages
-from ..spec import PageSpec, pages_report
+from ..spec import PageSpec, counted, pages_report
 from .figures import EMPTY, Figures
 from .growing import check_classes, growing_layer
 from .inventory import CachedLayer, Inventory
@@ -34,9 +35,7 @@ def paged(
     total = Figures(replace(EMPTY, tokens=sum(row_tokens)))
     for window, specs in groups.items():
         total += _group(list(specs.values()), window, options, row_tokens, prompt)
-    for index, layer in enumerate(inventory.layers):
-        total += beside_pages(layer, index in formats, row_tokens, prompt, dtype)
-    return total
+    return total + all_beside_pages(inventory, formats, row_tokens, prompt, dtype)
 
 
 def check_options(options: CacheConfig) -> None:
@@ -65,11 +64,13 @@ def page_groups(
 ) -> Groups:
     """Return {window: {layer: pages}} of the layers with pages, full attention first."""
     groups: Groups = {}
+    made: dict[tuple[LayerFormats, CachedLayer], PageSpec] = {}  # layers that are alike share one
     for index, own in formats.items():
         layer = inventory.layers[index]
         if layer.elements:
-            specs = groups.setdefault(layer.window, {})
-            specs[index] = layer_spec(own, layer, dtype, layout)
+            if (own, layer) not in made:
+                made[own, layer] = layer_spec(own, layer, dtype, layout)
+            groups.setdefault(layer.window, {})[index] = made[own, layer]
     ordered = sorted(groups, key=lambda window: (window is not None, window))
     return {window: groups[window] for window in ordered}
 
@@ -109,7 +110,7 @@ def _group(
     check_max_pages(use.most, options.max_pages, row_tokens)
     capacity = use.capacity(reserve(sizes, options, len(row_tokens)))
     report = pages_report(specs, sizes, row_tokens, use.held, capacity)
-    free = (capacity - report.pages_held) * sum(spec.page_bytes for spec in specs)
+    free = (capacity - report.pages_held) * sum(n * spec.page_bytes for spec, n in counted(specs))
     return Figures(report, free + open_slots(specs, sizes, row_tokens))
 
 
@@ -134,8 +135,24 @@ def row_sizes(options: CacheConfig, window: int | None) -> RowPages:
 
 def open_slots(specs: Sequence[PageSpec], sizes: RowPages, row_tokens: Sequence[int]) -> int:
     """Return the bytes of exact slots that hold no token."""
-    slots = sum(sizes.slots - sizes.exact(tokens) for tokens in row_tokens)
-    return sum(spec.window_bytes(1, slots) for spec in specs)
+    rows = Counter(row_tokens)
+    slots = sum(count * (sizes.slots - sizes.exact(tokens)) for tokens, count in rows.items())
+    return sum(n * spec.window_bytes(1, slots) for spec, n in counted(specs))
+
+
+def all_beside_pages(
+    inventory: Inventory,
+    formats: Mapping[int, LayerFormats],
+    row_tokens: Sequence[int],
+    prompt: int | None,
+    dtype: torch.dtype,
+) -> Figures:
+    """Return `beside_pages` of all layers, which is worked out once for layers that are alike."""
+    kinds = Counter((layer, index in formats) for index, layer in enumerate(inventory.layers))
+    total = Figures()
+    for (layer, pageable), count in kinds.items():
+        total += beside_pages(layer, pageable, row_tokens, prompt, dtype).times(count)
+    return total
 
 
 def beside_pages(
@@ -150,7 +167,7 @@ def beside_pages(
         kept = growing_layer(layer, row_tokens, dtype)
         return Figures(replace(EMPTY, other=kept.report.total), kept.waste)
     room = index_room(max(row_tokens, default=0), prompt)
-    per_token = layer.index_dim * dtype.itemsize
+    per_token = layer.index_bytes(dtype)
     size = len(row_tokens) * room * per_token
     return Figures(replace(EMPTY, other=size), size - sum(row_tokens) * per_token)
 

@@ -1,5 +1,6 @@
 """Bytes of transformers' StaticCache, layer by layer."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,22 +26,24 @@ def preallocated(
             f"max_length={max_length} has no room for a row of {columns} tokens (row_tokens)"
         )
     total = Figures(replace(EMPTY, tokens=sum(row_tokens)))
-    for layer in inventory.layers:
-        total += _layer(layer, row_tokens, room, dtype)
+    for layer, count in Counter(inventory.layers).items():
+        total += _layer(layer, row_tokens, room, dtype).times(count)
     return total
 
 
-def _layer(
-    layer: CachedLayer, row_tokens: Sequence[int], room: int, dtype: torch.dtype
-) -> Figures:
+def _layer(layer: CachedLayer, row_tokens: Sequence[int], room: int, dtype: torch.dtype) -> Figures:
     rows, per_token = len(row_tokens), layer.elements * dtype.itemsize
     held = room if layer.window is None else min(room, layer.window)
-    index = layer.index_dim * dtype.itemsize
-    other = rows * room * index + state_bytes(layer, rows, dtype)
+    columns, index = max(row_tokens, default=0), layer.index_bytes(dtype)
+    positions = layer.index_positions * torch.int64.itemsize  # these grow here too
+    other = rows * (room * index + columns * positions) + state_bytes(layer, rows, dtype)
     if layer.cache_class not in WITHOUT_LENGTH:
         other += COUNTER
     if layer.cache_class == "MiniMaxM3VLSparseCacheLayer" or index:
         other += COUNTER  # tokens of the indexer
-    empty = sum(held - min(tokens, held) for tokens in row_tokens) * per_token
-    empty += sum(room - tokens for tokens in row_tokens) * index
+    lengths = Counter(row_tokens).items()
+    empty = sum(n * (held - min(tokens, held)) for tokens, n in lengths) * per_token
+    empty += sum(
+        n * ((room - tokens) * index + (columns - tokens) * positions) for tokens, n in lengths
+    )
     return Figures(replace(EMPTY, payload=rows * held * per_token, other=other), empty)

@@ -76,7 +76,7 @@ def figures(
     """Return `predict` of the same arguments, and how many of its bytes hold no token (`waste`)."""
     check_choice("cache", cache, CACHES)
     check_choice("layout", layout, (ROWS, LANES))
-    for tokens in row_tokens:
+    for tokens in set(row_tokens):
         check_int("row_tokens", tokens, 0)
     longest = max(row_tokens, default=0)
     if prompt is not None:

@@ -5,12 +5,10 @@ A bound, not a forecast: computing, writing, launching kernels and talking betwe
 
 from dataclasses import dataclass
 
-import torch
-
 from ..spec import ROWS, MemoryReport
 from .choices import Choice
-from .growing import state_bytes
-from .inventory import CachedLayer, Inventory
+from .growing import index_bytes, state_bytes
+from .inventory import Inventory
 from .paged import layer_formats, page_groups, row_sizes
 
 
@@ -98,8 +96,3 @@ def cache_read(
     pages = report.payload + report.scales + report.offloaded
     outside = stored * report.offloaded / pages if pages else 0.0
     return round((stored + exact) * batch), round(outside * batch)
-
-
-def index_bytes(layer: CachedLayer, dtype: torch.dtype) -> int:
-    """Return the bytes of a token's indexer key."""
-    return layer.index_dim * dtype.itemsize

@@ -52,12 +52,32 @@ def _layers(rng: random.Random, kind: str, count: int) -> tuple[CachedLayer, ...
     rank, rope = rng.choice((64, 128, 512)), rng.choice((0, 32, 64))
     latent = CachedLayer(kv_heads=1, key_dim=rank, value_dim=rope, latent=True, query_heads=heads)
     indexed = CachedLayer(
-        "DynamicIndexedLayer", 1, rank, rope, latent=True, index_dim=32, query_heads=heads
+        "DynamicIndexedLayer",
+        1,
+        rank,
+        rope,
+        latent=True,
+        index_dim=32,
+        index_dtype=rng.choice((None, "float32")),
+        index_positions=rng.choice((0, 0, 3)),
+        query_heads=heads,
     )
     states = (State((dim, 4)), State((heads, dim, dim), rng.choice(("float32", "bfloat16"))))
     linear = CachedLayer("LinearAttentionLayer", states=states)
     both = CachedLayer(
         "LinearAttentionAndFullAttentionLayer", kv_heads, dim, dim, states=states, query_heads=heads
+    )
+    windowed = CachedLayer(
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        kv_heads,
+        dim,
+        dim,
+        window=window,
+        states=states,
+        query_heads=heads,
+    )
+    sparse = CachedLayer(
+        "MiniMaxM3VLSparseCacheLayer", kv_heads, dim, dim, index_dim=64, query_heads=heads
     )
     other_sizes = CachedLayer(kv_heads=2, key_dim=48, value_dim=32, query_heads=heads)
     dummy = CachedLayer("DummyLayer")
@@ -68,7 +88,7 @@ def _layers(rng: random.Random, kind: str, count: int) -> tuple[CachedLayer, ...
         "indexed": (indexed, CachedLayer("DynamicIndexedLayer")),
         "hybrid": (linear, full),
         "shared": (CachedLayer(**{**vars(full), "readers": 3}), dummy, sliding),
-        "mixed": (other_sizes, full, both, linear),
+        "mixed": (other_sizes, full, both, linear, windowed, sparse),
     }.get(kind, (full,))
     # all parts are there, then as many as it takes
     return (*parts, *(rng.choice(parts) for _ in range(count)))

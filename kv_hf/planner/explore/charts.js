@@ -122,6 +122,21 @@ const Charts = (() => {
     return found;
   }
 
+  /* Return the contexts that the axis names, at most `most` of them. */
+  function contextTicks(contexts, isLog, most) {
+    const last = contexts[contexts.length - 1];
+    const found = [];
+    if (isLog) {
+      const every = 2 ** Math.ceil((Math.log2(last) - Math.log2(contexts[0])) / most);
+      for (let tokens = last; tokens >= contexts[0]; tokens /= every) if (Number.isInteger(Math.log2(tokens))) found.push(tokens);
+      return found;
+    }
+    let step = 2 ** Math.floor(Math.log2(last / 4));
+    while (last / step > most) step *= 2;
+    for (let tokens = step; tokens <= last; tokens += step) found.push(tokens);
+    return found;
+  }
+
   /* Return curves: lines of { id, label, values } over `contexts`, with the device's memory and the place that is read. */
   function curves(lines, { width, contexts, isLog, limit, limitLabel, reading, label }) {
     const wide = width >= 600;
@@ -134,8 +149,9 @@ const Charts = (() => {
     const low = isLog ? Math.min(least, limit) / 1.25 : 0;
     const [x0, x1] = [edge.left, width - edge.right];
     const [y0, y1] = [height - edge.bottom, edge.top];
-    const [first, last] = [Math.log2(contexts[0]), Math.log2(contexts[contexts.length - 1])];
-    const px = (tokens) => x0 + ((Math.log2(tokens) - first) / (last - first || 1)) * (x1 - x0);
+    const along = (tokens) => (isLog ? Math.log2(tokens) : tokens);
+    const [first, last] = [contexts[0], contexts[contexts.length - 1]].map(along);
+    const px = (tokens) => x0 + ((along(tokens) - first) / (last - first || 1)) * (x1 - x0);
     const part = (bytes) => (isLog ? Math.log(bytes / low) / Math.log(high / low) : bytes / high);
     const py = (bytes) => y0 - part(Math.max(bytes, low)) * (y0 - y1);
     const root = drawing(width, height, label);
@@ -148,11 +164,9 @@ const Charts = (() => {
         class: "tick", "text-anchor": "end", "dominant-baseline": "central",
       }));
     }
-    const every = Math.ceil((last - first) / ((x1 - x0) / 52));
-    for (let e = Math.ceil(first); e <= last; e += 1) {
-      if ((Math.floor(last) - e) % every) continue;
-      root.append(svg("line", { x1: px(2 ** e), x2: px(2 ** e), y1: y0, y2: y0 + 5, class: "axis" }));
-      root.append(text(px(2 ** e), y0 + 18, Words.ticks(2 ** e), { class: "tick", "text-anchor": "middle" }));
+    for (const tokens of contextTicks(contexts, isLog, (x1 - x0) / 52)) {
+      root.append(svg("line", { x1: px(tokens), x2: px(tokens), y1: y0, y2: y0 + 5, class: "axis" }));
+      root.append(text(px(tokens), y0 + 18, Words.ticks(tokens), { class: "tick", "text-anchor": "middle" }));
     }
     root.append(svg("line", { x1: x0, x2: x1, y1: y0, y2: y0, class: "axis" }));
     root.append(text((x0 + x1) / 2, height - 5, "tokens per row", { class: "tick", "text-anchor": "middle" }));
@@ -193,8 +207,9 @@ const Charts = (() => {
     }
     root.append(svg("rect", { x: x0, y: y1, width: x1 - x0, height: y0 - y1, class: "catcher" }));
     root.contextAt = (x) => {
-      const tokens = 2 ** (first + ((x - x0) / (x1 - x0)) * (last - first));
-      return contexts.reduce((best, one, i) => (Math.abs(Math.log(one / tokens)) < Math.abs(Math.log(contexts[best] / tokens)) ? i : best), 0);
+      const asked = first + ((x - x0) / (x1 - x0)) * (last - first);
+      const away = (tokens) => Math.abs(along(tokens) - asked);
+      return contexts.reduce((best, one, i) => (away(one) < away(contexts[best]) ? i : best), 0);
     };
     return root;
   }

@@ -2,7 +2,7 @@
 "use strict";
 
 const Fit = (() => {
-  const { ITEM_BYTES, elements, indexBytes, isPageable, layerPage, loadOf, predict, rowPages, runsOf, stateBytes } = Planner;
+  const { ITEM_BYTES, elements, indexerBytes, isPageable, layerPage, loadOf, predict, rowPages, runsOf, stateBytes } = Planner;
   const MOST_TOKENS = 2 ** 30; // what still fits at this size has no limit
   const MOST_ROWS = 2 ** 16;
   const FAR_PAGES = 2 ** 13;
@@ -94,7 +94,7 @@ const Fit = (() => {
         const exact = Math.min(seen, rowPages(o, layer.window).exact(tokens));
         own = ((seen - exact) * (page.payload + page.scales)) / o.page_size + exact * plain;
       }
-      const beside = tokens * indexBytes(layer, itemBytes);
+      const beside = tokens * indexerBytes(layer, itemBytes);
       bytes += layer.count * (layer.readers * (own + beside) + stateBytes(layer, itemBytes));
     }
     return roundEven(bytes * rows);

@@ -41,6 +41,9 @@ const Planner = (() => {
   /* Bytes of a token's indexer key. */
   const indexBytes = (layer, itemBytes) => layer.index_dim * (layer.index_dtype ? ITEM_BYTES[layer.index_dtype] : itemBytes);
 
+  /* Bytes per token of all that an indexer keeps in transformers' own layers. */
+  const indexerBytes = (layer, itemBytes) => indexBytes(layer, itemBytes) + layer.index_positions * ITEM_BYTES.int64;
+
   /* Whether a layer's keys and values have heads that a model can have fewer of, or devices share out. */
   const hasHeads = (layer) => elements(layer) > 0 && !layer.latent;
 
@@ -231,7 +234,7 @@ const Planner = (() => {
     const most = layer.window === null ? longest : isStatic ? layer.window : layer.window === 1 ? longest : layer.window - 1;
     const held = Math.min(longest, most);
     const perToken = elements(layer) * itemBytes;
-    const index = indexBytes(layer, itemBytes) + layer.index_positions * ITEM_BYTES.int64;
+    const index = indexerBytes(layer, itemBytes);
     let counters = SLIDING.includes(layer.cache_class) ? 1 : 0;
     if (isStatic) {
       counters = (WITHOUT_LENGTH.includes(layer.cache_class) ? 0 : 1) + (layer.cache_class === SPARSE || layer.index_dim ? 1 : 0);
@@ -326,7 +329,7 @@ const Planner = (() => {
   }
 
   return {
-    ITEM_BYTES, LAYER_DEFAULTS, PARTS, Refused, customInventory, divisors, elements, hasHeads, headChoices, indexBytes,
+    ITEM_BYTES, LAYER_DEFAULTS, PARTS, Refused, customInventory, divisors, elements, hasHeads, headChoices, indexerBytes,
     isPageable, layerPage, loadOf, pageCapacity, predict, rowPages, runsOf, shard, stateBytes, withHeads,
   };
 })();

@@ -1,5 +1,6 @@
 """The arithmetic of the planner's page, in a browser, beside the planner's own: hundreds of random plans."""
 
+import contextlib
 import json
 import random
 
@@ -9,13 +10,18 @@ from random_plans import KINDS, random_inventory, random_kinds, random_options
 
 from kv_hf.config import CacheConfig
 from kv_hf.errors import KVCacheError
+from kv_hf.formats import FORMAT_NAMES
 from kv_hf.planner.choices import Choice
-from kv_hf.planner.explore.page import Model, build_page, formats
+from kv_hf.planner.explore.models import offered
+from kv_hf.planner.explore.page import build_page, formats
 from kv_hf.planner.fit import find_fit
 from kv_hf.planner.inventory import CachedLayer, Inventory
+from kv_hf.planner.plan import plan
 from kv_hf.planner.predict import figures
+from kv_hf.planner.presets import preset_names
 from kv_hf.planner.roofline import cache_read, weights_read
 from kv_hf.planner.shares import device_share, heads_in_plan
+from kv_hf.planner.source import load_inventory
 
 REPORTS = 400
 FITS = 50
@@ -57,20 +63,28 @@ WORKED_SCRIPT = """one => Planner.predict(
     one.inventory, one.cache, one.options, Planner.loadOf([[one.tokens, one.rows]]), one.formats)"""
 
 
+PAGE_SCRIPT = """hashes => {
+    const data = JSON.parse(document.getElementById("data").textContent);
+    const fields = State.fieldsOf(data);
+    return hashes.map(hash => {
+        const read = State.fromHash(hash, fields);
+        const settled = Model.settle(read.state, data);
+        const { caches, weights } = Model.compute(settled.state, data);
+        const rows = caches.map(one => ({ ...one, curve: null }));
+        return { rows, weights, problems: [...read.problems, ...settled.problems] };
+    });
+}"""
+FIELDS = {"page_size": "page", "sink_tokens": "sinks", "recent_tokens": "recent"}
+
+
 @pytest.fixture(scope="module")
 def evaluate(tmp_path_factory):
-    """Return what runs a function of the page with JSON arguments."""
+    """Return what runs a function of the page with JSON arguments; the page offers all presets."""
     path = find_browser()
     from playwright.sync_api import sync_playwright
 
     file = tmp_path_factory.mktemp("page") / "page.html"
-    inventory = Inventory(
-        "any",
-        "llama",
-        "bfloat16",
-        (CachedLayer(kv_heads=2, key_dim=64, value_dim=64, query_heads=4),),
-    )
-    file.write_text(build_page([Model("any", "any", inventory)]))
+    file.write_text(build_page(offered([])), encoding="utf-8")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         page = browser.new_page()
@@ -178,6 +192,74 @@ def test_fits_and_bounds_equal_the_planners(evaluate):
         assert abs(plan["step"] - step) <= 1, what
         assert plan["tokensPerSecond"] == pytest.approx(rows / (step / 3.35e12), rel=1e-9)
     assert compared > FITS // 2
+
+
+def random_choice_on_the_page(rng, preset):
+    """Return (state of the page, the same as arguments of kv_hf.plan, caches by the page's names)."""
+    load = {"batch": rng.choice((1, 4, 33)), "context": rng.choice((1000, 8192, 100_001))}
+    mix = {side: rng.choice(FORMAT_NAMES) for side in ("keys", "values", "latent")}
+    pages = {
+        "page_size": rng.choice((16, 64)),
+        "sink_tokens": rng.choice((0, 4)),
+        "recent_tokens": rng.choice((0, 50)),
+    }
+    state = {
+        "model": preset,
+        "device": "h200",
+        **load,
+        **mix,
+        **{FIELDS[name]: value for name, value in pages.items()},
+    }
+    inventory = load_inventory(preset)
+    if not any(layer.latent for layer in inventory.layers):
+        del mix["latent"]
+    caches = {
+        "dynamic": "dynamic",
+        "static": "static",
+        "paged_int4": CacheConfig(keys="int4", values="int4", **pages),
+        "mix": CacheConfig(**mix, **pages),
+    }
+    return (
+        "#" + "&".join(f"{name}={value}" for name, value in state.items()),
+        (inventory, load),
+        caches,
+    )
+
+
+def test_presets_on_the_page_are_what_kv_hf_plan_says(evaluate):
+    rng = random.Random(10)
+    asked = [random_choice_on_the_page(rng, preset) for preset in preset_names()]
+    for (link, (inventory, load), caches), found in zip(
+        asked, evaluate(PAGE_SCRIPT, [link for link, *_ in asked]), strict=True
+    ):
+        assert found["problems"] == [], link
+        rows = {row["id"]: row for row in found["rows"]}
+        searched = rng.choice(
+            list(caches)
+        )  # what fits takes long to search: one cache of each model
+        for name, cache in caches.items():
+            wanted = None
+            with contextlib.suppress(KVCacheError):
+                wanted = plan(
+                    inventory, caches=[cache], **load, device="h200" if name == searched else None
+                )
+            if wanted is None:
+                assert "error" in rows[name], (link, name)
+                continue
+            ours, row = rows[name]["plan"], wanted.rows[0]
+            assert found["weights"] == wanted.weights, link
+            report = {part: getattr(row.memory, part) for part in PARTS if part != "waste"}
+            assert {part: ours["report"][part] for part in report} == report, (link, name)
+            assert (ours["ratio"], ours["perToken"]) == (row.ratio, row.bytes_per_token), (
+                link,
+                name,
+            )
+            if row.fit is not None:
+                limits = (row.fit.context, row.fit.batch, row.fit.resident_tokens, row.fits)
+                assert (
+                    tuple(ours[name] for name in ("context", "batch", "resident", "fits")) == limits
+                ), (link, name)
+                assert ours["tokensPerSecond"] == pytest.approx(row.tokens_per_second, rel=1e-9)
 
 
 @pytest.mark.parametrize(

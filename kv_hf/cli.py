@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "memory", help="what caches take and what fits, from a config alone", add_help=False
     )
-    commands.add_parser(
-        "explore", help="the memory planner as a page in a browser", add_help=False
-    )
+    commands.add_parser("explore", help="the memory planner as a page in a browser", add_help=False)
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["lm-eval"]:
         from .evaluation.harness.__main__ import main as lm_eval

@@ -113,8 +113,11 @@ const Charts = (() => {
     if (isLog) {
       const exponents = Math.log2(high) - Math.log2(low);
       const step = Math.max(1, Math.ceil(exponents / 6));
-      for (let e = Math.ceil(Math.log2(low)); e <= Math.log2(high); e += 1) if (e % step === 0) found.push(2 ** e);
-      return found;
+      for (let e = Math.floor(Math.log2(low)); e <= Math.log2(high); e += 1) {
+        if (e % step === 0) found.push(2 ** e);
+        if (exponents < 4) found.push(1.5 * 2 ** e);
+      }
+      return found.filter((at) => at >= low && at <= high);
     }
     let step = 2 ** Math.floor(Math.log2(high / 4));
     if (high / step > 6) step *= 2;

@@ -104,7 +104,7 @@ def random_options(rng: random.Random, latent: bool) -> dict:
         "recent_tokens": rng.choice((0, 0, 7, 128)),
     }
     if latent:
-        options["latent"] = rng.choice((None, *LATENT_FORMAT_NAMES))
+        options["latent"] = rng.choice((None, *LATENT_FORMAT_NAMES, "fp8_ds_mla", "fp8_ds_mla"))
         options["k_rope"] = rng.choice((None, None, *K_ROPE_FORMAT_NAMES))
         if options["latent"] is None and rng.random() < 0.7:
             options["values"] = options["keys"]

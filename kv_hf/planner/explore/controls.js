@@ -45,6 +45,8 @@ const Controls = (() => {
   const SEGMENTED = new Set(["keys", "values"]);
   const SELECTS = new Set(["model", "dtype", "kind", "latent", "device"]);
   const TYPED_ONLY = new Set(["layers", "heads", "kvheads", "dim", "window", "windowed", "rank", "rope", "billions"]);
+  // a first digit of these would change another field
+  const WHEN_LEFT = new Set(["layers", "heads", "kvheads", "windowed"]);
   const NAMES = { model: "as the model", attention: "keys and values", latent: "latents (MLA)", own: "My own figures" };
 
   /* Return the values that a slider goes through. */
@@ -89,19 +91,24 @@ const Controls = (() => {
       else entry.removeAttribute("aria-invalid");
     }
 
-    function typed(name, text) {
+    function typed(name, text, left = true) {
       let found = State.parse(fields[name], text);
       const steps = ["kv", "page", "tp"].includes(name) ? stepsOf(name, figures, data) : null;
       if (!found.error && steps && !steps.includes(Number(found.value))) found = { error: `one of ${steps.join(", ")}` };
       if (found.error) failed(name, `Give ${found.error}. Still ${Words.plain(shown(name, figures))}.`);
-      else change(name, found.value);
+      else if (left || !WHEN_LEFT.has(name)) change(name, found.value);
+      else failed(name, "");
     }
 
     function numberField(name, label) {
       const id = `f-${name}`;
       const entry = make("input", {
         id, type: "text", inputmode: "decimal", class: "number", "aria-describedby": `e-${name} h-${name}`, name,
-        on: { input: (event) => typed(name, event.target.value), blur: () => !parts[name].error.hidden || refresh(name) },
+        on: {
+          input: (event) => typed(name, event.target.value, false),
+          change: (event) => WHEN_LEFT.has(name) && typed(name, event.target.value),
+          blur: () => !parts[name].error.hidden || refresh(name),
+        },
       });
       const slider = TYPED_ONLY.has(name) ? null : make("input", {
         type: "range", min: 0, step: 1, "aria-label": label, id: `s-${name}`, "aria-describedby": `h-${name}`,

@@ -157,10 +157,12 @@ const Planner = (() => {
   function mostInUse(row, kinds, steps) {
     const starts = kinds.map(([tokens]) => tokens - steps);
     let most = sum(kinds, (tokens) => row.held(Math.max(0, tokens - steps)));
-    // past their window rows repeat with every page
+    // past their window rows repeat with every page; before any row drops a page, they only grow
     const last = Math.min(steps, Math.max(0, row.window + row.slots - Math.min(...starts)) + 2 * row.size);
-    for (const due of new Set(starts.map((start) => (((row.kept - start) % row.size) + row.size) % row.size))) {
-      for (let step = due || row.size; step <= last; step += row.size) {
+    const from = Math.max(1, Math.min(row.window - 2 * row.size - Math.max(...starts), last - row.size + 1));
+    const remainder = (value) => ((value % row.size) + row.size) % row.size;
+    for (const due of new Set(starts.map((start) => remainder(row.kept - start)))) {
+      for (let step = from + remainder(due - from); step <= last; step += row.size) {
         most = Math.max(most, sum(kinds, (tokens) => row.inUse(Math.max(0, tokens - steps + step))));
       }
     }
@@ -173,14 +175,10 @@ const Planner = (() => {
     const longest = Math.max(...kinds.map(([tokens]) => tokens));
     const steps = longest - (prompt === null ? Math.min(1, longest) : prompt);
     let held = row.held;
-    let first = sum(kinds, (tokens) => row.held(Math.max(0, tokens - steps)));
     let most = sum(kinds, row.held);
-    if (row.window === null) {
-      if (prompt === null) first = most;
-    } else {
+    if (row.window !== null) {
       most = mostInUse(row, kinds, steps);
       if (prompt === null) {
-        first = most;
         held = (tokens) => {
           let best = 0;
           for (let one = Math.max(0, tokens - row.size); one <= tokens; one += 1) best = Math.max(best, row.held(one));
@@ -188,10 +186,8 @@ const Planner = (() => {
         };
       }
     }
-    const begun = pageCapacity(first);
     return {
-      held: sum(kinds, held), width: Math.max(...kinds.map(([tokens]) => held(tokens))),
-      allocated: most <= begun ? begun : pageCapacity(most),
+      held: sum(kinds, held), width: Math.max(...kinds.map(([tokens]) => held(tokens))), allocated: pageCapacity(most),
     };
   }
 

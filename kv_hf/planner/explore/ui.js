@@ -128,6 +128,7 @@
     hints.push(`Largest context at ${Words.plural(state.batch, "row")}, largest batch at ${Words.count(state.context)} tokens, both behind the weights.`);
     hints.push("Tokens/s are what the memory’s bandwidth allows over all rows: a bound, not a forecast.");
     if (Model.hasKeys(whole)) hints.push(`KL: on ${data.accuracy.models.map((model) => model.title).join(", ")}, see below.`);
+    if (caches.some((one) => one.plan && one.plan.report.total > Number.MAX_SAFE_INTEGER)) hints.push("Bytes beyond 8 PiB are rounded.");
     at("table-hint").textContent = hints.join(" ");
     const names = ["payload", "scales", "tail", "tables", "other"];
     const parts = caches.filter((one) => one.plan).map((one) => {

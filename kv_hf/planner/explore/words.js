@@ -2,7 +2,7 @@
 "use strict";
 
 const Words = (() => {
-  const UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  const UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 
   const count = (n) => Math.round(n).toString().replace(/\B(?=(\d{3})+(?!\d))/g, ",");
 

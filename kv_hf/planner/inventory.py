@@ -119,7 +119,10 @@ class Inventory:
         for layer, group in itertools.groupby(self.layers):
             given = _without_defaults(layer)
             if layer.states:
-                given["states"] = [_without_defaults(state) for state in layer.states]
+                given["states"] = [
+                    {**_without_defaults(state), "shape": list(state.shape)}
+                    for state in layer.states
+                ]
             runs.append({"count": len(list(group)), **given})
         return {**asdict(replace(self, layers=())), "layers": runs, "notes": list(self.notes)}
 

@@ -53,7 +53,7 @@ def probe(
         "source": source,
     }
     try:
-        with meta_model.quiet():
+        with meta_model.quiet(), tracing.registered():
             layers, weights, notes = _look(config, name)
     except UnsupportedModelError:
         raise
@@ -105,7 +105,6 @@ def _look(config: Any, name: str) -> tuple[tuple[CachedLayer, ...], Weights, lis
     notes: list[str] = []
     if meta_model.model_kind(own) is None:
         own, notes = _text_part(own, name, "no class of transformers generates text from all of it")
-    tracing.register()
     failed: Exception | None = None
     for attention in (tracing.ATTENTION, tracing.MASKED_ATTENTION, "eager"):
         try:

@@ -16,10 +16,11 @@ from ..errors import PlanError, UnsupportedModelError
 from ..notices import say_once
 from .field_names import POSITIONS, first
 from .fields import inventory_of_fields, language_part
+from .hub import cached_config, fetch_config
 from .inventory import Inventory
 from .kv_heads import replace_kv_heads, replace_named_kv_heads
 from .meta_model import quiet
-from .presets import is_preset, near_presets, preset_of_model, read_preset
+from .presets import is_preset, preset_of_model, read_preset
 from .probe import probe, resolve_dtype
 from .weight_files import count_in_files
 
@@ -76,7 +77,7 @@ def inventory_of_preset(
         inventory = Inventory.from_dict(preset["inventory"])
         if SPARSE_MODELS_CACHE_LATENTS or not any(layer.index_dim for layer in inventory.layers):
             return _with_dtype(inventory, dtype)
-    source = f"{preset['model']}, {preset['source']}"
+    source = f"the preset of {preset['model']}"
     return _of_dict(preset["config"], preset["name"], source, dtype, kv_heads)
 
 
@@ -88,37 +89,16 @@ def _with_dtype(inventory: Inventory, dtype: torch.dtype | str | None) -> Invent
 
 
 def _of_hub(model: str, dtype: torch.dtype | str | None, kv_heads: int | None) -> Inventory:
+    path = cached_config(model)
     preset = preset_of_model(model)
-    try:
-        path = _fetch(model)
-    except PlanError as error:
-        if preset is None:
-            raise
-        say_once(f"planner preset {model}", f"kv_hf: {error}; the preset {preset} is taken")
-        return inventory_of_preset(read_preset(preset), dtype=dtype, kv_heads=kv_heads)
-    return _of_dict(_read_json(path), model, f"hub: {model}", dtype, kv_heads, path.parent)
-
-
-def _fetch(model: str) -> Path:
-    """Return the path of a hub model's config.json. Raises PlanError where there is none."""
-    from transformers.utils import cached_file
-
-    hint = near_presets(model)
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".json"):
-        raise PlanError(f"there is no file or folder {model!r}{hint}")
-    try:
-        path = cached_file(model, _CONFIG)
-    except (OSError, ValueError) as error:
-        reason = next(
-            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+    if path is None and preset is not None:
+        say_once(
+            f"planner preset {model}",
+            f"kv_hf: {model} is not in the local hub cache; the preset {preset} is taken",
         )
-        raise PlanError(
-            f"{model!r} is no folder, file or preset, and its config could not be had from the hub "
-            f"({reason.strip().rstrip('.')}){hint}"
-        ) from error
-    if path is None:
-        raise PlanError(f"the hub's {model!r} has no {_CONFIG}{hint}")
-    return Path(path)
+        return inventory_of_preset(read_preset(preset), dtype=dtype, kv_heads=kv_heads)
+    path = path or fetch_config(model)
+    return _of_dict(_read_json(path), model, f"hub: {model}", dtype, kv_heads, path.parent)
 
 
 def _folder_name(folder: Path) -> str:

@@ -150,10 +150,7 @@ def reading() -> Iterator[Reads]:
 def _attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    reads = getattr(_current, "reads", None)
-    if reads is None:
-        raise RuntimeError("this attention computes nothing: it only stands in while kv_hf plans")
-    reads.note(_sources(key) or _sources(value), module, query.shape[1])
+    _current.reads.note(_sources(key) or _sources(value), module, query.shape[1])
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     _mark(out, frozenset())
     return out, None
@@ -163,8 +160,16 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-def register() -> None:
-    """Make the attention known to transformers, which has no way to forget a name; a second call changes nothing."""
-    for name, mask in ((ATTENTION, _no_mask), (MASKED_ATTENTION, eager_mask)):
+@contextmanager
+def registered() -> Iterator[None]:
+    """Let transformers know the attention for a while. One at a time: it keeps one table for the process."""
+    names = ((ATTENTION, _no_mask), (MASKED_ATTENTION, eager_mask))
+    for name, mask in names:
         AttentionInterface.register(name, _attention)
         AttentionMaskInterface.register(name, mask)
+    try:
+        yield
+    finally:
+        for name, _ in names:
+            for interface in (AttentionInterface, AttentionMaskInterface):
+                interface._global_mapping.pop(name, None)

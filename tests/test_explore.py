@@ -658,6 +658,24 @@ def test_the_curve_is_read_by_keys_and_by_pointing(visit):
     assert page.inner_text("#reading") == "At 128 tokens per row"
 
 
+@pytest.mark.parametrize("memory", [0.1, 1, 15, 100_000])
+@pytest.mark.parametrize("scale", ["log", "linear"])
+def test_curves_are_drawn_whatever_fits(visit, scale, memory):
+    page = visit(f"#memory={memory}&scale={scale}")
+    for _ in range(2):  # with weights, and without
+        lines = page.evaluate(
+            "[...document.querySelectorAll('#curve polyline')].map(one => one.getAttribute('points'))"
+        )
+        assert len(lines) == 8
+        for line in lines:
+            places = [tuple(map(float, point.split(","))) for point in line.split()]
+            assert places[0][0] < places[-1][0] and places[0][1] >= places[-1][1]
+            assert any(20 <= y <= 322 for _, y in places)
+        assert "NaN" not in page.inner_html("#bars") + page.inner_html("#curve")
+        page.uncheck("#weights")
+    assert ("weights alone" in page.inner_text("#bars-hint")) == (memory < 14)
+
+
 def test_parts_of_the_bars_add_up(visit):
     page = visit("#exact=1&recent=100&batch=300")
     rows = page.evaluate(

@@ -212,6 +212,9 @@ def random_choice_on_the_page(rng, preset):
         **{FIELDS[name]: value for name, value in pages.items()},
     }
     inventory = load_inventory(preset)
+    with contextlib.suppress(KVCacheError):
+        device_share(inventory, 2)
+        state["tp"] = load["tensor_parallel"] = rng.choice((1, 2))
     if not any(layer.latent for layer in inventory.layers):
         del mix["latent"]
     caches = {
@@ -261,6 +264,24 @@ def test_presets_on_the_page_are_what_kv_hf_plan_says(evaluate):
                     tuple(ours[name] for name in ("context", "batch", "resident", "fits")) == limits
                 ), (link, name)
                 assert ours["tokensPerSecond"] == pytest.approx(row.tokens_per_second, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "wanted"),
+    [
+        (100, 50, 10),
+        (99, 50, 9),
+        (101, 50, 10),
+        (9, 50, 0),
+        (10, 50, 1),
+        (490, 50, 49),
+        (500, 50, None),
+        (600, 50, None),
+        (50, 0, 0),
+    ],
+)
+def test_largest_is_the_last_that_fits(evaluate, limit, most, wanted):
+    assert evaluate(f"() => Fit.largest(n => 10 * n, {limit}, {most})") == wanted
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ const Accuracy = (() => {
   const isPlain = (row) => !Object.keys(row.options).length;
 
   /* Return what storing in a cache's formats cost on the measured models, from the least to the most. */
-  function lossOf({ cache, o }, figures, data) {
+  function lossOf({ cache, o }, data) {
     if (cache !== "paged") return "0";
-    if (!Model.hasKeys(figures.whole)) return "–";
     const found = data.accuracy.rows.filter((row) => isPlain(row) && row.keys === o.keys && row.values === o.values).map((row) => row.kl);
     if (!found.length) return make("span", { class: "faint", text: "not measured" });
     if (Math.max(...found) < 1e-6) return "0";

@@ -148,8 +148,10 @@ const Charts = (() => {
     const all = lines.flatMap((line) => line.values);
     const most = Math.max(...all, 1);
     const least = Math.max(1, Math.min(...all));
-    const high = isLog ? Math.max(most, limit) * 1.25 : most > 2 * limit ? 2 * limit : Math.max(most * 1.05, most * 2 > limit ? limit * 1.15 : 0);
-    const low = isLog ? Math.min(least, limit) / 1.25 : 0;
+    const seen = Math.max(0, limit); // nothing is left where the weights alone are too much
+    const far = least < 1.5 * seen && most > 2 * seen ? 2 * seen : Math.max(most * 1.05, most * 2 > seen ? seen * 1.15 : 0);
+    const high = isLog ? Math.max(most, seen) * 1.25 : far;
+    const low = isLog ? Math.min(least, seen || least) / 1.25 : 0;
     const [x0, x1] = [edge.left, width - edge.right];
     const [y0, y1] = [height - edge.bottom, edge.top];
     const along = (tokens) => (isLog ? Math.log2(tokens) : tokens);
@@ -180,7 +182,7 @@ const Charts = (() => {
       drawn.append(svg("polyline", { points: points.join(" "), class: `line ${line.id}` }));
     }
     root.append(drawn);
-    if (limit >= low && limit <= high) {
+    if (seen && seen >= low && seen <= high) {
       root.append(svg("line", { x1: x0, x2: x1, y1: py(limit), y2: py(limit), class: "limit" }));
       root.append(text(x0 + 6, py(limit) - 6, limitLabel, { class: "limit-label" }));
     }

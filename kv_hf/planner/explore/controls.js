@@ -20,6 +20,7 @@ const Controls = (() => {
     const line = (cells, scope) => make("tr", {}, ...cells.map((cell, i) => {
       const node = scope === "col" || i === 0 ? make("th", { scope: scope === "col" ? "col" : "row" }) : make("td");
       node.append(...[cell].flat());
+      if (i === cells.length - 1 && cells.length < head.length) node.setAttribute("colspan", head.length - i);
       return node;
     }));
     return make("table", {}, make("caption", { class: "hidden", text: caption }), make("thead", {}, line(head, "col")),

@@ -109,17 +109,19 @@
 
   function drawTable() {
     const { caches, state, whole } = figures;
-    const head = ["Cache", "Bytes per token", "Total", "Ratio", "Largest context", "Largest batch", "Resident tokens", "Tokens/s, at most", "KL, measured"];
+    const head = ["Cache", "Bytes per token", "Total", "Ratio", "Largest context", "Largest batch", "Resident tokens", "Tokens/s, at most"];
+    const hasLoss = Model.hasKeys(whole);
+    if (hasLoss) head.push("KL, measured");
     const limit = (n) => (n === null ? "no limit" : Words.count(n));
     const rows = caches.map((one) => {
-      if (one.error) return Object.assign([labelled(one), make("span", { class: "faint", text: one.error }), "–", "–", "–", "–", "–", "–", "–"], { kind: one.id });
+      if (one.error) return Object.assign([labelled(one), make("span", { class: "faint", text: one.error })], { kind: one.id });
       const { plan } = one;
       const total = [size(plan.report.total)];
       if (!plan.fits && limitOf(false) > 0) total.push(make("small", { class: "over", text: "too much" }));
       const speed = plan.tokensPerSecond === null ? "–" : Words.speed(plan.tokensPerSecond);
       return Object.assign([
         labelled(one), size(plan.perToken), total, Words.ratio(plan.ratio), limit(plan.context), limit(plan.batch),
-        limit(plan.resident), speed, Accuracy.lossOf(one, figures, data),
+        limit(plan.resident), speed, ...(hasLoss ? [Accuracy.lossOf(one, data)] : []),
       ], { kind: one.id });
     });
     at("table").replaceChildren(tableOf(head, rows, "Figures of every cache"));

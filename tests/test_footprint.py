@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_model, tokens
+import transformers
+from tiny_models import COMMON, make_model, tokens
 from transformers import DynamicCache
 
+import kv_hf
 from kv_hf.evaluation import child, footprint, footprint_child
 from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
 from kv_hf.evaluation.cache_parts import (
@@ -126,6 +128,20 @@ def test_a_prediction_that_differs_is_an_error(model, monkeypatch):
     monkeypatch.setattr(cache, "memory", lambda: dataclasses.replace(memory, scales=7))
     with pytest.raises(RuntimeError, match="scales=7.*but predict_memory says.*scales="):
         check_prediction(cache)
+
+
+def test_sliding_windows_are_predicted_where_the_prompt_is_known():
+    config = transformers.Gemma3TextConfig(
+        **{**COMMON, "head_dim": 16, "sliding_window": 20},
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    cache = kv_hf.PagedCache(config, keys="int8", page_size=16)
+    for columns in (90, *[1] * 30):
+        for layer in range(2):
+            cache.update(*torch.zeros(2, 3, 2, columns, 16), layer)
+    assert predicted_memory(cache) is None
+    assert predicted_memory(cache, 90) == cache.memory()
+    assert check_prediction(cache, 90) == cache.memory().total
 
 
 def test_caches_that_predict_memory_does_not_cover_have_no_prediction(tmp_path):

@@ -82,42 +82,54 @@ def kept_bytes(cache: Cache) -> int | None:
     return sum(blocks.values())
 
 
-def predicted_memory(cache: Cache) -> MemoryReport | None:
+def predicted_memory(cache: Cache, prompt: int | None = None) -> MemoryReport | None:
     """Return what `predict_memory` says of a cache's tokens, None for caches that it does not cover.
 
-    Those are caches of transformers, layers with a sliding window or without pages, pages outside of the device and
-    shared ones. With `max_length` the tables are others: they are taken as they are, and rows must have no padding.
+    Those are caches of transformers, layers without pages, pages outside of the device and shared ones, and sliding
+    windows unless `prompt` says how many tokens of the longest row came in the first forward. With `max_length` the
+    tables are others: they are taken as they are, and rows must have no padding.
     """
     if not isinstance(cache, PagedCache):
         return None
     options, paged = cache.options, cache.paged_layers
     if options.offload is not None or options.prefix_store is not None:
         return None
-    specs = [layer.spec for layer in paged if layer.spec is not None]
-    if len(specs) < len(cache.layers) or any(getattr(one, "window", None) for one in paged):
+    windows = {layer: getattr(layer, "window", None) for layer in paged}
+    filled = sum(layer.spec is not None for layer in paged)
+    if filled < len(cache.layers) or (prompt is None and any(windows.values())):
         return None
     fixed = options.max_length is not None
     rows = [cache.get_seq_length()] * cache.group.rows if fixed else None
-    told = predict_memory(
-        specs,
-        rows or [cache.group.tokens(row) for row in cache.group.rows],
-        sink_tokens=options.sink_tokens,
-        recent_tokens=options.recent_tokens,
-        reserve_tokens=options.max_length or options.reserve_tokens,
-        max_pages=options.max_pages,
-    )
+    parts = [
+        predict_memory(
+            [layer.spec for layer in paged if layer.spec is not None and windows[layer] == window],
+            rows or [cache.group.tokens(row) for row in cache.group.rows],
+            sink_tokens=options.sink_tokens,
+            recent_tokens=options.recent_tokens,
+            reserve_tokens=options.max_length or options.reserve_tokens,
+            max_pages=options.max_pages,
+            window=window,
+            prompt=prompt if window else None,
+        )
+        for window in set(windows.values())
+    ]
+    sums = {
+        field.name: sum(getattr(part, field.name) for part in parts)
+        for field in dataclasses.fields(MemoryReport)
+    }
+    told = MemoryReport(**{**sums, "tokens": parts[0].tokens})
     if fixed:
         memory = cache.memory()
         told = dataclasses.replace(told, tables=memory.tables, other=memory.other)
     return told
 
 
-def check_prediction(cache: Cache) -> int | None:
-    """Return the bytes that were predicted, None where nothing can be.
+def check_prediction(cache: Cache, prompt: int | None = None) -> int | None:
+    """Return the bytes that were predicted, None where nothing can be; see `predicted_memory`.
 
     Raises: RuntimeError when the cache holds something else.
     """
-    told = predicted_memory(cache)
+    told = predicted_memory(cache, prompt)
     if told is None:
         return None
     assert isinstance(cache, PagedCache)

@@ -77,7 +77,7 @@ def memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dic
         "held_bytes": held,
         **{f"{part}_bytes": size for part, size in parts.items()},
         "kept_bytes": kept_bytes(decoding.cache),
-        "predicted_bytes": check_prediction(decoding.cache),
+        "predicted_bytes": check_prediction(decoding.cache, prompt.shape[1]),
         "bytes_per_token": held / (decoding.tokens * len(prompt)),
         "measured_by": meter.name,
         "base_bytes": meter.base,

@@ -9,8 +9,10 @@ from ..cache_names import STOCK
 from ..errors import KVCacheError
 from ..formats import IMPLEMENTATIONS
 from .devices import DEVICES
+from .inventory import Inventory
 from .plan import plan
-from .table import print_plan
+from .presets import preset_names, read_preset
+from .table import describe_layers, print_plan
 from .units import format_bandwidth, format_bytes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -35,7 +37,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="tokens of each row: 8192 or 128k (default: 8192, or what the model was made for if that is less)",
     )
     found.add_argument(
-        "--prompt", metavar="P", help="how many of them came in one prefill (default: all but one)"
+        "--prompt",
+        metavar="P",
+        help="how many of them came in one prefill (default: the most that any takes)",
     )
     found.add_argument(
         "--cache",
@@ -119,5 +123,10 @@ def print_devices() -> None:
 
 
 def print_presets() -> None:
-    """Print the names of the shipped presets with what their layers hold."""
-    raise NotImplementedError
+    """Print the shipped presets: name, hub id, and what their layers hold."""
+    names = preset_names()
+    wide = max(map(len, names), default=0) + 2
+    for name in names:
+        preset = read_preset(name)
+        inventory = Inventory.from_dict(preset["inventory"])
+        print(f"{name:<{wide}}{preset['model']}: {describe_layers(inventory)}")

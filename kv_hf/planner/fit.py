@@ -32,17 +32,18 @@ def find_fit(
     *,
     batch: int,
     context: int,
-    prompt: int | None = None,
 ) -> Fit:
-    """Search what fits into `available` bytes; 0 where not even one token, row or page does."""
+    """Search what fits into `available` bytes, whatever the prompts; 0 where not even one token, row or page does.
+
+    Without prompts predictions are quick: with one, an offload is followed step by step up to the context.
+    """
     page, exact, bound = choice.page_size, choice.exact_tokens, choice.max_length
 
     def of_context(tokens: int) -> int:
-        first = None if prompt is None else min(prompt, tokens)
-        return choice.predict(inventory, [tokens] * batch, first).total
+        return choice.predict(inventory, [tokens] * batch).total
 
     def of_batch(rows: int) -> int:
-        return choice.predict(inventory, [context] * rows, prompt).total
+        return choice.predict(inventory, [context] * rows).total
 
     def of_pages(pages: int) -> int:
         each, more = divmod(pages, batch)

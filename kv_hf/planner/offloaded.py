@@ -12,7 +12,7 @@ import torch
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..pages.device_budget import Demand, DeviceBudget, Split
-from ..pages.home import SMALLEST_EXTENT
+from ..pages.home import SMALLEST_EXTENT, carved_bytes
 from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks, page_use
 from ..spec import LANES, PageSpec, counted, pages_report
 from .figures import EMPTY, Figures
@@ -65,6 +65,20 @@ class _Room:
             if wanted > first:
                 self.homes[layer] = first + max(wanted - first, first // 4, SMALLEST_EXTENT)
 
+    def read(
+        self,
+        groups: Groups,
+        specs: Mapping[int, PageSpec],
+        options: CacheConfig,
+        row_tokens: Sequence[int],
+    ) -> None:
+        """Let a first decode step read rows of these tokens: where a staging buffer is too small, room is made again."""
+        for window, own in groups.items():
+            pages = sum(map(row_sizes(options, window).held, row_tokens))
+            for layer in self.split.outside & set(own):
+                if carved_bytes(own[layer], pages) > self.split.staging[self.device]:
+                    self.settle(specs, {})
+
 
 def offloaded(
     inventory: Inventory,
@@ -98,6 +112,7 @@ def offloaded(
         for index, own in formats.items()
         if inventory.layers[index].window in groups
     }
+    known = {**guessed, **held}
     for step in sorted(steps):
         capacities = {
             layer: pages
@@ -105,7 +120,10 @@ def offloaded(
             for layer in guessed
             if inventory.layers[layer].window == window
         }
-        room.settle({**guessed, **held} if step else guessed, capacities)
+        if capacities:
+            room.settle(known if step else guessed, capacities)
+        if step == 1 and known != guessed:
+            room.read(groups, known, options, [max(0, tokens - new) for tokens in row_tokens])
     total = Figures(replace(EMPTY, tokens=sum(row_tokens)))
     for window, specs in groups.items():
         total += _group(room, specs, row_sizes(options, window), options, row_tokens, longest - new)
@@ -120,6 +138,8 @@ def _steps(
 ) -> dict[int, dict[int | None, int]]:
     """Return step -> {window: pages that its layers make room for}, where that changes or is said for the first time."""
     steps: dict[int, dict[int | None, int]] = {0: {}}
+    if new:
+        steps[1] = {}  # reads pages for the first time
     for window in groups:
         sizes = row_sizes(options, window)
         reserved, last = reserve(sizes, options, len(row_tokens)), -1

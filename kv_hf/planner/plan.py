@@ -62,7 +62,7 @@ class Plan:
     Attributes:
         inventory: of the whole model.
         batch, context: rows, and tokens of each that the cache holds.
-        prompt: tokens of a row that came in one prefill; None takes all but one.
+        prompt: tokens of a row that came in one prefill, or None.
         tensor_parallel: devices that share the model; all bytes are those of one of them.
         weights: bytes of the weights, None where their number is not known.
         device: name of a known device, or None.
@@ -143,7 +143,8 @@ def plan(
         batch: rows.
         context: tokens per row that the cache holds: a number or "128k" (128 * 1024). None takes 8,192, or what the
             model was made for if that is less.
-        prompt: how many of them came in one prefill; None: all but one.
+        prompt: how many of them came in one prefill; None: the most that any prompt takes (with offload: all but one).
+            What fits is for any prompt.
         cache_config: options of all paged caches that are given by name.
         device: a name of kv_hf.planner.devices, for `device_memory` and `bandwidth` that are not given.
         device_memory: bytes, "24GiB" or "24GB".
@@ -158,7 +159,8 @@ def plan(
     """
     check_int("batch", batch, 1)
     whole = load_inventory(model, dtype=dtype, kv_heads=kv_heads)
-    inventory, notes = device_share(whole, tensor_parallel)
+    inventory, sharing = device_share(whole, tensor_parallel)
+    notes = [*whole.notes, *sharing]
     context = _context(whole, context, notes)
     prompt = None if prompt is None else parse_tokens("prompt", prompt)
     if prompt is not None and prompt > context:
@@ -204,8 +206,6 @@ def _weights(
     inventory: Inventory, given: int | str | None, degree: int, notes: list[str]
 ) -> int | None:
     """Return the bytes of the weights on one device."""
-    if inventory.how == "fields":
-        notes.append("sizes were read from names in the config; the model's code did not run")
     if given is not None:
         return -(-parse_bytes("weights", given) // degree)
     if inventory.parameters is None:
@@ -270,7 +270,6 @@ class _Planner:
                 self.available,
                 batch=self.batch,
                 context=self.context,
-                prompt=self.prompt,
             )
         return CachePlan(
             cache=choice.name,

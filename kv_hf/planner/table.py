@@ -156,7 +156,10 @@ def print_plan(plan: Plan) -> None:
     except ImportError:  # it belongs to the extras
         print(plain_table(plan, width))
         return
-    console = Console()
+    console = Console(width=width)
+    if console.is_dumb_terminal:  # rich takes it to be 80 characters wide, and cuts cells off
+        print(plain_table(plan, width))
+        return
     for line in header_lines(plan):
         console.print(Text(line))
     for columns_of in tables(plan, width):

@@ -1,0 +1,238 @@
+"""`kv-hf memory`: the table, JSON, the lists, and errors that say their reason."""
+
+import builtins
+import json
+import re
+import sys
+
+import pytest
+
+import kv_hf
+from kv_hf.cli import main as kv_hf_main
+from kv_hf.planner.command import main
+from kv_hf.planner.devices import DEVICES
+from kv_hf.planner.inventory import CachedLayer, Inventory, State
+from kv_hf.planner.presets import preset_names
+from kv_hf.planner.table import NO_LIMIT, describe_layers, plain_table
+
+LLAMA = "llama-3.1-8b"
+
+
+def table_of(text):
+    """Return {cache: {heading: cell}} of a printed plan."""
+    found, headings = {}, None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        if cells[:1] == ["cache"]:
+            headings = cells
+        elif not cells:
+            headings = None if found else headings
+        elif headings and len(cells) == len(headings):
+            found.setdefault(cells[0], {}).update(zip(headings[1:], cells[1:], strict=True))
+    return found
+
+
+def test_memory_prints_what_the_plan_says(capsys):
+    arguments = [LLAMA, "--batch", "8", "--context", "16k", "--device-memory", "80GB"]
+    assert kv_hf_main(["memory", *arguments, "--bandwidth", "3.35TB/s"]) == 0
+    text = capsys.readouterr().out
+    found = kv_hf.plan(
+        LLAMA, batch=8, context=16384, device_memory=80 * 10**9, bandwidth=3_350 * 10**9
+    )
+    table = table_of(text)
+    assert list(table) == [row.cache for row in found.rows]
+    for row in found.rows:
+        cells = table[row.cache]
+        assert cells["bytes/token"] == f"{row.bytes_per_token:,.0f}"
+        assert cells["ratio"] == f"{row.ratio:,.2f}x"
+        assert cells["batch"] == f"{row.fit.batch:,}"
+        assert cells["resident"] == f"{row.fit.resident_tokens:,}"
+        assert cells["context"].rstrip("*") == f"{row.fit.context:,}"
+        assert cells["context"].endswith("*") == (row.fit.context > 131_072)
+        assert float(cells["tokens/s"].replace(",", "")) == pytest.approx(
+            row.tokens_per_second, rel=1e-3
+        )
+        assert cells["fits"] == "yes"
+    assert table["dynamic"]["cache bytes"] == "16.00 GiB"
+    assert "layers: 32 x 8 kv heads of 128" in text
+    assert "8.03 B parameters" in text
+    assert "* more than the 131,072 positions" in text
+
+
+def test_memory_prints_only_what_was_asked_for(capsys):
+    assert main([LLAMA, "--cache", "paged_int8", "dynamic", "--cache", "paged_int4:keys=int8"]) == 0
+    table = table_of(capsys.readouterr().out)
+    assert list(table) == ["paged_int8", "dynamic", "paged_int4:keys=int8"]
+    assert set(table["dynamic"]) == {
+        "bytes/token",
+        "cache bytes",
+        "ratio",
+        "with weights",
+        "read/token",
+    }
+
+
+def test_memory_as_json_is_the_plan(capsys):
+    options = ["--device", "h200", "--tensor-parallel", "2", "--dtype", "fp16", "--reserve", "2GiB"]
+    assert main([LLAMA, *options, "--weights", "5GB", "--prompt", "4k", "--json"]) == 0
+    found = kv_hf.plan(
+        LLAMA,
+        device="h200",
+        tensor_parallel=2,
+        dtype="float16",
+        reserve="2GiB",
+        weights="5GB",
+        prompt=4096,
+    )
+    given = json.loads(capsys.readouterr().out)
+    assert given == json.loads(json.dumps(found.as_dict()))
+    assert given["weights"] == 25 * 10**8
+
+
+def test_kv_heads_take_the_place_of_the_models(capsys, tmp_path):
+    small = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 32,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small))
+    rows = []
+    for heads in (["--kv-heads", "8"], ["--kv-heads", "2"], []):
+        assert main([str(path), *heads, "--json", "--cache", "dynamic"]) == 0
+        rows.append(json.loads(capsys.readouterr().out)["rows"][0])
+    assert rows[0]["bytes_per_token"] == rows[2]["bytes_per_token"] == 2 * 2 * 8 * 8 * 2
+    assert rows[1]["bytes_per_token"] == rows[0]["bytes_per_token"] / 4
+
+
+def test_lists(capsys):
+    assert main(["--list-presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(preset_names())
+    assert any(line.startswith(LLAMA) and "32 x 8 kv heads of 128" in line for line in lines)
+    assert main(["--list-devices"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(DEVICES)
+    assert "74.51 GiB    3.35 TB/s  NVIDIA H100" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./llama-3.1-8b.json"], "there is no file or folder"),
+        ([LLAMA, "--cache", "paged_int3"], "cache must be one of"),
+        ([LLAMA, "--context", "lots"], "context must be"),
+        ([LLAMA, "--batch", "0"], "batch must be"),
+        ([LLAMA, "--device", "h1000"], "did you mean 'h100'"),
+        ([LLAMA, "--device-memory", "24G"], "24GiB (1024**3)"),
+        ([LLAMA, "--tensor-parallel", "3"], "these do: 1, 2, 4, 8"),
+        ([LLAMA, "--kv-heads", "5"], "kv_heads"),
+        (["deepseek-v3", "--cache", "paged_int4:max_length=9000"], "max_length"),
+    ],
+    ids=str,
+)
+def test_errors_say_their_reason(arguments, words, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("kv-hf memory: error: ")
+    assert words in printed.err
+
+
+def test_a_model_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "--list-presets" in capsys.readouterr().err
+
+
+def test_weights_that_do_not_fit_are_said_plainly(capsys):
+    assert main(["llama-3.1-70b", "--device", "rtx4090", "--cache", "paged_int4"]) == 0
+    text = capsys.readouterr().out
+    assert "the weights (131.42 GiB) do not fit into 22.35 GiB: no cache does" in text
+    row = table_of(text)["paged_int4"]
+    assert (row["fits"], row["context"], row["batch"]) == ("no", "0", "0")
+
+
+@pytest.mark.parametrize("width", [60, 110, 400])
+def test_tables_wider_than_the_terminal_are_two(width):
+    plan = kv_hf.plan(LLAMA, device="h100")
+    text = plain_table(plan, width)
+    headings = [line for line in text.splitlines() if line.startswith("cache ")]
+    assert len(headings) == (1 if width == 400 else 2)
+    assert table_of(text) == table_of(plain_table(plan))
+
+
+class Terminal:
+    """Standard output that says it is a terminal."""
+
+    def __init__(self, out):
+        self.out = out
+
+    def isatty(self):
+        return True
+
+    def __getattr__(self, name):
+        return getattr(self.out, name)
+
+
+@pytest.mark.parametrize("with_rich", [True, False, None])
+def test_a_terminal_gets_the_same_cells_with_rich_without_and_when_dumb(
+    with_rich, monkeypatch, capsys
+):
+    if with_rich:
+        pytest.importorskip("rich")
+    importing = builtins.__import__
+
+    def without(name, *args, **options):
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return importing(name, *args, **options)
+
+    if with_rich is False:
+        monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb" if with_rich is None else "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal(sys.stdout))
+    assert main([LLAMA, "--device", "h100"]) == 0
+    text = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)  # bold headings
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("read/token"))
+    assert table_of(text) == table_of(plain_table(kv_hf.plan(LLAMA, device="h100"), 120))
+
+
+def test_layers_are_described_in_words():
+    layers = (
+        CachedLayer(kv_heads=8, key_dim=128, value_dim=128),
+        CachedLayer(kv_heads=1, key_dim=64, value_dim=32, window=4096, readers=3),
+        CachedLayer(kv_heads=1, key_dim=512, value_dim=64, latent=True, index_dim=128),
+        CachedLayer("LinearAttentionLayer", states=(State((8, 4)), State((2, 3, 5)))),
+        CachedLayer("DummyLayer"),
+        CachedLayer("DummyLayer"),
+    )
+    inventory = Inventory("m", "llama", "bfloat16", layers)
+    assert describe_layers(inventory) == (
+        "1 x 8 kv heads of 128; 1 x 1 kv head of 64 (keys) and 32 (values), window of 4,096, read by 3 layers; "
+        "1 x a latent of 512 and a RoPE key of 64, indexer key of 128; 1 x states of 8x4 and 2x3x5; 2 x nothing of its own"
+    )
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_has_a_plan(name):
+    plan = kv_hf.plan(name, batch=2, caches=["dynamic", "static"], device="h200")
+    text = plain_table(plan)
+    assert NO_LIMIT not in table_of(text)["dynamic"]["batch"]
+    found = kv_hf.plan(name)
+    assert {row.cache for row in found.rows} >= {"dynamic", "static"}
+    assert found.inventory.parameters
+    json.dumps(found.as_dict())
+    layers = plan.inventory.layers
+    if all(layer.readers == 1 for layer in layers):
+        # a step reads what is there: a window's newest token is gone behind it, and layers count a number or two
+        newest = 2 * 2 * sum(layer.elements for layer in layers if layer.window is not None)
+        for row in plan.rows:
+            assert -16 * len(layers) <= row.decode.cache - row.total <= newest

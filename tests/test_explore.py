@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from headless import FLAGS, find_browser
 
-from kv_hf.errors import CacheOptionError, KVCacheError
-from kv_hf.planner.explore import command
+from kv_hf.errors import CacheOptionError, KVCacheError, UnsupportedModelError
+from kv_hf.planner.explore import command, models
 from kv_hf.planner.explore.command import main
 from kv_hf.planner.explore.models import offered
 from kv_hf.planner.explore.page import Model, build_page, kind_of, page_data, policy
 from kv_hf.planner.explore.serve import make_server, serve
 from kv_hf.planner.inventory import CachedLayer, Inventory, State
+from kv_hf.planner.presets import preset_names
 
 ROOT = Path(__file__).parent.parent
 EXPLORE = ROOT / "kv_hf" / "planner" / "explore"
@@ -231,6 +232,22 @@ def test_own_models_come_first(tmp_path):
     ]
     with pytest.raises(KVCacheError, match="nowhere"):
         offered([str(tmp_path / "nowhere")])
+
+
+def test_presets_that_cannot_be_planned_here_are_left_out(monkeypatch):
+    real = models.inventory_of_preset
+
+    def older(preset):
+        if preset["name"] == "llama-2-7b":
+            raise UnsupportedModelError("an older transformers")
+        return real(preset)
+
+    said = []
+    monkeypatch.setattr(models, "inventory_of_preset", older)
+    monkeypatch.setattr(models, "say_once", lambda key, text: said.append(text))
+    found = [model.id for model in offered([])]
+    assert set(preset_names()) - set(found) == {"llama-2-7b"} and len(found) >= 20
+    assert said == ["kv_hf: the page does not offer llama-2-7b: an older transformers"]
 
 
 def test_server_gives_the_page_and_nothing_else(text):

@@ -18,7 +18,6 @@ from kv_hf.planner.fit import find_fit
 from kv_hf.planner.inventory import CachedLayer, Inventory
 from kv_hf.planner.plan import plan
 from kv_hf.planner.predict import figures
-from kv_hf.planner.presets import preset_names
 from kv_hf.planner.roofline import cache_read, weights_read
 from kv_hf.planner.shares import device_share, heads_in_plan
 from kv_hf.planner.source import load_inventory
@@ -232,7 +231,7 @@ def random_choice_on_the_page(rng, preset):
 
 def test_presets_on_the_page_are_what_kv_hf_plan_says(evaluate):
     rng = random.Random(10)
-    asked = [random_choice_on_the_page(rng, preset) for preset in preset_names()]
+    asked = [random_choice_on_the_page(rng, model.id) for model in offered([])]
     for (link, (inventory, load), caches), found in zip(
         asked, evaluate(PAGE_SCRIPT, [link for link, *_ in asked]), strict=True
     ):

@@ -1,5 +1,6 @@
 """The command line: `kv-hf doctor` says what would run here, why, and whether it works; `kv-hf memory` what caches take and
-what fits; `kv-hf convert-gqa` writes a checkpoint with fewer kv heads; `kv-hf lm-eval` runs lm-eval over our caches.
+what fits, and `kv-hf explore` shows it in a browser; `kv-hf convert-gqa` writes a checkpoint with fewer kv heads;
+`kv-hf lm-eval` runs lm-eval over our caches.
 """
 
 import argparse
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "memory", help="what caches take and what fits, from a config alone", add_help=False
     )
+    commands.add_parser("explore", help="the memory planner as a page in a browser", add_help=False)
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["lm-eval"]:
         from .evaluation.harness.__main__ import main as lm_eval
@@ -48,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .planner.command import main as memory
 
         return memory(arguments[1:])
+    if arguments[:1] == ["explore"]:
+        from .planner.explore.command import main as explore
+
+        return explore(arguments[1:])
     parser.parse_args(arguments)
     return 0
 

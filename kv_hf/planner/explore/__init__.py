@@ -1,0 +1,1 @@
+"""The planner as one HTML file, for people who drag sliders (`kv-hf explore`)."""

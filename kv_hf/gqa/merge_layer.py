@@ -15,6 +15,7 @@ from .stream import LayerStream
 
 FINE = 1e-3  # level of a token whose hidden state is far smaller than others', as a part of their median
 SAMPLE = 8  # windows that groups are chosen on
+MOVED = 1e-3  # that a token's attention may change when heads change places: rounding, and no more
 
 
 class LayerMerge:
@@ -163,20 +164,27 @@ class LayerMerge:
         assert self.places.output is not None
         output = model.get_parameter(self.places.output + ".weight")
         kept, columns = self.weights, output.data
-        before = self.stream.run(self.index, self.original[:1])
+        before = self._attention()
         self.weights = {
             which: {kind: part[heads if kind == "query" else order] for kind, part in leaf.items()}
             for which, leaf in kept.items()
         }
         self._write(())
         output.data = columns.unflatten(1, (len(heads), -1))[:, heads].flatten(1)
-        after = self.stream.run(self.index, self.original[:1])
-        if float((after - before).abs().max()) > 1e-3 * float(before.abs().max()):
+        after = self._attention()
+        if apart(before[0][:, heads], after[0]) > MOVED or apart(before[1], after[1]) > MOVED:
             self.weights = kept  # something else in this layer belongs to heads, such as sinks
             self._write(())
             output.data = columns
             return
         self.figures["moved"] = float((order != torch.arange(len(order))).sum())
+
+    def _attention(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the contexts [tokens, heads, dim] and the output [tokens, hidden] of attention on the first window."""
+        hidden = self.original[:1]
+        seen = run_seen(self.stream, self.index, self.places, hidden, short=True)
+        assert seen.output is not None
+        return seen.tap.context[0], seen.output
 
     def _merge_keys(self, rotary: Rotary) -> None:
         dim = self.now[0].tap.key.shape[-1]
@@ -309,3 +317,9 @@ def _gram(heads: list[torch.Tensor]) -> torch.Tensor:
     """Return E[x x^T] of stacked heads, given [heads, tokens, dim] window by window, in float64."""
     flat = torch.cat([one.transpose(0, 1).flatten(1) for one in heads])
     return (flat.T @ flat).double() / len(flat)
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest distance of a token's numbers [tokens, ..] as a part of their own size."""
+    size = one.flatten(1).norm(dim=1)
+    return float(((one - other).flatten(1).norm(dim=1) / size.clamp(min=1e-30)).max())

@@ -122,3 +122,152 @@ def test_heads_with_sinks_stay_where_they_are_behind_a_large_channel(tmp_path):
     text[:, 0] = held[:, 0] = 1
     models = converted(model, tmp_path, 2, text=text)
     assert divergence(*models, held) < 0.1
+
+
+# numbers that are not finite, and layers that do nothing
+
+
+def zero(path):
+    return lambda model: model.get_parameter(path).zero_()
+
+
+def huge_activations(model):
+    for part in (model.model.layers[0].mlp.down_proj, model.model.layers[0].mlp.up_proj):
+        part.weight.mul_(1e22)
+
+
+def huge_values(model):
+    model.model.layers[0].self_attn.v_proj.weight.mul_(1e20)
+
+
+def not_a_number(model):
+    model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (huge_activations, r"'model.layers.0' cannot be merged: hidden states .* are not finite"),
+        (huge_values, r"'model.layers.0' cannot be merged: .* not finite"),
+        (not_a_number, r"'model.layers.1' cannot be merged: .* not finite"),
+        (zero("model.embed_tokens.weight"), "embeddings of all calibration tokens of .* are zero"),
+    ],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_numbers_that_are_not_finite_are_an_error_that_names_the_layer(edit, says, groups, tmp_path):
+    with pytest.raises(ConversionError, match=says):
+        converted(tiny("LlamaConfig", edit), tmp_path, groups)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("method", ["align", "svd"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("part", ["o_proj", "v_proj", "q_proj", "k_proj"])
+def test_a_dead_layer_stays_dead_and_can_learn(part, groups, method, tmp_path):
+    """As in the blocks that LLaMA-Pro adds: the values that nobody reads, or that are zero, become their means."""
+    path = f"model.layers.1.self_attn.{part}.weight"
+    model = tiny("LlamaConfig", zero(path))
+    one, other = converted(model, tmp_path, groups, method)
+    for name, parameter in other.named_parameters():
+        assert parameter.isfinite().all(), name
+    if part in ("o_proj", "v_proj"):
+        own, new = (m.model.layers[1].self_attn for m in (one, other))
+        assert torch.equal(own.o_proj.weight, new.o_proj.weight)
+        mean = own.v_proj.weight.reshape(groups, -1, 8, 32).mean(1).flatten(0, 1)
+        if groups == 1:  # with two, heads may have found other places
+            torch.testing.assert_close(new.v_proj.weight, mean)
+        assert bool(new.v_proj.weight.any()) == (part == "o_proj")
+
+
+def test_a_group_that_nobody_reads_keeps_its_values(tmp_path):
+    def edit(model):
+        model.model.layers[0].self_attn.o_proj.weight[:, 16:] = 0
+
+    recipe_free, found = converted(tiny("LlamaConfig", edit), tmp_path, 2)
+    value = found.model.layers[0].self_attn.v_proj.weight
+    assert value[:8].any() and value[8:].any()
+    assert recipe_free is not found
+
+
+def test_a_cast_that_loses_numbers_is_seen_beside_infinities():
+    from kv_hf.gqa.plan import cast
+
+    with pytest.raises(ConversionError, match=r"'w' holds 1e\+30, which float16 cannot hold"):
+        cast("w", torch.tensor([float("inf"), 1e30]), torch.float16)
+    kept = cast("w", torch.tensor([float("inf"), 1.0]), torch.float16)
+    assert kept.tolist() == [float("inf"), 1.0]
+
+
+# calibration text that does not fit, and layers that text does not reach
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (torch.tensor([[3, 64] * 20]), "holds token 64, and the model's vocabulary has 64 tokens"),
+        (torch.tensor([[3, -1] * 20]), "holds token -1, and"),
+        (torch.tensor([[3]]), "1 windows of 1 tokens: too few"),
+        (torch.full((30, 1), 3), "30 windows of 1 tokens: too few"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_calibration_ids_that_do_not_fit_are_refused(text, says, dry_run, tmp_path):
+    tiny("LlamaConfig").save_pretrained(tmp_path / "source")
+    with pytest.raises(ConversionError, match=says):
+        kv_hf.convert_to_gqa(
+            tmp_path / "source", tmp_path / "new", 2, method="svd", calibration=text, dry_run=dry_run
+        )
+
+
+def mllama():
+    from transformers import MllamaForCausalLM
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+
+    torch.manual_seed(0)
+    options = {**TINY, "num_hidden_layers": 3, "cross_attention_layers": [1]}
+    return MllamaForCausalLM(MllamaTextConfig(**options))
+
+
+@pytest.mark.parametrize("method", ["align", "svd"])
+def test_layers_that_text_does_not_reach_are_refused(method, tmp_path):
+    with pytest.raises(ConversionError, match="leaves layer 1 out when it reads text alone"):
+        converted(mllama(), tmp_path, 2, method)
+
+
+def test_norms_of_single_heads_leave_values_free(tmp_path):
+    """Cohere's query and key norms have weights of their own for every head."""
+
+    def edit(model):
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                norm.weight.copy_(torch.rand(norm.weight.shape) + 0.5)
+
+    model = tiny("CohereConfig", edit, use_qk_norm=True)
+    pooled = divergence(*converted(model, tmp_path, 2, "mean"), ids(4, 48, 2))
+    assert divergence(*converted(model, tmp_path, 2), ids(4, 48, 2)) < 0.7 * pooled
+
+
+def test_a_layer_with_nothing_to_fit_is_refused(tmp_path):
+    model = tiny(
+        "Qwen3NextConfig", head_dim=8, layer_types=["full_attention"] * 2, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    with pytest.raises(ConversionError, match="a calibrated merge would be the mean"):
+        converted(model, tmp_path, 2)
+
+
+# disk
+
+
+def test_a_disk_that_is_full_while_layers_are_merged_is_an_error(tmp_path):
+    tiny("LlamaConfig").save_pretrained(tmp_path / "source")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+    try:
+        with pytest.raises(ConversionError, match="cannot be written: File too large"):
+            kv_hf.convert_to_gqa(
+                tmp_path / "source", tmp_path / "new", 2, method="svd", calibration=ids()
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

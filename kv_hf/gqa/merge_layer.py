@@ -2,6 +2,7 @@
 
 import torch
 
+from ..errors import ConversionError
 from .grouping import choose_groups, pair_costs
 from .layer_data import Seen, heads_of, is_residual, passes_values, run_seen, sender
 from .merge_keys import merge_keys
@@ -61,6 +62,11 @@ class LayerMerge:
         self.free_values = places.output is not None and passes_values(
             send, heads["key"], value_dim, tokens
         )
+        if self.rotary is None and not self.free_values:
+            raise ConversionError(
+                f"'{stream.path}.{index}' has a norm behind its keys, and something else than a projection behind attention (a "
+                'gate?): a calibrated merge would be the mean; use method="mean"'
+            )
         self.carries = self.recipe.carry and is_residual(stream, index, places, hidden)
         self.weights = places.read(stream.model)
 
@@ -114,6 +120,11 @@ class LayerMerge:
                 self.targets.append(seen.output + lost)
             assert seen.hidden is not None
             self.original[i] = seen.hidden[0]
+            if not seen.hidden.isfinite().all():
+                raise ConversionError(
+                    f"'{self.stream.path}.{self.index}' cannot be merged: hidden states of the calibration text are not finite "
+                    "behind it (weights that are not, or numbers too large for float32)"
+                )
             if self._fits_scores:
                 self.before.append(seen.only("query", "key", "value", "weights"))
             self.now.append(now.only("inputs", "query", "key"))

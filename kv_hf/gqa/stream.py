@@ -115,6 +115,7 @@ class LayerStream:
                 found.append(stubs[0].hidden[0].float())
                 calls = [(stub.args, stub.kwargs) for stub in stubs]
                 if i == 0:
+                    self._check_called(stubs)
                     self.inputs = calls
                 elif i == 1 and not all(map(_same, calls, self.inputs)):
                     raise ConversionError(
@@ -127,6 +128,15 @@ class LayerStream:
                 for part in rest.values():
                     part.to("meta")
         return torch.stack(found)
+
+    def _check_called(self, stubs: list["_Stub"]) -> None:
+        """Raise ConversionError where a layer is left out on text, such as those that read images only."""
+        left = [i for i, stub in enumerate(stubs) if not stub.called]
+        if left:
+            raise ConversionError(
+                f"{type(self.model).__name__} leaves layer {left[0]} out when it reads text alone, so that it cannot be "
+                'calibrated; use method="mean"'
+            )
 
     def _fill_if(self, part: nn.Module, path: str) -> None:
         if not self.whole:
@@ -176,12 +186,13 @@ class _Stub(nn.Module):
     def __init__(self, layer: nn.Module, tuples: bool) -> None:
         super().__init__()
         self.__dict__["layer"] = layer  # no submodule: it must not be found twice
-        self.tuples = tuples
+        self.tuples, self.called = tuples, False
         self.hidden = torch.empty(0)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         self.hidden, self.args, self.kwargs = hidden, args, kwargs
         return (hidden,) if self.tuples else hidden
 

@@ -22,6 +22,9 @@ from .structure import Structure
 from .writer import write_shard
 
 
+LOOK = 64  # tokens of a window that a layer is looked at with when nothing is solved
+
+
 class Overrides(Mapping[str, torch.Tensor]):
     """New tensors by their names on disk, read from files when they are asked for."""
 
@@ -67,18 +70,14 @@ def calibrate(
     """
     check_choice("method", method, tuple(RECIPES))
     windows = calibration_windows(checkpoint, structure, calibration)
-    stream = LayerStream(checkpoint, structure)
-    original = stream.embed(windows)
-    check_streams("the embeddings", original)
-    if not original.any():
-        raise ConversionError(f"the embeddings of all calibration tokens of {checkpoint.name} are zero")
+    stream, original = begin(checkpoint, structure, windows)
+    check_layers(stream, original[:1], recipe or RECIPES[method])
     converted = original.clone()
-    names = stream.own_names()
     files: dict[str, Path] = {}
     for index in range(stream.count):
         path = f"{stream.path}.{index}"
         with stream.layer(index):
-            if any(name.startswith(f"{path}.") for name in names):
+            if stream.changes(index):
                 merge = LayerMerge(stream, index, original, converted, recipe or RECIPES[method])
                 tensors = solve(merge, path)
                 file = scratch / f"layer-{index:05d}.safetensors"
@@ -93,6 +92,34 @@ def calibrate(
         check_streams(path, original, converted)
         progress(index + 1, stream.count)
     return Overrides(files)
+
+
+@torch.no_grad()
+def check_calibrated(
+    checkpoint: Checkpoint, structure: Structure, method: str, windows: torch.Tensor
+) -> None:
+    """Raise ConversionError for models that cannot be calibrated: looks at one layer of each kind, and solves nothing."""
+    stream, hidden = begin(checkpoint, structure, windows[:2, :LOOK])
+    check_layers(stream, hidden[:1], RECIPES[method])
+
+
+def begin(
+    checkpoint: Checkpoint, structure: Structure, windows: torch.Tensor
+) -> tuple[LayerStream, torch.Tensor]:
+    """Return the layers of a model and what the first one gets: [windows, tokens, hidden], float32."""
+    stream = LayerStream(checkpoint, structure)
+    hidden = stream.embed(windows)
+    check_streams("the embeddings", hidden)
+    if not hidden.any():
+        raise ConversionError(f"the embeddings of all calibration tokens of {checkpoint.name} are zero")
+    return stream, hidden
+
+
+def check_layers(stream: LayerStream, hidden: torch.Tensor, recipe: Recipe) -> None:
+    """Raise ConversionError for layers that cannot be merged, one of each kind, before any is solved."""
+    for index in stream.first_of_each_kind():
+        with stream.layer(index):
+            LayerMerge(stream, index, hidden, hidden, recipe)
 
 
 def solve(merge: LayerMerge, path: str) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import ConversionError
 from ..notices import say_once
 from .checkpoint import Checkpoint
+from .heads import text_config
 from .structure import Structure, model_class
 from .taps import tap_model
 
@@ -36,7 +37,7 @@ class LayerStream:
         kind = model_class(config)
         with torch.device("meta"):
             self.model = kind(config).eval()
-        self.whole = self._is_rebuilt()
+        self.whole = structure.rebuilt
         if self.whole:
             say_once(
                 f"calibrate-whole:{kind.__name__}",
@@ -57,12 +58,19 @@ class LayerStream:
         changed = self.structure.changed
         return [own for own, name in self.structure.names.items() if name in changed]
 
-    def _is_rebuilt(self) -> bool:
-        """Return whether loading makes some tensors out of others on disk."""
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
-        return any(
-            own not in self.structure.names and own not in tied for own in self.model.state_dict()
-        )
+    def changes(self, index: int) -> bool:
+        """Return whether a layer holds tensors that change."""
+        return any(own.startswith(f"{self.path}.{index}.") for own in self.own_names())
+
+    def first_of_each_kind(self) -> list[int]:
+        """Return the first layer of each kind among those that change: of one type, with tensors of the same names and shapes."""
+        types = getattr(text_config(self.structure.old), "layer_types", None) or ()
+        found: dict[Any, int] = {}
+        for index, layer in enumerate(self.layers):
+            if self.changes(index):
+                shapes = tuple((name, tuple(t.shape)) for name, t in layer.state_dict().items())
+                found.setdefault((types[index] if index < len(types) else "", shapes), index)
+        return list(found.values())
 
     @contextmanager
     def loaded(self, module: nn.Module, path: str) -> Iterator[nn.Module]:

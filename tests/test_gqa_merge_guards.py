@@ -179,14 +179,16 @@ def test_a_dead_layer_stays_dead_and_can_learn(part, groups, method, tmp_path):
         assert bool(new.v_proj.weight.any()) == (part == "o_proj")
 
 
-def test_a_group_that_nobody_reads_keeps_its_values(tmp_path):
+@pytest.mark.parametrize("method", ["align", "svd"])
+def test_heads_that_nobody_reads_keep_values(method, tmp_path):
+    """Values of zero behind outputs of zero would never learn again."""
+
     def edit(model):
         model.model.layers[0].self_attn.o_proj.weight[:, 16:] = 0
 
-    recipe_free, found = converted(tiny("LlamaConfig", edit), tmp_path, 2)
+    found = converted(tiny("LlamaConfig", edit), tmp_path, 2, method)[1]
     value = found.model.layers[0].self_attn.v_proj.weight
     assert value[:8].any() and value[8:].any()
-    assert recipe_free is not found
 
 
 def test_a_cast_that_loses_numbers_is_seen_beside_infinities():
@@ -270,4 +272,54 @@ def test_a_disk_that_is_full_while_layers_are_merged_is_an_error(tmp_path):
             )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# dry runs
+
+
+def with_tokenizer(folder, **options):
+    model = tiny("LlamaConfig", vocab_size=300, **options)
+    model.save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+
+
+def everything_under(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_dry_run_reads_the_text(tmp_path):
+    with_tokenizer(tmp_path / "source")
+    with pytest.raises(ConversionError, match=r"calibration: text must be .* got 'nothing.txt'"):
+        kv_hf.convert_to_gqa(
+            tmp_path / "source", tmp_path / "new", 2, method="svd", calibration="nothing.txt", dry_run=True
+        )
+
+
+@pytest.mark.parametrize("calibration", ["samples", "lincoln_1862"])
+def test_a_dry_run_writes_nothing_and_tells_the_memory(calibration, tmp_path, monkeypatch):
+    from kv_hf.gqa import calibration_text
+
+    monkeypatch.setattr(calibration_text, "sample", None)  # a dry run has the model write nothing
+    with_tokenizer(tmp_path / "source")
+    before = everything_under(tmp_path)
+    report = kv_hf.convert_to_gqa(
+        tmp_path / "source", tmp_path / "new", 2, method="svd", calibration=calibration, dry_run=True
+    )
+    assert report.memory > 1e6
+    assert everything_under(tmp_path) == before
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_models_that_cannot_be_calibrated_are_refused_before_anything_is_merged(
+    dry_run, tmp_path, monkeypatch
+):
+    from kv_hf.gqa.merge_layer import LayerMerge
+
+    monkeypatch.setattr(LayerMerge, "run", None)
+    mllama().save_pretrained(tmp_path / "source")
+    with pytest.raises(ConversionError, match="leaves layer 1 out"):
+        kv_hf.convert_to_gqa(
+            tmp_path / "source", tmp_path / "new", 2, method="svd", calibration=ids(), dry_run=dry_run
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -52,18 +52,18 @@ class OutputFactors:
         self, down: torch.Tensor, gram: torch.Tensor, group_of: torch.Tensor
     ) -> torch.Tensor:
         """See Sums."""
-        found, gram = torch.zeros_like(down), gram.float()
+        found = torch.zeros_like(down)
         for weights, values, _ in self.windows:
             flat = _contexts(weights, values, down, group_of)
-            self._collect(found, flat @ gram, weights, values, group_of)
+            self._collect(found, flat @ gram.to(flat.dtype), weights, values, group_of)
         return found
 
     def goal(self, output: torch.Tensor, group_of: torch.Tensor, groups: int) -> torch.Tensor:
         """See Sums."""
-        dim, reads = output.shape[1] // self.heads, output.float()
+        dim = output.shape[1] // self.heads
         found = torch.zeros(groups, dim, self.wide, dtype=torch.float64)
         for weights, values, target in self.windows:
-            self._collect(found, target @ reads, weights, values, group_of)
+            self._collect(found, target @ output.to(target.dtype), weights, values, group_of)
         return found
 
     def _collect(
@@ -86,5 +86,5 @@ def _contexts(
     weights: torch.Tensor, values: torch.Tensor, down: torch.Tensor, group_of: torch.Tensor
 ) -> torch.Tensor:
     """Return X_h = A_g C_h of all heads, [tokens, heads * dim]."""
-    new = values @ down.mT.float()  # [groups, tokens, dim]
+    new = values @ down.mT.to(values.dtype)  # [groups, tokens, dim]
     return torch.cat([p @ new[g] for p, g in zip(weights, group_of.tolist(), strict=True)], 1)

@@ -104,7 +104,12 @@ def test_equal_heads_behind_scaling_sinks_lose_nothing(name, tmp_path):
 
 def test_heads_with_sinks_stay_where_they_are_behind_a_large_channel(tmp_path):
     """The first token's hidden state has one channel of 1e4, as trained models have: every other token counts as much."""
-    options = {"intermediate_size": 16, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    options = {
+        "intermediate_size": 16,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     config = GptOssConfig(**TINY | options, layer_types=["full_attention"] * 2)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -154,7 +159,9 @@ def not_a_number(model):
     ],
 )
 @pytest.mark.parametrize("groups", [1, 2])
-def test_numbers_that_are_not_finite_are_an_error_that_names_the_layer(edit, says, groups, tmp_path):
+def test_numbers_that_are_not_finite_are_an_error_that_names_the_layer(
+    edit, says, groups, tmp_path
+):
     with pytest.raises(ConversionError, match=says):
         converted(tiny("LlamaConfig", edit), tmp_path, groups)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -217,7 +224,12 @@ def test_calibration_ids_that_do_not_fit_are_refused(text, says, dry_run, tmp_pa
     tiny("LlamaConfig").save_pretrained(tmp_path / "source")
     with pytest.raises(ConversionError, match=says):
         kv_hf.convert_to_gqa(
-            tmp_path / "source", tmp_path / "new", 2, method="svd", calibration=text, dry_run=dry_run
+            tmp_path / "source",
+            tmp_path / "new",
+            2,
+            method="svd",
+            calibration=text,
+            dry_run=dry_run,
         )
 
 
@@ -292,7 +304,12 @@ def test_a_dry_run_reads_the_text(tmp_path):
     with_tokenizer(tmp_path / "source")
     with pytest.raises(ConversionError, match=r"calibration: text must be .* got 'nothing.txt'"):
         kv_hf.convert_to_gqa(
-            tmp_path / "source", tmp_path / "new", 2, method="svd", calibration="nothing.txt", dry_run=True
+            tmp_path / "source",
+            tmp_path / "new",
+            2,
+            method="svd",
+            calibration="nothing.txt",
+            dry_run=True,
         )
 
 
@@ -304,7 +321,12 @@ def test_a_dry_run_writes_nothing_and_tells_the_memory(calibration, tmp_path, mo
     with_tokenizer(tmp_path / "source")
     before = everything_under(tmp_path)
     report = kv_hf.convert_to_gqa(
-        tmp_path / "source", tmp_path / "new", 2, method="svd", calibration=calibration, dry_run=True
+        tmp_path / "source",
+        tmp_path / "new",
+        2,
+        method="svd",
+        calibration=calibration,
+        dry_run=True,
     )
     assert report.memory > 1e6
     assert everything_under(tmp_path) == before
@@ -320,6 +342,11 @@ def test_models_that_cannot_be_calibrated_are_refused_before_anything_is_merged(
     mllama().save_pretrained(tmp_path / "source")
     with pytest.raises(ConversionError, match="leaves layer 1 out"):
         kv_hf.convert_to_gqa(
-            tmp_path / "source", tmp_path / "new", 2, method="svd", calibration=ids(), dry_run=dry_run
+            tmp_path / "source",
+            tmp_path / "new",
+            2,
+            method="svd",
+            calibration=ids(),
+            dry_run=dry_run,
         )
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -111,7 +111,9 @@ def begin(
     hidden = stream.embed(windows)
     check_streams("the embeddings", hidden)
     if not hidden.any():
-        raise ConversionError(f"the embeddings of all calibration tokens of {checkpoint.name} are zero")
+        raise ConversionError(
+            f"the embeddings of all calibration tokens of {checkpoint.name} are zero"
+        )
     return stream, hidden
 
 

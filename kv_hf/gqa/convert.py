@@ -195,8 +195,12 @@ def write_weights(
 
 def files_beside(folder: Path) -> list[Path]:
     """Return the files of a checkpoint that go with its weights. Raises ConversionError for a link to nothing."""
-    inside = [path for path in sorted(folder.glob("**/*")) if len(path.relative_to(folder).parts) < 3]
-    found = [path for path in inside if any(fnmatch(str(path.relative_to(folder)), p) for p in BESIDE)]
+    inside = [
+        path for path in sorted(folder.glob("**/*")) if len(path.relative_to(folder).parts) < 3
+    ]
+    found = [
+        path for path in inside if any(fnmatch(str(path.relative_to(folder)), p) for p in BESIDE)
+    ]
     for path in found:
         if path.is_symlink() and not path.exists():
             raise ConversionError(f"{path} is a link to a file that is not there")

@@ -32,7 +32,9 @@ def pair_costs(
     for g, o in combinations(range(heads), 2):
         pair = [g, o]
         gram = of_values[pair][:, :, pair].reshape(2 * values.shape[0] // heads, -1)
-        cost[g, o] = loss(gram, readers[pair], *best_common(gram, readers[pair])) / max(value_energy, 1e-300)
+        cost[g, o] = loss(gram, readers[pair], *best_common(gram, readers[pair])) / max(
+            value_energy, 1e-300
+        )
     if rotary is not None and len(rotary.planes):
         cost += _key_costs(of_keys, queries, rotary)
     return cost + cost.T

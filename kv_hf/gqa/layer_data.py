@@ -35,7 +35,9 @@ class Seen:
         """Return it with these of inputs, query, key, value and weights, and nothing else: many are kept at once."""
         none = torch.empty(0)
         dropped = {
-            part: none for part in ("query", "key", "value", "weights", "context") if part not in parts
+            part: none
+            for part in ("query", "key", "value", "weights", "context")
+            if part not in parts
         }
         inputs = self.inputs if "inputs" in parts else none
         return Seen(inputs, replace(self.tap, **dropped), None, None)  # type: ignore[arg-type]

@@ -9,6 +9,9 @@ from .merge_values import holds_factors
 from .structure import Structure
 
 SINGLE, DOUBLE = 4, 8  # bytes of a number
+ROOM = (
+    50_000_000  # what a merge takes of any size: buffers of torch, pieces of memory between others
+)
 MEMORY = Path("/proc/meminfo")
 
 
@@ -36,7 +39,11 @@ def calibration_bytes(
     weights = sum(tensor.numel for tensor in checkpoint.tensors.values()) * SINGLE
     layer, around = layer_bytes(checkpoint, structure)
     loaded = weights if structure.rebuilt else layer
-    window = tokens * SINGLE * (4 * hidden + 3 * (getattr(text, "intermediate_size", None) or 4 * hidden))
+    window = (
+        tokens
+        * SINGLE
+        * (4 * hidden + 3 * (getattr(text, "intermediate_size", None) or 4 * hidden))
+    )
     window += 4 * heads * tokens**2 * SINGLE
     probabilities = heads * count * tokens * SINGLE
     own = 2 * (query + 2 * key) * hidden * DOUBLE  # projections, as they are solved
@@ -54,14 +61,16 @@ def calibration_bytes(
     else:
         sums = contexts**2 * (SINGLE + DOUBLE)
         sums += 2 * query * contexts * DOUBLE + 2 * tokens * contexts * SINGLE
-    solved = (2 * groups + 8) * wide**2 * DOUBLE + 4 * query**2 * DOUBLE + 4 * hidden * query * DOUBLE
+    solved = (
+        (2 * groups + 8) * wide**2 * DOUBLE + 4 * query**2 * DOUBLE + 4 * hidden * query * DOUBLE
+    )
     values = sums + solved + 2 * count * hidden * SINGLE + window
     merging = 2 * count * hidden * SINGLE + loaded + own + max(seen, values)
     begin = count * hidden * SINGLE + (weights if structure.rebuilt else layer + around)
-    found = max(begin, merging)
+    found = ROOM + max(begin, merging)
     if samples:
         written = weights + 2 * key * text.num_hidden_layers * count * SINGLE
-        found = max(found, written)
+        found = max(found, ROOM + written)
     return found
 
 

@@ -81,7 +81,10 @@ class LayerMerge:
             self._merge_keys(self.rotary)
             if self._fits_scores:
                 self._fit_scores(self.rotary)
-        self.before, self.now = [], []  # the probabilities of all windows, and more, that values do not need
+        self.before, self.now = (
+            [],
+            [],
+        )  # the probabilities of all windows, and more, that values do not need
         found = {}
         if self.free_values and self.recipe.values != "mean":
             self._write(("key", "key_norm"))
@@ -131,7 +134,9 @@ class LayerMerge:
 
     @property
     def _fits_scores(self) -> bool:
-        return self.rotary is not None and self.recipe.keys != "mean" and self.recipe.score_sweeps > 0
+        return (
+            self.rotary is not None and self.recipe.keys != "mean" and self.recipe.score_sweeps > 0
+        )
 
     def _run(self, window: int) -> Seen:
         hidden = self.converted[window : window + 1]

@@ -38,9 +38,7 @@ class Sums(Protocol):
     ) -> torch.Tensor:
         """Return (gram X)_h C_h^T summed over the heads of each group [groups, dim, wide]; `gram` is square."""
 
-    def goal(
-        self, output: torch.Tensor, group_of: torch.Tensor, groups: int
-    ) -> torch.Tensor:
+    def goal(self, output: torch.Tensor, group_of: torch.Tensor, groups: int) -> torch.Tensor:
         """Return (O_h^T y) C_h^T summed over the heads of each group [groups, dim, wide]."""
 
 

@@ -285,10 +285,9 @@ def edit_tensor(source, name, edit):
             tensors[name] = edit(tensors[name])
             kept = {one: t for one, t in tensors.items() if t is not None}
             save_file(kept or {"model.none": torch.ones(1)}, shard, {"format": "pt"})
-            if not kept:
-                edit_index(source, lambda names: names.update({"model.none": shard.name}))
-            if tensors[name] is None:
-                edit_index(source, lambda names: names.pop(name))
+            more = {} if kept else {"model.none": shard.name}
+            if tensors[name] is None and (source / INDEX).is_file():
+                edit_index(source, lambda names, more=more: (names.pop(name), names.update(more)))
 
 
 OUTPUT, UP = "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"

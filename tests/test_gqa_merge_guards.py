@@ -2,10 +2,8 @@
 
 import resource
 import shutil
-from pathlib import Path
 
 import pytest
-import tiny_mha
 import torch
 from tiny_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM, GptOssConfig

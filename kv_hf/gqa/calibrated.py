@@ -21,7 +21,6 @@ from .stream import LayerStream
 from .structure import Structure
 from .writer import write_shard
 
-
 LOOK = 64  # tokens of a window that a layer is looked at with when nothing is solved
 
 

@@ -31,7 +31,9 @@ class OutputFactors:
         found = torch.zeros(groups, self.wide, self.wide, dtype=torch.float64)
         for weights, values, _ in self.windows:
             for group in range(groups):
-                reads = sum(weights[h].T @ weights[h] for h in members(group_of, group))
+                reads = torch.zeros_like(weights[0])
+                for h in members(group_of, group):
+                    reads += weights[h].T @ weights[h]
                 found[group] += values[group].T @ (reads @ values[group])
         return found
 
@@ -73,7 +75,9 @@ class OutputFactors:
         """Add (flat_h)^T C_h to the group of each head; flat is [tokens, heads * dim]."""
         each = flat.unflatten(1, (self.heads, -1))
         for group in range(len(found)):
-            back = sum(weights[h].T @ each[:, h] for h in members(group_of, group))
+            back = torch.zeros_like(each[:, 0])
+            for h in members(group_of, group):
+                back += weights[h].T @ each[:, h]
             found[group] += back.T @ values[group]
 
 

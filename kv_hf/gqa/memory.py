@@ -59,7 +59,7 @@ def calibration_bytes(
     if holds_factors(heads, wide, windows, tokens):
         sums = probabilities + count * key * SINGLE
     else:
-        sums = contexts**2 * (SINGLE + DOUBLE)
+        sums = contexts**2 * (SINGLE + 2 * DOUBLE)  # of a window, the same in float64, and of all
         sums += 2 * query * contexts * DOUBLE + 2 * tokens * contexts * SINGLE
     solved = (
         (2 * groups + 8) * wide**2 * DOUBLE + 4 * query**2 * DOUBLE + 4 * hidden * query * DOUBLE

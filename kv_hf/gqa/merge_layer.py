@@ -81,10 +81,8 @@ class LayerMerge:
             self._merge_keys(self.rotary)
             if self._fits_scores:
                 self._fit_scores(self.rotary)
-        self.before, self.now = (
-            [],
-            [],
-        )  # the probabilities of all windows, and more, that values do not need
+        self.before.clear()  # the probabilities of all windows, and more, that values do not need
+        self.now.clear()
         found = {}
         if self.free_values and self.recipe.values != "mean":
             self._write(("key", "key_norm"))

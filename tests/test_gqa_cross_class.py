@@ -200,3 +200,12 @@ def test_cross_class_refuses_other_heads_of_the_family_and_calibrated_merging(tm
         kv_hf.ConversionError, match="num_kv_heads=4 first, which is exact, and that to 2"
     ):
         kv_hf.convert_to_gqa(source, tmp_path / "new", 2, method="svd", calibration="text")
+
+
+def test_only_an_exact_conversion_claims_to_compute_the_same(tmp_path):
+    source = tiny_mha.save(neox(), tmp_path / "source")
+    exact, merged = (
+        kv_hf.convert_to_gqa(source, tmp_path / "new", n, dry_run=True) for n in (4, 2)
+    )
+    assert "computes the same as GPTNeoXForCausalLM" in exact.notes[0]
+    assert "the same" not in merged.notes[0] and "PhiForCausalLM" in merged.notes[0]

@@ -105,7 +105,7 @@ def test_one_kv_head_cannot_be_merged_further(source):
         ({"model_type": "never_heard_of"}, "never_heard_of"),
         ({"num_key_value_heads": [4, 2]}, "num_key_value_heads"),
         ({"num_key_value_heads": 3}, "num_key_value_heads|multiple"),
-        ({"hidden_size": 48, "head_dim": 12}, r"is \[32, 32\], and the config says \[48, 48\]"),
+        ({"hidden_size": 48, "head_dim": 12}, r"is \[48, 32\], and the config says \[48, 48\]"),
         ({"per_layer_config": {"1": {"num_key_value_heads": 2}}}, "different numbers of heads"),
         ({"architectures": ["NoSuchModel"], "model_type": "clip_vision_model"}, "no class 'NoSuchModel'"),
     ],
@@ -277,13 +277,46 @@ def test_a_tensor_that_two_files_hold_is_refused(source):
     refuses(source, f"{shards[1].name} holds '{name}', which {shards[0].name} holds too")
 
 
-def test_a_tensor_that_is_missing_everywhere_is_refused(source):
+def edit_tensor(source, name, edit):
+    """Put another tensor in the place of one, wherever it lies; None takes it away."""
     for shard in source.glob("*.safetensors"):
         tensors = load_file(shard)
-        if tensors.pop(NAME, None) is not None:
-            save_file(tensors, shard, {"format": "pt"})
-    edit_index(source, lambda names: names.pop(NAME))
-    refuses(source, f"lacks '{NAME}'")
+        if name in tensors:
+            tensors[name] = edit(tensors[name])
+            kept = {one: t for one, t in tensors.items() if t is not None}
+            save_file(kept or {"model.none": torch.ones(1)}, shard, {"format": "pt"})
+            more = {} if kept else {"model.none": shard.name}
+            if tensors[name] is None and (source / INDEX).is_file():
+                edit_index(source, lambda names, more=more: (names.pop(name), names.update(more)))
+
+
+OUTPUT, UP = "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("name", [NAME, OTHER, OUTPUT, UP, "lm_head.weight"])
+def test_a_tensor_that_is_missing_everywhere_is_refused(name, source):
+    edit_tensor(source, name, lambda tensor: None)
+    refuses(source, f"lacks '{name}'")
+
+
+@pytest.mark.parametrize("name", [NAME, OTHER, OUTPUT, UP])
+def test_a_tensor_of_another_shape_is_refused(name, source):
+    edit_tensor(source, name, lambda tensor: tensor[:-1].clone())
+    refuses(source, rf"'{name}' is \[\d+.*\], and the config says")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_what_another_class_is_made_of_is_checked_too(family, tmp_path):
+    source = tiny_mha.save(tiny_mha.make(family), tmp_path / "source")
+    name = next(n for n in tiny_mha.stored(source) if n.endswith(("c_attn.weight", "value.weight")))
+    edit_tensor(source, name, lambda tensor: tensor[:-1].clone())
+    refuses(source, rf"'{name}' is \[\d+.*\], and the config says", 1)
+
+
+def test_a_link_to_a_tokenizer_that_is_not_there_is_refused(source):
+    (source / "tokenizer.json").symlink_to("nowhere")
+    refuses(source, "tokenizer.json is a link to a file that is not there")
+    refuses(source, "tokenizer.json is a link to a file that is not there", dry_run=True)
 
 
 def test_odd_tensors_are_kept_as_they_are(source, tmp_path):

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from ..checks import check_choice
+from ..errors import ConversionError
 from .calibration_text import calibration_windows
 from .checkpoint import Checkpoint
 from .merge_layer import LayerMerge
 from .recipe import RECIPES, Recipe
 from .stream import LayerStream
 from .structure import Structure
+from .writer import write_shard
+
+LOOK = 64  # tokens of a window that a layer is looked at with when nothing is solved
 
 
 class Overrides(Mapping[str, torch.Tensor]):
@@ -61,27 +64,86 @@ def calibrate(
         progress: called with (layers done, layers).
         report: called with the figures of each layer: how much of its target's energy is missed, and how far the streams
             have come apart.
-    Raises: ConversionError for models that cannot be calibrated, with the reason.
+    Raises: ConversionError for models that cannot be calibrated, with the reason, and where numbers are not finite; OSError
+        where `scratch` cannot be written.
     """
     check_choice("method", method, tuple(RECIPES))
     windows = calibration_windows(checkpoint, structure, calibration)
-    stream = LayerStream(checkpoint, structure)
-    original = stream.embed(windows)
+    stream, original = begin(checkpoint, structure, windows)
+    check_layers(stream, original[:1], recipe or RECIPES[method])
     converted = original.clone()
-    names = stream.own_names()
     files: dict[str, Path] = {}
     for index in range(stream.count):
+        path = f"{stream.path}.{index}"
         with stream.layer(index):
-            if any(name.startswith(f"{stream.path}.{index}.") for name in names):
+            if stream.changes(index):
                 merge = LayerMerge(stream, index, original, converted, recipe or RECIPES[method])
-                tensors = {name: t.float().contiguous() for name, t in merge.run().items()}
+                tensors = solve(merge, path)
                 file = scratch / f"layer-{index:05d}.safetensors"
-                save_file(tensors, file)
+                entries = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+                write_shard(file, entries, tensors.__getitem__)
                 files.update(dict.fromkeys(tensors, file))
                 report({"layer": index, **merge.figures})
             else:
                 for hidden in (original, converted):
                     for i in range(len(hidden)):
                         hidden[i] = stream.run(index, hidden[i : i + 1])[0]
+        check_streams(path, original, converted)
         progress(index + 1, stream.count)
     return Overrides(files)
+
+
+@torch.no_grad()
+def check_calibrated(
+    checkpoint: Checkpoint, structure: Structure, method: str, windows: torch.Tensor
+) -> None:
+    """Raise ConversionError for models that cannot be calibrated: looks at one layer of each kind, and solves nothing."""
+    stream, hidden = begin(checkpoint, structure, windows[:2, :LOOK])
+    check_layers(stream, hidden[:1], RECIPES[method])
+
+
+def begin(
+    checkpoint: Checkpoint, structure: Structure, windows: torch.Tensor
+) -> tuple[LayerStream, torch.Tensor]:
+    """Return the layers of a model and what the first one gets: [windows, tokens, hidden], float32."""
+    stream = LayerStream(checkpoint, structure)
+    hidden = stream.embed(windows)
+    check_streams("the embeddings", hidden)
+    if not hidden.any():
+        raise ConversionError(
+            f"the embeddings of all calibration tokens of {checkpoint.name} are zero"
+        )
+    return stream, hidden
+
+
+def check_layers(stream: LayerStream, hidden: torch.Tensor, recipe: Recipe) -> None:
+    """Raise ConversionError for layers that cannot be merged, one of each kind, before any is solved."""
+    for index in stream.first_of_each_kind():
+        with stream.layer(index):
+            LayerMerge(stream, index, hidden, hidden, recipe)
+
+
+def solve(merge: LayerMerge, path: str) -> dict[str, torch.Tensor]:
+    """Return the new tensors of a layer in float32. Raises ConversionError naming the layer where they are not finite."""
+    try:
+        found = {name: tensor.float().contiguous() for name, tensor in merge.run().items()}
+    except torch.linalg.LinAlgError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConversionError(
+            f"{path!r} cannot be merged: what it computes on the calibration text is too large or not finite ({first})"
+        ) from error
+    for name, tensor in found.items():
+        if not tensor.isfinite().all():
+            raise ConversionError(
+                f"{path!r} cannot be merged: {name!r} would hold numbers that are not finite"
+            )
+    return found
+
+
+def check_streams(what: str, *streams: torch.Tensor) -> None:
+    """Raise ConversionError where hidden states are not finite: weights are not, or they overflow float32."""
+    if not all(bool(hidden.isfinite().all()) for hidden in streams):
+        raise ConversionError(
+            f"{what!r}: hidden states of the calibration text are not finite there (weights that are not, or numbers too "
+            "large for float32)"
+        )

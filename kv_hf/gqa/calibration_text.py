@@ -8,6 +8,7 @@ import torch
 from ..errors import ConversionError
 from ..texts import longest_context, text_windows
 from .checkpoint import Checkpoint
+from .heads import text_config
 from .structure import Structure
 
 WINDOW, TOKENS = 512, 8192
@@ -30,7 +31,42 @@ def calibration_windows(
             raise ConversionError(
                 f"calibration must be text or int64 token ids [windows, tokens], got {list(source.shape)} of {source.dtype}"
             )
-        return source
+        return checked(source, structure)
+    tokenizer, length = tokenizer_of(checkpoint), window_of(structure)
+    if source == SAMPLES:
+        check_first(checkpoint, tokenizer)
+        return sample(checkpoint, tokenizer.bos_token_id, TOKENS // length, length)
+    try:
+        found = torch.tensor(text_windows(tokenizer, source, length, TOKENS // length))
+    except ValueError as error:
+        raise ConversionError(f"calibration: {error}") from error
+    return checked(found, structure)
+
+
+def checked(windows: torch.Tensor, structure: Structure) -> torch.Tensor:
+    """Return token ids [windows, tokens]. Raises ConversionError for too few of them, and ids that the model does not know."""
+    count, tokens = windows.shape
+    if tokens < 2 or windows.numel() < structure.head_dim:
+        raise ConversionError(
+            f"calibration has {count} windows of {tokens} tokens: too few to merge heads of {structure.head_dim} channels on; "
+            "several thousand in windows of hundreds are of use"
+        )
+    known = getattr(text_config(structure.old), "vocab_size", None)
+    low, high = int(windows.min()), int(windows.max())
+    if low < 0 or (known is not None and high >= known):
+        raise ConversionError(
+            f"calibration holds token {low if low < 0 else high}, and the model's vocabulary has {known} tokens"
+        )
+    return windows
+
+
+def window_of(structure: Structure) -> int:
+    """Return the tokens of a window of text: 512, or fewer for models with a shorter context."""
+    return min(WINDOW, longest_context(structure.old))
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Any:
+    """Return the tokenizer of a checkpoint. Raises ConversionError without one."""
     from transformers import AutoTokenizer
 
     try:
@@ -40,27 +76,22 @@ def calibration_windows(
         raise ConversionError(
             f"{checkpoint.folder} has no tokenizer to read calibration with: {first}"
         ) from error
-    length = min(WINDOW, longest_context(structure.old))
-    if source == SAMPLES:
-        return sample(checkpoint, tokenizer.bos_token_id, TOKENS // length, length)
-    try:
-        return torch.tensor(text_windows(tokenizer, source, length, TOKENS // length))
-    except ValueError as error:
-        raise ConversionError(f"calibration: {error}") from error
+    return tokenizer
 
 
-@torch.no_grad()
-def sample(checkpoint: Checkpoint, first: int | None, windows: int, length: int) -> torch.Tensor:
-    """Return [windows, length] tokens that the model writes behind the token `first`, the same ones every time.
-
-    Raises: ConversionError for a model that has no such token.
-    """
-    from transformers import AutoModelForCausalLM
-
-    if first is None:
+def check_first(checkpoint: Checkpoint, tokenizer: Any) -> None:
+    """Raise ConversionError unless the tokenizer has a token that texts begin with, for a model to write its own."""
+    if tokenizer.bos_token_id is None:
         raise ConversionError(
             f"calibration {SAMPLES!r} begins with the token that begins texts, and the tokenizer of {checkpoint.folder} has none"
         )
+
+
+@torch.no_grad()
+def sample(checkpoint: Checkpoint, first: int, windows: int, length: int) -> torch.Tensor:
+    """Return [windows, length] tokens that the model writes behind the token `first`, the same ones every time."""
+    from transformers import AutoModelForCausalLM
+
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from ..errors import KVCacheError
 from .card import WARNING
 from .convert import CALIBRATED, DTYPES, convert_to_gqa
+from .memory import gigabytes
 from .pooling import METHODS
 from .report import ConversionReport
 
@@ -103,6 +104,8 @@ def table(report: ConversionReport, dry_run: bool) -> str:
     lines.append(
         f"{len(report.changed)} tensors change, {report.files} files, {report.nbytes:,} bytes"
     )
+    if report.memory:
+        lines.append(f"method {report.method} takes about {gigabytes(report.memory)} of memory")
     lines += [f"note: {note}" for note in report.notes]
     if report.method != "exact":
         lines.append(f"note: {WARNING[report.method]}")

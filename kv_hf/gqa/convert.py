@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,14 @@ def convert_to_gqa(
     plan = make_plan(checkpoint, num_kv_heads, method, None if dtype is None else DTYPES[dtype])
     report = make_report(checkpoint, plan, str(destination), method)
     check_destination(target, checkpoint.folder, report.nbytes)
+    beside = files_beside(checkpoint.folder)
+    if method in CALIBRATED and plan.structure is not None:
+        from .ready import ready_to_calibrate
+
+        calibration, memory = ready_to_calibrate(
+            checkpoint, plan.structure, method, calibration, dry_run
+        )
+        report = replace(report, memory=memory)
     if dry_run:
         return report
     began = time.monotonic()
@@ -87,7 +96,7 @@ def convert_to_gqa(
         )
         write_weights(checkpoint, plan, overrides, folder, progress)
         report = replace(report, changed=tuple(dict.fromkeys([*report.changed, *overrides])))
-        write_rest(checkpoint, plan, folder, report)
+        write_rest(checkpoint, plan, folder, report, beside)
         checkpoint.check_unchanged()
     return replace(report, seconds=time.monotonic() - began)
 
@@ -184,7 +193,23 @@ def write_weights(
         write_shard(folder / file, entries, make, written, opened.metadata)
 
 
-def write_rest(checkpoint: Checkpoint, plan: Plan, folder: Path, report: ConversionReport) -> None:
+def files_beside(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that go with its weights. Raises ConversionError for a link to nothing."""
+    inside = [
+        path for path in sorted(folder.glob("**/*")) if len(path.relative_to(folder).parts) < 3
+    ]
+    found = [
+        path for path in inside if any(fnmatch(str(path.relative_to(folder)), p) for p in BESIDE)
+    ]
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            raise ConversionError(f"{path} is a link to a file that is not there")
+    return found
+
+
+def write_rest(
+    checkpoint: Checkpoint, plan: Plan, folder: Path, report: ConversionReport, beside: list[Path]
+) -> None:
     """Write everything but the weights: index, config, tokenizer, model card."""
     if checkpoint.index is not None:
         index = copy.deepcopy(checkpoint.index)
@@ -197,8 +222,7 @@ def write_rest(checkpoint: Checkpoint, plan: Plan, folder: Path, report: Convers
         _write_json(folder / INDEX, index)
     config = {**plan.config, CONVERSION: record(checkpoint, report)}
     _write_json(folder / "config.json", config)
-    for pattern in BESIDE:
-        copy_files(checkpoint.folder, folder, sorted(checkpoint.folder.glob(pattern)))
+    copy_files(checkpoint.folder, folder, beside)
     (folder / "README.md").write_text(model_card(checkpoint, report), "utf-8")
 
 

@@ -18,7 +18,7 @@ from .heads import check_heads
 from .names import Names, find_names
 from .neox_as_phi import phi_config, phi_tensors
 from .plan import Plan, Recipe, kept
-from .structure import build, shapes_of
+from .structure import build, check_complete, shapes_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def plan_cross_class(
     )
     new = route.config(config, num_kv_heads)
     shapes = shapes_of(build(new))
-    names = find_names(build(config), checkpoint.tensors)
+    old = build(config)
+    names = find_names(old, checkpoint.tensors)
+    check_complete(checkpoint, config, old, names)
     made = route.tensors(config, num_kv_heads, method)
     if config.tie_word_embeddings and "lm_head.weight" not in names.on_disk:
         made.pop("lm_head.weight")
@@ -82,10 +84,6 @@ def plan_cross_class(
     for name, (sources, make) in made.items():
         on_disk = tuple(names.on_disk[source] for source in sources)
         first = checkpoint.tensors[on_disk[0]]
-        if make is None and first.shape != shapes[name]:
-            raise ConversionError(
-                f"{checkpoint.folder}: {on_disk[0]!r} is {list(first.shape)}, and the config says {list(shapes[name])}"
-            )
         recipes[name] = Recipe(first.file, shapes[name], kept(first.dtype, dtype), on_disk, make)
     per_head = 2 * 2 * config.num_hidden_layers * (config.hidden_size // heads)
     return Plan(
@@ -101,8 +99,15 @@ def plan_cross_class(
         (per_head * heads, per_head * num_kv_heads),
         route.target,
         num_kv_heads == heads,
-        (f"the result is a {route.target}, which computes the same as {route.source}",),
+        (class_note(route, num_kv_heads == heads),),
     )
+
+
+def class_note(route: Route, exact: bool) -> str:
+    """Return what to say about the class of the result."""
+    if exact:
+        return f"the result is a {route.target}, which computes the same as {route.source}"
+    return f"the result is a {route.target}: {route.source} knows no grouped kv heads"
 
 
 def check_all_used(checkpoint: Checkpoint, names: Names, made: dict[str, Any]) -> None:

@@ -32,7 +32,9 @@ def pair_costs(
     for g, o in combinations(range(heads), 2):
         pair = [g, o]
         gram = of_values[pair][:, :, pair].reshape(2 * values.shape[0] // heads, -1)
-        cost[g, o] = loss(gram, readers[pair], *best_common(gram, readers[pair])) / value_energy
+        cost[g, o] = loss(gram, readers[pair], *best_common(gram, readers[pair])) / max(
+            value_energy, 1e-300
+        )
     if rotary is not None and len(rotary.planes):
         cost += _key_costs(of_keys, queries, rotary)
     return cost + cost.T
@@ -51,7 +53,7 @@ def _key_costs(keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary) -> tor
         one, other = gram.diagonal().real[:, None], gram.diagonal().real
         gap = ((one - other).square() + 4 * gram.abs().square()).sqrt()
         cost += ((one + other - gap) / 2).triu(1)  # the smaller eigenvalue of each pair
-    return cost / energy
+    return cost / max(energy, 1e-300)
 
 
 def choose_groups(cost: torch.Tensor, groups: int) -> torch.Tensor:

@@ -31,9 +31,16 @@ class Seen:
     output: torch.Tensor | None
     hidden: torch.Tensor | None
 
-    def without_weights(self) -> "Seen":
-        """Return it without the probabilities, which are by far the largest part."""
-        return replace(self, tap=replace(self.tap, weights=torch.empty(0)))
+    def only(self, *parts: str) -> "Seen":
+        """Return it with these of inputs, query, key, value and weights, and nothing else: many are kept at once."""
+        none = torch.empty(0)
+        dropped = {
+            part: none
+            for part in ("query", "key", "value", "weights", "context")
+            if part not in parts
+        }
+        inputs = self.inputs if "inputs" in parts else none
+        return Seen(inputs, replace(self.tap, **dropped), None, None)  # type: ignore[arg-type]
 
 
 def run_seen(

@@ -2,19 +2,21 @@
 
 import torch
 
+from ..errors import ConversionError
 from .grouping import choose_groups, pair_costs
 from .layer_data import Seen, heads_of, is_residual, passes_values, run_seen, sender
 from .merge_keys import merge_keys
+from .merge_values import merge_values
 from .projections import find_output, find_projections
 from .recipe import Recipe
-from .refit_outputs import OutputMoments, fit_outputs, fit_values, output_loss
 from .refit_scores import ScoreData, fit_keys, fit_queries, score_loss
 from .rotary import Rotary, probe_rotary
-from .shared_rank import best_common, procrustes_mean
 from .stream import LayerStream
+from .taps import Tap
 
 FINE = 1e-3  # level of a token whose hidden state is far smaller than others', as a part of their median
 SAMPLE = 8  # windows that groups are chosen on
+MOVED = 1e-3  # that a token's attention may change when heads change places: rounding, and no more
 
 
 class LayerMerge:
@@ -60,6 +62,11 @@ class LayerMerge:
         self.free_values = places.output is not None and passes_values(
             send, heads["key"], value_dim, tokens
         )
+        if self.rotary is None and not self.free_values:
+            raise ConversionError(
+                f"'{stream.path}.{index}' has a norm behind its keys, and something else than a projection behind attention (a "
+                'gate?): a calibrated merge would be the mean; use method="mean"'
+            )
         self.carries = self.recipe.carry and is_residual(stream, index, places, hidden)
         self.weights = places.read(stream.model)
 
@@ -72,17 +79,20 @@ class LayerMerge:
             self._pool("key", "key_norm")
         else:
             self._merge_keys(self.rotary)
-            if self.recipe.score_sweeps:
+            if self._fits_scores:
                 self._fit_scores(self.rotary)
+        self.before.clear()  # the probabilities of all windows, and more, that values do not need
+        self.now.clear()
         found = {}
         if self.free_values and self.recipe.values != "mean":
             self._write(("key", "key_norm"))
             output = self._merge_values()
             self._write(("key", "key_norm", "value"))
-            assert self.places.output is not None
-            module = self.stream.model.get_submodule(self.places.output)
-            module.weight.data = output.float()
-            found[self.structure.names[self.places.output + ".weight"]] = output
+            if output is not None:
+                assert self.places.output is not None
+                module = self.stream.model.get_submodule(self.places.output)
+                module.weight.data = output.float()
+                found[self.structure.names[self.places.output + ".weight"]] = output
         else:
             self._pool("value")
             self._write(("key", "key_norm", "value"))
@@ -111,9 +121,20 @@ class LayerMerge:
                 self.targets.append(seen.output + lost)
             assert seen.hidden is not None
             self.original[i] = seen.hidden[0]
-            keep = bool(self.recipe.score_sweeps) and self.rotary is not None
-            self.before.append(seen if keep else seen.without_weights())
-            self.now.append(now if now is seen and keep else now.without_weights())
+            if not seen.hidden.isfinite().all():
+                raise ConversionError(
+                    f"'{self.stream.path}.{self.index}' cannot be merged: hidden states of the calibration text are not finite "
+                    "behind it (weights that are not, or numbers too large for float32)"
+                )
+            if self._fits_scores:
+                self.before.append(seen.only("query", "key", "value", "weights"))
+            self.now.append(now.only("inputs", "query", "key"))
+
+    @property
+    def _fits_scores(self) -> bool:
+        return (
+            self.rotary is not None and self.recipe.keys != "mean" and self.recipe.score_sweeps > 0
+        )
 
     def _run(self, window: int) -> Seen:
         hidden = self.converted[window : window + 1]
@@ -151,7 +172,8 @@ class LayerMerge:
         """Put heads that are alike beside each other: the layer computes the same, in another order."""
         if not self.free_values:
             return
-        seen = [self._run(i) for i in range(min(SAMPLE, len(self.converted)))]
+        sample = range(min(SAMPLE, len(self.converted)))
+        seen = [self._run(i).only("query", "key", "value") for i in sample]
         keys, queries = self._second_moments(seen)
         values = _gram([one.tap.value[0] for one in seen])
         readers, _ = self._readers()
@@ -163,20 +185,27 @@ class LayerMerge:
         assert self.places.output is not None
         output = model.get_parameter(self.places.output + ".weight")
         kept, columns = self.weights, output.data
-        before = self.stream.run(self.index, self.original[:1])
+        before = self._attention()
         self.weights = {
             which: {kind: part[heads if kind == "query" else order] for kind, part in leaf.items()}
             for which, leaf in kept.items()
         }
         self._write(())
         output.data = columns.unflatten(1, (len(heads), -1))[:, heads].flatten(1)
-        after = self.stream.run(self.index, self.original[:1])
-        if float((after - before).abs().max()) > 1e-3 * float(before.abs().max()):
+        after = self._attention()
+        if apart(before[0][:, heads], after[0]) > MOVED or apart(before[1], after[1]) > MOVED:
             self.weights = kept  # something else in this layer belongs to heads, such as sinks
             self._write(())
             output.data = columns
             return
         self.figures["moved"] = float((order != torch.arange(len(order))).sum())
+
+    def _attention(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the contexts [tokens, heads, dim] and the output [tokens, hidden] of attention on the first window."""
+        hidden = self.original[:1]
+        seen = run_seen(self.stream, self.index, self.places, hidden, short=True)
+        assert seen.output is not None
+        return seen.tap.context[0], seen.output
 
     def _merge_keys(self, rotary: Rotary) -> None:
         dim = self.now[0].tap.key.shape[-1]
@@ -265,47 +294,34 @@ class LayerMerge:
         found = torch.zeros(len(self.new_of), *readers.shape[1:], dtype=readers.dtype)
         return found.index_add_(0, self.kv_of, readers)
 
-    def _merge_values(self) -> torch.Tensor:
-        """Merge values; return the outputs that go with them."""
-        recipe, groups, m = self.recipe, self.groups, self.merged
-        moments = self._moments()
-        readers, each = self._readers()
-        summed = self._summed(readers)
-        grams = moments.own(self.group_of, groups)
-        solve = best_common if recipe.values == "svd" else procrustes_mean
-        solved = [solve(grams[g], summed[g * m : (g + 1) * m]) for g in range(groups)]
-        down = torch.stack([down for down, _ in solved])
-        up = torch.cat([up for _, up in solved])[self.kv_of]
-        output = torch.einsum("ohd,hde->ohe", each, up).flatten(1)
-        self.figures["output_loss_merged"] = output_loss(moments, down, output, self.group_of)
-        if recipe.refit:
-            for _ in range(recipe.output_sweeps):
-                output = fit_outputs(moments, down, output, self.group_of, recipe.ridge)
-                down = fit_values(moments, down, output, self.group_of, recipe.ridge)
-            output = fit_outputs(moments, down, output, self.group_of, recipe.ridge)
-            self.figures["output_loss"] = output_loss(moments, down, output, self.group_of)
-        self._through("value", down)
-        return output
-
-    def _moments(self) -> OutputMoments:
-        """Return the moments of what attention with the new keys makes of all old values, and of the targets."""
+    def _merge_values(self) -> torch.Tensor | None:
+        """Merge values; return the outputs that go with them, or None where nothing is read: those are pooled."""
         assert self.places.output is not None
+        reads, each = self._readers()
         bias = self.stream.model.get_submodule(self.places.output).bias
-        moments: OutputMoments | None = None
-        for i in range(len(self.converted)):
-            tap = self._run(i).tap
-            value = tap.value[0].reshape(self.groups, self.merged, *tap.value.shape[2:])
-            stacked = value.transpose(1, 2).flatten(2)  # [groups, tokens, merged * dim]
-            contexts = (tap.weights[0] @ stacked[self.group_of]).transpose(0, 1)
+
+        def run(i: int) -> tuple[Tap, torch.Tensor, torch.Tensor]:
             target = self.targets[i] if bias is None else self.targets[i] - bias
-            if moments is None:
-                moments = OutputMoments(contexts.shape[1], contexts.shape[2], target.shape[-1])
-            moments.add(contexts * self.level[i][:, None, None], target * self.level[i][:, None])
-        assert moments is not None
-        return moments
+            return self._run(i).tap, target, self.level[i]
+
+        count, summed = len(self.converted), self._summed(reads)
+        merged = merge_values(
+            run, count, summed, each, self.kv_of, self.new_of, self.recipe, self.figures
+        )
+        if merged is None:
+            self._pool("value")
+            return None
+        self._through("value", merged[0])
+        return merged[1]
 
 
 def _gram(heads: list[torch.Tensor]) -> torch.Tensor:
     """Return E[x x^T] of stacked heads, given [heads, tokens, dim] window by window, in float64."""
     flat = torch.cat([one.transpose(0, 1).flatten(1) for one in heads])
     return (flat.T @ flat).double() / len(flat)
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest distance of a token's numbers [tokens, ..] as a part of their own size."""
+    size = one.flatten(1).norm(dim=1)
+    return float(((one - other).flatten(1).norm(dim=1) / size.clamp(min=1e-30)).max())

@@ -17,12 +17,14 @@ class Names:
     Attributes:
         on_disk: name in the class -> name on disk, for tensors that are only renamed.
         rebuilt: names on disk of tensors that loading cuts up, stacks or permutes.
+        made: names in the class of what it makes of them.
         unknown: names on disk that the class does not have.
         ignored: those of them that the class drops without a word, as masks of old checkpoints.
     """
 
     on_disk: dict[str, str]
     rebuilt: list[str]
+    made: set[str]
     unknown: list[str]
     ignored: list[str]
 
@@ -35,13 +37,14 @@ def find_names(model: Any, stored: Iterable[str]) -> Names:
     known = model.state_dict()
     around = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": known}
     on_disk: dict[str, str] = {}
-    rebuilt, unknown = [], []
+    rebuilt, unknown, made = [], [], set()
     for name in stored:
         own, converted = rename_source_key(name, renamings, converters, **around)
         if own not in known and name in known:
             own, converted = rename_source_key(name, [], [], **around)
         if converted is not None and own in known:
             rebuilt.append(name)
+            made.add(own)
         elif own in known:
             on_disk[own] = name
         else:
@@ -53,4 +56,22 @@ def find_names(model: Any, stored: Iterable[str]) -> Names:
         for name in unknown
         if any(pattern.search(name) for pattern in patterns) or "rotary_emb.inv_freq" in name
     ]
-    return Names(on_disk, rebuilt, unknown, ignored)
+    return Names(on_disk, rebuilt, made, unknown, ignored)
+
+
+def find_missing(model: Any, names: Names) -> list[str]:
+    """Return the names in the class that nothing on disk gives values: neither by name nor rebuilt, tied or left out on purpose."""
+    there = names.made | set(names.on_disk)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    same: dict[str, set[str]] = {}  # names of one tensor
+    for one, other in tied.items():
+        joined = same.get(one, {one}) | same.get(other, {other})
+        same.update(dict.fromkeys(joined, joined))
+    patterns = [re.compile(p) for p in (model._keys_to_ignore_on_load_missing or ())]
+    return [
+        own
+        for own in model.state_dict()
+        if own not in there
+        and not same.get(own, set()) & there
+        and not any(pattern.search(own) for pattern in patterns)
+    ]

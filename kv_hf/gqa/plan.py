@@ -90,9 +90,10 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
     found = tensor.to(dtype)
-    if found.isinf().any() and not tensor.isinf().any():
+    if int(found.isinf().sum()) > int(tensor.isinf().sum()):
+        lost = tensor[found.isinf() & tensor.isfinite()].abs().min().item()
         raise ConversionError(
-            f"{name!r} holds {tensor.abs().max().item():.3g}, which {str(dtype).removeprefix('torch.')} cannot hold"
+            f"{name!r} holds {lost:.3g}, which {str(dtype).removeprefix('torch.')} cannot hold"
         )
     return found
 

@@ -1,15 +1,49 @@
 """Values and outputs of a converted layer, fitted to what attention puts out: alternating least squares.
 
 Attention gives head h the context C_h = sum_t p_t v_t of all old values of its group (stacked); the converted layer puts out
-sum_h O_h A_g C_h. With A given, O is a ridge regression; with O given, A is a least-squares problem of its own. Second moments
-of C and of the target are all that is needed.
+sum_h O_h A_g C_h. With A given, O is a ridge regression; with O given, A is a least-squares problem of its own. Sums over
+tokens of products of C and of the target are all that is needed: of a matrix (OutputMoments), or, where that would be the
+larger one, of the probabilities and the values that C is made of (refit_factors.OutputFactors).
 """
+
+from typing import Protocol
 
 import torch
 
 
+class Sums(Protocol):
+    """What the fits need to know about contexts C and targets y, all sums over tokens, in float64.
+
+    Attributes:
+        heads, wide: query heads, and the numbers of a head's context.
+        energy: of y: its squares' sum.
+        count: tokens.
+    """
+
+    heads: int
+    wide: int
+    energy: float
+    count: int
+
+    def squares(self, group_of: torch.Tensor, groups: int) -> torch.Tensor:
+        """Return C_h C_h^T of the heads of each group: [groups, wide, wide]."""
+
+    def merged(
+        self, down: torch.Tensor, group_of: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return X X^T and X y^T of X_h = A_g C_h: [heads * dim, heads * dim] and [heads * dim, out]."""
+
+    def spread(
+        self, down: torch.Tensor, gram: torch.Tensor, group_of: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (gram X)_h C_h^T summed over the heads of each group [groups, dim, wide]; `gram` is square."""
+
+    def goal(self, output: torch.Tensor, group_of: torch.Tensor, groups: int) -> torch.Tensor:
+        """Return (O_h^T y) C_h^T summed over the heads of each group [groups, dim, wide]."""
+
+
 class OutputMoments:
-    """E[C C^T] and E[C y^T], in float64, of what was added.
+    """Sums of C C^T and C y^T, as matrices.
 
     Args:
         heads: query heads; wide: numbers of a head's context; out: numbers of the target.
@@ -24,26 +58,58 @@ class OutputMoments:
     def add(self, contexts: torch.Tensor, target: torch.Tensor) -> None:
         """Add contexts [tokens, heads, wide] and targets [tokens, out]."""
         flat = contexts.flatten(1)
-        self.contexts += (flat.T @ flat).double()
-        self.targets += (flat.T @ target).double()
+        self.contexts += flat.T @ flat
+        self.targets += flat.T @ target
         self.energy += float(target.double().square().sum())
         self.count += len(flat)
 
-    def own(self, group_of: torch.Tensor, groups: int) -> torch.Tensor:
-        """Return the mean of E[C C^T] over the heads of each group: [groups, wide, wide]."""
+    def squares(self, group_of: torch.Tensor, groups: int) -> torch.Tensor:
+        """See Sums."""
         blocks = self.contexts.reshape(self.heads, self.wide, self.heads, self.wide)
         found = torch.zeros(groups, self.wide, self.wide, dtype=torch.float64)
-        found.index_add_(0, group_of, torch.stack([blocks[h, :, h] for h in range(self.heads)]))
-        return found / (self.count * len(group_of) / groups)
+        return found.index_add_(
+            0, group_of, torch.stack([blocks[h, :, h] for h in range(self.heads)])
+        )
+
+    def merged(
+        self, down: torch.Tensor, group_of: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Sums."""
+        maps = torch.block_diag(*down[group_of])
+        return maps @ self.contexts @ maps.T, maps @ self.targets
+
+    def spread(
+        self, down: torch.Tensor, gram: torch.Tensor, group_of: torch.Tensor
+    ) -> torch.Tensor:
+        """See Sums."""
+        heads, wide, dim = self.heads, self.wide, down.shape[1]
+        contexts = self.contexts.reshape(heads, wide, heads * wide)
+        mixed = torch.einsum("hdw,hwx->hdx", down[group_of], contexts)
+        each = torch.einsum(
+            "hde,ehw->hdw",
+            gram.reshape(heads, dim, heads * dim),
+            mixed.reshape(heads * dim, heads, wide),
+        )
+        return torch.zeros_like(down).index_add_(0, group_of, each)
+
+    def goal(self, output: torch.Tensor, group_of: torch.Tensor, groups: int) -> torch.Tensor:
+        """See Sums."""
+        each = torch.einsum(
+            "ohd,hwo->hdw",
+            output.reshape(len(output), self.heads, -1),
+            self.targets.reshape(self.heads, self.wide, -1),
+        )
+        found = torch.zeros(groups, *each.shape[1:], dtype=each.dtype)
+        return found.index_add_(0, group_of, each)
 
 
-def block_maps(down: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
-    """Return A of every head as one matrix [heads * dim, heads * wide] from those of the groups [groups, dim, wide]."""
-    return torch.block_diag(*down[group_of])
+def mean_squares(sums: Sums, group_of: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return the mean of E[C C^T] over the heads of each group: [groups, wide, wide]."""
+    return sums.squares(group_of, groups) / (sums.count * len(group_of) / groups)
 
 
 def fit_outputs(
-    moments: OutputMoments,
+    sums: Sums,
     down: torch.Tensor,
     output: torch.Tensor,
     group_of: torch.Tensor,
@@ -55,16 +121,14 @@ def fit_outputs(
         down: [groups, dim, wide]: new values from stacked old ones.
         ridge: times the mean of the contexts' squares: the weight of the pull.
     """
-    maps = block_maps(down, group_of)
-    square = maps @ moments.contexts @ maps.T
-    cross = maps @ moments.targets
+    square, cross = sums.merged(down, group_of)
     pull = ridge * square.diagonal().mean()
-    square = square + pull * torch.eye(len(square), dtype=square.dtype)
+    square.diagonal().add_(pull)
     return torch.linalg.solve(square, cross + pull * output.T).T
 
 
 def fit_values(
-    moments: OutputMoments,
+    sums: Sums,
     down: torch.Tensor,
     output: torch.Tensor,
     group_of: torch.Tensor,
@@ -72,31 +136,20 @@ def fit_values(
     steps: int = 20,
 ) -> torch.Tensor:
     """Return values' maps [groups, dim, wide] that fit better, given the outputs [out, heads * dim]: conjugate gradients."""
-    groups, dim, wide = down.shape
-    heads = moments.heads
-    gram = (output.T @ output).reshape(heads, dim, heads * dim)
-    contexts = moments.contexts.reshape(heads, wide, heads * wide)
-    pull = ridge * float(
-        gram.reshape(heads * dim, -1).diagonal().mean() * moments.contexts.diagonal().mean()
-    )
+    groups, dim, _ = down.shape
+    heads = sums.heads
+    gram = output.T @ output
+    squares = sums.squares(group_of, groups)
+    size = squares.diagonal(dim1=1, dim2=2).sum() / (heads * sums.wide)
+    pull = ridge * float(gram.diagonal().mean() * size)
 
     def apply(x: torch.Tensor) -> torch.Tensor:
-        own = x[group_of]  # [heads, dim, wide]
-        mixed = torch.einsum("hdw,hwx->hdx", own, contexts).reshape(heads * dim, heads, wide)
-        each = torch.einsum("hde,ehw->hdw", gram, mixed)
-        return torch.zeros_like(x).index_add_(0, group_of, each) + pull * x
+        return sums.spread(x, gram, group_of) + pull * x
 
-    goal = torch.einsum(
-        "ohd,hwo->hdw", output.reshape(-1, heads, dim), moments.targets.reshape(heads, wide, -1)
-    )
-    goal = torch.zeros_like(down).index_add_(0, group_of, goal) + pull * down
-    squares = torch.zeros(groups, wide, wide, dtype=down.dtype).index_add_(
-        0,
-        group_of,
-        torch.stack([contexts[h].reshape(wide, heads, wide)[:, h] for h in range(heads)]),
-    )
+    goal = sums.goal(output, group_of, groups) + pull * down
+    own = gram.reshape(heads, dim, heads, dim)
     reads = torch.zeros(groups, dim, dim, dtype=down.dtype).index_add_(
-        0, group_of, torch.stack([gram[h].reshape(dim, heads, dim)[:, h] for h in range(heads)])
+        0, group_of, torch.stack([own[h, :, h] for h in range(heads)])
     )
     inverse = _damped_inverse(squares), _damped_inverse(reads)
     return conjugate_gradients(
@@ -137,9 +190,9 @@ def conjugate_gradients(apply, rest, start, precondition, steps, unbiased=False)
 
 
 def output_loss(
-    moments: OutputMoments, down: torch.Tensor, output: torch.Tensor, group_of: torch.Tensor
+    sums: Sums, down: torch.Tensor, output: torch.Tensor, group_of: torch.Tensor
 ) -> float:
-    """Return E |y - sum_h O_h A_g C_h|^2 / E |y|^2."""
-    full = output @ block_maps(down, group_of)
-    error = ((full @ moments.contexts) * full).sum() - 2 * (full.T * moments.targets).sum()
-    return (float(error) + moments.energy) / moments.energy
+    """Return E |y - sum_h O_h A_g C_h|^2 / E |y|^2; 0 where there is no y."""
+    square, cross = sums.merged(down, group_of)
+    error = float(((output @ square) * output).sum() - 2 * (output.T * cross).sum())
+    return (error + sums.energy) / sums.energy if sums.energy else 0.0

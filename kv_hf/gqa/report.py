@@ -24,6 +24,7 @@ class ConversionReport:
         nbytes: bytes of the new weights.
         new_class: class of the result where it is another one than the source's, else "".
         notes: what else the user should know.
+        memory: bytes that a calibrated method takes at its peak, about; 0 for the others, which hold a tensor at a time.
         seconds: that it took; 0 for a dry run.
     """
 
@@ -42,6 +43,7 @@ class ConversionReport:
     nbytes: int
     new_class: str = ""
     notes: tuple[str, ...] = ()
+    memory: int = 0
     seconds: float = 0.0
 
 

@@ -62,15 +62,18 @@ def probe_rotary(
     Raises: ConversionError where it is no rotation of planes, the same for all heads.
     """
 
+    def all_heads(kind: str, rows: torch.Tensor) -> torch.Tensor:
+        return send(kind, rows.repeat(1, heads[kind])[None])[0]
+
     def sent(kind: str, rows: torch.Tensor) -> torch.Tensor:
-        out = send(kind, rows.repeat(1, heads[kind])[None])[0]
+        out = all_heads(kind, rows)
         if float((out - out[:1]).abs().max()) > TINY:
             raise ConversionError(f"{name}: positions turn the {kind} heads of a layer differently")
         return out[0]  # [tokens, dim]
 
     for kind in heads:
         ones = torch.linspace(0.5, 1.5, dim).repeat(tokens, 1)
-        once, twice = sent(kind, ones), sent(kind, 2 * ones)
+        once, twice = all_heads(kind, ones), all_heads(kind, 2 * ones)
         if float((twice - 2 * once).abs().max()) > TINY * float(once.abs().max()):
             return None
     partner = _partners(functools.partial(sent, "key"), tokens, dim, name)

@@ -28,6 +28,8 @@ def best_common(gram: torch.Tensor, readers: torch.Tensor) -> tuple[torch.Tensor
     roots = torch.block_diag(*root(readers))
     values, vectors = torch.linalg.eigh(roots @ gram @ roots)
     values, vectors = values[-dim:], vectors[:, -dim:]
+    if not values[-1] > 0:  # heads that are zero, or that nobody reads
+        return plain_mean(readers)
     kept = values > FLOOR * values[-1].clamp(min=1e-300)
     down = vectors.T @ roots
     up = (gram @ roots @ vectors) * torch.where(kept, 1 / values.clamp(min=1e-300), 0.0)

@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import ConversionError
 from ..notices import say_once
 from .checkpoint import Checkpoint
+from .heads import text_config
 from .structure import Structure, model_class
 from .taps import tap_model
 
@@ -36,7 +37,7 @@ class LayerStream:
         kind = model_class(config)
         with torch.device("meta"):
             self.model = kind(config).eval()
-        self.whole = self._is_rebuilt()
+        self.whole = structure.rebuilt
         if self.whole:
             say_once(
                 f"calibrate-whole:{kind.__name__}",
@@ -57,12 +58,19 @@ class LayerStream:
         changed = self.structure.changed
         return [own for own, name in self.structure.names.items() if name in changed]
 
-    def _is_rebuilt(self) -> bool:
-        """Return whether loading makes some tensors out of others on disk."""
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
-        return any(
-            own not in self.structure.names and own not in tied for own in self.model.state_dict()
-        )
+    def changes(self, index: int) -> bool:
+        """Return whether a layer holds tensors that change."""
+        return any(own.startswith(f"{self.path}.{index}.") for own in self.own_names())
+
+    def first_of_each_kind(self) -> list[int]:
+        """Return the first layer of each kind among those that change: of one type, with tensors of the same names and shapes."""
+        types = getattr(text_config(self.structure.old), "layer_types", None) or ()
+        found: dict[Any, int] = {}
+        for index, layer in enumerate(self.layers):
+            if self.changes(index):
+                shapes = tuple((name, tuple(t.shape)) for name, t in layer.state_dict().items())
+                found.setdefault((types[index] if index < len(types) else "", shapes), index)
+        return list(found.values())
 
     @contextmanager
     def loaded(self, module: nn.Module, path: str) -> Iterator[nn.Module]:
@@ -115,6 +123,7 @@ class LayerStream:
                 found.append(stubs[0].hidden[0].float())
                 calls = [(stub.args, stub.kwargs) for stub in stubs]
                 if i == 0:
+                    self._check_called(stubs)
                     self.inputs = calls
                 elif i == 1 and not all(map(_same, calls, self.inputs)):
                     raise ConversionError(
@@ -127,6 +136,15 @@ class LayerStream:
                 for part in rest.values():
                     part.to("meta")
         return torch.stack(found)
+
+    def _check_called(self, stubs: list["_Stub"]) -> None:
+        """Raise ConversionError where a layer is left out on text, such as those that read images only."""
+        left = [i for i, stub in enumerate(stubs) if not stub.called]
+        if left:
+            raise ConversionError(
+                f"{type(self.model).__name__} leaves layer {left[0]} out when it reads text alone, so that it cannot be "
+                'calibrated; use method="mean"'
+            )
 
     def _fill_if(self, part: nn.Module, path: str) -> None:
         if not self.whole:
@@ -176,12 +194,13 @@ class _Stub(nn.Module):
     def __init__(self, layer: nn.Module, tuples: bool) -> None:
         super().__init__()
         self.__dict__["layer"] = layer  # no submodule: it must not be found twice
-        self.tuples = tuples
+        self.tuples, self.called = tuples, False
         self.hidden = torch.empty(0)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         self.hidden, self.args, self.kwargs = hidden, args, kwargs
         return (hidden,) if self.tuples else hidden
 

@@ -16,7 +16,7 @@ import transformers
 from ..errors import ConversionError
 from .checkpoint import Checkpoint
 from .heads import CAN, FIELD, check_heads, head_counts, text_config
-from .names import find_names
+from .names import Names, find_missing, find_names
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -32,6 +32,7 @@ class Structure:
         removed: tensors (names on disk) that the new model does not have.
         names: names in the class -> names on disk.
         unknown: tensors (names on disk) that the class does not have, and does not drop without a word either.
+        rebuilt: loading makes some tensors out of others on disk, so that layers cannot be read one by one.
     """
 
     old: Any
@@ -44,6 +45,7 @@ class Structure:
     removed: list[str]
     names: Mapping[str, str]
     unknown: list[str]
+    rebuilt: bool = False
 
 
 def find_structure(checkpoint: Checkpoint, new_kv_heads: int) -> Structure:
@@ -96,12 +98,8 @@ def compare(
             raise ConversionError(
                 f"{checkpoint.folder} lacks {own!r}, which {class_name(config)} has{also}"
             )
-        name = names.on_disk[own]
-        if checkpoint.tensors[name].shape != before[own]:
-            raise ConversionError(
-                f"{checkpoint.folder}: {name!r} is {list(checkpoint.tensors[name].shape)}, and the config says "
-                f"{list(before[own])}"
-            )
+    check_complete(checkpoint, config, old_model, names)
+    tied = getattr(old_model, "all_tied_weights_keys", None) or ()
     return Structure(
         config,
         new,
@@ -113,7 +111,21 @@ def compare(
         [names.on_disk[own] for own in removed],
         names.on_disk,
         [name for name in names.unknown if name not in names.ignored],
+        any(own not in names.on_disk and own not in tied for own in before),
     )
+
+
+def check_complete(checkpoint: Checkpoint, config: Any, model: Any, names: Names) -> None:
+    """Raise ConversionError unless the files hold every tensor of a model (on the meta device), of its shape."""
+    for own in find_missing(model, names):
+        raise ConversionError(f"{checkpoint.folder} lacks {own!r}, which {class_name(config)} has")
+    shapes = shapes_of(model)
+    for own, name in names.on_disk.items():
+        found = checkpoint.tensors[name].shape
+        if found != shapes[own]:
+            raise ConversionError(
+                f"{checkpoint.folder}: {name!r} is {list(found)}, and the config says {list(shapes[own])}"
+            )
 
 
 def load_config(folder: Path) -> Any:

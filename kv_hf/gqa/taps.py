@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import ConversionError
 
 NAME = "kv_hf_calibration"
+OFF = 1e-4  # that a context may be off the weighted sum of values, as a part of the sum of sizes
 _last: list["Tap"] = []
 _looking: list[bool] = []
 
@@ -43,7 +44,8 @@ class Tap:
         query: [batch, num_heads, tokens, head_dim], rotated and normed.
         key, value: [batch, num_kv_heads, tokens, head_dim].
         context: [batch, tokens, num_heads, value_dim].
-        weights: [batch, num_heads, tokens, tokens], the probabilities.
+        weights: [batch, num_heads, tokens, tokens], what each value counts for in `context`: the probabilities, times
+            whatever attention scales a token's context of a head by.
         scaling: of the scores.
     """
 
@@ -88,8 +90,42 @@ def tapped_attention(
     context, weights = eager(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    _last[:] = [Tap(query, key, value, context, weights, scaling)]
+    read = read_weights(weights, value, context)
+    if read is None:
+        raise ConversionError(
+            f"{type(module).__name__} makes something else of its values than sums weighted by probabilities, so that it "
+            'cannot be calibrated; use method="mean"'
+        )
+    _last[:] = [Tap(query, key, value, context, read, scaling)]
     return context, weights
+
+
+def read_weights(
+    weights: torch.Tensor | None, value: torch.Tensor, context: torch.Tensor
+) -> torch.Tensor | None:
+    """Return `weights`, or a multiple of them for each token and head, with which values sum up to `context`.
+
+    Attention with sinks may scale its contexts behind the sum. Shapes as in Tap. None where there are no such weights.
+    """
+    if weights is None or weights.dim() != 4 or weights.shape[1] % value.shape[1]:
+        return None
+    each = value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
+    wanted = context.transpose(1, 2)
+    if weights.shape[3] != each.shape[2] or wanted.shape[:3] != weights.shape[:3]:
+        return None
+    if wanted.shape[3] != each.shape[3]:
+        return None
+    plain = weights @ each
+    if torch.equal(plain, wanted) or not wanted.isfinite().all():
+        return weights  # what is not finite is an error of its own
+    room = OFF * (weights @ each.abs())  # of rounding
+    if bool(((plain - wanted).abs() <= room).all()):
+        return weights
+    scale = (plain * wanted).sum(-1, keepdim=True)
+    scale = scale / plain.square().sum(-1, keepdim=True).clamp(min=1e-30)
+    if bool(((scale * plain - wanted).abs() <= room * scale.abs().clamp(min=1)).all()):
+        return scale * weights
+    return None
 
 
 def tap_model(model: torch.nn.Module) -> None:

@@ -26,7 +26,7 @@ from kv_hf.gqa.structure import build, find_structure
 from kv_hf.gqa.tensor_file import StoredTensor
 
 PEAK = """
-import json, resource, sys, torch, kv_hf
+import json, re, sys, torch, kv_hf
 from kv_hf.gqa import calibrated, memory
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
@@ -35,7 +35,8 @@ memory.MEMORY = memory.Path("/dev/null")
 ids = torch.randint(3, 60, (int(windows), int(tokens)), generator=torch.Generator().manual_seed(0))
 AutoModelForCausalLM.from_pretrained(source)(ids[:1, :8])  # what torch and transformers take for themselves
 torch.linalg.eigh(torch.eye(8))
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# not ru_maxrss, which a process inherits from the one that started it
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before = peak()
 report = kv_hf.convert_to_gqa(source, target, int(heads), method=method, calibration=ids)
 print(json.dumps([report.memory, peak() - before]))

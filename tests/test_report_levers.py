@@ -89,6 +89,7 @@ def test_page_has_the_plot_and_the_table(tmp_path):
     assert (tmp_path / "levers_small.png") in written and (
         tmp_path / "levers_small.svg"
     ).stat().st_size
+    assert not (tmp_path / "pareto_small-1.png").exists()  # it is drawn beside its original
     page = written[0].read_text()
     assert "kv heads and bits: small" in page and "Every model with every cache" in page
     alone = write_report(rows_of("small", ORIGINAL), tmp_path / "alone")

@@ -39,14 +39,17 @@ def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
     found = groups(rows)
     files: dict[str, bytes] = {PAGE: b""}
     pictures: dict[int, list[Markup]] = {}
+    sets = find_levers(found)
+    # a conversion is drawn beside its original, and has tables of its own
+    drawn = {id(group) for levers in sets for group in levers.groups[1:]}
     for group in found:
-        for stem, says, figure in _figures(group):
+        for stem, says, figure in [] if id(group) in drawn else _figures(group):
             name = _free(f"{stem}_{slug(group.model)}", files)
             made, element = _rendered(figure, name, says)
             files |= made
             pictures.setdefault(id(group), []).append(element)
     both = []
-    for levers in find_levers(found):
+    for levers in sets:
         title = f"{levers.original.model}: kv heads and bits"
         below = below_title(levers.original)
         made, element = _rendered(

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_hf
-from kv_hf.errors import CacheOptionError, UnsupportedModelError
+from kv_hf.errors import (
+    CacheOptionError,
+    DeviceBudgetError,
+    PagePoolExhaustedError,
+    UnsupportedModelError,
+)
 from kv_hf.planner import choices
 from kv_hf.planner.choices import DEFAULT_CACHES, Choice
 from kv_hf.planner.devices import DEVICES
@@ -338,6 +343,48 @@ def test_a_search_takes_few_predictions(monkeypatch):
         seventy(parameters=7 * 10**10), device_memory="640GB", batch=16, caches=["paged_int4"]
     )
     assert len(calls) < 60
+
+
+# what the cache itself refuses
+
+
+@pytest.mark.parametrize(
+    "budget",
+    ["paged_int4:offload=cpu,device_bytes=2GiB", "paged_int4:offload=cpu,device_pages=4096"],
+)
+def test_a_budget_of_an_offload_bounds_what_fits(budget):
+    inventory = seventy(parameters=10**9)
+    found = kv_hf.plan(inventory, caches=[budget], context=8192, device_memory="24GiB").rows[0]
+    endless = kv_hf.plan(inventory, caches=["paged_int4:offload=cpu"], context=8192).rows[0]
+    # behind the budget all that comes lies outside
+    assert found.bytes_per_token == endless.bytes_per_token
+    assert found.outside_bytes_per_token == endless.outside_bytes_per_token > 0
+    assert found.fits
+    choice = Choice.of(budget, None)
+    for rows, more in (
+        ([found.fit.context], [found.fit.context + 1]),
+        ([8192] * found.fit.batch, [8192] * (found.fit.batch + 1)),
+    ):
+        assert choice.predict(inventory, rows).total <= 24 * GIB
+        with pytest.raises(DeviceBudgetError):
+            choice.predict(inventory, more)
+
+
+def test_max_pages_bounds_what_fits():
+    inventory = SMALL["full"]
+    found = kv_hf.plan(
+        model(*inventory.layers, parameters=1),
+        caches=["paged_int4:page_size=16,recent_tokens=5,sink_tokens=4,max_pages=20"],
+        batch=2,
+        context=100,
+        device_memory="1GiB",
+    ).rows[0]
+    # 10 pages of a row, 9 exact tokens, and 15 more that seal none
+    assert found.fit.context == 10 * 16 + 9 + 15
+    assert found.fit.batch == 20 // 5
+    assert found.fit.resident_tokens == 20 * 16
+    with pytest.raises(PagePoolExhaustedError):
+        kv_hf.plan(inventory, caches=["paged_int4:page_size=16,max_pages=20"], context=1000)
 
 
 # the roofline

@@ -113,11 +113,19 @@ class Choice:
     def slope(self, inventory: Inventory) -> tuple[float, float]:
         """Return the bytes of one more token of one row in the long run, on the device and outside of it.
 
-        Pages only: block tables (4 bytes per page) are not counted.
+        Pages only: block tables (4 bytes per page) are not counted. A budget of an offload is taken to be used up: what
+        comes then lies outside.
         """
         grown = replace(self, length=None)
         if self.options is not None:
-            free = replace(self.options, max_length=None, max_pages=None, reserve_tokens=0)
+            free = replace(
+                self.options,
+                max_length=None,
+                max_pages=None,
+                reserve_tokens=0,
+                device_bytes=None,
+                device_pages=None,
+            )
             grown = replace(grown, options=free)
         widest = max((layer.window or 0 for layer in inventory.layers), default=0)
         pages = FAR_PAGES

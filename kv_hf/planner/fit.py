@@ -9,7 +9,7 @@ from .choices import Choice
 from .inventory import Inventory
 
 MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
-MOST_ROWS = 1 << 16
+MOST_ROWS = 1 << 16  # larger batches are not searched
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Fit:
 
     Attributes:
         context: tokens of each row at the batch of the plan.
-        batch: rows at the context of the plan.
+        batch: rows at the context of the plan; None: MOST_ROWS or more.
         resident_tokens: tokens over all rows of the plan's batch, in whole pages: what an engine may admit.
     """
 

@@ -516,6 +516,13 @@ def test_formats_that_do_not_fit_say_why(visit):
     ) and "does not go with this model" in page.inner_text("#summary")
 
 
+def test_a_large_batch_is_not_said_to_have_no_limit(visit):
+    small = "#model=custom&kvheads=1&heads=1&dim=16&layers=1&billions=0.001&context=1"
+    rows = figures(visit(small + "&device=own&memory=40"))
+    assert rows
+    assert {cells[4] for cells in rows.values()} == {"65,536+"}
+
+
 def test_themes(visit):
     ground = "getComputedStyle(document.body).backgroundColor"
     dark, light = visit(color_scheme="dark"), visit(color_scheme="light")

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import re
 import sys
 
@@ -11,9 +12,10 @@ import kv_hf
 from kv_hf.cli import main as kv_hf_main
 from kv_hf.planner.command import main
 from kv_hf.planner.devices import DEVICES
+from kv_hf.planner.fit import MOST_ROWS
 from kv_hf.planner.inventory import CachedLayer, Inventory, State
 from kv_hf.planner.presets import preset_names
-from kv_hf.planner.table import NO_LIMIT, describe_layers, plain_table
+from kv_hf.planner.table import describe_layers, plain_table
 
 LLAMA = "llama-3.1-8b"
 
@@ -127,6 +129,8 @@ def test_lists(capsys):
         ([LLAMA, "--cache", "paged_int3"], "cache must be one of"),
         ([LLAMA, "--context", "lots"], "context must be"),
         ([LLAMA, "--batch", "0"], "batch must be"),
+        ([LLAMA, "--batch", "100000000"], "batch must be at most 1,000,000 rows"),
+        ([LLAMA, "--device-memory", "1,5GiB"], "device_memory must be"),
         ([LLAMA, "--device", "h1000"], "did you mean 'h100'"),
         ([LLAMA, "--device-memory", "24G"], "24GiB (1024**3)"),
         ([LLAMA, "--tensor-parallel", "3"], "these do: 1, 2, 4, 8"),
@@ -141,6 +145,36 @@ def test_errors_say_their_reason(arguments, words, capsys):
     assert printed.out == ""
     assert printed.err.startswith("kv-hf memory: error: ")
     assert words in printed.err
+
+
+def test_a_reader_that_stops_early_is_no_error(monkeypatch, capsys):
+    for arguments in (["--list-presets"], [LLAMA, "--json", "--cache", "dynamic"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "w") as out, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            assert main(arguments) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_large_batch_is_not_said_to_have_no_limit(capsys):
+    inventory = Inventory(
+        "m", "llama", "bfloat16", (CachedLayer(kv_heads=1, key_dim=1, value_dim=1),)
+    )
+    given = {"caches": ["dynamic"], "context": 4, "weights": 0}
+    for bytes_, batch in ((16 * MOST_ROWS, f"{MOST_ROWS:,}+"), (16 * 50_000, "50,000")):
+        plan = kv_hf.plan(inventory, device_memory=bytes_, **given)
+        assert table_of(plain_table(plan))["dynamic"]["batch"] == batch
+
+
+def test_what_fits_has_no_column_where_weights_are_not_known():
+    inventory = Inventory(
+        "m", "llama", "bfloat16", (CachedLayer(kv_heads=1, key_dim=8, value_dim=8),)
+    )
+    text = plain_table(kv_hf.plan(inventory, caches=["dynamic"], device="l4"))
+    assert "fits" not in table_of(text)["dynamic"]
+    assert "context: the largest" not in text
+    assert "give weights" in text
 
 
 def test_a_model_is_asked_for(capsys):
@@ -225,7 +259,7 @@ def test_layers_are_described_in_words():
 def test_every_preset_has_a_plan(name):
     plan = kv_hf.plan(name, batch=2, caches=["dynamic", "static"], device="h200")
     text = plain_table(plan)
-    assert NO_LIMIT not in table_of(text)["dynamic"]["batch"]
+    assert "+" not in table_of(text)["dynamic"]["batch"]
     found = kv_hf.plan(name)
     assert {row.cache for row in found.rows} >= {"dynamic", "static"}
     assert found.inventory.parameters

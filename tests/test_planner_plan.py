@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv_hf
-from kv_hf.errors import CacheOptionError, UnsupportedModelError
+from kv_hf.errors import (
+    CacheOptionError,
+    DeviceBudgetError,
+    PagePoolExhaustedError,
+    UnsupportedModelError,
+)
 from kv_hf.planner import choices
 from kv_hf.planner.choices import DEFAULT_CACHES, Choice
 from kv_hf.planner.devices import DEVICES
@@ -81,7 +86,7 @@ def test_plan_gives_the_figures_of_the_field():
     for heads, gib in ((8, 10), (1, 1.25)):
         assert kv_hf.plan(seventy(heads), context=32_768, **dynamic).rows[0].total == gib * GIB
     assert kv_hf.plan(seventy(), context="128k", **dynamic).rows[0].total == 42_949_672_960
-    held = kv_hf.plan(seventy(64), context=1, device_memory="40GiB", **dynamic)
+    held = kv_hf.plan(seventy(64), context=1, device_memory="40GiB", weights=0, **dynamic)
     assert held.rows[0].fit.resident_tokens == held.rows[0].fit.context == 16_384
 
 
@@ -145,11 +150,37 @@ def test_bytes_per_token_of_static_and_of_max_length_are_those_of_a_longer_one()
     assert found.rows[0].total >= 256 * 3 * 2 * 2 * 16 * 2
 
 
+def test_lengths_are_written_as_contexts_are():
+    found = kv_hf.plan(
+        SMALL["full"],
+        caches=["static:max_length=2k", "paged_int4:max_length=2k", "paged_int4:reserve_tokens=2k"],
+        context=64,
+    )
+    wanted = kv_hf.plan(
+        SMALL["full"],
+        caches=[
+            "static:max_length=2048",
+            "paged_int4:max_length=2048",
+            "paged_int4:reserve_tokens=2048",
+        ],
+        context=64,
+    )
+    assert [row.memory for row in found.rows] == [row.memory for row in wanted.rows]
+    given = {"max_length": "2k"}
+    found = kv_hf.plan(SMALL["full"], caches=["paged_int4"], context=64, cache_config=given)
+    assert found.rows[0].memory == wanted.rows[1].memory
+
+
 def test_plan_as_dict_is_json_with_totals():
     found = kv_hf.plan(
-        SMALL["full"], device="l4", caches=["dynamic", "paged_int4:offload=cpu"], context=300
+        SMALL["full"],
+        device="L4",
+        caches=["dynamic", "paged_int4:offload=cpu"],
+        context=300,
+        weights=0,
     )
     given = json.loads(json.dumps(found.as_dict()))
+    assert given["device"] == "l4"
     assert given["device_memory"] == DEVICES["l4"].memory
     assert [row["memory"]["total"] for row in given["rows"]] == [row.total for row in found.rows]
     assert Inventory.from_dict(given["inventory"]) == SMALL["full"]
@@ -171,7 +202,7 @@ def test_options_come_from_the_name_then_from_cache_config_then_as_cache_config(
 
 def test_default_caches_leave_out_with_a_reason_what_the_model_cannot_have():
     states = CachedLayer("LinearAttentionLayer", states=(State((4, 8)),))
-    found = kv_hf.plan(model(states, model_type="mamba"), device_memory="1MiB")
+    found = kv_hf.plan(model(states, model_type="mamba"), device_memory="1MiB", weights=0)
     assert [row.cache for row in found.rows] == ["dynamic", "static"]
     assert sum("no attention layer that pages could hold" in note for note in found.notes) == len(
         DEFAULT_CACHES
@@ -222,6 +253,17 @@ def test_weights_are_parameters_or_what_is_given():
         ({"caches": "dynamic"}, "sequence"),
         ({"caches": [4]}, "must be names"),
         ({"batch": 0}, "batch"),
+        ({"batch": 1_000_001}, "batch must be at most 1,000,000 rows, got 1,000,001"),
+        ({"cache_config": {"nope": 16}}, "nope"),
+        ({"cache_config": {"nope": 16}, "caches": ["dynamic"]}, "nope"),
+        ({"cache_config": {"page_size": 16}, "caches": ["dynamic"]}, "caches has none"),
+        (
+            {"cache_config": {"page_size": 16}, "caches": [kv_hf.CacheConfig(page_size=32)]},
+            "caches has none",
+        ),
+        ({"caches": ["static:max_length=128kB"]}, "max_length must be a number of tokens"),
+        ({"caches": ["paged_int4:max_length=many"]}, "max_length must be a number of tokens"),
+        ({"device": 4}, "device must be one of"),
         ({"context": 0}, "context"),
         ({"context": "8G"}, "context must be a number of tokens"),
         ({"context": 10, "prompt": 11}, "prompt must be at most the context"),
@@ -321,6 +363,7 @@ def test_max_length_bounds_what_fits():
         batch=2,
         context=100,
         device_memory="1GiB",
+        weights=0,
     )
     assert [row.fit.context for row in found.rows] == [300, 300]
     assert [row.fit.resident_tokens for row in found.rows] == [600, 2 * 18 * 16]
@@ -338,6 +381,74 @@ def test_a_search_takes_few_predictions(monkeypatch):
         seventy(parameters=7 * 10**10), device_memory="640GB", batch=16, caches=["paged_int4"]
     )
     assert len(calls) < 60
+
+
+def test_nothing_is_said_to_fit_beside_weights_that_are_not_known():
+    given = {"caches": ["dynamic", "paged_int4"], "device_memory": "1GiB", "reserve": "1MiB"}
+    found = kv_hf.plan(SMALL["full"], **given)
+    assert found.weights is found.available is None
+    assert all(row.fit is row.fits is None for row in found.rows)
+    assert "not known" in found.notes[0]
+    assert "give weights" in found.notes[1]
+    alone = kv_hf.plan(SMALL["full"], **given, weights=0)
+    assert alone.available == GIB - 2**20
+    assert all(row.fits and row.fit.context for row in alone.rows)
+    assert alone.notes == ()
+
+
+def test_place_outside_of_the_device_is_said_to_be_endless():
+    given = {"context": 1000, "weights": 0, "bandwidth": None}
+    names = ["paged_int4", "paged_int4:offload=cpu"]
+    for caches, memory, said in (
+        (names, "1GiB", True),
+        (names[:1], "1GiB", False),
+        (names, None, False),
+    ):
+        found = kv_hf.plan(SMALL["full"], caches=caches, device_memory=memory, **given)
+        assert any("endless" in note for note in found.notes) == said
+
+
+# what the cache itself refuses
+
+
+@pytest.mark.parametrize(
+    "budget",
+    ["paged_int4:offload=cpu,device_bytes=2GiB", "paged_int4:offload=cpu,device_pages=4096"],
+)
+def test_a_budget_of_an_offload_bounds_what_fits(budget):
+    inventory = seventy(parameters=10**9)
+    found = kv_hf.plan(inventory, caches=[budget], context=8192, device_memory="24GiB").rows[0]
+    endless = kv_hf.plan(inventory, caches=["paged_int4:offload=cpu"], context=8192).rows[0]
+    # behind the budget all that comes lies outside
+    assert found.bytes_per_token == endless.bytes_per_token
+    assert found.outside_bytes_per_token == endless.outside_bytes_per_token > 0
+    assert found.fits
+    choice = Choice.of(budget, None)
+    for rows, more in (
+        ([found.fit.context], [found.fit.context + 1]),
+        ([8192] * found.fit.batch, [8192] * (found.fit.batch + 1)),
+    ):
+        assert choice.predict(inventory, rows).total <= 24 * GIB
+        with pytest.raises(DeviceBudgetError):
+            choice.predict(inventory, more)
+
+
+def test_max_pages_bounds_what_fits():
+    inventory = SMALL["full"]
+    found = kv_hf.plan(
+        inventory,
+        caches=["paged_int4:page_size=16,recent_tokens=5,sink_tokens=4,max_pages=20"],
+        batch=2,
+        context=100,
+        device_memory="1GiB",
+        weights=0,
+    ).rows[0]
+    # 10 pages of a row, 9 exact tokens, and 15 more that seal none
+    assert found.fit.context == 10 * 16 + 9 + 15
+    assert found.fit.batch == 20 // 5
+    assert found.fit.resident_tokens == 20 * 16
+    with pytest.raises(PagePoolExhaustedError):
+        kv_hf.plan(inventory, caches=["paged_int4:page_size=16,max_pages=20"], context=1000)
 
 
 # the roofline
@@ -368,6 +479,31 @@ def test_a_step_reads_windows_readers_states_and_indexer_keys():
     )
     given = model(indexed, model_type="deepseek_v32")
     assert kv_hf.plan(given, caches=["dynamic"], context=10).rows[0].decode.cache == 10 * 112 * 2
+
+
+def test_a_step_of_a_static_cache_reads_all_its_columns():
+    layers = (sliding(40), sliding(200), attention(2, 16))
+    found = kv_hf.plan(
+        model(*layers),
+        caches=["static:max_length=150", "static:max_length=30", "static"],
+        batch=2,
+        context=30,
+    )
+    token = 2 * 2 * 16 * 2
+    assert [row.decode.cache for row in found.rows] == [
+        2 * (40 + 150 + 150) * token,
+        2 * 3 * 30 * token,
+        2 * 3 * 30 * token,
+    ]
+    # pages of max_length that hold nothing are not read
+    given = {"context": 30, "caches": ["paged_int4:max_length=150", "paged_int4:max_length=30"]}
+    assert len({row.decode.cache for row in kv_hf.plan(SMALL["full"], **given).rows}) == 1
+    layer = CachedLayer(
+        "DynamicIndexedLayer", kv_heads=1, key_dim=64, value_dim=16, latent=True, index_dim=32
+    )
+    indexed = model(layer, model_type="deepseek_v32")
+    found = kv_hf.plan(indexed, caches=["static:max_length=99"], context=30)
+    assert found.rows[0].decode.cache == 99 * 112 * 2
 
 
 def test_a_step_reads_sealed_pages_as_stored_and_other_tokens_exact():
@@ -491,6 +627,9 @@ def test_layers_with_different_heads_are_cut_by_what_divides_all():
         ("123", 123),
         (123, 123),
         ("0.5KiB", 512),
+        ("1,024GiB", 1024 * GIB),
+        ("1,234,567.5 KB", 1_234_567_500),
+        ("24_000", 24_000),
     ],
 )
 def test_parse_bytes(text, count):
@@ -498,11 +637,25 @@ def test_parse_bytes(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "24 gib", "1.2.3GB", "1e9", "0", "0.3", -1, 1.5, True, None]
+    "text",
+    [
+        *("", "GiB", "24 gib", "1.2.3GB", "1e9", "0", "0.3", -1, 1.5, True, None),
+        # a decimal comma is no separator of thousands
+        *("1,5GiB", "1,2,3GiB", "24_", "24,", "0,500GiB", "1234,567", "1,0000", "_24", "2__4"),
+    ],
 )
 def test_parse_bytes_names_what_it_cannot_read(text):
     with pytest.raises(CacheOptionError, match="device_memory must be"):
         parse_bytes("device_memory", text)
+
+
+def test_nothing_may_be_kept_free_in_any_unit():
+    for text in (0, "0", "0GiB", "0 B"):
+        assert parse_bytes("reserve", text, least=0) == 0
+        found = kv_hf.plan(SMALL["full"], caches=["dynamic"], reserve=text, weights=text)
+        assert found.reserve == found.weights == 0
+    with pytest.raises(CacheOptionError, match="reserve must be a size of at least 0 bytes"):
+        parse_bytes("reserve", -1, least=0)
 
 
 def test_parse_bandwidth_and_tokens():

@@ -6,13 +6,13 @@ from typing import Any
 
 from ..cache_names import cache_label, parse_cache_name
 from ..checks import check_int
-from ..config import CacheConfig
+from ..config import CacheConfig, check_option_names
 from ..errors import CacheOptionError
 from ..formats import IMPLEMENTATIONS
 from ..spec import MemoryReport
 from .inventory import Inventory
 from .predict import predict
-from .units import parse_bytes
+from .units import parse_bytes, parse_tokens
 
 DEFAULT_CACHES = (
     "dynamic",
@@ -22,6 +22,12 @@ DEFAULT_CACHES = (
 )
 PLANNED = ("dynamic", "static", *IMPLEMENTATIONS)
 NOT_PLANNED = {"offloaded": "the layer that is being computed"}
+# options that may be written with a unit
+PARSED = {
+    "device_bytes": parse_bytes,
+    "max_length": parse_tokens,
+    "reserve_tokens": parse_tokens,
+}
 FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
 
 
@@ -69,6 +75,7 @@ class Choice:
         if base == "static":
             length = options.pop("max_length", None)
             if length is not None:
+                length = parse_tokens("max_length", length) if isinstance(length, str) else length
                 check_int("max_length", length, 1)
             if not options:
                 return cls(given, base, length=length)
@@ -77,9 +84,10 @@ class Choice:
                 takes = "only max_length" if base == "static" else "no options"
                 raise CacheOptionError(f"cache {base!r} takes {takes}, got {given!r}")
             return cls(given, base)
-        if isinstance(options.get("device_bytes"), str):
-            options["device_bytes"] = parse_bytes("device_bytes", options["device_bytes"])
         both = {**(cache_config or {}), **options}
+        for name, parse in PARSED.items():
+            if isinstance(both.get(name), str):
+                both[name] = parse(name, both[name])
         return cls(cache_label(given), "paged", CacheConfig.from_options(base, both))
 
     def predict(
@@ -113,11 +121,19 @@ class Choice:
     def slope(self, inventory: Inventory) -> tuple[float, float]:
         """Return the bytes of one more token of one row in the long run, on the device and outside of it.
 
-        Pages only: block tables (4 bytes per page) are not counted.
+        Pages only: block tables (4 bytes per page) are not counted. A budget of an offload is taken to be used up: what
+        comes then lies outside.
         """
         grown = replace(self, length=None)
         if self.options is not None:
-            free = replace(self.options, max_length=None, max_pages=None, reserve_tokens=0)
+            free = replace(
+                self.options,
+                max_length=None,
+                max_pages=None,
+                reserve_tokens=0,
+                device_bytes=None,
+                device_pages=None,
+            )
             grown = replace(grown, options=free)
         widest = max((layer.window or 0 for layer in inventory.layers), default=0)
         pages = FAR_PAGES
@@ -131,6 +147,27 @@ class Choice:
         here = [report.total - report.tables for report in reports]
         outside = [report.offloaded for report in reports]
         return (here[1] - here[0]) / tokens, (outside[1] - outside[0]) / tokens
+
+
+def choices_of(
+    caches: Sequence[str | CacheConfig], cache_config: Mapping[str, Any] | None
+) -> list[Choice]:
+    """Return every cache of `caches` as `Choice.of` reads it.
+
+    Raises: CacheOptionError as that does, and for options in `cache_config` that no cache reads.
+    """
+    check_option_names(cache_config or {})
+    found = [Choice.of(given, cache_config) for given in caches]
+    read = any(
+        isinstance(given, str) and choice.kind == "paged"
+        for given, choice in zip(caches, found, strict=True)
+    )
+    if cache_config and not read:
+        raise CacheOptionError(
+            f"cache_config={dict(cache_config)} is for paged caches that are given by name, and caches has none; leave it "
+            "out, or put it into the CacheConfig"
+        )
+    return found
 
 
 def _label(options: CacheConfig) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -57,7 +58,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     found.add_argument("--reserve", metavar="SIZE", help="memory to keep free (default: none)")
     found.add_argument(
-        "--weights", metavar="SIZE", help="of all weights, for quantized checkpoints"
+        "--weights",
+        metavar="SIZE",
+        help="of all weights, for quantized checkpoints; 0 to leave them out",
     )
     found.add_argument(
         "--dtype",
@@ -75,7 +78,23 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "kv-hf memory") -> int:
-    """Plan and print; return the exit code: 0, or 2 for an error that says its reason."""
+    """Plan and print; return the exit code: 0, or 2 for an error that says its reason.
+
+    A reader that has seen enough (`| head`) is no error.
+    """
+    try:
+        code = _main(argv, prog)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is left in the buffer would fail again when the interpreter ends
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        return 0
+    return code
+
+
+def _main(argv: Sequence[str] | None, prog: str) -> int:
     asked = parser(prog)
     args = asked.parse_args(sys.argv[1:] if argv is None else list(argv))
     if args.list_devices:

@@ -54,6 +54,7 @@ DEVICES = {device.name: device for device in _LIST}
 
 
 def find_device(name: str) -> Device:
-    """Return the device called `name`. Raises CacheOptionError for a name that is not in DEVICES."""
-    check_choice("device", name, DEVICES)
-    return DEVICES[name]
+    """Return the device called `name`, in any case. Raises CacheOptionError for a name that is not in DEVICES."""
+    known = name.lower() if isinstance(name, str) else name
+    check_choice("device", known, DEVICES)
+    return DEVICES[known]

@@ -1,13 +1,15 @@
 """How much fits: the largest context, batch and number of resident tokens that a memory holds."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..errors import DeviceBudgetError, PagePoolExhaustedError
 from .choices import Choice
 from .inventory import Inventory
 
 MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
-MOST_ROWS = 1 << 16
+MOST_ROWS = 1 << 16  # larger batches are not searched
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Fit:
 
     Attributes:
         context: tokens of each row at the batch of the plan.
-        batch: rows at the context of the plan.
+        batch: rows at the context of the plan; None: MOST_ROWS or more.
         resident_tokens: tokens over all rows of the plan's batch, in whole pages: what an engine may admit.
     """
 
@@ -35,21 +37,28 @@ def find_fit(
 ) -> Fit:
     """Search what fits into `available` bytes, whatever the prompts; 0 where not even one token, row or page does.
 
-    Without prompts predictions are quick: with one, an offload is followed step by step up to the context.
+    What the cache itself would refuse, by max_pages or the budget of an offload, does not fit. Without prompts
+    predictions are quick: with one, an offload is followed step by step up to the context.
     """
     page, exact, bound = choice.page_size, choice.exact_tokens, choice.max_length
 
-    def of_context(tokens: int) -> int:
-        return choice.predict(inventory, [tokens] * batch).total
+    def cost(row_tokens: Sequence[int]) -> float:
+        try:
+            return choice.predict(inventory, row_tokens).total
+        except (DeviceBudgetError, PagePoolExhaustedError):
+            return math.inf
 
-    def of_batch(rows: int) -> int:
-        return choice.predict(inventory, [context] * rows).total
+    def of_context(tokens: int) -> float:
+        return cost([tokens] * batch)
 
-    def of_pages(pages: int) -> int:
+    def of_batch(rows: int) -> float:
+        return cost([context] * rows)
+
+    def of_pages(pages: int) -> float:
         each, more = divmod(pages, batch)
         counts = [each + 1] * more + [each] * (batch - more)
         tokens = [exact + count * page for count in counts]
-        return choice.predict(inventory, [count for count in tokens if count]).total
+        return cost([count for count in tokens if count])
 
     most_tokens = MOST_TOKENS if bound is None else bound
     most_pages = max(0, most_tokens - exact) // page * (1 if bound is None else batch)
@@ -74,7 +83,7 @@ def _times(pages: int | None, page_size: int) -> int | None:
 
 
 def largest_context(
-    cost: Callable[[int], int], limit: int, most: int, page_size: int, exact: int
+    cost: Callable[[int], float], limit: int, most: int, page_size: int, exact: int
 ) -> int | None:
     """Return `largest` of a cost that mostly changes where a row seals a page: first in pages, then in tokens."""
 
@@ -95,11 +104,11 @@ def largest_context(
     return end - 1 if more is None else first + more
 
 
-def largest(cost: Callable[[int], int], limit: int, most: int) -> int | None:
+def largest(cost: Callable[[int], float], limit: int, most: int) -> int | None:
     """Return the largest number of 1 to `most` with cost(number) <= limit: 0 if none, None if `most` still fits.
 
     `cost` must not fall. It is close to a line far out, so it is tried where a line would meet the limit; every third
-    try halves what is left.
+    try halves what is left. Where it is endless at the far end, every try does.
     """
     if most < 1:
         return 0
@@ -113,7 +122,7 @@ def largest(cost: Callable[[int], int], limit: int, most: int) -> int | None:
     while high - low > 1:
         turn += 1
         guess = (low + high) // 2
-        if turn % 3:
+        if turn % 3 and high_cost != math.inf:
             line = int((limit - low_cost) / (high_cost - low_cost) * (high - low))
             aside = max(
                 1, (high - low) >> 6
@@ -129,8 +138,8 @@ def largest(cost: Callable[[int], int], limit: int, most: int) -> int | None:
 
 
 def _too_much(
-    cost: Callable[[int], int], limit: int, most: int, low: int, low_cost: int
-) -> tuple[int | None, int]:
+    cost: Callable[[int], float], limit: int, most: int, low: int, low_cost: float
+) -> tuple[int | None, float]:
     """Return a number of at most `most` that costs more than `limit`, and its cost; (None, 0) where there is none."""
     guess, step = 1 << 10, 64
     while True:

@@ -11,7 +11,7 @@ from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, KVCacheError
 from ..spec import MemoryReport
-from .choices import DEFAULT_CACHES, Choice
+from .choices import DEFAULT_CACHES, Choice, choices_of
 from .devices import find_device
 from .fit import Fit, find_fit
 from .inventory import Inventory
@@ -21,6 +21,7 @@ from .source import load_inventory
 from .units import format_bytes, parse_bandwidth, parse_bytes, parse_tokens
 
 DEFAULT_CONTEXT = 8192
+MOST_BATCH = 1_000_000  # rows are listed one by one
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class CachePlan:
         ratio: bytes of a DynamicCache / `memory.total`.
         decode: bytes that a decode step reads.
         tokens_per_second: over all rows, at most; None without a bandwidth.
-        fit: what the memory behind the weights holds; None without `device_memory`.
-        fits: whether weights, reserve and cache go into the device's memory; None without `device_memory`.
+        fit: what the memory behind the weights holds; None without `device_memory` or where the weights are not known.
+        fits: whether weights, reserve and cache go into the device's memory; None where `fit` is.
     """
 
     cache: str
@@ -88,10 +89,10 @@ class Plan:
 
     @property
     def available(self) -> int | None:
-        """Bytes behind weights and reserve, below zero where these do not fit; None without `device_memory`."""
-        if self.device_memory is None:
+        """Bytes behind weights and reserve, below zero where these do not fit; None where one of them is not known."""
+        if self.device_memory is None or self.weights is None:
             return None
-        return self.device_memory - self.reserve - (self.weights or 0)
+        return self.device_memory - self.reserve - self.weights
 
     def row(self, cache: str) -> CachePlan:
         """Return the row of a cache by its name. Raises CacheOptionError for one that was not planned."""
@@ -140,24 +141,27 @@ def plan(
             Inventory.
         caches: names ("dynamic", "static", "offloaded", "paged_int4", "paged_int4:keys=int8,offload=cpu",
             "recipe:PATH") or CacheConfigs. None takes the common ones that the model can have.
-        batch: rows.
+        batch: rows, a million at most.
         context: tokens per row that the cache holds: a number or "128k" (128 * 1024). None takes 8,192, or what the
             model was made for if that is less.
         prompt: how many of them came in one prefill; None: the most that any prompt takes (with offload: all but one).
             What fits is for any prompt.
-        cache_config: options of all paged caches that are given by name.
+        cache_config: options of all paged caches that are given by name; there has to be one.
         device: a name of kv_hf.planner.devices, for `device_memory` and `bandwidth` that are not given.
         device_memory: bytes, "24GiB" or "24GB".
         bandwidth: of the device's memory: bytes per second or "3.35TB/s".
         host_bandwidth: of the way to pages outside of the device, for caches that offload.
         reserve: bytes to keep free of weights and caches (activations, the driver).
-        weights: bytes of the weights, where they are not one number of `dtype` each, as in quantized checkpoints.
+        weights: bytes of the weights, where they are not one number of `dtype` each, as in quantized checkpoints; 0 to
+            plan for the caches alone.
         dtype: of weights and cache; None takes the config's.
         kv_heads: of each layer, in place of the model's.
         tensor_parallel: devices that share every layer; all bytes are then those of one device.
     Raises: CacheOptionError for bad arguments, UnsupportedModelError for models without a cache that was asked for.
     """
     check_int("batch", batch, 1)
+    if batch > MOST_BATCH:
+        raise CacheOptionError(f"batch must be at most {MOST_BATCH:,} rows, got {batch:,}")
     whole = load_inventory(model, dtype=dtype, kv_heads=kv_heads)
     inventory, sharing = device_share(whole, tensor_parallel)
     notes = [*whole.notes, *sharing]
@@ -173,9 +177,11 @@ def plan(
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
     speed = None if bandwidth is None else parse_bandwidth("bandwidth", bandwidth)
     host = None if host_bandwidth is None else parse_bandwidth("host_bandwidth", host_bandwidth)
-    kept = 0 if reserve in (0, "0") else parse_bytes("reserve", reserve)
+    kept = parse_bytes("reserve", reserve, least=0)
     held = _weights(whole, weights, tensor_parallel, notes)
-    available = None if memory is None else memory - kept - (held or 0)
+    available = None if memory is None or held is None else memory - kept - held
+    if memory is not None and held is None:
+        notes.append("so what fits is not known either: give weights (0 to leave them out)")
     if memory is not None and available is not None and available <= 0:
         also = f" and the reserve of {format_bytes(kept)}" if kept else ""
         notes.append(
@@ -187,8 +193,13 @@ def plan(
         notes.append(
             "tokens/s leave out the way of pages from outside of the device (host_bandwidth)"
         )
+    if available is not None and any(row.outside_bytes_per_token for row in rows):
+        notes.append(
+            "what fits with an offload is what the device holds: the place outside of it is taken to be endless"
+        )
+    name = None if known is None else known.name
     return Plan(
-        whole, batch, context, prompt, tensor_parallel, held, device, memory, speed, host, kept, rows, tuple(notes)
+        whole, batch, context, prompt, tensor_parallel, held, name, memory, speed, host, kept, rows, tuple(notes)
     )  # fmt: skip
 
 
@@ -207,7 +218,7 @@ def _weights(
 ) -> int | None:
     """Return the bytes of the weights on one device."""
     if given is not None:
-        return -(-parse_bytes("weights", given) // degree)
+        return -(-parse_bytes("weights", given, least=0) // degree)
     if inventory.parameters is None:
         notes.append("the number of weights is not known: they are left out")
         return None
@@ -238,8 +249,7 @@ class _Planner:
             raise CacheOptionError(f"caches must be a sequence of names, got {caches!r}")
         dynamic = self._memory(Choice("dynamic", "dynamic")).total
         rows = []
-        for given in DEFAULT_CACHES if caches is None else caches:
-            choice = Choice.of(given, cache_config)
+        for choice in choices_of(DEFAULT_CACHES if caches is None else caches, cache_config):
             try:
                 rows.append(self._row(choice, dynamic))
             except KVCacheError as error:

@@ -74,6 +74,7 @@ def cache_read(
     """Return the bytes of a cache that a step reads, and how many of them lie outside of the device.
 
     A layer with a window reads the tokens in it. Sealed tokens are read as stored, with their scales; the others exact.
+    Of a static cache transformers reads all columns, those too that hold no token yet.
 
     Args:
         report: of the cache, for the part of its pages that lies outside.
@@ -83,16 +84,19 @@ def cache_read(
     if options is not None:
         groups = page_groups(inventory, layer_formats(inventory, options), dtype, ROWS)
         specs = {index: spec for group in groups.values() for index, spec in group.items()}
+    columns = context if choice.length is None else choice.length
     stored = exact = 0.0
     for index, layer in enumerate(inventory.layers):
-        tokens = context if layer.window is None else min(context, layer.window)
+        tokens = columns if layer.window is None else min(columns, layer.window)
         plain = tokens
         if options is not None and index in specs:
             plain = min(tokens, row_sizes(options, layer.window).exact(context))
             per_token = specs[index].page_bytes / options.page_size
             stored += layer.readers * (tokens - plain) * per_token
         exact += layer.readers * plain * layer.elements * dtype.itemsize
-        exact += layer.readers * context * index_bytes(layer, dtype) + state_bytes(layer, 1, dtype)
+        positions = index_bytes(layer, dtype) - layer.index_bytes(dtype)  # these grow in any cache
+        index = columns * layer.index_bytes(dtype) + context * positions
+        exact += layer.readers * index + state_bytes(layer, 1, dtype)
     pages = report.payload + report.scales + report.offloaded
     outside = stored * report.offloaded / pages if pages else 0.0
     return round((stored + exact) * batch), round(outside * batch)

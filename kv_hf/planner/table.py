@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from .fit import MOST_ROWS
 from .inventory import CachedLayer, Inventory
 from .plan import CachePlan, Plan
 from .units import format_bandwidth, format_bytes, format_count
@@ -87,7 +88,7 @@ def columns(plan: Plan) -> tuple[Columns, Columns]:
     if plan.weights is not None:
         held.append(("with weights", [format_bytes(plan.weights + row.total) for row in rows]))
     more: Columns = []
-    if plan.device_memory is not None:
+    if plan.available is not None:
         held.append(("fits", ["yes" if row.fits else "no" for row in rows]))
         more = [
             ("context", [_limit(plan, row, "context") for row in rows]),
@@ -116,7 +117,7 @@ def _widths(table: Columns) -> list[int]:
 def legend(plan: Plan) -> list[str]:
     """Return what headings mean, for those that are there."""
     lines = []
-    if plan.device_memory is not None:
+    if plan.available is not None:
         lines.append(
             f"context: the largest at batch {plan.batch:,}; batch: the largest at context {plan.context:,}; resident: tokens "
             f"over {plan.batch:,} row{'s' * (plan.batch > 1)}, in whole pages"
@@ -191,7 +192,7 @@ def _limit(plan: Plan, row: CachePlan, what: str) -> str:
     assert row.fit is not None
     found = getattr(row.fit, what)
     if found is None:
-        return NO_LIMIT
+        return f"{MOST_ROWS:,}+" if what == "batch" else NO_LIMIT
     most = plan.inventory.max_positions
     return f"{found:,}" + "*" * (what == "context" and most is not None and found > most)
 

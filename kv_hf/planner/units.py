@@ -11,16 +11,21 @@ BYTE_UNITS = {
     **{f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")},
 }
 TOKEN_UNITS = {"": 1, "k": 1024, "M": 1024**2}
-_NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)")
+# a comma stands between groups of three digits only: the decimal comma of 1,5GiB is refused
+_WHOLE = "(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*)"
+_NUMBER = re.compile(rf"({_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")
 
 
-def parse_bytes(argument: str, given: str | int) -> int:
-    """Return the bytes of "24GiB" (1024**3), "24GB" (1000**3) or a plain number.
+def parse_bytes(argument: str, given: str | int, least: int = 1) -> int:
+    """Return the bytes of "24GiB" (1024**3), "24GB" (1000**3) or a plain number: `least` (0 or 1) of them or more.
 
     Raises: CacheOptionError naming `argument` for anything else, such as "24G", which both could be meant by.
     """
-    rule = "a size of at least 1 byte such as 24GiB (1024**3), 24GB (1000**3), 512MiB or a number of bytes"
-    return _parse(argument, given, {"": 1, **BYTE_UNITS}, rule)
+    rule = (
+        f"a size of at least {least} byte{'s' * (least != 1)} such as 24GiB (1024**3), 24GB (1000**3), 512MiB or a number "
+        "of bytes"
+    )
+    return _parse(argument, given, {"": 1, **BYTE_UNITS}, rule, least=least)
 
 
 def parse_bandwidth(argument: str, given: str | int) -> int:
@@ -43,7 +48,12 @@ def parse_tokens(argument: str, given: str | int) -> int:
 
 
 def _parse(
-    argument: str, given: str | int, units: dict[str, int], rule: str, text: str | int | None = None
+    argument: str,
+    given: str | int,
+    units: dict[str, int],
+    rule: str,
+    text: str | int | None = None,
+    least: int = 1,
 ) -> int:
     text = given if text is None else text
     if isinstance(text, int) and not isinstance(text, bool):
@@ -53,7 +63,7 @@ def _parse(
         if found is None or found[2] not in units:
             raise CacheOptionError(f"{argument} must be {rule}, got {given!r}")
         result = Decimal(re.sub("[_,]", "", found[1])) * units[found[2]]
-    if result < 1 or result != result.to_integral_value():
+    if result < least or result != result.to_integral_value():
         raise CacheOptionError(f"{argument} must be {rule}, got {given!r}")
     return int(result)
 

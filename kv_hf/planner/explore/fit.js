@@ -4,7 +4,7 @@
 const Fit = (() => {
   const { ITEM_BYTES, elements, indexerBytes, isPageable, layerPage, loadOf, predict, rowPages, runsOf, stateBytes } = Planner;
   const MOST_TOKENS = 2 ** 30; // what still fits at this size has no limit
-  const MOST_ROWS = 2 ** 16;
+  const MOST_ROWS = 2 ** 16; // larger batches are not searched
   const FAR_PAGES = 2 ** 13;
 
   /* Return the bytes of the weights on one of `devices` devices that share the model, or null where nobody knows them. */
@@ -118,5 +118,5 @@ const Fit = (() => {
     };
   }
 
-  return { bytesPerToken, cacheRead, find, largest, plan, weightBytes, weightsRead };
+  return { MOST_ROWS, bytesPerToken, cacheRead, find, largest, plan, weightBytes, weightsRead };
 })();

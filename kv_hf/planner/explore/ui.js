@@ -113,6 +113,7 @@
     const hasLoss = Model.hasKeys(whole);
     if (hasLoss) head.push("KL, measured");
     const limit = (n) => (n === null ? "no limit" : Words.count(n));
+    const mostRows = (n) => (n === null ? `${Words.count(Fit.MOST_ROWS)}+` : Words.count(n));
     const rows = caches.map((one) => {
       if (one.error) return Object.assign([labelled(one), make("span", { class: "faint", text: one.error })], { kind: one.id });
       const { plan } = one;
@@ -120,7 +121,7 @@
       if (!plan.fits && limitOf(false) > 0) total.push(make("small", { class: "over", text: "too much" }));
       const speed = plan.tokensPerSecond === null ? "–" : Words.speed(plan.tokensPerSecond);
       return Object.assign([
-        labelled(one), size(plan.perToken), total, Words.ratio(plan.ratio), limit(plan.context), limit(plan.batch),
+        labelled(one), size(plan.perToken), total, Words.ratio(plan.ratio), limit(plan.context), mostRows(plan.batch),
         limit(plan.resident), speed, ...(hasLoss ? [Accuracy.lossOf(one, data)] : []),
       ], { kind: one.id });
     });

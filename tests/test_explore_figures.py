@@ -118,7 +118,7 @@ def test_reports_equal_the_planners(evaluate):
         case = plain_case(rng, KINDS[index % len(KINDS)])
         kinds = random_kinds(rng)
         longest = max(tokens for tokens, _ in kinds)
-        prompt = rng.choice((None, rng.randint(1, longest)))
+        prompt = rng.choice((None, longest, rng.randint(1, longest)))
         cases.append({**case, "kinds": kinds, "prompt": prompt})
     found = evaluate(REPORTS_SCRIPT, cases)
     assert len(found) == REPORTS

@@ -216,10 +216,10 @@ def _weights(
     """Return the bytes of the weights on one device."""
     if given is not None:
         return -(-parse_bytes("weights", given) // degree)
-    if inventory.parameters is None:
+    if inventory.stored_bytes is None:
         notes.append("the number of weights is not known: they are left out")
         return None
-    return -(-inventory.parameters * inventory.torch_dtype.itemsize // degree)
+    return -(-inventory.stored_bytes // degree)
 
 
 @dataclass(frozen=True)

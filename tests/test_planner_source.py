@@ -87,7 +87,8 @@ def test_every_preset_carries_what_its_config_says(name):
 @pytest.mark.parametrize("name", presets.preset_names())
 def test_presets_are_complete(name):
     preset = presets.read_preset(name)
-    assert set(preset) == {"name", "model", "source", "config", "inventory"}
+    assert set(preset) - {"notes"} == {"name", "model", "source", "config", "inventory"}
+    assert set(preset.get("notes", ())) <= set(preset["inventory"]["notes"])
     assert preset["name"] == name
     inventory = Inventory.from_dict(preset["inventory"])
     assert inventory.name == name

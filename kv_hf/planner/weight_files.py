@@ -42,9 +42,8 @@ def read_weights(folder: Path) -> StoredWeights | None:
         if paths and all(path.is_file() for path in paths):
             return _sum([entry for path in paths for entry in _entries(path)])
         total = index["metadata"]
-        found = StoredWeights(
-            *map(_whole, (total.get("total_parameters"), total.get("total_size")))
-        )
+        numbers, nbytes = (_whole(total.get(name)) for name in ("total_parameters", "total_size"))
+        found = StoredWeights(numbers, nbytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return None if found.numbers is found.nbytes is None else found

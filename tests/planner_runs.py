@@ -6,7 +6,7 @@ from tiny_models import left_padded
 from transformers import DynamicCache, StaticCache
 
 import kv_hf
-from kv_hf.evaluation.cache_parts import PARTS, cache_parts
+from kv_hf.evaluation.cache_parts import PARTS, cache_parts, kept_bytes, leaves
 from kv_hf.planner.predict import predict
 from kv_hf.spec import LANES
 
@@ -34,13 +34,24 @@ def parts_of(report):
     return {part: getattr(report, part) for part in PARTS}
 
 
+def stored_parts(cache):
+    """Bytes of the memory that tensors of a cache of transformers keep alive, views or not."""
+    found = dict.fromkeys(PARTS, 0)
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            part = "payload" if name in ("keys", "values") else "other"
+            found[part] += sum(tensor.untyped_storage().nbytes() for _, tensor in leaves(value))
+    assert sum(found.values()) == kept_bytes(cache)  # no memory is shared
+    return found
+
+
 def check_transformers_caches(model, lengths, new):
     """Check DynamicCache and StaticCache; return an inventory of the first."""
     rows = rows_behind(lengths, new)
     cache = generated(model, DynamicCache(config=model.config), lengths, new)
     inventory = inventory_of(model, cache)
-    found = predict(inventory, "dynamic", row_tokens=rows)
-    assert parts_of(found) == cache_parts(cache, CPU)
+    found = predict(inventory, "dynamic", row_tokens=rows, prompt=max(lengths))
+    assert parts_of(found) == stored_parts(cache)
     assert found.tokens == sum(rows)
     room = max(lengths) + new + ROOM
     cache = generated(model, StaticCache(config=model.config, max_cache_len=room), lengths, new)

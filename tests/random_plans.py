@@ -37,6 +37,7 @@ def random_inventory(rng: random.Random, kind: str, most_layers: int = 6) -> Inv
         experts_per_token=rng.randint(1, 4) if experts else 0,
         max_positions=rng.choice((None, 4096)),
         source="random",
+        weight_bytes=rng.choice((None, None, rng.randrange(10**6, 10**9))),
     )
 
 

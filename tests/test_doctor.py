@@ -121,6 +121,16 @@ def test_doctor_says_how_each_layer_of_a_model_would_be_cached(capsys, tmp_path)
     assert "absent" in capsys.readouterr().err
 
 
+def test_doctor_knows_presets_and_keeps_columns_apart(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["doctor", "--quick", "--device", "cpu", "--model", "gemma-3-4b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Pages on cpu: bfloat16, head_dim 256, page_size 64" in lines
+    assert "  0-4, 6-10, 12-16, 18-22, 24-28, 30-33 paged, sliding window of 1024" in lines
+    assert "CUDA_VISIBLE_DEVICES " in lines
+
+
 def test_doctor_takes_the_sizes_of_the_model(capsys, tmp_path):
     from transformers import LlamaConfig
 

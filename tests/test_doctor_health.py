@@ -237,6 +237,7 @@ def test_a_bad_isa_variable_is_broken(monkeypatch):
     monkeypatch.setattr(library, "_loaded", library._loaded.__wrapped__)
     found = health.check_c_kernel()
     assert found.status == "broken" and "KV_HF_ISA must be between" in found.detail
+    assert "(0 portable C" in found.detail
 
 
 def test_a_gpu_without_triton_is_broken(monkeypatch):
@@ -281,6 +282,18 @@ def test_environment_holds_what_a_bug_report_needs(monkeypatch, tmp_path):
     assert all(found[name] for name in (*names, "triton", "cpu", "C kernel"))
     assert found["KV_HF_HOME"] == f"{tmp_path / 'home'}, not made yet"
     assert found["KV_HF_SOMETHING"] == "7"
+    (tmp_path / "file").touch()
+    for value, reason in (
+        ("file", "which is no folder"),
+        ("file/sub", f"which cannot be made: {tmp_path / 'file'} is no folder"),
+    ):
+        monkeypatch.setenv("KV_HF_HOME", str(tmp_path / value))
+        assert dict(environment())["KV_HF_HOME"] == f"{tmp_path / value}, {reason}"
+        assert health.check_home().status == "warning" and reason in health.check_home().detail
+    monkeypatch.setenv("KV_HF_HOME", "/proc/nope")
+    assert health.check_home().status == "warning"
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path / "home"))
+    assert health.check_home().status == "ok" and not (tmp_path / "home").exists()
     assert found["python"].startswith(".".join(map(str, sys.version_info[:3])))
 
 

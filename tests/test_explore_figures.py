@@ -118,7 +118,7 @@ def test_reports_equal_the_planners(evaluate):
         case = plain_case(rng, KINDS[index % len(KINDS)])
         kinds = random_kinds(rng)
         longest = max(tokens for tokens, _ in kinds)
-        prompt = rng.choice((None, rng.randint(1, longest)))
+        prompt = rng.choice((None, longest, rng.randint(1, longest)))
         cases.append({**case, "kinds": kinds, "prompt": prompt})
     found = evaluate(REPORTS_SCRIPT, cases)
     assert len(found) == REPORTS
@@ -150,7 +150,9 @@ def test_fits_and_bounds_equal_the_planners(evaluate):
     for index in range(FITS):
         load = {"rows": rng.choice((1, 3, 32)), "tokens": rng.choice((20, 130, 2000))}
         case = plain_case(rng, KINDS[index % len(KINDS)], most_layers=1)
-        weights = (case["inventory"]["parameters"] or 0) * 4 // case["degree"]
+        own = case["inventory"]
+        weights = own.get("weight_bytes") or (own["parameters"] or 0) * 4
+        weights //= case["degree"]
         more = {"memory": weights + rng.choice((-1, 10**5, 10**7, 10**8)), "bandwidth": 3.35e12}
         cases.append({**case, "load": load, **more})
     compared = 0
@@ -172,8 +174,8 @@ def test_fits_and_bounds_equal_the_planners(evaluate):
             continue
         compared += 1
         weights = None
-        if whole.parameters is not None:
-            weights = -(-whole.parameters * whole.torch_dtype.itemsize // case["degree"])
+        if whole.stored_bytes is not None:
+            weights = -(-whole.stored_bytes // case["degree"])
         assert ours["weights"] == weights, what
         plan, free = ours["plan"], case["memory"] - (weights or 0)
         fit = find_fit(choice, inventory, free, batch=rows, context=tokens)

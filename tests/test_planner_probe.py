@@ -22,7 +22,7 @@ import kv_hf
 from kv_hf.planner.fields import inventory_of_fields
 from kv_hf.planner.inventory import Inventory
 from kv_hf.planner.meta_model import model_kind
-from kv_hf.planner.probe import probe
+from kv_hf.planner.probe import ENCODERS, probe
 
 ROWS, PROMPT = 3, 9
 PLAIN = [("plain", family) for family in tiny_models.FAMILIES]
@@ -300,6 +300,8 @@ def test_default_configs_of_all_decoders():
         except Exception as error:  # some defaults are not valid themselves
             found[kind], reasons[kind] = "no config", str(error)
             continue
+        if kind in ENCODERS:
+            config.is_decoder = True
         try:
             planned = look(config, name=kind)
             found[kind] = planned.how

@@ -87,7 +87,8 @@ def test_every_preset_carries_what_its_config_says(name):
 @pytest.mark.parametrize("name", presets.preset_names())
 def test_presets_are_complete(name):
     preset = presets.read_preset(name)
-    assert set(preset) == {"name", "model", "source", "config", "inventory"}
+    assert set(preset) - {"notes"} == {"name", "model", "source", "config", "inventory"}
+    assert set(preset.get("notes", ())) <= set(preset["inventory"]["notes"])
     assert preset["name"] == name
     inventory = Inventory.from_dict(preset["inventory"])
     assert inventory.name == name
@@ -137,7 +138,7 @@ def test_presets_are_found_in_any_case_and_wrong_names_get_near_ones():
     assert load_inventory("Llama-3.1-8B") == load_inventory("llama-3.1-8b")
     with pytest.raises(PlanError, match=r"did you mean .*llama-3\.1-8b"):
         load_inventory("llama-3.1-8")
-    with pytest.raises(PlanError, match="no preset 'x'; presets are bamba-9b, "):
+    with pytest.raises(PlanError, match="no preset 'x'; .*--list-presets. lists"):
         presets.read_preset("x")
 
 
@@ -260,9 +261,87 @@ def test_kv_heads_of_unknown_models(tmp_path):
         load_inventory(folder, kv_heads=3)
 
 
+ASSUMED = "its config names no dtype: weights and cache are taken to be bfloat16"
+
+
 def test_a_config_without_a_dtype_is_taken_to_be_bfloat16(caplog):
-    assert load_inventory(tiny_models.make_config("llama")).dtype == "bfloat16"
-    assert "names no dtype; weights and cache are taken to be bfloat16" in caplog.text
+    found = load_inventory(tiny_models.make_config("llama"))
+    assert found.dtype == "bfloat16" and found.notes == (ASSUMED,)
+    assert load_inventory(tiny_models.make_config("llama", dtype="float32")).notes == ()
+    assert "deprecated" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "brand_new"])
+def test_a_dtype_that_the_config_lacks_is_that_of_the_files(tmp_path, kind):
+    config = {**NAMES, "model_type": kind, "intermediate_size": 64, "vocab_size": 99}
+    del config["dtype"]
+    folder = write(tmp_path / "new", config)
+    assert load_inventory(folder).dtype == "bfloat16"
+    assert ASSUMED in load_inventory(folder).notes
+    tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.float16)}
+    save_file(tensors, folder / "model.safetensors")
+    found = load_inventory(folder)
+    assert found.dtype == "float32"
+    assert "its config names no dtype: float32 is that of its files" in found.notes
+    assert ASSUMED not in found.notes
+    assert load_inventory(folder, dtype="float16").dtype == "float16"
+
+
+@pytest.mark.parametrize("kind", ["llama", "brand_new"])
+def test_bytes_of_quantized_files_are_counted(tmp_path, kind):
+    config = {**NAMES, "model_type": kind, "intermediate_size": 64, "vocab_size": 99}
+    config["quantization_config"] = {"quant_method": "gptq"}
+    folder = write(tmp_path / "new", config)
+    save_file({"a": torch.zeros(9, dtype=torch.int32)}, folder / "model-1.safetensors")
+    save_file({"b": torch.zeros(7, dtype=torch.float16)}, folder / "model-2.safetensors")
+    save_file({"a": torch.zeros(9)}, folder / "consolidated.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = load_inventory(folder)
+    assert found.stored_bytes == 9 * 4 + 7 * 2
+    assert Inventory.from_dict(found.as_dict()) == found
+    assert "its weights are stored as gptq: the 50 bytes of its files are counted" in found.notes
+    assert kv_hf.plan(found, caches=["dynamic"], tensor_parallel=2).weights == 25
+    # with other heads these are not the weights
+    assert load_inventory(folder, kv_heads=2).weight_bytes is None
+    del config["quantization_config"]
+    found = load_inventory(write(folder, config))
+    assert found.stored_bytes == (50 if kind == "brand_new" else found.parameters * 2)
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path):
+    for kind in ("llama", "brand_new"):
+        folder = write(tmp_path / kind, {**NAMES, "model_type": kind, "num_key_value_heads": 3})
+        with pytest.raises(PlanError, match="3 key/value heads do not divide the 4 query heads"):
+            load_inventory(folder)
+
+
+def test_encoders_are_refused(tmp_path):
+    folder = write(tmp_path / "bert", {"model_type": "bert", "num_hidden_layers": 1})
+    with pytest.raises(kv_hf.UnsupportedModelError, match="is an encoder"):
+        load_inventory(folder)
+    write(folder, {"model_type": "bert", "num_hidden_layers": 1, "is_decoder": True})
+    assert len(load_inventory(folder).layers) == 1
+
+
+def test_what_hides_a_preset_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError, match="model must be .*, got an empty name"):
+        load_inventory("")
+    (tmp_path / "gpt2").touch()
+    with pytest.raises(PlanError, match="cannot be read as JSON.*this file hides the preset gpt2"):
+        load_inventory("gpt2")
+    folder = tmp_path / "meta-llama" / "Llama-3.1-8B"
+    folder.mkdir(parents=True)
+    with pytest.raises(PlanError, match="no config.json; this folder hides the preset llama-3.1"):
+        load_inventory("meta-llama/Llama-3.1-8B")
+    write(folder, NAMES)
+    found = load_inventory("meta-llama/Llama-3.1-8B")
+    assert found.notes[-1].endswith("was read from here, not the preset llama-3.1-8b")
+    assert load_inventory(folder).notes == found.notes[:-1]
+    with pytest.raises(PlanError, match="there is no file or folder.*--list-presets") as caught:
+        load_inventory("./zzzzzz")
+    assert len(str(caught.value)) < 120
 
 
 def layer(**given):

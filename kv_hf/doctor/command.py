@@ -29,7 +29,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--head-dim", type=int, help="default: --model's, else 128")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--model", help="folder or hub name: say how each layer would be cached")
+    parser.add_argument(
+        "--model",
+        help="folder, preset (kv-hf memory --list-presets) or hub name: say how each layer would be cached",
+    )
     parser.add_argument(
         "--no-self-test", "--quick", action="store_true", help="run no kernels and no model"
     )

@@ -8,7 +8,7 @@ import torch
 from ..errors import CacheOptionError
 from .environment import environment
 from .findings import BROKEN, Finding
-from .health import check_c_kernel, check_device, check_requirements
+from .health import check_c_kernel, check_device, check_home, check_requirements
 from .kernels import FormatReport, report_formats
 from .layers import report_model, sizes_of
 from .seams import check_seams, check_version
@@ -23,7 +23,7 @@ class Subject:
         device, dtype, page_size: of the pages.
         head_dim: channels of a head.
         latent: (kv_lora_rank, qk_rope_head_dim) of a model with latent attention, or None.
-        model: folder or name of the model, or None.
+        model: folder, preset or name of the model, or None.
     """
 
     device: torch.device
@@ -68,7 +68,7 @@ class Diagnosis:
         environment: (what, found) for bug reports.
         formats: the kernel of every format.
         layers: (layers, how they are cached) of the model, where one is named.
-        health: requirements, the C kernel and the device.
+        health: requirements, the C kernel, kv_hf's folder and the device.
         seams: the version of transformers and its seams.
         self_test: its results, or None where it was left out.
     """
@@ -128,7 +128,7 @@ def examine(subject: Subject) -> Diagnosis:
         subject.device, subject.dtype, subject.head_dim, subject.page_size, subject.latent
     )
     layers = report_model(subject.model) if subject.model is not None else []
-    health = [*check_requirements(), check_c_kernel(), check_device(subject.device)]
+    health = [*check_requirements(), check_c_kernel(), check_home(), check_device(subject.device)]
     seams = [check_version(), *check_seams()]
     return Diagnosis(subject, environment(), formats, layers, health, seams, None)
 

@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -102,7 +103,24 @@ def _driver() -> str | None:
 def _home() -> str:
     at = home()
     how = "" if "KV_HF_HOME" in os.environ else " (the default)"
-    return f"{at}{how}" + ("" if at.is_dir() else ", not made yet")
+    state = home_problem() or ("" if at.is_dir() else "not made yet")
+    return f"{at}{how}" + (state and f", {state}")
+
+
+def home_problem() -> str | None:
+    """Return why nothing can be kept in kv_hf's folder, or None. A folder is made in it, or in its place, and removed."""
+    at = home()
+    there = next((part for part in (at, *at.parents) if os.path.lexists(part)), Path())
+    if not there.is_dir():
+        return (
+            "which is no folder" if there == at else f"which cannot be made: {there} is no folder"
+        )
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            return None
+    except OSError as error:
+        what = "written to" if there == at else "made"
+        return f"which cannot be {what}: {error.strerror or error} ({there})"
 
 
 def _variables() -> list[tuple[str, str]]:

@@ -6,9 +6,11 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import torch
 from packaging.requirements import Requirement
 
+from ..home import home
 from ..kernels.choice import why_not
 from ..kernels.cpu import library
-from .findings import BROKEN, NOTE, OK, Finding
+from .environment import home_problem
+from .findings import BROKEN, NOTE, OK, WARNING, Finding
 from .kernels import spec_of
 
 OPTIONAL = ("triton", "accelerate")  # of the extras: what kv_hf itself uses where it is there
@@ -51,6 +53,14 @@ def check_c_kernel() -> Finding:
     turned_off = os.environ.get(library.ISA_VARIABLE) == "none"
     status = NOTE if turned_off or not library.compiled_files() else BROKEN
     return Finding("C kernel", status, reason)
+
+
+def check_home() -> Finding:
+    """Say whether what is made once can be kept: converted models, texts sampled from models."""
+    reason = home_problem()
+    if reason is None:
+        return Finding("KV_HF_HOME", OK, "can be written to")
+    return Finding("KV_HF_HOME", WARNING, f"{home()}, {reason}: nothing that is made once is kept")
 
 
 def check_device(device: torch.device) -> Finding:

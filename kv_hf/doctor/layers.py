@@ -1,5 +1,6 @@
 """How each layer of a model would be cached, from its config alone."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError
+from ..planner.meta_model import quiet
+from ..planner.presets import is_preset, read_preset
 
 
 def sizes_of(name: str) -> dict[str, Any]:
@@ -27,6 +30,15 @@ def sizes_of(name: str) -> dict[str, Any]:
 
 
 def _config(name: str) -> Any:
+    if is_preset(name) and not Path(name).exists():
+        given = dict(read_preset(name)["config"])
+        kind = given["model_type"]
+        if kind not in transformers.CONFIG_MAPPING:
+            raise CacheOptionError(
+                f"model {name!r}: transformers {transformers.__version__} has no {kind}"
+            )
+        with quiet():
+            return transformers.CONFIG_MAPPING[kind].from_dict(given)
     try:
         return transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -37,7 +49,7 @@ def report_model(name: str) -> list[tuple[str, str]]:
     """Return (layers, how they would be cached and why) for a model, from its config alone.
 
     Args:
-        name: a folder, or the name of a model on the hub.
+        name: a folder, a preset of the planner, or the name of a model on the hub.
     Raises: CacheOptionError where there is no such config; UnsupportedModelError for a model without paged layers.
     """
     config = _config(name)

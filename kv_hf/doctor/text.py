@@ -13,7 +13,7 @@ from .trials import Trial
 def described(diagnosis: Diagnosis, verbose: bool = False) -> Iterator[str]:
     """Yield the lines of all sections but the self-test; seams that are as tested are counted, or listed if `verbose`."""
     for what, found in diagnosis.environment:
-        yield f"{what:<16}{found}"
+        yield f"{what:<15} {found}"
     yield ""
     yield "Installation:"
     yield from _findings(diagnosis.health)
@@ -32,7 +32,7 @@ def described(diagnosis: Diagnosis, verbose: bool = False) -> Iterator[str]:
         yield ""
         yield f"Layers of {subject.model}:"
         for layers, how in diagnosis.layers:
-            yield f"  {layers:<14}{how}"
+            yield f"  {layers:<13} {how}"
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
@@ -51,7 +51,7 @@ def _seams(findings: Sequence[Finding], verbose: bool) -> Iterator[str]:
 def _formats(reports: Sequence[FormatReport]) -> Iterator[str]:
     for report in reports:
         name = f"paged_{report.format}" if report.format in FORMAT_NAMES else report.format
-        yield f"  {name:<14}{report.kernel or 'none'}"
+        yield f"  {name:<13} {report.kernel or 'none'}"
     yield ""
     yield "Why not another kernel:"
     for name in {name: None for report in reports for name, _ in report.others}:
@@ -62,7 +62,7 @@ def _formats(reports: Sequence[FormatReport]) -> Iterator[str]:
             if other == name
         }
         for reason in reasons:
-            yield f"  {name:<14}{reason}"
+            yield f"  {name:<13} {reason}"
 
 
 def tested(result: SelfTest) -> Iterator[str]:

@@ -38,20 +38,41 @@ def check_classes(inventory: Inventory) -> None:
             )
 
 
-def growing(inventory: Inventory, row_tokens: Sequence[int], dtype: torch.dtype) -> Figures:
-    """Return what a DynamicCache of rows of these tokens takes."""
+def growing(
+    inventory: Inventory, row_tokens: Sequence[int], prompt: int | None, dtype: torch.dtype
+) -> Figures:
+    """Return what a DynamicCache of rows of these tokens keeps alive.
+
+    Args:
+        prompt: tokens of the longest row that came in the first forward, the others one by one; None: not all of them.
+    """
     check_classes(inventory)
     total = Figures(replace(EMPTY, tokens=sum(row_tokens)))
     for layer, count in Counter(inventory.layers).items():
-        total += growing_layer(layer, row_tokens, dtype).times(count)
+        columns = stored_columns(layer, max(row_tokens, default=0), prompt)
+        total += growing_layer(layer, row_tokens, columns, dtype).times(count)
     return total
 
 
-def growing_layer(layer: CachedLayer, row_tokens: Sequence[int], dtype: torch.dtype) -> Figures:
-    """Return what a layer of a DynamicCache takes; rows are as long as the longest, padded on the left."""
+def behind_prefill(inventory: Inventory, row_tokens: Sequence[int], dtype: torch.dtype) -> int:
+    """Return how many bytes more a DynamicCache keeps alive right behind a prefill than behind a decode step."""
+    before, after = (
+        growing(inventory, row_tokens, prompt, dtype).report.total
+        for prompt in (max(row_tokens, default=0), None)
+    )
+    return before - after
+
+
+def growing_layer(
+    layer: CachedLayer, row_tokens: Sequence[int], held: int, dtype: torch.dtype
+) -> Figures:
+    """Return what a layer of a DynamicCache takes; rows are as long as the longest, padded on the left.
+
+    Args:
+        held: columns of keys and values that count: `stored_columns` or `kept_columns`.
+    """
     rows, columns = len(row_tokens), max(row_tokens, default=0)
     per_token, per_index = layer.elements * dtype.itemsize, index_bytes(layer, dtype)
-    held = kept_columns(layer, columns)
     other = rows * columns * per_index + state_bytes(layer, rows, dtype)
     if layer.cache_class in SLIDING:
         other += COUNTER  # its window, as a tensor
@@ -71,6 +92,17 @@ def kept_columns(layer: CachedLayer, columns: int) -> int:
     if layer.window is None or layer.window == 1:  # [-window + 1 :] of a window of 1 is all of it
         return columns
     return min(columns, layer.window - 1)
+
+
+def stored_columns(layer: CachedLayer, columns: int, prompt: int | None) -> int:
+    """Return the columns whose memory a growing layer of `columns` keeps alive.
+
+    A sliding layer keeps a view of all that its last forward saw: of the whole prompt right behind a prefill, of
+    `window` columns behind a decode step.
+    """
+    if layer.window is None or layer.window == 1 or prompt == columns:
+        return columns
+    return min(columns, layer.window)
 
 
 def state_bytes(layer: CachedLayer, rows: int, dtype: torch.dtype) -> int:

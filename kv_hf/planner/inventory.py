@@ -86,6 +86,7 @@ class Inventory:
         max_positions: the context that the model was made for, None where its config does not say.
         source: where these figures come from: a folder, a hub id, a preset's source.
         how: "meta" when the model's own code was run without weights, "fields" when only names of a config were read.
+        weight_bytes: of the checkpoint, where that is not one number of `dtype` for each of `parameters` (quantized).
         notes: what a reader of these figures has to know beside them, as sentences.
     """
 
@@ -100,6 +101,7 @@ class Inventory:
     max_positions: int | None = None
     source: str = ""
     how: str = "meta"
+    weight_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -108,6 +110,13 @@ class Inventory:
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of the weights, None where they are not known."""
+        if self.weight_bytes is not None or self.parameters is None:
+            return self.weight_bytes
+        return self.parameters * self.torch_dtype.itemsize
 
     def with_note(self, *notes: str) -> "Inventory":
         """Return a copy with more notes."""
@@ -124,7 +133,10 @@ class Inventory:
                     for state in layer.states
                 ]
             runs.append({"count": len(list(group)), **given})
-        return {**asdict(replace(self, layers=())), "layers": runs, "notes": list(self.notes)}
+        found = {**asdict(replace(self, layers=())), "layers": runs, "notes": list(self.notes)}
+        if self.weight_bytes is None:
+            del found["weight_bytes"]
+        return found
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Inventory":

@@ -13,7 +13,7 @@ from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..row_pages import RowPages, page_use, reserved_pages
 from ..spec import PageSpec, counted, pages_report
 from .figures import EMPTY, Figures
-from .growing import check_classes, growing_layer
+from .growing import check_classes, growing_layer, kept_columns
 from .inventory import CachedLayer, Inventory
 
 Groups = dict[int | None, dict[int, PageSpec]]
@@ -164,7 +164,9 @@ def beside_pages(
 ) -> Figures:
     """Return what a layer holds that is in no page: indexer keys, or all of it where transformers keeps it."""
     if not pageable:
-        kept = growing_layer(layer, row_tokens, dtype)
+        # as cache.memory() counts it: the tensors, not what they are views of
+        columns = kept_columns(layer, max(row_tokens, default=0))
+        kept = growing_layer(layer, row_tokens, columns, dtype)
         return Figures(replace(EMPTY, other=kept.report.total), kept.waste)
     room = index_room(max(row_tokens, default=0), prompt)
     per_token = layer.index_bytes(dtype)

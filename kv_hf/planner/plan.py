@@ -14,6 +14,7 @@ from ..spec import MemoryReport
 from .choices import DEFAULT_CACHES, Choice, choices_of
 from .devices import find_device
 from .fit import Fit, find_fit
+from .growing import behind_prefill
 from .inventory import Inventory
 from .roofline import Decode, cache_read, weights_read
 from .shares import device_share
@@ -189,6 +190,13 @@ def plan(
         )
     planner = _Planner(inventory, batch, context, prompt, held, available, speed, host)
     rows = planner.rows(caches, cache_config, notes)
+    if prompt is None and any(row.cache == "dynamic" for row in rows):
+        more = behind_prefill(inventory, [context] * batch, inventory.torch_dtype)
+        if more:
+            notes.append(
+                "dynamic: right behind a prefill transformers' sliding layers keep the whole prompt alive (up to "
+                f"{format_bytes(more)} more), until the next token"
+            )
     if host is None and any(row.decode.outside for row in rows) and speed is not None:
         notes.append(
             "tokens/s leave out the way of pages from outside of the device (host_bandwidth)"
@@ -219,10 +227,10 @@ def _weights(
     """Return the bytes of the weights on one device."""
     if given is not None:
         return -(-parse_bytes("weights", given, least=0) // degree)
-    if inventory.parameters is None:
+    if inventory.stored_bytes is None:
         notes.append("the number of weights is not known: they are left out")
         return None
-    return -(-inventory.parameters * inventory.torch_dtype.itemsize // degree)
+    return -(-inventory.stored_bytes // degree)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ def predict(
             pages a sliding window had in use at once, the room of indexer keys, and what an offload has moved. None: the
             most that any prompt leads to, which never falls as rows grow. Where none of these is there the prompt changes
             nothing (beyond 256 pages it may, by less than 1/128, with reserve_tokens). With offload None is a prompt of
-            all tokens but the last.
+            all tokens but the last. A "dynamic" cache has bytes behind a decode step, unless the prompt is all there is:
+            right behind a prefill its sliding layers keep the whole prompt alive.
         max_length: columns of a "static" cache; None: as many as the longest row has tokens.
         dtype: of keys and values; None takes the inventory's.
         layout: of pages: ROWS on a GPU, LANES on a CPU. The bytes are the same, but for the buffers of an offload.
@@ -88,7 +89,7 @@ def figures(
     _check_kind(cache, options, max_length)
     kind = inventory.torch_dtype if dtype is None else dtype
     if cache == "dynamic":
-        return growing(inventory, row_tokens, kind)
+        return growing(inventory, row_tokens, prompt, kind)
     if cache == "static":
         return preallocated(inventory, row_tokens, max_length, kind)
     chosen = CacheConfig() if options is None else options

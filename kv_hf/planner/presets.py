@@ -34,7 +34,8 @@ def is_preset(name: str) -> bool:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return a preset: "name", "model" (hub id), "source", "config", and "inventory" (see Inventory.from_dict).
+    """Return a preset: "name", "model" (hub id), "source", "config", "inventory" (see
+    Inventory.from_dict), and "notes" for it where there are any.
 
     Raises: PlanError for other names, with those that are near.
     """
@@ -50,9 +51,9 @@ def preset_of_model(model: str) -> str | None:
 
 
 def near_presets(name: str) -> str:
-    """Return the end of a sentence: presets with names like this one, or all of them."""
+    """Return the end of a sentence: presets with names like this one, or where to find them."""
     short = name.lower().rsplit("/", 1)[-1]
     near = difflib.get_close_matches(short, _files(), n=4, cutoff=0.5)
     if near:
         return f"; did you mean {' or '.join(near)}?"
-    return f"; presets are {', '.join(_files())}" if _files() else ""
+    return "; `kv-hf memory --list-presets` lists the presets" if _files() else ""

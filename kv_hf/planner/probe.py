@@ -1,6 +1,7 @@
 """Read what a model caches off the model's own code, run without weights on torch's meta device."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from .weights import Weights, count_weights
 
 # a model is run with this dtype, so that states that are float32 whatever the model's dtype show
 _RUN_DTYPE = torch.bfloat16
-DEFAULT_DTYPE = torch.bfloat16
+DEFAULT_DTYPE = "bfloat16"
+# families whose configs say is_decoder=False unless they were made to generate text
+ENCODERS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 
 
 def probe(
@@ -33,7 +40,7 @@ def probe(
         config: a transformers model config.
         name: of the model, for people.
         source: where the config comes from.
-        dtype: of weights and cache; None: the config's, or bfloat16 where it has none.
+        dtype: of weights and cache; None: the config's, or bfloat16 (with a note) where it has none.
 
     Raises:
         UnsupportedModelError: encoder-decoder models, models without a cache of transformers, and caches that an
@@ -45,10 +52,16 @@ def probe(
             f"{name} ({config.model_type}) is an encoder-decoder model, with a second cache for what its encoder "
             "says; plans are for decoders"
         )
+    if config.model_type in ENCODERS and not config.is_decoder:
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) is an encoder (its config has no is_decoder=true): it generates no text, and "
+            "keeps no cache"
+        )
+    own, assumed = resolve_dtype(config, dtype)
     given = {
         "name": name,
         "model_type": config.model_type,
-        "dtype": str(resolve_dtype(config, dtype, name)).removeprefix("torch."),
+        "dtype": own,
         "max_positions": first(text, POSITIONS),
         "source": source,
     }
@@ -60,7 +73,7 @@ def probe(
     except Exception as error:
         # whatever a model's code raises: it was not written to run without weights
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        return _by_names(config, given, reason)
+        return _by_names(config, given, reason).with_note(*assumed)
     return Inventory(
         **given,
         layers=layers,
@@ -68,32 +81,39 @@ def probe(
         expert_parameters=weights.expert_parameters,
         experts=weights.experts,
         experts_per_token=weights.experts_per_token,
-        notes=(*notes, *weights.notes),
+        notes=(*assumed, *notes, *weights.notes),
     )
 
 
-def resolve_dtype(config: Any, dtype: torch.dtype | str | None, name: str) -> torch.dtype:
-    """Return the dtype of weights and cache: `dtype`, else the one in a config or its dict, else bfloat16.
+def resolve_dtype(config: Any, dtype: torch.dtype | str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the dtype of weights and cache as "bfloat16", and a note where nobody names one: then it is bfloat16."""
+    found = named_dtype(config, dtype)
+    if found is not None:
+        return found, ()
+    return DEFAULT_DTYPE, (
+        f"its config names no dtype: weights and cache are taken to be {DEFAULT_DTYPE}",
+    )
+
+
+def named_dtype(config: Any, dtype: torch.dtype | str | None) -> str | None:
+    """Return `dtype`, else the one in a config or its dict, as "bfloat16"; None where neither names one.
 
     Raises: UnsupportedModelError for names of no floating-point dtype.
     """
-    text = read(config, "text_config")
-    values = [dtype] + [
-        read(part, key) for part in (config, text) for key in ("dtype", "torch_dtype")
-    ]
+    values = [dtype]
+    for part in (config, read(config, "text_config")):
+        # transformers' configs answer the old name with a warning, and have the new one
+        names = ("dtype", "torch_dtype") if isinstance(part, Mapping) else ("dtype",)
+        values += [read(part, name) for name in names]
     found = next((value for value in values if value not in (None, "auto")), None)
     if found is None:
-        say_once(
-            f"planner dtype {name}",
-            f"kv_hf: the config of {name} names no dtype; weights and cache are taken to be bfloat16",
-        )
-        return DEFAULT_DTYPE
+        return None
     own = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
     if not isinstance(own, torch.dtype) or not own.is_floating_point:
         raise UnsupportedModelError(
             f"dtype must be a floating-point dtype of torch, as 'bfloat16', got {found!r}"
         )
-    return own
+    return str(own).removeprefix("torch.")
 
 
 def _look(config: Any, name: str) -> tuple[tuple[CachedLayer, ...], Weights, list[str]]:

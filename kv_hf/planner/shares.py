@@ -89,7 +89,7 @@ def device_share(inventory: Inventory, degree: int) -> tuple[Inventory, list[str
     ]
     if whole:
         notes.append(f"{' and '.join(whole)} are whole on every device")
-    if inventory.parameters is not None:
+    if inventory.stored_bytes is not None:
         notes.append(
             f"weights are taken as 1/{degree}; transformers keeps embeddings and norms whole, and attention where its plan "
             "leaves it alone"
@@ -99,6 +99,7 @@ def device_share(inventory: Inventory, degree: int) -> tuple[Inventory, list[str
         layers=layers,
         parameters=_part(inventory.parameters, degree),
         expert_parameters=_part(inventory.expert_parameters, degree) or 0,
+        weight_bytes=_part(inventory.weight_bytes, degree),
     ), notes
 
 

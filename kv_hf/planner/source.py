@@ -21,8 +21,8 @@ from .inventory import Inventory
 from .kv_heads import replace_kv_heads, replace_named_kv_heads
 from .meta_model import quiet
 from .presets import is_preset, preset_of_model, read_preset
-from .probe import probe, resolve_dtype
-from .weight_files import count_in_files
+from .probe import named_dtype, probe, resolve_dtype
+from .weight_files import StoredWeights, read_weights
 
 _CONFIG = "config.json"
 
@@ -48,21 +48,45 @@ def load_inventory(
         return _with_dtype(model, dtype)
     if isinstance(model, PreTrainedConfig):
         name = model.name_or_path or model.model_type
-        return _of_config(model, name, "a config object", dtype, kv_heads)
+        found = _of_config(model, name, "a config object", dtype, kv_heads)
+        quantized = getattr(model, "quantization_config", None)
+        if quantized is not None and not isinstance(quantized, Mapping):
+            quantized = quantized.to_dict()
+        return _with_files(found, {"quantization_config": quantized}, None, kv_heads)
     if not isinstance(model, (str, os.PathLike)):
         raise PlanError(
             f"model must be a path, a hub id, a preset, a config or an Inventory, got {type(model).__name__}"
         )
-    path = Path(model).expanduser()
-    if path.is_dir():
-        given = _read_json(path / _CONFIG)
-        return _of_dict(given, _folder_name(path), str(path), dtype, kv_heads, path)
-    if path.is_file():
-        return _of_dict(_read_json(path), _folder_name(path.parent), str(path), dtype, kv_heads)
     name = str(model)
+    if not name:
+        raise PlanError("model must be a path, a hub id or a preset, got an empty name")
+    path = Path(model).expanduser()
+    if path.exists():
+        return _of_path(path, name, dtype, kv_heads)
     if is_preset(name):
         return inventory_of_preset(read_preset(name), dtype=dtype, kv_heads=kv_heads)
     return _of_hub(name, dtype, kv_heads)
+
+
+def _of_path(
+    path: Path, name: str, dtype: torch.dtype | str | None, kv_heads: int | None
+) -> Inventory:
+    """Return the Inventory of a folder or a config.json, and say where it takes the name of a preset or its model."""
+    hidden = name.lower() if is_preset(name) else preset_of_model(name)
+    folder = path if path.is_dir() else None
+    try:
+        given = _read_json(path if folder is None else path / _CONFIG)
+    except PlanError as error:
+        if hidden is None:
+            raise
+        raise PlanError(
+            f"{error}; this {'file' if folder is None else 'folder'} hides the preset {hidden}: plan from another folder"
+        ) from error
+    known_as = _folder_name(path.parent if folder is None else path)
+    found = _of_dict(given, known_as, str(path), dtype, kv_heads, folder)
+    if hidden is None:
+        return found
+    return found.with_note(f"{str(path)!r} was read from here, not the preset {hidden}")
 
 
 def inventory_of_preset(
@@ -78,14 +102,14 @@ def inventory_of_preset(
         if SPARSE_MODELS_CACHE_LATENTS or not any(layer.index_dim for layer in inventory.layers):
             return _with_dtype(inventory, dtype)
     source = f"the preset of {preset['model']}"
-    return _of_dict(preset["config"], preset["name"], source, dtype, kv_heads)
+    found = _of_dict(preset["config"], preset["name"], source, dtype, kv_heads)
+    return found.with_note(*preset.get("notes", ()))
 
 
 def _with_dtype(inventory: Inventory, dtype: torch.dtype | str | None) -> Inventory:
     if dtype is None:
         return inventory
-    own = resolve_dtype({}, dtype, inventory.name)
-    return replace(inventory, dtype=str(own).removeprefix("torch."))
+    return replace(inventory, dtype=resolve_dtype({}, dtype)[0])
 
 
 def _of_hub(model: str, dtype: torch.dtype | str | None, kv_heads: int | None) -> Inventory:
@@ -129,6 +153,11 @@ def _of_dict(
 ) -> Inventory:
     """Return the Inventory of a config.json, by its names where transformers does not know the model."""
     kind = given.get("model_type")
+    stored = None if folder is None else read_weights(folder)
+    notes = []
+    if stored is not None and stored.dtype is not None and named_dtype(given, dtype) is None:
+        dtype = stored.dtype
+        notes.append(f"its config names no dtype: {dtype} is that of its files")
     if isinstance(kind, str) and kind in CONFIG_MAPPING:
         try:
             with quiet():
@@ -136,22 +165,24 @@ def _of_dict(
         except Exception as error:  # transformers validates some configs with errors of its own
             reason = f"transformers cannot read it: {error}"
         else:
-            found = _of_config(config, name, source, dtype, kv_heads, given)
-            return _with_files(found, folder)
+            found = _of_config(config, name, source, dtype, kv_heads)
+            return _with_files(found, given, stored, kv_heads).with_note(*notes)
     else:
         reason = f"transformers {transformers_version} does not know model_type {kind!r}, and other code is not run"
     if kv_heads is not None:
         given = replace_named_kv_heads(given, kv_heads, name)
+    own, assumed = resolve_dtype(given, dtype)
     found = inventory_of_fields(
         given,
         name=name,
         model_type=str(kind),
-        dtype=str(resolve_dtype(given, dtype, name)).removeprefix("torch."),
+        dtype=own,
         max_positions=first(language_part(given), POSITIONS),
         source=source,
     )
     say_once(f"planner names {name}", f"kv_hf: {name}: {reason}; the names of its config were read")
-    return _with_files(found.with_note(reason), folder)
+    found = _checked_heads(found).with_note(reason, *assumed, *notes)
+    return _with_files(found, given, stored, kv_heads)
 
 
 def _of_config(
@@ -160,27 +191,48 @@ def _of_config(
     source: str,
     dtype: torch.dtype | str | None,
     kv_heads: int | None,
-    given: Mapping[str, Any] | None = None,
 ) -> Inventory:
     if kv_heads is not None:
         config = replace_kv_heads(config, kv_heads, name)
-    found = probe(config, name=name, source=source, dtype=dtype)
+    found = _checked_heads(probe(config, name=name, source=source, dtype=dtype))
     wrong = {layer.kv_heads for layer in found.layers if layer.elements} - {kv_heads}
     if kv_heads is not None and wrong:
         raise UnsupportedModelError(
             f"kv_heads={kv_heads}: layers of {name} ({config.model_type}) have {sorted(wrong)} kv heads whatever its "
             "config's number"
         )
-    stored = getattr(config, "quantization_config", None)
-    if stored is None:
-        return found
-    stored = stored if isinstance(stored, Mapping) else stored.to_dict()
-    method = stored.get("quant_method", "quantized")
-    return found.with_note(f"its weights are stored as {method}; they are counted as {found.dtype}")
+    return found
 
 
-def _with_files(found: Inventory, folder: Path | None) -> Inventory:
-    """Count weights in files where the model's code did not say how many there are."""
-    if found.parameters is not None or folder is None:
-        return found
-    return replace(found, parameters=count_in_files(folder))
+def _checked_heads(found: Inventory) -> Inventory:
+    """Return it. Raises PlanError for query heads that the kv heads of their layer do not divide."""
+    for index, layer in enumerate(found.layers):
+        if layer.elements and layer.query_heads % layer.kv_heads:
+            raise PlanError(
+                f"{found.name}: {layer.kv_heads} key/value heads do not divide the {layer.query_heads} query heads of "
+                f"layer {index}: no model runs with this config"
+            )
+    return found
+
+
+def _with_files(
+    found: Inventory,
+    given: Mapping[str, Any],
+    stored: StoredWeights | None,
+    kv_heads: int | None,
+) -> Inventory:
+    """Count weights as they are stored where they are quantized, or the model's code did not say how many there are."""
+    quantized = given.get("quantization_config") or language_part(given).get("quantization_config")
+    if quantized is None:
+        if found.parameters is not None or stored is None:
+            return found
+        size = stored.nbytes if stored.packed or stored.numbers is None else None
+        return replace(found, parameters=stored.numbers, weight_bytes=size)
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+    note = f"its weights are stored as {method or 'quantized'}"
+    # with other kv heads the weights are others than those in the files
+    if stored is None or stored.nbytes is None or kv_heads is not None:
+        return found.with_note(f"{note}; they are counted as {found.dtype}")
+    return replace(found, weight_bytes=stored.nbytes).with_note(
+        f"{note}: the {stored.nbytes:,} bytes of its files are counted"
+    )

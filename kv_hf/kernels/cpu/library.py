@@ -44,8 +44,9 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     library.kv_hf_isa.restype = ctypes.c_int64
     asked, best = os.environ.get(ISA_VARIABLE), int(library.kv_hf_isa())
     if asked is not None and asked not in map(str, range(best + 1)):
+        sets = ", ".join(f"{index} {name}" for index, name in enumerate(ISA_NAMES[: best + 1]))
         return None, (
-            f"{ISA_VARIABLE} must be between 0 and {best} ({ISA_NAMES[best]}) on this processor, or none, got {asked!r}"
+            f"{ISA_VARIABLE} must be between 0 and {best} on this processor ({sets}), or none, got {asked!r}"
         )
     library.kv_hf_use_openmp.argtypes = [ctypes.c_void_p]
     library.kv_hf_use_openmp(_torch_openmp())

@@ -9,7 +9,8 @@ const Fit = (() => {
 
   /* Return the bytes of the weights on one of `devices` devices that share the model, or null where nobody knows them. */
   const weightBytes = (inventory, devices) =>
-    inventory.parameters === null ? null : Math.ceil((inventory.parameters * ITEM_BYTES[inventory.dtype]) / devices);
+    inventory.weight_bytes ? Math.ceil(inventory.weight_bytes / devices)
+      : inventory.parameters === null ? null : Math.ceil((inventory.parameters * ITEM_BYTES[inventory.dtype]) / devices);
 
   /* Return the largest n from 1 to `most` with cost(n) <= limit: 0 if none, null if `most` still fits. */
   function largest(cost, limit, most) {

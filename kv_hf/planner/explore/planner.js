@@ -224,11 +224,20 @@ const Planner = (() => {
       (total, state) =>
         total + state.shape.reduce((a, b) => a * b, 1) * (state.dtype ? ITEM_BYTES[state.dtype] : itemBytes), 0);
 
+  /* Return the columns of transformers' own layer that count. A growing one keeps a view of all that its last forward
+     saw: in a DynamicCache what that keeps alive counts, beside pages the view. */
+  function ownColumns({ window }, { longest, prompt }, cache) {
+    if (window === null) return longest;
+    if (cache === "static") return Math.min(longest, window);
+    if (window === 1 || (cache === "dynamic" && prompt === longest)) return longest;
+    return Math.min(longest, cache === "dynamic" ? window : window - 1);
+  }
+
   /* Return { payload, other, empty } of transformers' own layers: rows as long as the longest, padded on the left. */
-  function ownLayer(layer, load, itemBytes, isStatic) {
+  function ownLayer(layer, load, itemBytes, cache) {
     const { longest, rows } = load;
-    const most = layer.window === null ? longest : isStatic ? layer.window : layer.window === 1 ? longest : layer.window - 1;
-    const held = Math.min(longest, most);
+    const isStatic = cache === "static";
+    const held = ownColumns(layer, load, cache);
     const perToken = elements(layer) * itemBytes;
     const index = indexerBytes(layer, itemBytes);
     let counters = SLIDING.includes(layer.cache_class) ? 1 : 0;
@@ -296,7 +305,7 @@ const Planner = (() => {
     const groups = new Map();
     for (const layer of layers) {
       if (cache !== "paged" || !isPageable(layer, hasLatents)) {
-        const own = ownLayer(layer, load, itemBytes, cache === "static");
+        const own = ownLayer(layer, load, itemBytes, cache);
         // what is in no page counts as other in a paged cache
         report[cache === "paged" ? "other" : "payload"] += own.payload;
         report.other += own.other;

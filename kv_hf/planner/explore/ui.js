@@ -200,7 +200,7 @@
       if (cut === "unknown") notes.push("That kv heads are cut is an assumption: transformers has no tensor parallel plan that says so.");
       notes.push(`Weights are taken as 1/${state.tp}; latents, indexer keys and states are whole on every device.`);
     }
-    if (whole.parameters === null) notes.push("Nobody told how large this model’s weights are: they count as nothing.");
+    if (whole.parameters === null && !whole.weight_bytes) notes.push("Nobody told how large this model’s weights are: they count as nothing.");
     notes.push(...(whole.notes || []));
     at("notes").replaceChildren(...notes.map((note) => make("li", { text: note })));
     at("source").hidden = !(preset && preset.source);

@@ -1,5 +1,6 @@
 """Shared settings: one thread per worker, quiet transformers, and kv_hf's "said once" memory cleared."""
 
+import signal
 import warnings
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ from transformers.utils import logging
 import kv_hf
 from kv_hf.notices import forget
 
+# a shell that starts tests in the background lets them ignore Ctrl-C, which some tests send to themselves
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()

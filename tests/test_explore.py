@@ -276,8 +276,12 @@ def test_server_gives_the_page_and_nothing_else(text):
 def test_interrupt_ends_the_server_cleanly(text):
     server = make_server(text, 0)
     interrupt = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    late = threading.Timer(20, server.shutdown)  # a server that goes on fails the test
     interrupt.start()
+    late.start()
     serve(server)  # in the main thread, where Ctrl-C arrives; it returns
+    assert late.is_alive()
+    late.cancel()
     assert server.socket.fileno() == -1
 
 

@@ -27,8 +27,3 @@ class Finding:
     def as_dict(self) -> dict[str, str]:
         """Return the fields, for JSON."""
         return {"name": self.name, "status": self.status, "detail": self.detail}
-
-
-def are_healthy(findings: list[Finding]) -> bool:
-    """Say whether nothing is broken."""
-    return all(finding.status != BROKEN for finding in findings)

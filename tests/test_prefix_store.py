@@ -346,7 +346,7 @@ def test_saved_options_and_model_with_linear_layers():
     from transformers import LlamaConfig
 
     config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(kv_hf.CacheOptionError, match="layer 0 is kept by transformers' Linear"):
+    with pytest.raises(kv_hf.CacheOptionError, match="layer 0 is transformers' Linear"):
         kv_hf.PagedCache(config, prefix_store=kv_hf.PrefixStore())
 
 

@@ -220,7 +220,7 @@ def _facts(function: ast.FunctionDef, where: str) -> Facts:
     comparisons = tuple(
         Comparison(where, ast.unparse(node), node, _is_honoured(node, function, arguments))
         for node in ast.walk(function)
-        if _is_question(node, aliases)
+        if isinstance(node, ast.expr) and _is_question(node, aliases)
     )
     return Facts(
         any(_is_update(call) for call in calls),

@@ -11,13 +11,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.latent_layer import LatentLayer
-from ..cache.model_shape import is_encoder_decoder
+from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
@@ -92,7 +93,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             for half in paged:
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(self, given, model_kwargs)
+            _make_ready(self, given, model_kwargs, generation_config)
             _say_unused_store(given, *args, **kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
@@ -109,7 +110,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             elif getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            _make_ready(self, cache, model_kwargs)
+            _make_ready(self, cache, model_kwargs, generation_config)
             _say_unused_store(cache, *args, **kwargs)
             model_kwargs["past_key_values"] = cache
             return None
@@ -177,7 +178,9 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
     return cache
 
 
-def _make_ready(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
+def _make_ready(
+    model: Any, cache: Any, model_kwargs: dict[str, Any], generation_config: Any
+) -> None:
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
@@ -187,6 +190,18 @@ def _make_ready(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
             prepare_latents(model, half.options)
     if any(half.options.attention == "auto" for half in halves):
         use_paged_attention(model)
-    if own is not None:
-        of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
-        own.learn_padding(model_kwargs.get(of_text))
+    # the mask function of "kv_hf" reads the padding from the mask that the model really passes
+    if own is not None and attention_config(model.config)._attn_implementation != ATTENTION_NAME:
+        _learn_padding(model, own, model_kwargs, generation_config)
+
+
+def _learn_padding(
+    model: Any, cache: PagedCache, model_kwargs: dict[str, Any], generation_config: Any
+) -> None:
+    """Tell the cache the padding of generate()'s mask, for a first forward of as many columns and no others."""
+    of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
+    mask = model_kwargs.get(of_text)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        columns = mask.shape[1]
+        chunk = getattr(generation_config, "prefill_chunk_size", None)
+        cache.learn_padding(mask, min(columns, chunk) if chunk else columns)

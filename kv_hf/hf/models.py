@@ -67,7 +67,7 @@ def _why_not_switched(model: PreTrainedModel) -> str | None:
         return "it does not take its attention from transformers' AttentionInterface"
     default_eager = current == "eager" and not decoder._supports_sdpa
     if current not in ("sdpa", None) and not default_eager:
-        return "it was chosen for this model; model.set_attn_implementation('kv_hf') reads the pages instead"
+        return f"somebody set it to {current!r}; model.set_attn_implementation('kv_hf') reads the pages instead"
     # the whole part is switched, models inside of it too
     return why_not_by_source(frozenset(map(type, decoder.modules())), current or "sdpa")
 

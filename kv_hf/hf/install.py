@@ -1,9 +1,10 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches anything.
 
-Three seams are patched, all idempotently: the closed list of cache implementations that
-GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23), and two methods of
+Five seams are patched, all idempotently: the closed list of cache implementations that
+GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); two methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.23): _prepare_cache_for_generation, which makes the cache, and
-_prefill, which runs the first forward and is where a prefix store comes in.
+_prefill, which runs the first forward and is where a prefix store comes in; and two of PreTrainedModel
+(modeling_utils.py, 5.17 to 5.23), which take the name of an attention: models that would not read it refuse "kv_hf".
 The attention and mask functions are registered through transformers' public interfaces.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
@@ -27,7 +28,12 @@ from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
 from .latent import prepare_latents, restore_expansion
-from .models import restore_attention, use_paged_attention
+from .models import (
+    refuse_at_load,
+    refuse_to_set,
+    restore_attention,
+    use_paged_attention,
+)
 from .prefix import share_prefill
 from .static_generation import check_static_generation, is_assisted
 
@@ -35,6 +41,12 @@ from .static_generation import check_static_generation, is_assisted
 OF_A_MODEL = ("layers", "recipe", "latent", "latent_group_size", "k_rope", "mla")
 
 _originals: dict[str, Callable[..., Any]] = {}
+_OWNERS = {
+    "_prepare_cache_for_generation": GenerationMixin,
+    "_prefill": GenerationMixin,
+    "get_correct_attn_implementation": PreTrainedModel,
+    "set_attn_implementation": PreTrainedModel,
+}
 
 
 def install() -> None:
@@ -45,12 +57,10 @@ def install() -> None:
     missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
     _set_names(tuple(known) + missing)
     if not _originals:
-        for name, wrap in (
-            ("_prepare_cache_for_generation", _wrap),
-            ("_prefill", share_prefill),
-        ):
-            _originals[name] = getattr(GenerationMixin, name)
-            setattr(GenerationMixin, name, wrap(_originals[name]))
+        wraps = (_wrap, share_prefill, refuse_at_load, refuse_to_set)
+        for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
+            _originals[name] = getattr(owner, name)
+            setattr(owner, name, wrap(_originals[name]))
 
 
 def uninstall() -> None:
@@ -60,7 +70,7 @@ def uninstall() -> None:
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     _set_names(tuple(name for name in known if name not in IMPLEMENTATIONS))
     for name, original in _originals.items():
-        setattr(GenerationMixin, name, original)
+        setattr(_OWNERS[name], name, original)
     _originals.clear()
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(ATTENTION_NAME, None)
@@ -68,8 +78,10 @@ def uninstall() -> None:
 
 
 def original(name: str) -> Callable[..., Any]:
-    """Return a method of GenerationMixin as it was before `install`. Raises AttributeError where there is none."""
-    found: Callable[..., Any] = _originals.get(name) or getattr(GenerationMixin, name)
+    """Return a patched method as it was before `install`. Raises AttributeError where there is none."""
+    found: Callable[..., Any] = _originals.get(name) or getattr(
+        _OWNERS.get(name, GenerationMixin), name
+    )
     return found
 
 

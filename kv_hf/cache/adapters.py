@@ -157,8 +157,7 @@ def virtual_owner(model: Any) -> Any:
     for owner in (getattr(prepare, "__self__", None), model):
         config = getattr(owner, "active_peft_config", None)
         if getattr(config, "is_prompt_learning", False):
-            left_out = owner is model and "forward" in vars(model)  # peft's disable_adapter()
-            return None if left_out else owner
+            return None if getattr(owner, "_adapters_disabled", False) else owner
     return None
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from test_prefix_store import PAGE
 from tiny_models import left_padded, make_model, tokens
 
@@ -145,11 +146,37 @@ def test_prefix_tuning_fills_the_pages_that_the_user_made():
     assert again.__self__ is model.get_base_model()  # nothing of ours is left on the model
 
 
-def test_prefix_tuning_of_sliding_layers():
-    from transformers import MistralConfig
+@pytest.mark.parametrize("method", VIRTUAL)
+def test_virtual_tokens_do_not_go_into_preallocated_caches(method):
+    """With transformers' own preallocated caches peft ends in a KeyError, or in a mask of the wrong length."""
+    with pytest.raises(kv_hf.UnsupportedModelError, match="leave max_length out"):
+        generated(tuned(method), PADDED, {"max_length": 256})
 
+
+@pytest.mark.parametrize("method", ["lora", "prefix tuning", "prompt tuning"])
+def test_encoder_decoder_models_give_the_tokens_of_dynamic_cache(method):
     torch.manual_seed(0)
-    config = MistralConfig(
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=300,
+        bos_token_id=1, pad_token_id=0, eos_token_id=None, forced_eos_token_id=None, decoder_start_token_id=3,
+    )  # fmt: skip
+    options = METHODS[method]()
+    options.task_type = "SEQ_2_SEQ_LM"
+    if method == "lora":
+        options.target_modules = {"q_proj", "v_proj"}
+    model = peft.get_peft_model(transformers.BartForConditionalGeneration(config), options).eval()
+    found, expected = generated(model, PADDED, {}), generated(model, PADDED)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+    assert isinstance(found.past_key_values, kv_hf.PagedEncoderDecoderCache)
+    own = found.past_key_values.self_attention_cache
+    assert own.get_seq_length() == (20 if method == "prefix tuning" else 0) + 24
+
+
+def test_prefix_tuning_of_sliding_layers():
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=32,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 
 from ..cache.adapters import adapters_of, depends_on_text
 from ..cache.compat import CHUNKS_BEHIND_A_CACHE
+from ..cache.encoder_decoder import paged_halves
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheMismatchError
 from ..notices import warn_once
@@ -72,41 +73,50 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         cache: Any = model_kwargs.get("past_key_values")
-        if not isinstance(cache, PagedCache):
+        own, _ = paged_halves(cache)
+        if own is None:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        _check_continues(cache, input_ids, generation_config, model_kwargs)
-        note_origin(self, cache)
-        store = cache.prefix_store
-        if store is None or cache.get_seq_length():
-            with virtual_tokens_in_pages(self, cache):
-                return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        chunk = getattr(generation_config, "prefill_chunk_size", None)
-        prompt: Prompt | str = "this transformers splits prompts into chunks only without a past"
-        if chunk is None or CHUNKS_BEHIND_A_CACHE:
-            prompt = read_prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs)
-        prompt = more_than_tokens(self) or prompt
-        if isinstance(prompt, str):
-            warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
-            cache.note_space(None)
+        if own is cache:
+            _check_continues(own, input_ids, generation_config, model_kwargs)
+        note_origin(self, own)
+        store, prompt = own.prefix_store, None
+        if store is not None and not own.get_seq_length():
+            prompt = _prompt_to_share(self, own, input_ids, generation_config, model_kwargs)
+        if store is None or prompt is None:
             with virtual_tokens_in_pages(self, cache):
                 return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         space = store.bind_model(self)
-        cache.note_space(space)
-        skipped = attach_prefix(self, cache, prompt, space, chunk)
+        own.note_space(space)
+        chunk = getattr(generation_config, "prefill_chunk_size", None)
+        skipped = attach_prefix(self, own, prompt, space, chunk)
         try:
             outputs = original(
                 self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
             )
         except BaseException:
-            if (
-                not cache.group.epoch
-            ):  # no layer has run: what is known of this prompt must not stay
-                cache.reset()
+            # where no layer has run, what is known of this prompt must not stay
+            if not own.group.epoch:
+                own.reset()
             raise
-        store.add(cache, prompt.rows, space)
+        store.add(own, prompt.rows, space)
         return outputs
 
     return prefill
+
+
+def _prompt_to_share(
+    model: Any, cache: PagedCache, input_ids: torch.Tensor, generation_config: Any, inputs: dict[str, Any],
+) -> Prompt | None:  # fmt: skip
+    """Return the prompt of an empty cache with a store; None where prefixes cannot be shared, which is said once."""
+    prompt: Prompt | str = "this transformers splits prompts into chunks only without a past"
+    if getattr(generation_config, "prefill_chunk_size", None) is None or CHUNKS_BEHIND_A_CACHE:
+        prompt = read_prompt(input_ids, inputs.get("attention_mask"), inputs)
+    prompt = more_than_tokens(model) or prompt
+    if isinstance(prompt, Prompt):
+        return prompt
+    warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
+    cache.note_space(None)
+    return None
 
 
 def _check_continues(

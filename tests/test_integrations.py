@@ -1,7 +1,9 @@
 """What else transformers, accelerate and torch offer around generate(): with pages as with DynamicCache, or refused."""
 
+import re
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,3 +311,15 @@ def test_offloaded_weights_give_the_tokens_of_dynamic_cache(place, tmp_path):
     other.model.layers[1].mlp.up_proj.weight.data.mul_(2)
     with pytest.raises(kv_hf.CacheFileError, match="up_proj.weight differs"):
         kv_hf.PagedCache.load(tmp_path / "cache", other)
+
+
+# -- the page of all these ---------------------------------------------------------------------------------------
+
+
+def test_every_row_of_the_page_names_a_test_that_exists():
+    here = Path(__file__).parent
+    rows = (here.parent / "docs" / "integrations.md").read_text().splitlines()
+    named = {name for row in rows for name in re.findall(r"\btest_\w+", row)}
+    source = "".join(path.read_text() for path in here.glob("test_*.py"))
+    missing = [name for name in named if f"def {name}(" not in source]
+    assert len(named) > 25 and not missing

@@ -41,6 +41,10 @@ METHODS = {
     "multitask": lambda: peft.MultitaskPromptTuningConfig(num_virtual_tokens=20, num_tasks=2, **CAUSAL),
     "prefix tuning": lambda: peft.PrefixTuningConfig(num_virtual_tokens=20, **CAUSAL),
 }  # fmt: skip
+BY_CALL = {
+    "activated lora": lambda: lora(alora_invocation_tokens=[5, 6]),
+    "poly": lambda: peft.PolyConfig(r=4, target_modules=PROJECTIONS, n_tasks=2, n_skills=2, init_weights=False, **CAUSAL),
+}  # fmt: skip
 VIRTUAL = ["prompt tuning", "p-tuning", "multitask", "prefix tuning"]
 IN_FRONT = VIRTUAL[:3]  # columns of the text itself
 BATCHES = {"one length": {"input_ids": tokens(2, 80)}, "left padded": left_padded([80, 57, 9])}
@@ -51,7 +55,7 @@ def tuned(method, family="llama"):
     """Return a model with one adapter whose effect nobody can overlook."""
     model = make_model(family)
     torch.manual_seed(1)
-    model = peft.get_peft_model(model, METHODS[method]()).eval()
+    model = peft.get_peft_model(model, {**METHODS, **BY_CALL}[method]()).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "prompt_encoder" in name or "adaption_gate" in name:
@@ -295,6 +299,8 @@ def test_a_disabled_merged_adapter_is_unmerged_by_the_forward_itself():
 
 
 REASONS = {
+    "activated lora": "give rows adapters of their own",
+    "poly": "task_ids .* give rows adapters of their own",
     "adapter_names": "give rows adapters of their own",
     "prompt tuning": "virtual tokens stand in front .prompt tuning 'default' .20.",
     "prefix tuning": "virtual tokens stand in front .prefix tuning 'default' .20.",
@@ -305,6 +311,7 @@ REASONS = {
 def test_a_store_is_not_used_where_tokens_do_not_tell_and_says_so(kind):
     model = with_two() if kind == "adapter_names" else tuned(kind)
     options = {"adapter_names": ["a", "b", "__base__"]} if kind == "adapter_names" else {}
+    options |= {"task_ids": torch.zeros(3, dtype=torch.long)} if kind == "poly" else {}
     store = kv_hf.PrefixStore()
     with pytest.warns(kv_hf.KVCacheWarning, match=REASONS[kind].replace("front ", "front of the prompt ")):  # fmt: skip
         found = generated(model, PADDED, {"prefix_store": store}, **options)

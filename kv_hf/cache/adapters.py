@@ -6,14 +6,11 @@ tensors and under `other_param_names` those of its settings, each of them keyed 
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-
-# peft methods whose weights in a forward follow from the whole text, so that equal tokens may have other keys
-BY_TEXT = ("XLORA", "POLY")
 
 
 @dataclass(frozen=True)
@@ -169,16 +166,6 @@ def virtual_tensors(model: Any) -> dict[str, torch.Tensor]:
         return {}
     found = encoder[owner.active_adapter].named_parameters()
     return {f"prompt_encoder.{owner.active_adapter}.{name}": tensor for name, tensor in found}
-
-
-def depends_on_text(model: Any) -> str | None:
-    """Return the kind of the adapters whose effect follows from the whole text, or None."""
-    configs = getattr(without_adapters(model), "peft_config", None)
-    for config in configs.values() if isinstance(configs, Mapping) else ():
-        kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
-        if kind in BY_TEXT:
-            return kind
-    return None
 
 
 def _virtual(owner: Any) -> str:

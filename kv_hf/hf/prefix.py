@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..cache.adapters import adapters_of, depends_on_text
+from ..cache.adapters import adapters_of
 from ..cache.compat import CHUNKS_BEHIND_A_CACHE
 from ..cache.encoder_decoder import paged_halves
 from ..cache.paged_cache import PagedCache
@@ -200,12 +200,9 @@ def more_than_tokens(model: Any) -> str | None:
         return "the model's rotary embedding depends on the length of the whole text"
     adapters = adapters_of(model)
     if adapters.by_call:
-        return "adapter_names (or activated adapters) give rows adapters of their own"
+        return "adapter_names, task_ids or activated LoRA give rows adapters of their own"
     if adapters.virtual:
         return f"virtual tokens stand in front of the prompt ({adapters.virtual})"
-    kind = depends_on_text(model)
-    if kind:
-        return f"adapters of kind {kind} are weighted by the whole text"
     if model.training and any(
         isinstance(part, torch.nn.Dropout) and part.p for part in model.modules()
     ):

@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import os
 
 import pytest
 import torch
+import transformers
 from test_prefix_store import KEPT, SYSTEM, batch, check, run, words
 from tiny_models import make_model, shared_model, tokens
 from torch import nn
@@ -240,3 +242,26 @@ def test_offloaded_weights_are_read_where_they_lie(place, tmp_path):
     with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
         found = run(model, ROWS, store)
     check(found, model.generate(**batch(ROWS), **KEPT))
+
+
+def test_weights_in_a_checkpoint_are_known_by_their_file(tmp_path):
+    """from_pretrained leaves offloaded weights in the checkpoint's own file: reading it all would take long."""
+    pytest.importorskip("accelerate")
+    make_model("llama").save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        device_map={**places, "model.layers.1": "disk"},
+        offload_folder=tmp_path / "offload",
+    )
+    store = kv_hf.PrefixStore()
+    sources = [weight.source for weight in weights_of(model) if weight.source]
+    assert len(sources) == 9 and all("model.safetensors" in source for source in sources)
+    cache = run(model, ROWS, store).past_key_values
+    cache.save(tmp_path / "cache", model)
+    kv_hf.PagedCache.load(tmp_path / "cache", make_model("llama")).check_integrity()
+    run(model, ROWS, store)
+    assert store.stats().rows_hit == 1
+    os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
+    with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
+        run(model, ROWS, store)

@@ -6,6 +6,7 @@ tensors and under `other_param_names` those of its settings, each of them keyed 
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -113,6 +114,8 @@ def adapters_of(model: Any) -> Adapters:
 
 def tuner_layers(model: Any) -> Iterator[Any]:
     """Yield the layers of `model` that peft has put adapters into."""
+    if "peft" not in sys.modules:  # these layers are of its classes: nothing to look for
+        return
     for module in without_adapters(model).modules():
         if hasattr(type(module), "adapter_layer_names"):
             yield module

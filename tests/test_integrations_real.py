@@ -11,7 +11,7 @@ from kv_hf.texts import load_text
 
 pytestmark = pytest.mark.slow
 PAGES = {"cache_implementation": "paged_exact"}
-GREEDY = {"max_new_tokens": 12, "do_sample": False}
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_adapters_stores_and_saved_caches(plain, tokenizer, tmp_path):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.02)
+                parameter.normal_(std=0.1)
     model.eval()
     store, inputs = kv_hf.PrefixStore(), prompts(tokenizer)
     shared = {**PAGES, "cache_config": {"prefix_store": store}}
@@ -73,8 +73,9 @@ def test_adapters_stores_and_saved_caches(plain, tokenizer, tmp_path):
         kv_hf.PagedCache.load(tmp_path / "cache", model)
     merged = model.merge_and_unload()
     expected = merged.generate(**inputs, **GREEDY)
-    with pytest.warns(kv_hf.KVCacheWarning, match="weights of the model have changed"):
-        assert torch.equal(merged.generate(**inputs, **GREEDY, **shared), expected)
+    before = store.stats().rows_hit
+    assert torch.equal(merged.generate(**inputs, **GREEDY, **shared), expected)
+    assert store.stats().rows_hit == before
 
 
 def test_fingerprint_finds_rows_columns_and_heads_but_not_every_single_number(path):

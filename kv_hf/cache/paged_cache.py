@@ -180,7 +180,7 @@ class PagedCache(Savable, DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
-        self.token_ids = None
+        self.forget_origin()
         for layer in self.layers:
             layer.reset()
             if isinstance(layer, DynamicLayer) and not isinstance(layer, PagedLayer):

@@ -1,15 +1,16 @@
 """The Triton decode kernel in the interpreter, against an fp64 softmax over decoded tokens (see paged_inputs)."""
 
 from dataclasses import replace
+from functools import partial
 
 import interpreter
 import pytest
 import torch
 from interpreter import attend, attend_with_ptx, call, needs_interpreter
-from paged_inputs import check, dense_attention, make_kv, make_query
+from paged_inputs import assert_within, check, exact_attention, make_kv, make_query
 
 from kv_hf.formats import FORMAT_NAMES
-from kv_hf.kernels import reference
+from kv_hf.kernels.error_bound import Rounding
 
 pytestmark = needs_interpreter
 
@@ -21,15 +22,16 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-def check_kernel(query, kv, **options):
-    return check(query, kv, lambda *args, **given: call(attend, *args, **given), **options)
+def check_kernel(query, kv, kernel=attend, **options):
+
+    def called(*args, **given):
+        return call(kernel, *args, **given)
+
+    return check(query, kv, called, Rounding.of("triton", query.dtype), **options)
 
 
 def check_splits(query, kv, splits, **options):
-    def kernel(*args, **given):
-        return call(attend, *args, splits=splits, **given)
-
-    return check(query, kv, kernel, **options)
+    return check_kernel(query, kv, partial(attend, splits=splits), **options)
 
 
 # -- formats and sizes ------------------------------------------------------------------------------------------
@@ -216,10 +218,7 @@ def test_decode_averages_where_a_mask_holds_only_the_lowest_number():
     """
     kv = make_kv("exact", rows=FEW)
     mask = torch.full((1, 1, 1, kv.seen), torch.finfo(FP32).min)
-    query = make_query(kv, dtype=FP32)
-    expected = reference.paged_attention(query, kv, mask=mask, softmax_scale=0.125)
-    out = call(attend, query, kv, splits=1, mask=mask, softmax_scale=0.125)
-    assert torch.allclose(out, expected, rtol=0, atol=1e-6)
+    out = check_splits(make_query(kv, dtype=FP32), kv, 1, mask=mask)
     assert bool((out.abs().sum((1, 2, 3)) > 0).all())
 
 
@@ -275,8 +274,7 @@ def test_decode_keeps_queries_in_range(size):
     kv = make_kv("int4", rows=FEW)
     query = make_query(kv, dtype=FP32)
     out = call(attend, query * size, kv, softmax_scale=0.125 / size)
-    expected = dense_attention(query, kv, 0.125)
-    assert float((out.double() - expected).abs().max()) < 1e-5
+    assert_within(out, *exact_attention(query, kv, 0.125, Rounding.of("triton", FP32)))
 
 
 # -- what only NVIDIA GPUs run -------------------------------------------------------------------------------------
@@ -288,7 +286,7 @@ def test_decode_with_ptx_errs_no_more_than_float16(name, isa):
     """The NVIDIA branch: PTX unpacking, codes as float16 subnormals, scales as powers of two, float16 products."""
     kv = make_kv(name, dtype=torch.float16, rows=[(5, 0), (2, 0), (3, 2)], sinks=0)
     query = make_query(kv, 3, dtype=torch.float16)
-    check(query, kv, lambda *args, **given: call(attend_with_ptx, *args, isa=isa, **given))
+    check_kernel(query, kv, partial(attend_with_ptx, isa=isa))
 
 
 @pytest.mark.parametrize("sizes", [(1e-4, 1e-4), (1e3, 1e3), (1e-4, 1e3)], ids=str)
@@ -304,9 +302,7 @@ def test_decode_with_ptx_keeps_small_and_large_numbers_in_float16(name, sizes):
     query = make_query(kv, 1, dtype=torch.float16)
     scale = 0.1 / max(key_size, 1.0)
     out = call(attend_with_ptx, query, kv, isa=90, softmax_scale=scale)
-    expected = dense_attention(query, kv, scale)
-    error = float((out.double() - expected).abs().max() / expected.abs().max())
-    assert error < 4e-3
+    assert_within(out, *exact_attention(query, kv, scale, Rounding.of("triton", torch.float16)))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8], ids=str)

@@ -20,8 +20,9 @@ def paged_attention(
     """Attend to pages in layout "lanes" without writing any of them out; see `reference.paged_attention`.
 
     Sums are kept in fp32. For bf16 and fp16 queries a processor with AVX-512 VNNI multiplies 4- and 8-bit codes as
-    integers, with queries and probabilities rounded to 15 bits of the largest number of a head (page). Pages of
-    latents are written out as fp32, a few dozen tokens at a time, and multiplied as such.
+    integers, with queries and probabilities rounded to 16 bits of the largest number of a head (page), where the error
+    of that is bounded by the rounding of the output. Pages of latents are written out as fp32, a few dozen tokens at a
+    time, and multiplied as such.
 
     Args:
         query: [rows, num_heads, q_len, query_dim], fp32, bf16 or fp16.

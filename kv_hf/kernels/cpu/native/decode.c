@@ -8,13 +8,14 @@
 
 #define MAX_WORDS 256   /* words of a padded stretch of lanes at a time */
 #define WINDOW_TILE 64  /* exact tokens laid out at a time */
+#define LARGEST_INTEGER 32639 /* that integers.inc rounds a coefficient to: 127 * 256 + 127 */
 
 typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
     int64_t weights, scales, tile_keys; /* floats of scratch */
-    int integers;             /* 16-bit queries: sums over codes may use 15-bit integers */
+    int integers;             /* 16-bit queries: sums over codes may use integers */
     int8_t *bytes;
 } Sizes;
 

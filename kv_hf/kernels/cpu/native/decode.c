@@ -113,7 +113,7 @@ int64_t kv_hf_isa(void) {
 
 int64_t kv_hf_abi(void) { return KV_HF_ABI; }
 
-/* Returns 0, or 1 when memory is short: the output is then not complete. */
+/* Returns 0 or a number of enum Status. */
 int64_t kv_hf_decode(const Decode *a) {
     Call call = {.a = a};
     Sizes *z = &call.z;
@@ -136,7 +136,7 @@ int64_t kv_hf_decode(const Decode *a) {
     int64_t pairs = a->rows * a->heads;
     call.splits = largest_of(call.splits, 1);
     call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
-    if (!call.partials) return 1;
+    if (!call.partials) return NO_MEMORY;
     call.done = (atomic_int *)(call.partials + pairs * call.splits * call.partial_floats);
     atomic_init(&call.failed, 0);
     for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);

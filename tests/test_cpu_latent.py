@@ -45,7 +45,7 @@ def make_spec(
     )
 
 
-def make_kv(*formats, rows=ROWS, slots=24, poison=True, seed=0, more_padding=0, **sizes):
+def make_kv(*formats, rows=ROWS, slots=24, poison=True, seed=0, more_padding=0, outlier=1, **sizes):
     """Random latents, sealed by the reference; with `poison`, nan wherever no token lies."""
     spec = make_spec(*formats, **sizes)
     page, dtype = spec.keys.page_size, spec.keys.dtype
@@ -57,7 +57,9 @@ def make_kv(*formats, rows=ROWS, slots=24, poison=True, seed=0, more_padding=0, 
     stored, windows = [], []
     for side in spec.sides:
         run = torch.randn(held, 1, page, side.head_dim, generator=numbers)
-        run = (run * (0.2 + torch.rand(side.head_dim, generator=numbers))).to(dtype)
+        run = run * (0.2 + torch.rand(side.head_dim, generator=numbers))
+        run[..., 5:6] *= outlier
+        run = run.to(dtype)
         fields = {}
         for name, (shape, kind) in side.fields.items():
             fields[name] = torch.zeros(held + 2, *shape, dtype=kind)
@@ -283,6 +285,14 @@ def test_latent_kernel_lets_a_nan_in_the_query_through(isa):
     assert bool(out[0, 1].isnan().all())
     assert bool(out[0, 2:].isfinite().all())
     assert bool(out[1:].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_latent_kernel_keeps_its_digits_beside_an_outlier_channel(isa, dtype):
+    for outlier in (10, 100, 1_000, 10_000):
+        for latent, k_rope in (("int4", "int8"), ("int8", "exact"), ("int2", "int8")):
+            kv = make_kv(latent, k_rope, dtype=dtype, rows=[(9, 20)], outlier=outlier)
+            check(make_query(kv, 6), kv)
 
 
 def test_operations_slice_long_chunks_of_latents():

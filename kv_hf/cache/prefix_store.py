@@ -2,14 +2,13 @@
 
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..notices import warn_once
 from ..pages.arena import PageArena
-from ..pages.group import PageGroup
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
 
@@ -189,10 +188,12 @@ class PrefixStore:
                 pages = tuple(node.page for node in nodes[1:] if node.page is not None)
                 exact, ahead = (tree.sink_tokens, columns + held - seen) if pages else (0, 0)
                 adopted.append(Row(columns, pages, exact, ahead=ahead))
+            cache.halfway = True
             cache.group.adopt(adopted, seen)
         sinks = [nodes[0].sinks if len(nodes) > 1 else None for nodes in found]
         for place, layer in enumerate(cache.paged_layers):
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
+        cache.halfway = False
         return seen
 
     def _first_column(
@@ -225,13 +226,15 @@ class PrefixStore:
             cache: one that uses this store.
             rows: for each row of the cache its token ids without padding, no more than it holds.
             space: names of the active adapters, sorted; () without.
-        Raises: CacheMismatchError for another cache, or rows that it does not hold.
+        Raises: CacheMismatchError for another cache, or rows that it does not hold; InterruptedForwardError after a
+            forward that stopped half-way.
         """
         if getattr(cache, "prefix_store", None) is not self:
             raise CacheMismatchError(
                 f"cache must be a PagedCache made with this prefix_store, got {type(cache).__name__}"
             )
         tree, group = self.tree, cache.group
+        cache.check_done()
         held = [group.tokens(row) for row in group.rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
         if len(lengths) != len(held) or any(
@@ -253,7 +256,9 @@ class PrefixStore:
                 nodes = tree.add(space, tokens, pages, sinks)
                 shared = tuple(node.page for node in nodes[1:] if node.page is not None)
                 if shared != pages[: len(shared)]:
-                    _replace_pages(group, index, shared + pages[len(shared) :])
+                    for layer in cache.paged_layers:
+                        layer.revision += 1  # handles know the pages that the row lets go of
+                    group.replace_pages(index, shared + pages[len(shared) :])
             tree.shrink()
 
     # -- what it holds -----------------------------------------------------------------------------------
@@ -286,15 +291,6 @@ class PrefixStore:
     def __repr__(self) -> str:
         stats = self.stats()
         return f"PrefixStore(max_bytes={self.max_bytes}, pages={stats.pages}, bytes={stats.bytes})"
-
-
-def _replace_pages(group: PageGroup, index: int, pages: tuple[int, ...]) -> None:
-    """Let row `index` hold `pages`, which contain the same tokens, in place of its own; between two steps."""
-    rows = list(group.rows)
-    group.pool.share(pages)
-    group.pool.release(rows[index].pages)
-    rows[index] = replace(rows[index], pages=pages)
-    group.rows = tuple(rows)
 
 
 def _weights_of(model: Any) -> int | None:

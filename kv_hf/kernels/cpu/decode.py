@@ -3,7 +3,7 @@
 import torch
 
 from ..inputs import PagedKV
-from .arguments import DECODE_BLOCK, DTYPES, side_fields
+from .arguments import DECODE_BLOCK, DTYPES, check_table, plain_fields, side_fields
 from .library import isa, library
 
 
@@ -25,6 +25,7 @@ def paged_attention(
 
     Args:
         query: [rows, num_heads, q_len, query_dim], fp32, bf16 or fp16.
+    Raises: CacheMismatchError where the block table names a page that is not there.
     Returns: [rows, num_heads, q_len, out_dim], a view of a [rows, q_len, num_heads, out_dim] tensor.
     """
     rows, num_heads, q_len, _ = query.shape
@@ -48,9 +49,11 @@ def paged_attention(
         dtype = 0 if is_bool else DTYPES[mask.dtype]
         mask_fields = (mask.data_ptr(), 1 if is_bool else 2, dtype, row, head, at)
     table = kv.block_table
+    keys, values = plain_fields(kv.key_pages), plain_fields(kv.value_pages)
+    check_table(table, kv.num_pages, keys, values)
     block = DECODE_BLOCK.pack(
-        *side_fields(kv.spec.keys, kv.key_pages, kv.window_keys),
-        *side_fields(kv.spec.values, kv.value_pages, kv.window_values),
+        *side_fields(kv.spec.keys, keys, kv.window_keys),
+        *side_fields(kv.spec.values, values, kv.window_values),
         rows,
         heads,
         num_heads // heads,

@@ -71,7 +71,7 @@ class Copyable(DynamicCache):
 
     def change_layers(self, change: Callable[[Any], None]) -> None:
         """Call `change` with each layer; where it does not reach the last one, the cache is of no use until reset()."""
-        self.check_whole()
+        self.check_steps()
         for layer in self.layers:
             change(layer)
             self.halfway = (
@@ -87,11 +87,15 @@ class Copyable(DynamicCache):
                 "cache; call reset() and start again"
             )
 
-    def check_done(self) -> None:
-        """Raise InterruptedForwardError where the last forward or change did not reach all layers."""
+    def check_steps(self) -> None:
+        """Raise InterruptedForwardError where the last forward or change is known not to have reached all layers."""
         self.check_whole()
         for group in self.groups:
             group.lockstep.check_done()
+
+    def check_done(self) -> None:
+        """Raise InterruptedForwardError where the last forward or change did not reach all layers."""
+        self.check_steps()
         behind = [one.layer_idx for one in self.paged_layers if one.store and not one.is_up_to_date]
         if behind:
             raise InterruptedForwardError(

@@ -188,6 +188,7 @@ class PagedCache(Savable, Copyable):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens of all layers, or of none where some layer cannot; see `PagedLayer.crop`."""
         if tokens_to_remove < 0:
+            self.check_steps()
             for group in self.groups:
                 group.check_crop(-int(tokens_to_remove))
         self.change_layers(lambda layer: layer.crop(tokens_to_remove))
@@ -201,15 +202,16 @@ class PagedCache(Savable, Copyable):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; sealed pages are shared, not copied."""
+        self.check_steps()
         self._select_rows(beam_idx.tolist(), "reorder_cache", beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers or a bool mask)."""
         if not self.group.rows:
             return
-        self._select_rows(
-            chosen_rows(indices, len(self.group.rows)), "batch_select_indices", indices
-        )
+        self.check_steps()
+        sources = chosen_rows(indices, len(self.group.rows))
+        self._select_rows(sources, "batch_select_indices", indices)
 
     def _select_rows(self, sources: list[int], method: str, indices: torch.Tensor) -> None:
         """Let row i continue the former row sources[i]; transformers' own layers take `indices` by their `method`."""

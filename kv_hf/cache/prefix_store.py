@@ -166,8 +166,15 @@ class PrefixStore:
             padding: columns of left padding of each row.
             chunk: columns of the first forward, where that is not all of them.
             counted: whether the rows count in `stats`.
+        Raises: CacheMismatchError where the cache is not empty; InterruptedForwardError where an earlier call stopped
+            half-way.
         """
         tree = self.tree
+        cache.check_done()
+        if cache.group.rows:
+            raise CacheMismatchError(
+                f"a prefix begins an empty cache, and this one has seen {cache.group.seen} columns; call reset() first"
+            )
         with tree.pool.lock:
             found = [
                 tree.find(space, tokens[:-1]) for tokens in rows

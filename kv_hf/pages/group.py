@@ -253,6 +253,7 @@ class PageGroup(HeldRows):
 
     def prepare_append(self, batch: int, q_len: int) -> None:
         """Raise what the append would, and make the room that it takes: for groups whose layers come later."""
+        self.lockstep.check_done()
         count = self.check_append(batch, q_len)
         reserved = reserved_pages(batch, self.reserve, self.pool.max_pages)
         if count:

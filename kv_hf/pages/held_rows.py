@@ -29,7 +29,7 @@ class HeldRows:
             tuple[int, ...], ...
         ] = ()  # of no row, but the last forward may read them
         self._tables = Tables()
-        pool.holders.add(self)
+        pool.register(self)
 
     @property
     def page_size(self) -> int:
@@ -88,7 +88,7 @@ class HeldRows:
         memo[id(self)] = copied
         rest = {name: value for name, value in vars(self).items() if name != "rows"}
         vars(copied).update(copy.deepcopy({**rest, "_leaving": ()}, memo), rows=())
-        copied.pool.holders.add(copied)
+        copied.pool.register(copied)
         return copied
 
     def share_rows(self, source: "HeldRows") -> None:
@@ -103,7 +103,7 @@ class HeldRows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register as a holder again: the pool may be another one here."""
         vars(self).update(state)
-        self.pool.holders.add(self)
+        self.pool.register(self)
 
     def let_go(self) -> None:
         """Hold nothing any more: for finalizers, which may run at any moment."""

@@ -48,6 +48,7 @@ class PagePool:
     def _prepare(self) -> None:
         self.lock = threading.RLock()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._registered = 0
         self._changing = False  # outside of `lock`: a change was interrupted
         self.holder_gone = False
 
@@ -77,9 +78,14 @@ class PagePool:
 
     # -- changes that may be interrupted -------------------------------------------------------------------
 
+    def register(self, holder: PageHolder) -> None:
+        """Count what `holder` holds as long as it lives."""
+        self.holders.add(holder)
+        self._registered += 1
+
     def settle(self) -> None:
         """Count anew where a change was interrupted, or a holder is gone; not in the middle of a change."""
-        if self._changing or self.holder_gone:
+        if self._changing or self.holder_gone or len(self.holders) < self._registered:
             self.recount()
 
     def open_change(self) -> None:
@@ -96,6 +102,7 @@ class PagePool:
         with self.lock:
             self._changing = True
             self.holder_gone = False  # a finalizer that runs from here on has it counted once more
+            self._registered = len(self.holders)
             counts = Counter(page for held in self._held() for page in held)
             size = max(len(self._counts), max(counts, default=-1) + 1)
             in_order = dict.fromkeys(page for page in self._free if page < size)

@@ -52,7 +52,7 @@ class PrefixTree:
         self.roots: dict[Hashable, Prefix] = {}
         self._used: OrderedDict[Prefix, None] = OrderedDict()  # the least recently used first
         self._changing = False  # outside of the pool's lock: a change was interrupted
-        pool.holders.add(self)
+        pool.register(self)
 
     def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:
         """Return the page ids that the tree holds (see PageHolder)."""

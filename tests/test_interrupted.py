@@ -16,11 +16,15 @@ from kv_hf.errors import InterruptedForwardError
 ERRORS = (KeyboardInterrupt, MemoryError)
 
 
-def feed(cache, rows, first, last, layers=None):
+@functools.lru_cache(maxsize=256)
+def columns_of(rows, first, last, layer):
+    return states([row[:last] for row in rows], [0] * len(rows), first, last - first, layer)
+
+
+def feed(cache, rows, first, last):
     """Append columns first .. last - 1 of the token lists `rows` to all layers, as one forward."""
-    for layer in range(len(cache.layers)) if layers is None else layers:
-        cut = [row[:last] for row in rows]
-        cache.update(*states(cut, [0] * len(rows), first, last - first, layer), layer)
+    for layer in range(len(cache.layers)):
+        cache.update(*columns_of(tuple(map(tuple, rows)), first, last, layer), layer)
 
 
 def text(seed, length=160):
@@ -315,7 +319,8 @@ def check(name, keys, at, error):
         except InterruptedForwardError:
             outcome = "interrupted"
     elif outcome == "interrupted" and name != "reset":
-        assert refuses(scene), where
+        # a step that no layer has joined yet may still be joined: it is then done once, as a whole
+        assert refuses(scene) or same(dense(cache), after), where
     for other, held in zip(scene.others, later, strict=True):
         go_on(other)
         assert same(dense(other), held), where

@@ -113,7 +113,7 @@ class World:
             else:  # it says so by itself, not only when it is compared
                 if twin.whole():  # a first forward that did not reach all layers: the layers that it missed say so
                     with pytest.raises(InterruptedForwardError):
-                        self.append(twin.paged, [[1, 2]], 0)
+                        operation(twin.paged)
                 return twin.reset()
         twin.truth, twin.rows = after, rows
         return None
@@ -202,9 +202,9 @@ class Twin:
         if not seen:
             return None, None
         if kind == "crop":
-            count = rng.randrange(1, seen)
-            if world.sliding:
+            if world.sliding or seen < 2:
                 return None, None  # both refuse, in their ways
+            count = rng.randrange(1, seen)
             return (lambda cache: cache.crop(-count)), [row[: seen - count] for row in rows]
         if kind == "repeat":
             if len(rows) > 3:

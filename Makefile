@@ -21,7 +21,7 @@ OLDEST_VENV = .venv-oldest
 BUDGET_S ?= 480
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format eval bench bench-mla bench-gpu plots clean
+.PHONY: help demo test test-all test-asan check format eval bench bench-mla bench-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -50,13 +50,16 @@ demo: $(VENV)/.weights ## install, then generate with every cache on a real mode
 test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-test-all: $(VENV)/.weights ## test, the slow tests, the suite without the C kernel, and on the oldest transformers
+test-all: $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, the suite without the C kernel, and on the oldest transformers
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	KV_HF_ISA=none $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'
 	$(OLDEST_VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+test-asan: $(VENV)/.installed ## test the C kernel on builds that check addresses, undefined behaviour and threads
+	$(BIN)/python scripts/sanitize.py
 
 check: $(VENV)/.installed ## ruff, ruff format and mypy
 	$(BIN)/ruff check .

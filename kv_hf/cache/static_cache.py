@@ -132,6 +132,10 @@ class StaticPagedCache(PagedCache):
             layer.reorder_cache(beam_idx)
         self.table.turn = 0
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Raise CacheOptionError: the number of rows is fixed."""
+        raise refused("change its number of rows")
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Raise CacheOptionError: the number of rows is fixed."""
         raise refused("change its number of rows")

@@ -9,7 +9,7 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "home", "notices", "records", "version"},
+    {"errors", "files", "home", "notices", "printable", "records", "version"},
     {"cache_names", "checks", "config", "formats", "recipe", "texts"},
     {"row_pages", "spec"},
     {"quant"},

@@ -1,0 +1,34 @@
+"""Text of strangers (names in configs, files, arguments) as a terminal may show it.
+
+A terminal obeys control characters: an escape sequence in a model's name could clear the screen, set the window's title
+or answer on the user's behalf. They are shown as Python writes them ("\\x1b") and do nothing.
+"""
+
+import unicodedata
+
+MOST = 10_000  # characters of a message that are shown
+# control characters, invisible ones that reorder or hide text, halves of surrogate pairs, separators of lines
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def printable(text: str, *, keep: str = "", most: int = MOST) -> str:
+    """Return `text` with each control character written out, and cut off behind `most` characters.
+
+    Args:
+        keep: control characters that stay as they are, such as "\\n" in a message of several lines.
+    """
+    if not text.isprintable():
+        text = "".join(_shown(sign) if sign not in keep else sign for sign in text[: most + 1])
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def short(value: object, most: int = 120) -> str:
+    """Return `value` for a message, as Python writes it: what a hostile file says may be long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _shown(sign: str) -> str:
+    if unicodedata.category(sign) in _OBEYED:
+        return sign.encode("unicode_escape").decode("ascii")
+    return sign

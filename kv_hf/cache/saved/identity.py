@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from ...printable import short
 from ..model_shape import decoder_config, signature
-from .container import RefusedError, short
+from .container import RefusedError
 
 SAMPLES = 64  # numbers of a parameter that its fingerprint reads
 DIGITS = 8  # hexadecimal digits per parameter

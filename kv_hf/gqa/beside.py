@@ -67,6 +67,7 @@ def copy_files(source: Path, target: Path, paths: Iterable[Path]) -> None:
         check_inside(path, source)
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
+        place.unlink(missing_ok=True)  # what save_pretrained has written of its own
         try:
             with opened(path, BESIDE_BYTES, "file") as old, creating(place) as new:
                 while piece := old.read(_PIECE):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...errors import KVCacheError
 from ...files.writing import replace_text
+from ...printable import tell, tell_error
 from .models import offered
 from .page import build_page
 from .serve import HOST, make_server, serve
@@ -54,9 +55,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf explore") -> int:
         path = Path(DEFAULT_NAME if args.out is None else args.out)
         write_page(path, page)
     except (KVCacheError, OSError, OverflowError, ValueError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        tell_error(prog, error)
         return 2
-    print(f"{path} ({path.stat().st_size:,} bytes): open it in a browser")
+    tell(f"{path} ({path.stat().st_size:,} bytes): open it in a browser")
     return 0
 
 

@@ -11,9 +11,12 @@ class KVCacheError(ValueError):
     """Base class of the errors that kv_hf raises; its text is safe to print."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(
-            *(printable(each, keep="\n") if isinstance(each, str) else each for each in args)
-        )
+        super().__init__(*(_one_line(each) if isinstance(each, str) else each for each in args))
+
+
+def _one_line(text: str) -> str:
+    """Return a message without line ends, which a name of a file could begin a line of its own with."""
+    return printable(" ".join(text.split("\n")))
 
 
 class CacheOptionError(KVCacheError):

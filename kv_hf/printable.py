@@ -48,7 +48,10 @@ def in_a_line(error: BaseException, most: int = 300) -> str:
 
 def short(value: object, most: int = 120) -> str:
     """Return `value` for a message, as Python writes it: what a hostile file says may be long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no number of more than 4,300 digits
+        text = f"a number of type {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

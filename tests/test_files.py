@@ -1,9 +1,11 @@
 """Files of users: what is not read, what a rename keeps, and what killed writers leave behind."""
 
+import io
 import os
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
 
@@ -14,7 +16,7 @@ from kv_hf import notices
 from kv_hf.errors import InputFileError
 from kv_hf.files import folders, processes, reading, unfinished, writing
 from kv_hf.files.json_text import DEEPEST, parse_json
-from kv_hf.printable import printable
+from kv_hf.printable import printable, tell
 
 OLD, NEW = "old contents", "new contents"
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX system")
@@ -127,11 +129,20 @@ def test_printable_writes_out_what_a_terminal_would_obey():
 
 def test_errors_and_notices_print_no_control_characters(caplog):
     error = kv_hf.CacheFileError("model '\x1b[2J' is none\nline two")
-    assert str(error) == "model '\\x1b[2J' is none\nline two"
+    assert str(error) == "model '\\x1b[2J' is none line two"
     notices.say_once("x", "model \x1b[2J")
     assert "model \\x1b[2J" in caplog.text
     with pytest.warns(kv_hf.KVCacheWarning, match=r"model \\x1b"):
         notices.warn_once("y", "model \x1b[2J")
+
+
+def test_tell_writes_out_what_a_terminals_encoding_lacks(monkeypatch):
+    for encoding, expected in (("ascii", b"\\u4f60 \\xfc\nb\n"), ("latin-1", b"\\u4f60 \xfc\nb\n")):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, newline="\n"))
+        tell("\u4f60 \u00fc\nb")
+        sys.stdout.flush()
+        assert raw.getvalue() == expected
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -190,3 +190,30 @@ def test_classes_of_the_config_are_taken(source):
     for names in ([], None, ["NoSuchClass"]):
         config.architectures = names
         assert model_class(config) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_kernels_that_a_config_names_are_not_fetched(field, source, monkeypatch):
+    """transformers loads such code from the hub when it builds the model, where its package for that is installed."""
+    asked = []
+    monkeypatch.setattr(
+        transformers.PreTrainedModel,
+        "_check_and_adjust_attn_implementation",
+        lambda self, name, *_, **__: asked.append(name) or "eager",
+    )
+    path = source / "config.json"
+    named = {field: "kernels-community/anything"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **named}))
+    kv_hf.convert_to_gqa(source, source.parent / "new", 2)
+    assert set(asked) == {"eager"}
+
+
+def test_code_that_a_tokenizer_names_is_not_asked_for(source, monkeypatch):
+    """transformers asks at the terminal whether to run it."""
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["code.Mine", None]}, "tokenizer_class": "Mine"})
+    )
+    (source / "code.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked"))
+    (source.parent / "text").write_text("words " * 5000)
+    refuses(source, "has no tokenizer", method="svd", calibration=str(source.parent / "text"))

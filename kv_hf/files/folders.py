@@ -36,10 +36,11 @@ def becoming_folder(destination: Path) -> Iterator[Path]:
                 os.chmod(aside, mode)
             sync(aside)
             os.rename(aside, target)  # onto an empty folder, or a name that is free
-            sync(target.parent)
         except BaseException:
             _take_away(aside, made)
             raise
+    with contextlib.suppress(OSError):
+        sync(target.parent)  # the new name itself is on the disk only when its folder is
 
 
 @contextlib.contextmanager

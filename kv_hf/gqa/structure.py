@@ -249,9 +249,13 @@ def is_model_class(found: Any) -> bool:
 def build(config: Any) -> Any:
     """Return the model of a config on the meta device. Raises ConversionError where its class refuses the config."""
     kind = model_class(config)
+    own = copy.deepcopy(config)
+    own._attn_implementation = (
+        "eager"  # a file may name a kernel of the hub, which would be fetched
+    )
     try:
         with torch.device("meta"):
-            return kind(copy.deepcopy(config))
+            return kind(own)
     except Exception as error:  # whatever a model's constructor thinks of these numbers
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         kv_heads = getattr(text_config(config), FIELD, None)

@@ -25,7 +25,8 @@ from .field_names import (
 MOST_LAYERS = 1024
 MOST_HEADS = 1 << 16
 MOST_CHANNELS = 1 << 20
-MOST_TOKENS = 1 << 30  # positions, windows, words of a vocabulary
+MOST_TOKENS = 1 << 30  # positions, words of a vocabulary
+MOST_WINDOW = 1 << 24  # its pages are followed one by one
 MOST_NUMBER = (1 << 63) - 1  # of all numbers: what torch can count
 
 
@@ -61,7 +62,7 @@ _RULES = {
         _Rule(0, MOST_CHANNELS),
     ),
     **dict.fromkeys(POSITIONS, _Rule(0, MOST_TOKENS, floats=True)),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), _Rule(0, MOST_TOKENS)),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), _Rule(0, MOST_WINDOW)),
     **dict.fromkeys((*EXPERTS, *EXPERTS_PER_TOKEN), _Rule(0, MOST_HEADS)),
     "vocab_size": _Rule(1, MOST_TOKENS),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"), _Rule(0, 1 << 24)),

@@ -59,7 +59,8 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 
 
 def _take_away(aside: Path, made: list[Path]) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # of a close that fails, which it does not ignore
+        shutil.rmtree(aside, ignore_errors=True)
     with contextlib.suppress(OSError):
         for parent in made:
             parent.rmdir()

@@ -250,9 +250,8 @@ def build(config: Any) -> Any:
     """Return the model of a config on the meta device. Raises ConversionError where its class refuses the config."""
     kind = model_class(config)
     own = copy.deepcopy(config)
-    own._attn_implementation = (
-        "eager"  # a file may name a kernel of the hub, which would be fetched
-    )
+    # a config may name a kernel of the hub, which would be fetched and run
+    own._attn_implementation = "eager"
     try:
         with torch.device("meta"):
             return kind(own)

@@ -217,3 +217,11 @@ def test_code_that_a_tokenizer_names_is_not_asked_for(source, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked"))
     (source.parent / "text").write_text("words " * 5000)
     refuses(source, "has no tokenizer", method="svd", calibration=str(source.parent / "text"))
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**9}, {"num_attention_heads": -4}])
+def test_numbers_that_no_model_has_are_refused_before_it_is_built(changes, source):
+    """A thousand million layers were built one by one."""
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    refuses(source, f"config.json: {next(iter(changes))} must be a whole number from 1 to")

@@ -10,7 +10,16 @@ import kv_hf
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
     {"errors", "files", "home", "notices", "printable", "records", "version"},
-    {"cache_names", "checks", "config", "formats", "recipe", "texts"},
+    {
+        "cache_names",
+        "checks",
+        "config",
+        "config_numbers",
+        "field_names",
+        "formats",
+        "recipe",
+        "texts",
+    },
     {"row_pages", "spec"},
     {"quant"},
     {"kernels", "pages"},

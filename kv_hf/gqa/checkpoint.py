@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..config_numbers import check_numbers
 from ..errors import ConversionError, InputFileError
 from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
 from .beside import check_inside
@@ -189,6 +190,7 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
                 raise ConversionError(
                     f"{folder / 'config.json'} has a {name} ({kind}): convert the unquantized checkpoint"
                 )
+    check_numbers(config, str(folder / "config.json"), ConversionError)
     if config.get("auto_map"):
         raise ConversionError(
             f"{folder / 'config.json'} has an auto_map: the model needs code of its own, whose tensors are not known"

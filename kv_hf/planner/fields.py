@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UnsupportedModelError
-from .field_names import (
+from ..field_names import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
     HEAD_DIM,

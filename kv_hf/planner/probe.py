@@ -8,11 +8,11 @@ import torch
 
 from ..cache.model_shape import decoder_config, is_encoder_decoder
 from ..errors import UnsupportedModelError
+from ..field_names import POSITIONS, first, read
 from ..notices import say_once
 from ..printable import short
 from . import meta_model, tracing
 from .cached_layers import read_cache
-from .field_names import POSITIONS, first, read
 from .fields import inventory_of_fields
 from .inventory import CachedLayer, Inventory
 from .weights import Weights, count_weights

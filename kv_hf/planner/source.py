@@ -11,12 +11,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from ..cache.compat import SPARSE_MODELS_CACHE_LATENTS
+from ..config_numbers import check_numbers
 from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
+from ..field_names import POSITIONS, first
 from ..files.reading import CONFIG_BYTES, read_json_object
 from ..notices import say_once
 from ..printable import in_a_line, short
-from .config_numbers import check_numbers
-from .field_names import POSITIONS, first
 from .fields import inventory_of_fields, language_part
 from .hub import cached_config, fetch_config
 from .inventory import Inventory

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import PlanError
-from ..printable import short
+from .errors import KVCacheError, PlanError
 from .field_names import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
@@ -21,6 +20,7 @@ from .field_names import (
     LAYERS,
     POSITIONS,
 )
+from .printable import short
 
 MOST_LAYERS = 1024
 MOST_HEADS = 1 << 16
@@ -72,8 +72,10 @@ _MANY = re.compile(r"(layers?|depths?|blocks?|stages?|codebooks?)$")
 _MORE = re.compile(r"(heads?|experts?)$")
 
 
-def check_numbers(config: Mapping[str, Any], name: str) -> None:
-    """Raise PlanError, naming the field, its value and the rule, for a number that no model has.
+def check_numbers(
+    config: Mapping[str, Any], name: str, error: type[KVCacheError] = PlanError
+) -> None:
+    """Raise `error`, naming the field, its value and the rule, for a number that no model has.
 
     Args:
         config: a config.json; its parts (a vision tower, for one) are looked at as well.
@@ -82,15 +84,15 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
     for path, field, value in _fields(config):
         rule = _RULES.get(field)
         if rule is not None and value is not None and not rule.allows(value):
-            raise PlanError(
+            raise error(
                 f"{name}: {path} must be a whole number from {rule.least:,} to {rule.most:,}, got {short(value)}"
             )
         most = _most(field)
         for one in value if isinstance(value, list) else (value,):
             if isinstance(one, int) and not -most <= one <= most:
-                raise PlanError(f"{name}: {path} must be at most {most:,}, got {short(one)}")
+                raise error(f"{name}: {path} must be at most {most:,}, got {short(one)}")
         if field == "layer_types" and not _are_names(value):
-            raise PlanError(f"{name}: {path} must be a list of names, got {short(value)}")
+            raise error(f"{name}: {path} must be a list of names, got {short(value)}")
 
 
 def _most(field: str) -> int:

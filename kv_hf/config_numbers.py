@@ -65,6 +65,7 @@ _RULES = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), _Rule(0, MOST_WINDOW)),
     **dict.fromkeys((*EXPERTS, *EXPERTS_PER_TOKEN), _Rule(0, MOST_HEADS)),
     "vocab_size": _Rule(1, MOST_TOKENS),
+    "num_labels": _Rule(0, MOST_CHANNELS),  # transformers makes a name for each
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"), _Rule(0, 1 << 24)),
 }  # fmt: skip
 # other names of what is built one by one

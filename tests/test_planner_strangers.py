@@ -66,6 +66,7 @@ def refused(folder, says):
         ("sliding_window", 10**12, "from 0 to 16,777,216, got 1000000000000"),
         ("kv_lora_rank", -1, "from 0 to 1,048,576, got -1"),
         ("vocab_size", 10**400, "from 1 to 1,073,741,824, got 1000"),
+        ("num_labels", 10**9, "from 0 to 1,048,576, got 1000000000"),
         ("layer_types", 3, "must be a list of names, got 3"),
         ("layer_types", [3, 4], "must be a list of names"),
         ("num_towers_layers", 10**9, "num_towers_layers must be at most 1,024"),

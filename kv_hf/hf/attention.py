@@ -29,18 +29,27 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Make the mask that sdpa would get, and tell the cache which columns are left padding.
 
     The kv_length that a paged layer returns knows its cache, and reaches this function before any layer runs.
-    Queries behind earlier tokens get a lazy mask where the kernels hide by themselves what it would hide.
+    Several queries get a lazy mask where the kernels hide by themselves what it would hide, and where sdpa would get None:
+    to a model that takes some of the queries away None would mean another thing afterwards. None comes back for a
+    single query, to which everything is visible, and for masks that hide nothing at all.
     """
     length, mask = kwargs.get("kv_length"), kwargs.get("attention_mask")
+    several = kwargs.get("q_length") != 1
+    may_skip = bool(kwargs.get("allow_is_causal_skip", True))
+    hidden = False
     if isinstance(length, MaskLength):
         length.observe(mask)
         kwargs["kv_length"] = int(length)
-        one = kwargs.get("q_length") == 1 and mask is None and kwargs.get("local_size") is None
-        if kwargs.get("allow_is_causal_skip") and not one and length.needs_no_mask(mask):
-            shape = (kwargs["batch_size"], 1, kwargs["q_length"], int(length))
-            make = functools.partial(sdpa_mask, *args, **{**kwargs, "allow_is_causal_skip": False})
-            return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make)
-    return sdpa_mask(*args, **kwargs)
+        one = not several and mask is None and kwargs.get("local_size") is None
+        hidden = may_skip and not one and length.needs_no_mask(mask)
+    made = None if hidden else sdpa_mask(*args, **kwargs)
+    plain = made is None and may_skip and several and not torch.compiler.is_compiling()
+    if not hidden and not plain:
+        return made
+    shape = (kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"])
+    skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    make = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
+    return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, plain=not hidden)
 
 
 def kv_hf_attention(
@@ -62,7 +71,9 @@ def kv_hf_attention(
     Args:
         query: [batch, num_heads, q_len, head_dim].
         key, value: handles of a paged layer, or dense [batch, num_kv_heads, kv_len, ..].
-        attention_mask: None, or bool / additive float [batch, 1 or num_heads, q_len, kv_len].
+        attention_mask: bool / additive float [batch, 1 or num_heads, q_len, kv_len], or None: over pages a causal module's
+            query then sees all tokens up to its own, as the last q_len of kv_len; over dense keys None is what it is to
+            sdpa. The mask function gives None for single queries only.
         scaling: factor of the scores; head_dim ** -0.5 when None.
         softcap, s_aux: bound of the scores and learnt sink logits, where the model has them.
         position_bias: [1 or batch, num_heads, q_len, kv_len], added to the scores before the mask (T5).
@@ -129,7 +140,8 @@ def kv_hf_attention(
         if latents:
             key, value = expanded(module, key, value)
     if lazy is not None:
-        attention_mask = lazy.dense()
+        left_out = lazy.plain and lazy.shape[-2:] == (query.shape[2], key.shape[2])
+        attention_mask = None if left_out else lazy.dense()
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
     kwargs.update({name: given for name, given in named.items() if given is not None})
     return dense_attention(

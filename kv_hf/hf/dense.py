@@ -9,26 +9,31 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-# arguments of attention functions that do not change the result of a forward without gradients
-HARMLESS = {
-    "is_causal",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "use_cache",
-    "position_ids",
-    "sliding_window",
-    "cache_position",
-    "position_embeddings",
-    "layer_idx",
-    "head_mask",
-    "past_key_values",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_router_logits",
-    "token_type_ids",
-    "target_dtype",
-}
+from ..errors import UnsupportedModelError
+from ..formats import ATTENTION_NAME
+from .attention_source import facts_of
+
+# Arguments that reach an attention function and do not change the result of a forward without gradients: what a model
+# needs elsewhere and hands down with the rest. Read in transformers 5.17 and 5.23, where sdpa reads none of them either.
+HARMLESS = frozenset(
+    {
+        # of the forward as a whole
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("use_cache", "past_key_values", "cache_position", "position_ids", "position_embeddings"),
+        *("logits_to_keep", "num_items_in_batch", "head_mask", "layer_idx", "token_type_ids"),
+        *("mm_token_type_ids", "target_dtype"),
+        # read by other attention implementations: packed sequences, which sdpa tells by its mask
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+        # what generate() is given for its own use and hands down all the same
+        *("tokenizer", "assistant_tokenizer"),
+        # handled before
+        *("is_causal", "sliding_window"),
+    }
+)
+
+# what every attention function reads; what sdpa cannot do, and the eager function of every model that has it does
+_ALL_READ = frozenset({"dropout", "scaling"})
+_ASK_FOR_EAGER = frozenset({"softcap", "s_aux"})
 
 
 def is_causal(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -38,7 +43,7 @@ def is_causal(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def unknown_arguments(kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the given arguments that may change the result and that paged attention does not know.
+    """Return the given arguments that paged attention does not know and that may change the result.
 
     transformers' pipeline parallelism (5.23) hands a model's keyword arguments on as one called "kwargs".
     """
@@ -62,8 +67,10 @@ def dense_attention(
         mask: None, or bool / additive float [batch, 1 or num_heads, q_len, kv_len].
         kwargs: all further arguments of the call (dropout, scaling, position_bias, softcap, ..).
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
+    Raises: UnsupportedModelError for an argument of the model's own that neither function reads.
     """
     function = _function(module, kwargs)
+    _check_read(module, kwargs, function)
     if function is not sdpa_attention_forward:
         mask = _additive(mask, query, key, is_causal(module, kwargs))
     return function(module, query, key, value, mask, **kwargs)
@@ -76,11 +83,40 @@ def _function(
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         return sdpa_attention_forward
-    both = {"dropout", "scaling", *_parameters(sdpa_attention_forward)}
-    asked = set(unknown_arguments(kwargs)) - both
-    if kwargs.get("output_attentions") or asked & {"softcap", "s_aux"}:
+    asked = set(unknown_arguments(kwargs)) - _ALL_READ - _parameters(sdpa_attention_forward)
+    if kwargs.get("output_attentions") or asked & _ASK_FOR_EAGER:
         return eager
     return eager if asked & _parameters(eager) else sdpa_attention_forward
+
+
+def _check_read(
+    module: torch.nn.Module, kwargs: Mapping[str, Any], function: Callable[..., Any]
+) -> None:
+    """Raise UnsupportedModelError where the attention module itself passes an argument that `function` drops.
+
+    What only comes through from further out is dropped by transformers' functions as well, whatever the cache.
+    """
+    unknown = set(unknown_arguments(kwargs)) - _ALL_READ - _parameters(function)
+    if function is not sdpa_attention_forward:
+        unknown -= _ASK_FOR_EAGER  # gpt_oss, for one, reads its sinks from the module
+    if not unknown:
+        return
+    facts = facts_of(type(module))
+    lost = sorted(unknown & facts.arguments) if facts is not None else []
+    lost = [name for name in lost if f'"{name}"' not in _text(function)]
+    if lost:
+        raise UnsupportedModelError(
+            f'{type(module).__name__} passes {", ".join(lost)} to its attention, which neither "{ATTENTION_NAME}" nor '
+            f"{function.__name__} reads: the result would be another one. Use model.set_attn_implementation('sdpa')"
+        )
+
+
+@functools.cache
+def _text(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
 
 
 @functools.cache

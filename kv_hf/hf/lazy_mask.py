@@ -10,22 +10,33 @@ from torch.utils._pytree import tree_map_only
 class LazyMask(torch.Tensor):
     """A bool mask [batch, 1, q_len, kv_len] that is made when somebody computes with it.
 
-    Models hand it on to the attention function, which leaves it out where pages are read. A model that changes keys
-    before its attention, or the mask itself, gets the mask that it would have had.
+    Models hand it on to the attention function, which leaves it out where pages are read, or where sdpa needs none. A
+    model that changes keys before its attention, or the mask itself, gets the mask that it would have had. It hides
+    what causality, left padding and a sliding window hide, so that its last rows are those of the last queries: a
+    model that keeps only these (logits_to_keep) gets a lazy mask again.
+
+    Attributes:
+        make: returns the mask.
+        plain: sdpa would get None in its place, which there means causal from the first key on.
     """
 
     make: Callable[[], torch.Tensor | None]
+    plain: bool
 
     # shape, dtype and device are then answered in C++ without coming back to Python
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], device: torch.device, make: Callable[[], torch.Tensor | None]
+        cls,
+        shape: tuple[int, ...],
+        device: torch.device,
+        make: Callable[[], torch.Tensor | None],
+        plain: bool = False,
     ) -> "LazyMask":
         """Stand for what `make()` returns."""
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.make = make
+        mask.make, mask.plain = make, plain
         return mask
 
     def dense(self) -> torch.Tensor:
@@ -33,6 +44,17 @@ class LazyMask(torch.Tensor):
         made = self.make()
         assert made is not None  # asked for without leave to skip it
         return made
+
+    def last_queries(self, start: int) -> "LazyMask":
+        """Return the mask of the queries from `start` on."""
+        shape = list(self.shape)
+        shape[-2] -= start
+        return LazyMask(
+            tuple(shape),
+            self.device,
+            lambda: self.dense()[..., start:, :],
+            self.plain and not start,
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -42,9 +64,32 @@ class LazyMask(torch.Tensor):
         device = kwargs.get("device")
         if func is torch.ops.aten._to_copy.default and device and not kwargs.get("dtype"):
             mask = args[0]  # accelerate's hooks move the inputs of layers on other devices
-            return cls(tuple(mask.shape), device, lambda: mask.dense().to(device))
+            return cls(tuple(mask.shape), device, lambda: mask.dense().to(device), mask.plain)
+        if func is torch.ops.aten.slice.Tensor:
+            kept = _queries_kept(*args, **kwargs)
+            if kept is not None:
+                return args[0].last_queries(kept)
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0].last_queries(0)
         args, kwargs = tree_map_only(cls, cls.dense, (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyMask(shape={tuple(self.shape)})"
+
+
+def _queries_kept(
+    mask: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> int | None:
+    """Return the first query that a slice keeps where it keeps all behind that and all columns, else None."""
+    size = mask.shape[dim]
+    first, last, step = slice(start, end, step).indices(size)
+    if step != 1 or last < size or first >= size:
+        return None
+    if dim % mask.ndim == mask.ndim - 2:
+        return first
+    return 0 if not first else None

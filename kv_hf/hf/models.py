@@ -1,14 +1,15 @@
 """Switch a model's attention to "kv_hf", and remember it so that uninstall() can switch it back."""
 
-import inspect
+import functools
 import threading
 import weakref
 
 from transformers import PreTrainedModel
 
-from ..cache.model_shape import attention_config, is_encoder_decoder
+from ..cache.model_shape import attention_config
 from ..formats import ATTENTION_NAME
 from ..notices import say_once, warn_once
+from .attention_source import facts_of, is_modeling
 
 _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
 # set_attn_implementation goes from config to config: another thread must not run a model that is half switched
@@ -21,66 +22,54 @@ def why_not_pages(model: PreTrainedModel, attention: str = "auto") -> str | None
     Args:
         attention: CacheConfig.attention.
     """
-    current = attention_config(model.config)._attn_implementation
-    if not model._can_set_attn_implementation():
-        return "it does not take its attention from transformers' AttentionInterface"
-    if current == ATTENTION_NAME:
+    if attention_config(model.config)._attn_implementation == ATTENTION_NAME:
         return None
-    if current not in ("sdpa", None) and not (current == "eager" and not model._supports_sdpa):
-        return f"it was set to attention implementation {current!r}"
-    return None if attention == "auto" else "attention='keep' leaves it on another one"
+    reason = _why_not_switched(model)
+    return reason or (None if attention == "auto" else "attention='keep' leaves it on another one")
 
 
 def use_paged_attention(model: PreTrainedModel) -> None:
-    """Let `model` attend over pages, where its attention is sdpa or has no sdpa form; say what was done.
+    """Let `model` attend over pages where its sources show that it then computes what it computes now; say what was done.
 
-    Another implementation (eager where sdpa exists, flex, flash) was chosen by somebody: it is kept, and
+    Another implementation than its default (eager where sdpa exists, flex, flash) was chosen by somebody: it is kept, and
     works on dense tensors.
     """
     with _switching:
-        _use_paged_attention(model)
-
-
-def _use_paged_attention(model: PreTrainedModel) -> None:
-    decoder = _decoder_of(model)
-    current = attention_config(model.config)._attn_implementation
-    if current == ATTENTION_NAME:
-        return
-    own = type(model).__name__
-    if not decoder._can_set_attn_implementation():
-        warn_once(
-            f"attention of {own}",
-            f"{own} does not take its attention from transformers' AttentionInterface, so that it cannot read "
-            "pages: every decode step writes out each layer's whole cache densely",
-        )
-        return
-    default_eager = current == "eager" and not decoder._supports_sdpa
-    if current not in ("sdpa", None) and not default_eager:
-        warn_once(
-            f"attention of {own}: {current}",
-            f"{own} was set to attention implementation {current!r}, which is kept: every decode step writes out "
-            "each layer's whole cache densely. model.set_attn_implementation('kv_hf') reads the pages instead",
-        )
-        return
-    if (
-        default_eager
-        and decoder is model
-        and is_encoder_decoder(model.config)
-        and not _reads_interface(model)
-    ):
-        warn_once(
-            f"attention of {own}: parts",
-            f"{own} computes attention in places without transformers' AttentionInterface, from the masks of 'eager', "
-            "which is therefore kept: every decode step writes out each layer's whole cache densely",
-        )
-        return
-    _set_attention(model, ATTENTION_NAME)
-    _switched[model] = current
+        current = attention_config(model.config)._attn_implementation
+        if current == ATTENTION_NAME:
+            return
+        own = type(model).__name__
+        reason = _why_not_switched(model)
+        if reason is None:
+            _set_attention(model, ATTENTION_NAME)
+            if attention_config(model.config)._attn_implementation != ATTENTION_NAME:
+                reason = "transformers did not take the change"
+        if reason is not None:
+            warn_once(
+                f"attention of {own}: {current}: {reason}",
+                f"{own} keeps attention implementation {current!r}: {reason}. So every decode step writes out each layer's "
+                "whole cache densely",
+            )
+            return
+        _switched[model] = current
     say_once(
         f"switch {own}",
         f"kv_hf: attention of {own} switched from {current!r} to {ATTENTION_NAME!r}, which reads pages "
         "(cache_config={'attention': 'keep'} leaves it alone; set_attn_implementation('sdpa') undoes it)",
     )
+
+
+def _why_not_switched(model: PreTrainedModel) -> str | None:
+    """Return why the attention of `model` stays what it is, or None where it may be "kv_hf"."""
+    decoder = _decoder_of(model)
+    current = attention_config(model.config)._attn_implementation
+    if not decoder._can_set_attn_implementation():
+        return "it does not take its attention from transformers' AttentionInterface"
+    default_eager = current == "eager" and not decoder._supports_sdpa
+    if current not in ("sdpa", None) and not default_eager:
+        return "it was chosen for this model; model.set_attn_implementation('kv_hf') reads the pages instead"
+    # the whole part is switched, models inside of it too
+    return why_not_by_source(frozenset(map(type, decoder.modules())), current or "sdpa")
 
 
 def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -90,21 +79,33 @@ def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return next((part for part in parts if part.config is config), model)
 
 
-def _reads_interface(model: PreTrainedModel) -> bool:
-    """Say whether no part of `model` computes attention by itself: such a part wants masks of its own kind.
+@functools.cache
+def why_not_by_source(classes: frozenset[type], current: str) -> str | None:
+    """Return why the sources of a decoder's modules do not show that it computes the same under the name "kv_hf".
 
-    BigBird-Pegasus, for one: its encoder adds the mask to the scores, and shares its config with the decoder.
+    Args:
+        classes: of the modules.
+        current: the name of the attention that the model has.
     """
-    for part in model.modules():
-        inner = any("Attention" in type(child).__name__ for child in part.children())
-        if "Attention" in type(part).__name__ and not inner:
-            try:
-                source = inspect.getsource(type(part))
-            except (OSError, TypeError):
-                return False
-            if "get_interface(" not in source:
-                return False
-    return True
+    read = {cls: facts_of(cls) for cls in classes if is_modeling(cls)}
+    unread = sorted(cls.__name__ for cls, facts in read.items() if facts is None)
+    if unread:
+        return f"the source of {unread[0]} is not there to be read"
+    found = {cls.__name__: facts for cls, facts in sorted(read.items(), key=str) if facts}
+    for name, facts in found.items():
+        alone = not facts.reads_interface
+        if alone and current == "eager" and "Attention" in name and facts.computes_softmax:
+            return f"{name} computes attention by itself, from the masks of 'eager'"
+        if alone and facts.updates_cache:
+            return f"{name} computes attention without transformers' AttentionInterface"
+        for comparison in facts.comparisons:
+            if comparison.differs(current, ATTENTION_NAME):
+                return (
+                    f"{comparison.where} goes another way for another attention ({comparison.text})"
+                )
+    if not any(facts.reads_interface for facts in found.values()):
+        return "nothing in it reads transformers' AttentionInterface"
+    return None
 
 
 def _set_attention(model: PreTrainedModel, implementation: str) -> None:

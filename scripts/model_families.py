@@ -31,9 +31,13 @@ console = Console(width=150)
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--families", nargs="+", metavar="TYPE", help="model types (all of the roles)")
+    parser.add_argument(
+        "--families", nargs="+", metavar="TYPE", help="model types (all of the roles)"
+    )
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="only these; not recorded")
+    parser.add_argument(
+        "--operations", nargs="+", choices=OPERATIONS, help="only these; not recorded"
+    )
     parser.add_argument("--seconds", type=float, default=180, help="limit of one family")
     parser.add_argument("--processes", type=int, default=1, help="families at a time")
     parser.add_argument("--record", action="store_true", help=f"append rows to {RESULTS.name}")
@@ -42,7 +46,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     known = {family for role in args.roles for family in families(role)}
     unknown = sorted(set(args.families or ()) - known)
     if unknown:
-        parser.error(f"--families: not in {', '.join(args.roles)} of this transformers: {', '.join(unknown)}")
+        parser.error(
+            f"--families: not in {', '.join(args.roles)} of this transformers: {', '.join(unknown)}"
+        )
     if args.operations and args.record:
         parser.error("--record keeps whole examinations: leave --operations out")
     return args
@@ -66,6 +72,25 @@ def tasks(args: argparse.Namespace) -> list[Task]:
     return [task for task in wanted if task not in done]
 
 
+def recorded(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a family's row without what says nothing: of equal operations the names and the largest distance."""
+    found = row["operations"]
+    equal = [name for name, one in found.items() if one["verdict"] == "equal"]
+    others = {
+        name: {
+            key: float(f"{value:.3g}") if isinstance(value, float) else value
+            for key, value in one.items()
+        }
+        for name, one in found.items()
+        if one["verdict"] not in ("equal", "absent")
+    }
+    worst = max(
+        (found[name].get("distance", 0.0) for name in equal if name != "quantized"), default=None
+    )
+    kept = {key: value for key, value in row.items() if key != "operations"}
+    return {**kept, "equal": equal, "others": others, "distance": worst}
+
+
 def show(row: dict[str, Any]) -> None:
     """Print a family's verdict, and its operations that came to something else than equal."""
     said = f"{row['family']} ({row['role']}): {row['verdict']}"
@@ -74,8 +99,12 @@ def show(row: dict[str, Any]) -> None:
     for name, found in row["operations"].items():
         if found["verdict"] in ("equal", "absent"):
             continue
-        figures = ", ".join(f"{key} {value:.2g}" for key, value in found.items() if isinstance(value, float))
-        by_message.setdefault(f"{found['verdict']} {figures} {found.get('message', '')}", []).append(name)
+        figures = ", ".join(
+            f"{key} {value:.2g}" for key, value in found.items() if isinstance(value, float)
+        )
+        by_message.setdefault(
+            f"{found['verdict']} {figures} {found.get('message', '')}", []
+        ).append(name)
     for message, names in by_message.items():
         console.print(f"    {', '.join(names)}: {message}", markup=False)
     if not row["operations"]:
@@ -90,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(row)
         counts[row["verdict"]] += 1
         if args.record:
-            append_rows(args.out, [make_row(kind="model_families", **row)])
+            append_rows(args.out, [make_row(kind="model_families", **recorded(row))])
     console.print(", ".join(f"{verdict}: {count}" for verdict, count in counts.most_common()))
     return int(any(counts[word] for word in WRONG))
 

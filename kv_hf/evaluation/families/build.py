@@ -94,7 +94,12 @@ def randomize(model: Any, seed: int) -> None:
 
 
 def settle_generation(model: Any) -> None:
-    """Let generate() be greedy and never end early, whatever the family's defaults are."""
+    """Let generate() be greedy, never end early and use a cache, whatever the family's defaults are."""
+    for part in {
+        id(one): one for one in (model.config, model.config.get_text_config(decoder=True))
+    }.values():
+        if hasattr(part, "use_cache"):
+            part.use_cache = True
     config = model.generation_config
     config.eos_token_id = config.forced_eos_token_id = config.forced_bos_token_id = None
     config.suppress_tokens = config.begin_suppress_tokens = None

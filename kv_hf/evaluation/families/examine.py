@@ -7,7 +7,7 @@ import torch
 
 from .inputs import build_subject
 from .operations import OPERATIONS, forwards
-from .subject import Subject
+from .subject import Subject, new_cache
 from .verdict import compare, distance, outcome, words
 
 QUANTIZED = "paged_int8"
@@ -18,7 +18,9 @@ BLUNT = 0.02
 ORDER = ("ERROR", "DIFFERS", "broken", "refused", "equal", "impossible", "absent")
 
 
-def examine(family: str, role: str = "causal", operations: list[str] | None = None) -> dict[str, Any]:
+def examine(
+    family: str, role: str = "causal", operations: list[str] | None = None
+) -> dict[str, Any]:
     """Return the verdict on a family, with a line per operation.
 
     Args:
@@ -41,6 +43,7 @@ def examine(family: str, role: str = "causal", operations: list[str] | None = No
         "attention": attention(subject),
         "pages": max((one.get("pages", 0) for one in found.values()), default=0),
         "sensitivity": sensitivity(subject),
+        "layers_with_keys": layers_with_keys(subject),
         "operations": found,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -72,6 +75,25 @@ def attention(subject: Subject) -> str:
     return str(getattr(config, "_attn_implementation", None))
 
 
+def layers_with_keys(subject: Subject) -> int | None:
+    """Return in how many layers transformers' own cache holds a key per token; None where forward() takes no such cache.
+
+    A refusal that speaks of no attention is true only where there is none.
+    """
+    length = 12  # less than any sliding window
+    cache = new_cache(subject.unswitched, "dynamic")
+    try:
+        with torch.no_grad():
+            subject.unswitched(**subject.inputs(subject.text(1, length)), past_key_values=cache)
+    except Exception:
+        return None
+    layers = getattr(cache, "self_attention_cache", cache).layers
+    keys = [getattr(layer, "keys", None) for layer in layers]
+    return sum(
+        isinstance(one, torch.Tensor) and one.ndim > 2 and one.shape[-2] == length for one in keys
+    )
+
+
 def sensitivity(subject: Subject) -> float | None:
     """Return how far other tokens in the context move the last logits, in parts of the largest logit.
 
@@ -82,7 +104,9 @@ def sensitivity(subject: Subject) -> float | None:
     other[:, -30:-10] = ids[:, -30:-10].flip(1)
     try:
         with torch.no_grad():
-            a, b = (subject.unswitched(**subject.inputs(one)).logits[:, -1:] for one in (ids, other))
+            a, b = (
+                subject.unswitched(**subject.inputs(one)).logits[:, -1:] for one in (ids, other)
+            )
     except Exception:
         return None
     return distance({"logits": a.float()}, {"logits": b.float()})

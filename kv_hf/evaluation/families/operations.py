@@ -11,11 +11,18 @@ import torch
 from .subject import NEW_TOKENS, STOCK, Subject, new_cache, options
 
 Outcome = dict[str, torch.Tensor]
-PARTS = [(110, 0), (5, 0), (21, 0), (1, 0)]  # tokens of each forward, and how many logits are kept (0: all)
+PARTS = [
+    (110, 0),
+    (5, 0),
+    (21, 0),
+    (1, 0),
+]  # tokens of each forward, and how many logits are kept (0: all)
 SHOW = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
 
 
-def generated(model: Any, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS, **more: Any) -> Outcome:
+def generated(
+    model: Any, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS, **more: Any
+) -> Outcome:
     """Generate and return the sequences, and the logits [rows, steps, vocabulary] where there are any."""
     out = model.generate(**inputs, max_new_tokens=new_tokens, **{**SHOW, **more})
     found = {"tokens": out.sequences}
@@ -46,7 +53,14 @@ def padded(subject: Subject, kind: str) -> Outcome:
 def beams(subject: Subject, kind: str) -> Outcome:
     """Three beams for each of two rows."""
     inputs = subject.inputs(subject.text(length=93))
-    return generated(subject.of(kind), inputs, num_beams=3, output_scores=True, output_logits=False, **options(kind))
+    return generated(
+        subject.of(kind),
+        inputs,
+        num_beams=3,
+        output_scores=True,
+        output_logits=False,
+        **options(kind),
+    )
 
 
 def lookup(subject: Subject, kind: str) -> Outcome:
@@ -92,9 +106,10 @@ def _forwards(
     for count, kept in parts:
         first = 0 if cache is None else start
         inputs = subject.inputs(ids[:, first : start + count])
-        more = {"logits_to_keep": kept} if keep else {}
+        more: dict[str, Any] = {"logits_to_keep": kept} if keep else {}
+        more |= {"use_cache": False} if cache is None else {"past_key_values": cache}
         with torch.no_grad():
-            out = model(**inputs, past_key_values=cache, use_cache=cache is not None, **more)
+            out = model(**inputs, **more)
         found.append(out.logits[:, -(kept or count) :].float())
         start += count
     return {"logits": torch.cat(found, 1)}

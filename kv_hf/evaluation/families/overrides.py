@@ -22,7 +22,13 @@ _SHARED_KEYS = {
     "sliding_window": 24,
     "vocab_size_per_layer_input": 200,
 }
-_GEMMA4 = {**_SHARED_KEYS, "head_dim": 16, "global_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+_GEMMA4 = {
+    **_SHARED_KEYS,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 _DRAFT_OF_GEMMA4 = {
     **_GEMMA4,
     "num_kv_shared_layers": 6,
@@ -62,11 +68,34 @@ _DOTS3 = {
     "per_layer_config": DERIVED,
 }
 
+_TEXTS_WITH_SECTIONS = (
+    *(
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "qwen2_5_omni_text",
+        "glm4v_text",
+        "glm_ocr_text",
+        "glmga_text",
+    ),
+    *("paddleocr_vl_text", "glm46v_text"),
+)
+
 CHANGES: dict[str, dict[str, Any]] = {
+    **{name: {"rope_parameters": _MROPE, "head_dim": 16} for name in _TEXTS_WITH_SECTIONS},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
+    "glm4v_moe_text": {
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    },
     "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_d_head": "auto"},
     "blt": {"encoder_hash_byte_group_vocab": 500, "encoder_hash_byte_group_size": [3, 4]},
+    "chameleon": {"vocabulary_map": {"<image>": 199}},
     "cohere_compass_text": {**_MIXED, "rope_parameters": {_FULL: _MROPE, _SLIDING: _MROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2_text": {
+        "num_hidden_layers": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts_per_tok": 2,
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3},
     "deepseek_v3": {"first_k_dense_replace": 1, "num_hidden_layers": 3},
     "deepseek_v4": {
@@ -82,22 +111,57 @@ CHANGES: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "hc_mult": 2,
     },
+    "diffusion_gemma_text": {
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "global_head_dim": 32,
+        "head_dim": 16,
+    },
     "dots1": {**_MIXED, **_GROUPS, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": _DOTS3,
+    "emu3": {"vocabulary_map": {"<image>": 199, "<|extra_200|>": 198}},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "gemma3n_text": {**_SHARED_KEYS, "activation_sparsity_pattern": [0.0] * 6, "intermediate_size": [96] * 6},
+    "gemma3n_text": {
+        **_SHARED_KEYS,
+        "activation_sparsity_pattern": [0.0] * 6,
+        "intermediate_size": [96] * 6,
+    },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": {**_GEMMA4, "vocab_size_per_layer_input": DERIVED},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 24},
-    "granitemoehybrid": {**_LINEAR_AND_FULL, "mamba_d_head": "auto", "shared_intermediate_size": 32},
+    "granite4_vision": {
+        "deepstack_layer_map": [],
+        "spatial_target_layers": [],
+        "downsample_rate": "4/8",
+    },
+    "granitemoehybrid": {
+        **_LINEAR_AND_FULL,
+        "mamba_d_head": "auto",
+        "shared_intermediate_size": 32,
+    },
+    "hunyuan_vl_text": {
+        "head_dim": 16,
+        "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]},
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "inkling_vision": {"patch_size": 4, "num_hidden_layers": 24},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "laguna": {**_MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"], "num_attention_heads_per_layer": [4, 4, 4]},
+    "laguna": {
+        **_MIXED,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_attention_heads_per_layer": [4, 4, 4],
+    },
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", _FULL, "conv"]},
-    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", _FULL, "conv"], "num_dense_layers": 1},
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", _FULL, "conv"],
+        "num_dense_layers": 1,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "mellum": {**_MIXED, "mlp_layer_types": ["sparse"] * 3},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_DRAFT_OF_GEMMA4}},
     "minimax_m3_vl_text": {
         "num_hidden_layers": 3,
         "layer_types": [_FULL, "minimax_m3_sparse", "minimax_m3_sparse"],
@@ -105,15 +169,30 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "ministral": {**_MIXED, "head_dim": 16},
     "mixtral": {"sliding_window": 24},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "phi3": {"sliding_window": 24},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 198, "vision_end_token_id": 197},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 198, "vision_end_token_id": 197},
     "qwen2": _MIXED_QWEN,
     "qwen2_moe": _MIXED_QWEN,
     "qwen3": _MIXED_QWEN,
     "qwen4_exp_text": _QWEN4,
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {
+        "axial_pos_embds_dim": [32, 32],
+        "axial_pos_shape": [32, 32],
+        "attn_layers": ["local", "lsh"],
+        "num_hidden_layers": 2,
+        "feed_forward_size": 96,
+        "num_buckets": 4,
+        "local_attn_chunk_length": 16,
+        "lsh_attn_chunk_length": 16,
+    },
     "smollm3": {**_MIXED_QWEN, "no_rope_layers": [1, 0, 1]},
+    "step3p5": {"sliding_window": 24},
     "starcoder2": {"sliding_window": 24},
+    "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
     "xlstm": {"hidden_size": 128, "num_hidden_layers": 2, "num_blocks": 2, "embedding_dim": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
@@ -131,5 +210,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 # families whose whole default config is invalid: options that the defaults need, in place of them
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
 FIRST: dict[str, dict[str, Any]] = {
+    # their vision towers come from a package that is not needed for text
+    "gemma3n": {"vision_config": {**_SIGLIP, "vocab_offset": 180, "vocab_size": 8}},
+    "fast_vlm": {"vision_config": _SIGLIP},
+    "perception_lm": {"vision_config": {**_SIGLIP, "model_args": {"embed_dim": 64}}},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_DRAFT_OF_GEMMA4}},
 }

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .overrides import DERIVED
+from .overrides import DERIVED, FIRST
 
 VOCABULARY = 200
 HIDDEN = 64
@@ -22,7 +22,7 @@ _HIDDEN = (
     "word_embed_proj_dim|text_hidden_size|encoder_hidden_size|audio_dim|output_proj_dims|fc_latent_dim|"
     "cross_attention_hidden_size|projector_hidden_size|projection_dim|llm_hidden_size|width|vision_output_dim|"
     "projector_output_dim|projector_input_dim|attention_hidden_size|hidden_size_global|adapter_out_dim|output_dim|"
-    "encoder_dim|image_text_hidden_size|decoder_hidden_size"
+    "encoder_dim|image_text_hidden_size|decoder_hidden_size|audio_hidden_size|adapter_in_dim|adapter_input_size|adapter_output_size"
 )
 _FFN = (
     r"\w*intermediate_size\w*|\w*ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|dim_ff|d_inner|feed_forward_size|"
@@ -63,14 +63,14 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input|laurel_rank|ple_embed_dim", 32),
     (r"image_size", 32),
 )  # fmt: skip
-_POSITIONS = (
-    r"(\w+_)?max_\w*positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length"
-)
+_POSITIONS = r"(\w+_)?max_\w*positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|max_sequence_length|model_max_length"
 _QUERY_HEADS = (
     r"num_attention_heads|n_heads?|num_heads|encoder_attention_heads|decoder_attention_heads|attention_heads|"
     r"\w+_num_attention_heads"
 )
-_KV_HEADS = r"(\w+_)?num_(global_)?key_value_heads|num_kv_heads|n_kv_heads|\w*key_value_attention_heads"
+_KV_HEADS = (
+    r"(\w+_)?num_(global_)?key_value_heads|num_kv_heads|n_kv_heads|\w*key_value_attention_heads"
+)
 _SPECIAL_ID = re.compile(r"\w*token_(id|index|ids)|\w+_token")
 
 
@@ -78,15 +78,18 @@ def shrink(config: Any, changes: Mapping[str, Mapping[str, Any]]) -> Any:
     """Return a tiny config of the class of `config`, a config of its defaults, sub-configs included.
 
     Args:
-        changes: options by model_type that take precedence; DERIVED leaves an option to the config.
+        changes: options by model_type (or the name of a config class) that take precedence; DERIVED leaves an option to the config.
     """
-    options = {**shrunk_options(config, changes), **changes.get(config.model_type, {})}
+    options = shrunk_options(config, changes)
+    for name in (config.model_type, type(config).__name__):  # some parts of a model have no type
+        options.update(changes.get(name, {}))
     return type(config)(**{name: value for name, value in options.items() if value is not DERIVED})
 
 
 def shrunk_options(config: Any, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the options of the class of `config` with which it is tiny."""
     options: dict[str, Any] = {}
+    own = vars(type(config)()) if config.model_type not in FIRST else {}
     kept = kept_layers(config)
     special = iter(range(VOCABULARY - 1, TEXT_IDS[1], -1))
     for field in dataclasses.fields(config):
@@ -98,11 +101,18 @@ def shrunk_options(config: Any, changes: Mapping[str, Mapping[str, Any]]) -> dic
             options[name] = shrink(value, changes)
         elif isinstance(value, (list, tuple)) and kept and len(value) == kept[0]:
             options[name] = [value[index] for index in kept[1]]
+        elif isinstance(value, dict) and "mrope_section" in value:
+            options[name] = {**value, "mrope_section": _sections(value, config)}
         elif isinstance(value, int) and not isinstance(value, bool):
             small = _small(name, value, config, special)
             declared = field.default is not None  # None: derived from the others
-            if small != value and (declared or _SPECIAL_ID.fullmatch(name)):
+            given = own and own.get(name) != value  # by the config that this one is a part of
+            if small != value and (declared or given or _SPECIAL_ID.fullmatch(name)):
                 options[name] = small
+            elif given:
+                options[name] = value
+        elif own and isinstance(value, (str, bool, float)) and own.get(name) != value:
+            options[name] = value
     count = _count_field(config)
     if kept and count:
         options[count] = len(kept[1])
@@ -154,6 +164,12 @@ def _small(name: str, value: int, config: Any, special: Any) -> int:
         if re.fullmatch(pattern, name):
             return min(value, small)
     return value
+
+
+def _sections(rope: Mapping[str, Any], config: Any) -> list[int]:
+    """Return three sections of half the rotated channels of a small head."""
+    half = int(HEAD * rope.get("partial_rotary_factor", 1)) // 2
+    return [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def _kv_heads(name: str, value: int, config: Any) -> int:

@@ -56,7 +56,11 @@ class Subject:
         """Return arguments of generate() or forward() for a text."""
         rows = ids.shape[0]
         given = {name: value.repeat_interleave(rows, 0) for name, value in self.fixed.items()}
-        names = ("decoder_input_ids", "decoder_attention_mask") if self.decodes else ("input_ids", "attention_mask")
+        names = (
+            ("decoder_input_ids", "decoder_attention_mask")
+            if self.decodes
+            else ("input_ids", "attention_mask")
+        )
         given[names[0]] = ids
         if mask is not None:
             given[names[1]] = mask
@@ -65,7 +69,10 @@ class Subject:
     def padded(self) -> dict[str, Any]:
         """Return a batch of three lengths, padded on the left."""
         width = max(LENGTHS)
-        ids, mask = self.text(len(LENGTHS), width), torch.zeros(len(LENGTHS), width, dtype=torch.long)
+        ids, mask = (
+            self.text(len(LENGTHS), width),
+            torch.zeros(len(LENGTHS), width, dtype=torch.long),
+        )
         for row, length in enumerate(LENGTHS):
             mask[row, width - length :] = 1
         return self.inputs(ids * mask, mask)
@@ -96,7 +103,7 @@ def new_cache(model: Any, kind: str) -> Any:
     if kind == "dynamic":
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         if encoder_decoder:
-            return EncoderDecoderCache(cache, DynamicCache(config=model.config.get_text_config(decoder=True)))
+            return EncoderDecoderCache(cache, DynamicCache())
         return cache
     made = kv_hf.PagedEncoderDecoderCache if encoder_decoder else kv_hf.PagedCache
     return made.from_implementation(model.config, kind, {"page_size": PAGE_SIZE})

@@ -20,6 +20,7 @@ def outcome(subject: Subject, operation: str, kind: str) -> Outcome | Exception:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            torch.manual_seed(0)  # families that draw random numbers draw the same ones
             return OPERATIONS[operation](subject, kind)
     except Exception as error:
         return error
@@ -78,39 +79,55 @@ def compare(subject: Subject, operation: str) -> dict[str, Any]:
     if away <= TOLERANCE and same_tokens(stock, ours):
         return {"verdict": "equal", "distance": away, "pages": int(ours.get("pages", -1))}
     again = outcome(subject, operation, "dynamic")
-    if isinstance(again, dict) and distance(stock, again) > TOLERANCE:
-        return {"verdict": "broken", "distance": away, "message": "DynamicCache differs from itself in a second run"}
+    if isinstance(again, dict) and (
+        distance(stock, again) > TOLERANCE or not same_tokens(stock, again)
+    ):
+        return {
+            "verdict": "broken",
+            "distance": away,
+            "message": "DynamicCache differs from itself in a second run",
+        }
     reference = outcome(subject, operation, "none")
     if isinstance(reference, Exception):
-        return {"verdict": "DIFFERS", "distance": away, "message": f"without a cache: {words(reference)}"}
+        return {
+            "verdict": "DIFFERS",
+            "distance": away,
+            "message": f"without a cache: {words(reference)}",
+        }
     found = {
         "distance": away,
         "same_tokens": same_tokens(stock, ours),
         "stock_to_uncached": distance(reference, stock),
         "ours_to_uncached": distance(reference, ours),
     }
-    # transformers' own cache is off, and pages are not further off
-    broken = TOLERANCE < found["stock_to_uncached"] >= found["ours_to_uncached"]
+    # transformers' own cache is off, and pages not much further
+    broken = found["stock_to_uncached"] > max(TOLERANCE, found["ours_to_uncached"] / 2)
     return {"verdict": "broken" if broken else "DIFFERS", **found}
 
 
 def _stock_raised(
     subject: Subject, operation: str, stock: Exception, ours: Outcome | Exception
 ) -> dict[str, Any]:
-    message = f"DynamicCache: {words(stock)}"
+    """Return the verdict where DynamicCache raises: pages have to raise as well, or to be right."""
+    message = f"DynamicCache raises {words(stock)}"
     if isinstance(ours, Exception):
-        return {"verdict": "impossible", "message": f"{message}; pages: {words(ours)}"}
+        own = "" if words(ours) == words(stock) else f"; pages: {words(ours)}"
+        return {"verdict": "impossible", "message": message + own}
     reference = outcome(subject, operation, "none")
     if isinstance(reference, Exception):
-        return {"verdict": "ERROR", "message": f"{message}; pages answer; without a cache: {words(reference)}"}
+        return {
+            "verdict": "ERROR",
+            "message": f"{message}; pages answer; without a cache: {words(reference)}",
+        }
     away = distance(reference, ours)
+    alike = away <= TOLERANCE and same_tokens(reference, ours)
     return {
-        "verdict": "equal" if away <= TOLERANCE and same_tokens(reference, ours) else "DIFFERS",
+        "verdict": "equal" if alike else "DIFFERS",
         "distance": away,
-        "message": f"{message}; pages compared with no cache",
+        "message": f"{message}; pages are compared with no cache",
     }
 
 
 def words(error: Exception) -> str:
     """Return an exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

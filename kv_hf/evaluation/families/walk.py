@@ -54,10 +54,14 @@ def walk(
 class _Running:
     """A process that examines one family."""
 
-    def __init__(self, context: Any, task: Task, operations: list[str] | None, seconds: float) -> None:
+    def __init__(
+        self, context: Any, task: Task, operations: list[str] | None, seconds: float
+    ) -> None:
         self.task = task
         self.answer, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_examine, args=(theirs, *task, operations), daemon=True)
+        self.process = context.Process(
+            target=_examine, args=(theirs, *task, operations), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.until = time.monotonic() + seconds
@@ -86,7 +90,13 @@ class _Running:
 
     def _failed(self, message: str) -> dict[str, Any]:
         family, role = self.task
-        return {"family": family, "role": role, "verdict": "ERROR", "message": message, "operations": {}}
+        return {
+            "family": family,
+            "role": role,
+            "verdict": "ERROR",
+            "message": message,
+            "operations": {},
+        }
 
 
 def _examine(answer: Connection, family: str, role: str, operations: list[str] | None) -> None:

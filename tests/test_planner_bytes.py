@@ -32,7 +32,7 @@ from kv_hf.planner.probe import probe
 from kv_hf.spec import LANES, ROWS
 
 # without layers that pages could hold, or with a cache of their own
-NO_PAGES = ("falcon_h1", "falcon_mamba", "inkling_text", "mamba", "mamba2", "zamba", "zamba2")
+NO_PAGES = ("falcon_mamba", "mamba", "mamba2")
 OWN_CACHE = ("minimax",)
 GIB = 2**30
 
@@ -116,13 +116,10 @@ def test_every_family_of_other_layers(name):
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "inkling_text", "zamba2"])
-def test_families_that_pages_cannot_hold(name):
+def test_families_with_attention_and_states_in_one_layer(name):
     if not is_there(name):
         pytest.skip("the installed transformers has no such family")
-    model = planned(name)
-    inventory = check_transformers_caches(model, (20, 7), 8)
-    with pytest.raises(UnsupportedModelError, match="no attention layer that pages could hold"):
-        predict(inventory, "paged", row_tokens=[20])
+    check_model(planned(name), (40, 3, 21), 24, every_option=False)
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from ..errors import CacheOptionError
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from .compat import is_dummy
+from .hybrid_layer import HybridLayer
 from .latent_layer import IndexedLatentLayer, LatentLayer
 from .layer import PagedLayer
-from .layer_choice import paged_formats
+from .layer_choice import HYBRID, paged_formats
 from .layer_formats import planned_specs
 from .model_shape import latent_ranks, page_sizes, signature
 from .offloading import make_arena
@@ -42,6 +43,7 @@ def page_layers(
         options,
         getattr(config, "model_type", config),
         signature(config),
+        [getattr(layer, "sliding_window", None) for layer in layers],
         kept,
     )
     planned_specs(page_sizes(config), list(formats.values()))
@@ -56,7 +58,10 @@ def page_layers(
         if shown not in groups:
             groups[shown] = _new_group(shown, options, arena)
         rest = (groups[shown], arena, formats[index], options.kernel, window)
-        if ranks[index] is None:
+        if type(layers[index]).__name__ in HYBRID:
+            states = layers[index].number_of_states
+            made[index] = HybridLayer(index, *rest, number_of_states=states)
+        elif ranks[index] is None:
             made[index] = layer_class(index, *rest)
         else:
             indexed = type(layers[index]) is DynamicIndexedLayer
@@ -95,9 +100,9 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
             raise CacheOptionError(
                 f"prefix_store keeps no indexer keys, which layer {index} needs (sparse attention); leave it out"
             )
-        if index not in paged and not is_dummy(layer):
+        if type(layer).__name__ in HYBRID or (index not in paged and not is_dummy(layer)):
             raise CacheOptionError(
-                f"prefix_store needs all layers in pages; layer {index} is kept by transformers' "
+                f"prefix_store needs layers that hold nothing but pages; layer {index} is transformers' "
                 f"{type(layer).__name__}, whose state belongs to the whole text"
             )
     return store.bind(options, signature(config))

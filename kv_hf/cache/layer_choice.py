@@ -7,15 +7,23 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from .layer_formats import LayerFormats
 
-# subclasses hold more than keys and values
-_PAGED = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__)
+HYBRID = (
+    LinearAttentionAndFullAttentionLayer.__name__,
+    LinearAttentionAndSlidingWindowAttentionLayer.__name__,
+)
+# other subclasses hold more than keys and values
+_PAGED = (DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__, *HYBRID)
 INDEXED = DynamicIndexedLayer.__name__
+_STATES = "LinearAttentionLayer"
+_OF_TRANSFORMERS = (*_PAGED, INDEXED, _STATES, "DummyLayer")
 
 
 def paged_formats(
@@ -24,6 +32,7 @@ def paged_formats(
     options: CacheConfig,
     model_type: str,
     sizes: Mapping[str, Any],
+    windows: Sequence[int | None],
     kept: Container[int] = (),
 ) -> dict[int, LayerFormats]:
     """Return the formats of each layer that lives in pages.
@@ -32,19 +41,26 @@ def paged_formats(
         classes: names of the classes of the layers in a DynamicCache.
         ranks: kv_lora_rank of each layer, None of those without latent attention.
         model_type, sizes: of the model, for messages and for a recipe's check.
+        windows: of each layer, None of those that see everything.
         kept: layers that stay as they are.
     Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
     """
     count = len(classes)
+    own = sorted(set(classes).difference(_OF_TRANSFORMERS))
+    own_windows = any(
+        name in own and window is not None for name, window in zip(classes, windows, strict=True)
+    )
     paged = [
         index
         for index, name in enumerate(classes)
-        if index not in kept and _can_be_paged(name, ranks[index])
+        if index not in kept
+        and _can_be_paged(name, ranks[index])
+        # a model makes one mask for all sliding layers: its own kind of them keeps other columns than pages do
+        and not (own_windows and windows[index] is not None)
     ]
     if not paged:
         raise UnsupportedModelError(
-            f"{model_type!r} has no attention layer that pages could hold "
-            f"(its layers: {', '.join(sorted(set(classes)))}); use cache_implementation='dynamic'"
+            f"{model_type!r} {_why_no_pages(classes, own)}; use cache_implementation='dynamic'"
         )
     if all(rank is None for rank in ranks):
         _check_no_latent_options(model_type, options)
@@ -52,6 +68,18 @@ def paged_formats(
     formats = _formats(options, paged, count, ranks)
     _check_overrides(classes, set(paged), options)
     return formats
+
+
+def _why_no_pages(classes: Sequence[str], own: Sequence[str]) -> str:
+    """Return why none of the layers of these classes can live in pages."""
+    if own:
+        return f"keeps more than keys and values in cache layers of its own ({', '.join(own)}), which pages do not hold"
+    if INDEXED in classes:
+        return (
+            f"keeps an indexer's keys beside full keys and values ({INDEXED}); pages hold an indexer's keys beside latents "
+            "only"
+        )
+    return f"has no attention layer that pages could hold (its layers: {', '.join(sorted(set(classes)))})"
 
 
 def _formats(

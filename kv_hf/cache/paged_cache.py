@@ -215,12 +215,21 @@ class PagedCache(Savable, DynamicCache):
         """Keep the rows `indices` (numbers or a bool mask)."""
         if not self.group.rows:
             return
-        sources = chosen_rows(indices, len(self.group.rows))
+        self._select_rows(chosen_rows(indices, len(self.group.rows)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times; sealed pages are shared, not copied."""
+        self._select_rows([row for row in range(len(self.group.rows)) for _ in range(repeats)])
+
+    def _select_rows(self, sources: list[int]) -> None:
+        """Let row i continue the former row `sources[i]`, in transformers' own layers too, whatever they can do."""
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.select_rows(sources)
-            else:
-                layer.batch_select_indices(indices)  # type: ignore[union-attr]
+            elif hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(torch.tensor(sources))
+            else:  # states of linear attention
+                layer.reorder_cache(torch.tensor(sources))  # type: ignore[arg-type]
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 

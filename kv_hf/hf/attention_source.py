@@ -130,9 +130,9 @@ def facts_of(cls: type) -> Facts | None:
 def classes_of(module: ModuleType) -> Iterator[type]:
     """Yield the torch modules that are defined in a Python module."""
     for found in list(vars(module).values()):
-        if isinstance(found, type) and issubclass(found, torch.nn.Module):
-            if found.__module__ == module.__name__:
-                yield found
+        is_module = isinstance(found, type) and issubclass(found, torch.nn.Module)
+        if is_module and found.__module__ == module.__name__:
+            yield found
 
 
 def outcome(node: ast.expr, name: str) -> bool | None:

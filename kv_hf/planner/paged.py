@@ -13,7 +13,7 @@ from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..row_pages import RowPages, page_use, reserved_pages
 from ..spec import PageSpec, counted, pages_report
 from .figures import EMPTY, Figures
-from .growing import check_classes, growing_layer, kept_columns
+from .growing import check_classes, growing_layer, kept_columns, state_bytes
 from .inventory import CachedLayer, Inventory
 
 Groups = dict[int | None, dict[int, PageSpec]]
@@ -56,7 +56,8 @@ def layer_formats(inventory: Inventory, options: CacheConfig) -> dict[int, Layer
     Raises: CacheOptionError, UnsupportedModelError, as the cache would.
     """
     classes = [layer.cache_class for layer in inventory.layers]
-    return paged_formats(classes, _ranks(inventory.layers), options, inventory.model_type, {})
+    ranks, windows = _ranks(inventory.layers), [layer.window for layer in inventory.layers]
+    return paged_formats(classes, ranks, options, inventory.model_type, {}, windows)
 
 
 def page_groups(
@@ -162,7 +163,7 @@ def beside_pages(
     prompt: int | None,
     dtype: torch.dtype,
 ) -> Figures:
-    """Return what a layer holds that is in no page: indexer keys, or all of it where transformers keeps it."""
+    """Return what a layer holds that is in no page: indexer keys and states, or all where transformers keeps it."""
     if not pageable:
         # as cache.memory() counts it: the tensors, not what they are views of
         columns = kept_columns(layer, max(row_tokens, default=0))
@@ -171,7 +172,8 @@ def beside_pages(
     room = index_room(max(row_tokens, default=0), prompt)
     per_token = layer.index_bytes(dtype)
     size = len(row_tokens) * room * per_token
-    return Figures(replace(EMPTY, other=size), size - sum(row_tokens) * per_token)
+    states = state_bytes(layer, len(row_tokens), dtype)  # of linear attention beside the pages
+    return Figures(replace(EMPTY, other=size + states), size - sum(row_tokens) * per_token)
 
 
 def index_room(columns: int, prompt: int | None) -> int:

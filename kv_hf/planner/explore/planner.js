@@ -8,15 +8,13 @@ const Planner = (() => {
   const ITEM_BYTES = { bfloat16: 2, float16: 2, float32: 4, int64: 8, int32: 4, uint8: 1, float64: 8, bool: 1 };
   const TABLE_BYTES = 4; // of an entry of a block table
   const PARTS = ["payload", "scales", "tail", "tables", "other"];
-  const PAGED = ["DynamicLayer", "DynamicSlidingWindowLayer"];
+  const HYBRID = ["LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"];
+  const PAGED = ["DynamicLayer", "DynamicSlidingWindowLayer", ...HYBRID];
   const INDEXED = "DynamicIndexedLayer";
   const SPARSE = "MiniMaxM3VLSparseCacheLayer";
   const WITHOUT_LENGTH = ["LinearAttentionLayer", "DummyLayer"];
-  const CLASSES = [
-    ...PAGED, INDEXED, SPARSE, ...WITHOUT_LENGTH, "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-  ];
-  const SLIDING = ["DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer"];
+  const CLASSES = [...PAGED, INDEXED, SPARSE, ...WITHOUT_LENGTH];
+  const SLIDING = ["DynamicSlidingWindowLayer", HYBRID[1]];
   const COUNTER = 8; // bytes of a layer's number that lives in a tensor
 
   /* An option that does not fit a model: the reason is for people. */
@@ -320,7 +318,7 @@ const Planner = (() => {
       }
       const index = layer.count * indexBytes(layer, itemBytes);
       const room = load.rows * indexRoom(load.longest, load.prompt);
-      report.other += room * index;
+      report.other += room * index + layer.count * load.rows * stateBytes(layer, itemBytes);
       report.empty.other += (room - load.tokens) * index;
     }
     for (const use of groups.values()) {

@@ -1,0 +1,119 @@
+"""Layers of attention and linear attention together: pages hold the keys and values, transformers the state."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from planned_models import is_there, make_config
+from tiny_models import left_padded, tokens
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import kv_hf
+from kv_hf.cache.hybrid_layer import HybridLayer
+
+FAMILIES = [name for name in ("falcon_h1", "zamba2", "inkling_text") if is_there(name)]
+GREEDY = {
+    "max_new_tokens": 40,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+@cache
+def model_of(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config(family)).eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def paged(model, **options):
+    return kv_hf.PagedCache(model.config, page_size=16, **options)
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("lengths", [[60, 60], [60, 9, 33]], ids=["equal", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_equals_dynamic_cache(family, lengths, more):
+    model, inputs = model_of(family), left_padded(lengths)
+    expected = model.generate(**inputs, **GREEDY, **more)
+    found = model.generate(**inputs, **GREEDY, **more, past_key_values=paged(model))
+    assert torch.equal(expected.sequences, found.sequences)
+    for a, b in zip(expected.logits, found.logits, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+    cache = found.past_key_values
+    assert any(isinstance(layer, HybridLayer) for layer in cache.layers)
+    assert cache.memory().pages_held > 0
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_repeat_and_select_with_their_states(family):
+    """transformers' own hybrid layer repeats keys and values only; a batch of copies is the oracle."""
+    model, ids = model_of(family), tokens(2, 50)
+    ours, wide = paged(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=ours)
+        model(ids[[1, 1, 0]], past_key_values=wide)
+        ours.batch_repeat_interleave(2)
+        ours.batch_select_indices(torch.tensor([2, 3, 0]))
+        step = tokens(3, 1, seed=4)
+        expected = model(step, past_key_values=wide).logits
+        found = model(step, past_key_values=ours).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_copy_goes_on_independently_and_reset_takes_another_batch():
+    model, ids = model_of("falcon_h1"), tokens(2, 50)
+    cache = paged(model, keys="int8")
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        step = tokens(2, 1, seed=4)
+        first = model(step, past_key_values=cache).logits
+        assert torch.equal(first, model(step, past_key_values=copied).logits)
+        cache.reset()
+        assert cache.memory().total == 0
+        again = model(ids[:1], past_key_values=cache).logits
+        fresh = model(ids[:1], past_key_values=paged(model, keys="int8")).logits
+    assert torch.equal(again, fresh)
+
+
+def test_memory_and_report_tell_the_state_apart():
+    model = model_of("falcon_h1")
+    cache = paged(model, keys="int4", values="int4")
+    with torch.no_grad():
+        model(tokens(2, 80), past_key_values=cache)
+    states = sum(
+        state.nbytes
+        for layer in cache.layers
+        for states in (layer.conv_states, layer.recurrent_states)
+        for state in states.values()
+    )
+    assert cache.memory().other == states > 0
+    assert cache.report()[0].kind == "paged, linear-attention state beside them"
+    assert cache.report()[0].keys == "int4"
+
+
+def test_what_a_state_does_not_allow_is_refused_with_the_reason(tmp_path):
+    model = model_of("falcon_h1")
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(
+            tokens(1, 30),
+            prompt_lookup_num_tokens=3,
+            max_new_tokens=4,
+            cache_implementation="paged_exact",
+        )
+    with pytest.raises(kv_hf.errors.CacheOptionError, match="state belongs to the whole text"):
+        paged(model, prefix_store=kv_hf.PrefixStore())
+    cache = paged(model)
+    with torch.no_grad():
+        model(tokens(1, 30), past_key_values=cache)
+    with pytest.raises(kv_hf.errors.UnsupportedModelError, match="hold states beside their pages"):
+        cache.save(tmp_path / "cache", model)
+    with pytest.raises(RuntimeError, match="crop"):
+        cache.crop(-1)
+    cache.check_integrity()
+    assert cache.get_seq_length() == 30

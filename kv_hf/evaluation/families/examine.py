@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .inputs import build_subject
-from .operations import OPERATIONS, forwards
+from .operations import OPERATIONS
 from .subject import Subject, new_cache
 from .verdict import compare, distance, outcome, words
 

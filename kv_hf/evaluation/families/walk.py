@@ -18,6 +18,13 @@ MEMORY = 12 << 30  # bytes of address space: a family whose sizes nobody shrank 
 Task = tuple[str, str]  # family, role
 
 
+def context() -> Any:
+    """Return where processes come from: forks of one that has imported what all of them need."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(list(PRELOADED))
+    return found
+
+
 def walk(
     tasks: Sequence[Task],
     operations: list[str] | None = None,
@@ -33,13 +40,13 @@ def walk(
         seconds: limit of one family.
         processes: families that are examined at a time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    waiting, running = list(reversed(tasks)), []
+    processes_of = context()
+    waiting = list(reversed(tasks))
+    running: list[_Running] = []
     try:
         while waiting or running:
             while waiting and len(running) < processes:
-                running.append(_Running(context, waiting.pop(), operations, seconds))
+                running.append(_Running(processes_of, waiting.pop(), operations, seconds))
             for one in list(running):
                 row = one.row()
                 if row is not None:

@@ -21,10 +21,10 @@ OLDEST_VENV = .venv-oldest
 BUDGET_S ?= 480
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format eval bench bench-mla bench-gpu plots clean
+.PHONY: help demo test test-all test-processors check format eval bench bench-mla bench-gpu plots clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -48,15 +48,19 @@ demo: $(VENV)/.weights ## install, then generate with every cache on a real mode
 	$(BIN)/python scripts/demo.py --model $(MODEL)
 
 test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-all: $(VENV)/.weights ## test, the slow tests, the suite without the C kernel, and on the oldest transformers
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
-	KV_HF_ISA=none $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+test-processors: $(VENV)/.installed ## the kernels' tests with each instruction set that this processor has (ATEN_CPU_CAPABILITY, KV_HF_ISA), with 1 thread and 2
+	$(BIN)/python scripts/processor_tests.py -n 2 --dist loadfile
+
+test-all: $(VENV)/.weights ## test, the slow tests, the kernels' tests with every instruction set, the suite without the C kernel, and on the oldest transformers
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(MAKE) test-processors
+	KV_HF_ISA=none $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'
-	$(OLDEST_VENV)/bin/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(OLDEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 check: $(VENV)/.installed ## ruff, ruff format and mypy
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Shared settings: one thread per worker, quiet transformers, and kv_hf's "said once" memory cleared."""
 
+import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from kv_hf.notices import forget
 # a shell that starts tests in the background lets them ignore Ctrl-C, which some tests send to themselves
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)
+# one per worker is fastest; scripts/processor_tests.py tries more
+torch.set_num_threads(int(os.environ.get("KV_HF_TEST_THREADS", "1")))
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 settings.register_profile("kv_hf", deadline=None, derandomize=True)

@@ -38,6 +38,32 @@ def _run(pickled):
     return pickle.dumps(function(*args, **options))
 
 
+def _start():
+    """Prepare the worker: one thread, and a third less time in the interpreter.
+
+    Each call of a jitted function inside a kernel replaces all functions of triton.language anew, though they are
+    replaced already while a kernel runs; an interpreter that works otherwise is left as it is.
+    """
+    import inspect
+
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    torch.set_num_threads(1)
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    replace_all = interpreter._patch_lang
+
+    def replace_once(fn):
+        modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+        found = [module for module in modules if module in (tl, tl.core)]
+        if found and not any(tl.core.is_builtin(module.load) for module in found):
+            return interpreter._LangPatchScope()
+        return replace_all(fn)
+
+    interpreter._patch_lang = replace_once
+
+
 def call(function, *args, **options):
     """Return function(*args, **options), computed in the worker; exceptions come through."""
     global _pool
@@ -45,7 +71,7 @@ def call(function, *args, **options):
         _pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         os.environ["TRITON_INTERPRET"] = "1"
         try:
-            _pool.submit(torch.set_num_threads, 1).result()
+            _pool.submit(_start).result()
         finally:
             del os.environ["TRITON_INTERPRET"]
     return pickle.loads(_pool.submit(_run, pickle.dumps((function, args, options))).result())

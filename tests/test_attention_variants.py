@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from paged_inputs import assert_within
 from tiny_models import make_config
 
 import kv_hf
@@ -13,6 +14,7 @@ from kv_hf.cache.cross import CrossCache
 from kv_hf.hf import dense
 from kv_hf.hf.attention import kv_hf_attention
 from kv_hf.kernels.cpu import library
+from kv_hf.kernels.error_bound import Rounding, Tokens, attend_exactly
 from kv_hf.notices import forget
 
 HEADS, KV_HEADS, DIM, ROWS, LENGTH = 4, 2, 16, 2, 53
@@ -65,6 +67,26 @@ def expected_attention(query, keys, values, mask, causal, *, scaling, bias, soft
     return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
+def error_bound(query, keys, values, mask, causal, *, scaling, bias, softcap, sinks):
+    """What rounding in fp32 may change in a number of the result; the same shape."""
+    q_len, kv_len = query.shape[2], keys.shape[2]
+    added = torch.zeros(ROWS, HEADS, q_len, kv_len, dtype=torch.float64)
+    added = added if bias is None else added + bias
+    if mask is None and causal:
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
+    if mask is not None:
+        hides = mask.dtype == torch.bool
+        added = added.masked_fill(~mask, -torch.inf) if hides else added + mask
+    options = {"softcap": softcap, "sink_logits": sinks}
+    bounds = []
+    for row in range(ROWS):
+        sides = (Tokens(side[row], side[row]) for side in (keys, values))
+        rounding = Rounding.of("c", torch.float32)
+        _, bound = attend_exactly(query[row], *sides, scaling, rounding, bias=added[row], **options)
+        bounds.append(bound)
+    return torch.stack(bounds).transpose(1, 2)
+
+
 def masks(q_len, kv_len):
     """Return masks of the kinds that models make; every query sees some token."""
     generator = torch.Generator().manual_seed(3)
@@ -100,18 +122,9 @@ def test_paged_attention_honours_what_models_pass(q_len, mask_kind, kernel, recw
             scaling=0.3, position_bias=bias, softcap=softcap, s_aux=sink,
         )  # fmt: skip
         assert weights is None
-        want, same = (
-            expected_attention(
-                query, *exact, mask, causal,
-                scaling=0.3, bias=bias, softcap=softcap, sinks=sink, dtype=dtype,
-            )
-            for dtype in (torch.float64, torch.float32)
-        )  # fmt: skip
-        # twice the error of the same sums in fp32, and a rounding of the largest number for each of its parts
-        bound = (
-            2 * (same - want).abs().max() + 8 * torch.finfo(torch.float32).eps * want.abs().max()
-        )
-        assert (found - want).abs().max() <= bound
+        options = {"scaling": 0.3, "bias": bias, "softcap": softcap, "sinks": sink}
+        want = expected_attention(query, *exact, mask, causal, dtype=torch.float64, **options)
+        assert_within(found, want, error_bound(query, *exact, mask, causal, **options))
     texts = [str(w.message) for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
     assert not [text for text in texts if "dense" in text]
 

@@ -1,6 +1,7 @@
 """Encoder-decoder models with a paged cache, each against the same call on transformers' own caches."""
 
 import copy
+import functools
 import io
 import pickle
 import re
@@ -16,8 +17,9 @@ from transformers import DynamicCache, EncoderDecoderCache
 import kv_hf
 from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
 
+NEW = 28  # past the sinks and a page of 16 tokens; beams and drafts go past two
 GREEDY = {
-    "max_new_tokens": 40,  # past the first pages of 16 tokens
+    "max_new_tokens": NEW,
     "do_sample": False,
     "no_repeat_ngram_size": 2,
     "return_dict_in_generate": True,
@@ -43,6 +45,12 @@ def other_inputs(name):
     return tiny.vision_encoder_decoder(name)
 
 
+@functools.cache
+def stock_greedy(family):
+    """What a model with the weights that every model of the family has gives on transformers' own cache."""
+    return tiny.make_model(family).generate(**tiny.sources(LENGTHS), **GREEDY)
+
+
 def assert_same(expected, found):
     assert torch.equal(expected.sequences, found.sequences)
     for a, b in zip(expected.logits, found.logits, strict=True):
@@ -65,8 +73,7 @@ def said(record):
 def test_generate_equals_dynamic_cache_and_reads_pages(family, cross, recwarn):
     if cross == "same" and family in MAKES_ITS_CROSS_CACHE:
         pytest.skip("refused, see below")
-    model, inputs = tiny.make_model(family), tiny.sources(LENGTHS)
-    expected = model.generate(**inputs, **GREEDY)
+    model, inputs, expected = tiny.make_model(family), tiny.sources(LENGTHS), stock_greedy(family)
     warnings.simplefilter("always", kv_hf.KVCacheWarning)
     for _ in range(2):  # the encoder of the first call ran before the attention was switched
         found = model.generate(**inputs, **GREEDY, **paged(cross))
@@ -172,11 +179,11 @@ def test_prompts_of_the_decoder_may_be_padded_on_the_left(family):
     found = model.generate(**inputs, **given, **GREEDY, **paged("same"))
     assert_same(expected, found)
     own = found.past_key_values.self_attention_cache
-    assert [own.group.tokens(row) for row in own.group.rows] == [69, 49]
+    assert [own.group.tokens(row) for row in own.group.rows] == [29 + NEW, 9 + NEW]
     model = tiny.make_model(family)
     kept = model.generate(**inputs, **given, **GREEDY, **paged(attention="keep"))
     own = kept.past_key_values.self_attention_cache  # generate() itself tells the cache
-    assert [own.group.tokens(row) for row in own.group.rows] == [69, 49]
+    assert [own.group.tokens(row) for row in own.group.rows] == [29 + NEW, 9 + NEW]
     cache = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16)
     model.set_attn_implementation("kv_hf")
     with torch.no_grad():  # without generate() the mask function tells the cache
@@ -197,7 +204,7 @@ def test_caches_made_by_the_user_equal_dynamic_cache(family):
     ):
         cache = EncoderDecoderCache(own, cross)
         assert_same(expected, model.generate(**inputs, **GREEDY, past_key_values=cache))
-        assert own.get_seq_length() == 40 and cross.get_seq_length() == 70
+        assert own.get_seq_length() == NEW and cross.get_seq_length() == 70
     cache = kv_hf.PagedEncoderDecoderCache(config, page_size=16, cross_attention="same")
     for lengths in (LENGTHS, [12, 50]):  # reset() makes room for other rows and another encoder
         inputs = tiny.sources(lengths)
@@ -313,7 +320,7 @@ def test_memory_of_the_pair_is_the_sum_of_its_halves():
     for cross in ("exact", "same"):
         cache = model.generate(**inputs, **GREEDY, **paged(cross, "paged_int4")).past_key_values
         own, whole = cache.self_attention_cache.memory(), cache.memory()
-        assert whole.tokens == own.tokens + 3 * 70 == 3 * (40 + 70)
+        assert whole.tokens == own.tokens + 3 * 70 == 3 * (NEW + 70)
         if cross == "same":
             half = cache.cross_attention_cache.memory()
             assert half.total == whole.total - own.total

@@ -182,7 +182,7 @@ def test_generated_text_is_kept_when_asked_for():
     longer = out.sequences[0].tolist() + words(5, 3)
     found = run(model, [longer], store)
     check(found, model.generate(**batch([longer]), **KEPT))
-    assert store.known((), longer) == 4 + PAGE * ((len(longer) - 4) // PAGE)
+    assert store.known(store.bind_model(model), longer) == 4 + PAGE * ((len(longer) - 4) // PAGE)
 
 
 def test_full_store_gives_up_the_least_recently_used():
@@ -192,12 +192,13 @@ def test_full_store_gives_up_the_least_recently_used():
     texts = [words(4 + 6 * PAGE + 1, seed) for seed in range(20, 25)]
     for text in texts[:3]:
         run(model, [text], store)
-    assert [store.known((), text) for text in texts[:3]] == [100] * 3
-    assert store.known((), texts[0]) == 100  # used: now texts[1] is the oldest
+    space = store.bind_model(model)
+    assert [store.known(space, text) for text in texts[:3]] == [100] * 3
+    assert store.known(space, texts[0]) == 100  # used: now texts[1] is the oldest
     run(model, [texts[3]], store)
     gc.collect()
     run(model, [texts[4]], store)
-    known = [store.known((), text) for text in texts]
+    known = [store.known(space, text) for text in texts]
     assert known[0] == known[4] == 100 and known[1] == 0
     stats = store.stats()
     assert stats.pages <= 20 and stats.evictions > 0
@@ -310,15 +311,6 @@ def test_prompts_that_tokens_do_not_describe_are_not_shared_and_say_so(change, r
     assert store.stats() == before
 
 
-def test_adapters_have_prefixes_of_their_own():
-    from kv_hf.hf.prefix import adapters_of
-
-    model = make_model("llama")
-    assert adapters_of(model) == ()
-    model.model.layers[0].self_attn.q_proj._active_adapter = ["tuned"]
-    assert adapters_of(model) == ("tuned",)
-
-
 def test_threads_share_one_store():
     model, store = shared_model("llama"), kv_hf.PrefixStore(max_bytes=60 * 8192)
     prompts = [SYSTEM[: 40 * k] + words(30, k) for k in range(1, 5)]
@@ -346,7 +338,7 @@ def test_saved_options_and_model_with_linear_layers():
     from transformers import LlamaConfig
 
     config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    with pytest.raises(kv_hf.CacheOptionError, match="layer 0 is kept by transformers' Linear"):
+    with pytest.raises(kv_hf.CacheOptionError, match="layer 0 is transformers' Linear"):
         kv_hf.PagedCache(config, prefix_store=kv_hf.PrefixStore())
 
 

@@ -1,8 +1,6 @@
 """Recommendations on tiny models: what is measured, what is chosen, and what goes wrong."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -435,10 +433,6 @@ def test_the_models_attention_comes_back():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_importing_kv_hf_imports_nothing_that_measures():
-    code = (
-        "import sys, kv_hf; assert not any('evaluation' in n for n in sys.modules); kv_hf.recommend"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+def test_a_misspelt_name_of_the_package_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'recommed'"):
         _ = kv_hf.recommed

@@ -133,14 +133,16 @@ def test_a_pipe_is_refused_without_waiting_for_it(model, tmp_path):
         kv_hf.PagedCache.load(tmp_path / "pipe", model)
 
 
-def test_another_file_version_is_refused(saved, model, path):
+@pytest.mark.parametrize("version", ["1", "3"])
+def test_another_file_version_is_refused(saved, model, path, version):
+    """Version 1 did not say which adapters were active."""
     header, description, tensors = split(saved)
-    header["__metadata__"].update(version="2", kv_hf="9.9")
+    header["__metadata__"].update(version=version, kv_hf="9.9")
     refused(
         path,
         joined(header, description, tensors),
         model,
-        "file version '2', written by kv_hf '9.9'",
+        f"file version '{version}', written by kv_hf '9.9'",
     )
     del header["__metadata__"]["version"]
     refused(path, joined(header, description, tensors), model, "file version None")
@@ -337,6 +339,12 @@ def set_at(*where):
         (set_at("model", None), "about its model"),
         (set_at("model", "config", 1), "model's config"),
         (set_at("model", "signature", {}), "model_type"),
+        (set_at("model", "adapters", None), "model's adapters"),
+        (set_at("model", "adapters", "active", "tuned"), "model's adapters"),
+        (set_at("model", "adapters", "active", [["tuned"]]), "model's adapters"),
+        (set_at("model", "adapters", "active", ["x" * 5000]), "saved with adapter"),
+        (set_at("model", "adapters", "settings", "0"), "settings of these adapters differ"),
+        (set_at("model", "adapters", "more", 1), "model's adapters"),
         (set_at("model", "weights", {}), "fingerprint"),
         (set_at("model", "weights", "samples", 5), "names or shapes"),
         (set_at("model", "weights", "samples", lambda s: s[:-8]), "names or shapes"),

@@ -1,8 +1,6 @@
 """The kernels as operators of torch (tracing, compiling, refusing), their launch table, and where they can run."""
 
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -161,20 +159,6 @@ def test_why_not_says_when_triton_is_not_installed(monkeypatch):
     Gpu(monkeypatch)
     monkeypatch.setattr(support, "version", version)
     assert "pip install 'kv_hf[gpu]'" in why_not("cuda", torch.bfloat16, spec_of())
-
-
-def test_triton_is_imported_by_its_kernels_only():
-    """Importing kv_hf, asking why not and choosing launch parameters all work where triton is not installed."""
-    code = """
-import sys
-sys.modules["triton"] = None  # an import of it raises
-import torch, kv_hf
-from kv_hf.kernels.triton import ceiling, support, table, variant
-spec = ceiling.standard_spec("int4", 128)
-assert support.why_not("cpu", torch.float32, spec)
-assert table.launch_parameters(spec, 8, 90, programs=8, tiles=64).num_splits > 1
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # -- launch parameters ---------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ The state does not grow with the text: transformers' own code keeps it, in the m
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -17,7 +16,7 @@ from .layer import PagedLayer
 from .report import tensor_bytes
 
 
-class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):
+class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A layer of attention and linear attention together, of which transformers has one class with keys and values.
 
     Args:

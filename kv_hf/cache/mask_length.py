@@ -31,12 +31,37 @@ class MaskLength(int):
         return self
 
     def observe(self, attention_mask: torch.Tensor | None) -> None:
-        """Tell the groups which columns are left padding; None: there is no padding."""
+        """Tell the groups which columns are left padding; None: there is no padding.
+
+        Raises: CacheMismatchError where the mask shows columns that were left out as padding before.
+        """
+        if attention_mask is not None and attention_mask.ndim == 2:
+            self._check_hidden(attention_mask)
         for group in self.groups:
             if attention_mask is None:
                 group.forget_padding()
             else:
                 group.observe_padding(attention_mask)
+
+    def _check_hidden(self, attention_mask: torch.Tensor) -> None:
+        growing = (group for group in self.groups if isinstance(group, PageGroup))
+        group = next((group for group in growing if group.seen and group.rows), None)
+        if group is None:
+            return
+        rows = group.rows
+        longest = min(max(row.padding for row in rows), attention_mask.shape[1], group.seen)
+        if not longest or attention_mask.shape[0] != len(rows):
+            return
+        known = torch.tensor([row.padding for row in rows], device=attention_mask.device)
+        columns = torch.arange(longest, device=attention_mask.device)
+        shown = attention_mask[:, :longest].bool() & (columns < known[:, None])
+        if bool(shown.any()):
+            row, column = shown.nonzero()[0].tolist()
+            raise CacheMismatchError(
+                f"attention_mask shows column {column} of row {row}, which was hidden as left padding when the cache took it "
+                f"in, and was not stored (padding of that row: {rows[row].padding} columns). Pass the mask of the whole text so "
+                "far, with the same padding, or call cache.reset() and start again"
+            )
 
     def needs_no_mask(self, attention_mask: torch.Tensor | None) -> bool:
         """Say whether `attention_mask` [rows, columns] hides nothing but the padding that the rows know."""

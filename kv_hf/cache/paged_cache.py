@@ -180,7 +180,7 @@ class PagedCache(Savable, DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
-        self.token_ids = None
+        self.forget_origin()
         for layer in self.layers:
             layer.reset()
             if isinstance(layer, DynamicLayer) and not isinstance(layer, PagedLayer):
@@ -275,11 +275,13 @@ class PagedCache(Savable, DynamicCache):
     def _check_padding(self, mask: Any) -> None:
         check_padding_mask(mask, len(self.group.rows), not self.group.needs_padding())
 
-    def learn_padding(self, attention_mask: torch.Tensor | None) -> None:
-        """Learn what there is to learn from the mask that a model is given; see `observe_padding`."""
+    def learn_padding(
+        self, attention_mask: torch.Tensor | None, columns: int | None = None
+    ) -> None:
+        """Learn what there is to learn from a mask; see `observe_padding` here and in PageGroup."""
         if attention_mask is not None:
             for group in self.groups:
-                group.observe_padding(attention_mask)
+                group.observe_padding(attention_mask, columns)
 
     @property
     def bits_per_element(self) -> float:

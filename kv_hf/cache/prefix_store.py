@@ -1,5 +1,6 @@
 """Prompts that begin alike share their sealed pages: within a batch, and from one call to the next."""
 
+import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
+from .model_state import ModelState, model_state
 
 if TYPE_CHECKING:
     from .paged_cache import PagedCache
@@ -62,8 +64,8 @@ class PrefixStore:
         store = kv_hf.PrefixStore(max_bytes=2**30)
         model.generate(**inputs, cache_implementation="paged_int4", cache_config={"prefix_store": store})
 
-    A store belongs to the first model and formats that use it. Several caches may use it at once, in several
-    threads too. Pages are given up least recently used first, never while a cache holds them.
+    A store belongs to the first model and formats that use it; each state of its adapters has prefixes of its own.
+    Several caches may use it at once, in several threads too. Pages are given up least recently used first, never while a cache holds them.
 
     Args:
         max_bytes: bound of the pages that the store keeps, over all layers.
@@ -76,7 +78,8 @@ class PrefixStore:
         self.arena = PageArena()
         self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._model: weakref.ref[Any] | None = None
-        self._weights: int | None = None
+        self._weights: dict[str, bytes] = {}  # space -> fingerprint of the weights seen in it
+        self._binding = threading.Lock()
         self._tree: PrefixTree | None = None
         self._rows = self._hits = self._tokens = self._computed = 0
 
@@ -108,26 +111,35 @@ class PrefixStore:
                     )
         return self.arena
 
-    def bind_model(self, model: Any) -> None:
-        """Remember the model, and let go of all pages when its weights have changed since (said once).
+    def bind_model(self, model: Any) -> str:
+        """Remember the model, and return the space of prefixes that its state has now.
+
+        Each state of adapters (active, scaling, merged, disabled), hooks and autocast has a space of its own. All pages
+        are let go of when the weights of a space have changed since it was last used (said once).
 
         Raises: CacheMismatchError for another model: equal tokens have other keys there.
         """
-        weights = _weights_of(model)
-        if self._model is None:
-            self._model, self._weights = weakref.ref(model), weights
-        elif self._model() is model:
-            if weights != self._weights:
-                warn_once(
-                    "prefix_store weights",
-                    "The weights of the model have changed since a prefix_store kept pages of it: they are dropped",
+        state = model_state(model)
+        with self._binding:
+            if self._model is None:
+                self._model = weakref.ref(model)
+            elif self._model() is not model:
+                raise CacheMismatchError(
+                    f"prefix_store holds keys and values of another {type(model).__name__}; use one store per model"
                 )
-                self.clear()
-                self._weights = weights
-        else:
-            raise CacheMismatchError(
-                f"prefix_store holds keys and values of another {type(model).__name__}; use one store per model"
+            self._check_weights(state)
+            self._weights[state.space] = state.weights
+        # pages of other weights that a live cache still brings (`add`) are never found
+        return f"{state.space} {state.weights.hex()}"
+
+    def _check_weights(self, state: ModelState) -> None:
+        if self._weights.get(state.space, state.weights) != state.weights:
+            warn_once(
+                "prefix_store weights",
+                "The weights of the model have changed since a prefix_store kept pages of it: they are dropped",
             )
+            self.clear()
+            self._weights.clear()
 
     @property
     def tree(self) -> PrefixTree:
@@ -216,7 +228,12 @@ class PrefixStore:
             for index in late:
                 found[index].pop()
 
-    def add(self, cache: "PagedCache", rows: Sequence[Sequence[int]], space: Hashable = ()) -> None:
+    def add(
+        self,
+        cache: "PagedCache",
+        rows: Sequence[Sequence[int]],
+        space: Hashable | None = None,
+    ) -> None:
         """Keep the sealed pages of `cache`, whose rows begin with the tokens `rows`.
 
         Rows that hold pages of the same tokens twice let go of theirs and share the store's.
@@ -224,13 +241,17 @@ class PrefixStore:
         Args:
             cache: one that uses this store.
             rows: for each row of the cache its token ids without padding, no more than it holds.
-            space: names of the active adapters, sorted; () without.
-        Raises: CacheMismatchError for another cache, or rows that it does not hold.
+            space: what `bind_model` returned when the rows were computed; None: what generate() noted of the cache,
+                else the state of the store's model now.
+        Raises: CacheMismatchError for another cache, rows that it does not hold, or a cache whose tokens were computed
+            in more than one state of the model, or from more than tokens.
         """
         if getattr(cache, "prefix_store", None) is not self:
             raise CacheMismatchError(
                 f"cache must be a PagedCache made with this prefix_store, got {type(cache).__name__}"
             )
+        if space is None:
+            space = self._space_of(cache)
         tree, group = self.tree, cache.group
         held = [group.tokens(row) for row in group.rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
@@ -256,6 +277,22 @@ class PrefixStore:
                     _replace_pages(group, index, shared + pages[len(shared) :])
             tree.shrink()
 
+    def _space_of(self, cache: "PagedCache") -> Hashable:
+        """Return the one space whose tokens `cache` holds."""
+        spaces = cache.prefix_spaces
+        if len(spaces) > 1:
+            adapters = ", then ".join(map(str, cache.computed_by))
+            raise CacheMismatchError(
+                "this cache holds tokens that were computed in more than one state of the model, by adapters, hooks or weights "
+                f"({adapters}); a prefix_store keeps those of one"
+            )
+        if spaces and spaces[0] is None:
+            raise CacheMismatchError(
+                "this cache holds keys and values that do not follow from its tokens alone; a prefix_store cannot find them"
+            )
+        model = self._model() if self._model is not None else None
+        return spaces[0] if spaces else () if model is None else self.bind_model(model)
+
     # -- what it holds -----------------------------------------------------------------------------------
 
     def stats(self) -> PrefixStats:
@@ -277,7 +314,11 @@ class PrefixStore:
         self._computed += tokens
 
     def clear(self) -> None:
-        """Let go of all pages; caches that hold some keep them."""
+        """Let go of all pages; caches that hold some keep them.
+
+        Call it after changes that cannot be seen: single numbers of a large weight written through `.data`, and code
+        or attributes of the model that are replaced.
+        """
         if self._tree is not None:
             with self._tree.pool.lock:
                 self._tree.clear()
@@ -295,16 +336,3 @@ def _replace_pages(group: PageGroup, index: int, pages: tuple[int, ...]) -> None
     group.pool.release(rows[index].pages)
     rows[index] = replace(rows[index], pages=pages)
     group.rows = tuple(rows)
-
-
-def _weights_of(model: Any) -> int | None:
-    """Return a number that changes with the weights: where they lie, and how often they were written to.
-
-    None where weights come and go (accelerate's offloading), or keep no count (tensors of inference mode).
-    """
-    found = []
-    for parameter in model.parameters():
-        if parameter.is_meta or parameter.is_inference():
-            return None
-        found.append((parameter.data_ptr(), parameter._version))
-    return hash(tuple(found))

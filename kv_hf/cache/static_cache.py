@@ -129,6 +129,10 @@ class StaticPagedCache(PagedCache):
         for layer in self.paged_layers:
             layer.reorder_cache(beam_idx)
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Raise CacheOptionError: the number of rows is fixed."""
+        raise refused("change its number of rows")
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Raise CacheOptionError: the number of rows is fixed."""
         raise refused("change its number of rows")

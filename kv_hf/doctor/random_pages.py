@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..kernels import reference
+from ..kernels.error_bound import Rounding, Tokens, attend_exactly
 from ..kernels.inputs import PagedKV
 from ..quant.codec import decode
 from ..spec import PageSpec, SideSpec
@@ -106,33 +107,40 @@ def moved(kv: PagedKV, device: torch.device) -> PagedKV:
     )
 
 
-def attended(case: Case, compute: torch.dtype) -> torch.Tensor:
-    """Return a whole softmax per row over decoded tokens, in `compute` from the first product on, walking no table.
+def attended(case: Case, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a whole softmax in fp64 per row over decoded tokens, walking no table, and the error that rounding explains.
 
-    Returns: [rows, heads, QUERIES, out_dim].
+    Returns: (result, largest error), both [rows, heads, QUERIES, out_dim], fp64.
     """
     kv, scale = case.kv, case.kv.spec.query_dim**-0.5
-    outs = []
+    outs, bounds = [], []
     for row in range(kv.rows):
         keys, values = (_tokens_of(kv, side, row) for side in ("keys", "values"))
         if kv.spec.is_latent:
-            keys, values = torch.cat([keys, values], -1), keys
-        keys, values = (side.to(compute).repeat_interleave(GROUP, 0) for side in (keys, values))
-        scores = case.query[row].to(compute) @ keys.transpose(1, 2) * scale
-        count = keys.shape[1]
-        late = torch.ones(QUERIES, count, dtype=torch.bool).triu(count - QUERIES + 1)
-        outs.append(torch.softmax(scores.masked_fill(late, float("-inf")), -1) @ values)
-    return torch.stack(outs)
+            keys, values = keys.beside(values), keys
+        count = keys.numbers.shape[1]
+        late = torch.ones(1, QUERIES, count, dtype=torch.bool).triu(count - QUERIES + 1)
+        bias = torch.zeros(late.shape).masked_fill(late, float("-inf"))
+        out, bound = attend_exactly(case.query[row], keys, values, scale, rounding, bias=bias)
+        outs.append(out)
+        bounds.append(bound)
+    return torch.stack(outs), torch.stack(bounds)
 
 
-def _tokens_of(kv: PagedKV, name: str, row: int) -> torch.Tensor:
+def _tokens_of(kv: PagedKV, name: str, row: int) -> Tokens:
     """Return the tokens of a row in order, fp32: [num_kv_heads, tokens, head_dim]."""
     side: SideSpec = getattr(kv.spec, name)
-    fields = kv.key_pages if name == "keys" else kv.value_pages
+    stored = kv.key_pages if name == "keys" else kv.value_pages
     window = (kv.window_keys if name == "keys" else kv.window_values)[row].float()
     exact, pages = int(kv.exact_lens[row]), kv.block_table[row, : int(kv.num_pages[row])].long()
     sinks = min(kv.sink_tokens, exact)
-    paged = decode({field: tensor[pages] for field, tensor in fields.items()}, side, torch.float32)
-    return torch.cat(
-        [window[:, :sinks], paged.transpose(0, 1).flatten(1, 2), window[:, sinks:exact]], 1
-    )
+    fields = {field: tensor[pages] for field, tensor in stored.items()}
+
+    def in_order(fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        paged = decode(fields, side, torch.float32).transpose(0, 1).flatten(1, 2)
+        return torch.cat([window[:, :sinks], paged, window[:, sinks:exact]], 1)
+
+    numbers = in_order(fields)
+    if "offset" not in fields:
+        return Tokens(numbers, numbers)
+    return Tokens(numbers, in_order({**fields, "offset": torch.zeros_like(fields["offset"])}))

@@ -115,7 +115,7 @@ def kv_hf_attention(
                     position_bias,
                     query,
                     key.shape[2],
-                    is_causal(module, kwargs),
+                    lazy is not None or is_causal(module, kwargs),
                 ),
                 softcap=softcap,
                 sink_logits=s_aux,
@@ -142,6 +142,8 @@ def kv_hf_attention(
     if lazy is not None:
         left_out = lazy.plain and lazy.shape[-2:] == (query.shape[2], key.shape[2])
         attention_mask = None if left_out else lazy.dense()
+        if left_out:  # whatever a model concludes from a mask that is not None (moonshine)
+            kwargs["is_causal"] = True
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
     kwargs.update({name: given for name, given in named.items() if given is not None})
     return dense_attention(

@@ -61,14 +61,16 @@ class Facts:
     Attributes:
         updates_cache: hands keys and values of a layer to a cache.
         reads_interface: gets its attention function from AttentionInterface.
-        computes_softmax: calls a softmax or scaled_dot_product_attention.
+        masks_by_itself: calls a softmax or scaled_dot_product_attention, and names a mask.
+        joins_mask: gets its attention function from AttentionInterface, and adds columns to the mask before.
         arguments: keywords of its calls of the attention function, beside those that come in as **kwargs.
         comparisons: places that ask for the attention's name.
     """
 
     updates_cache: bool = False
     reads_interface: bool = False
-    computes_softmax: bool = False
+    masks_by_itself: bool = False
+    joins_mask: bool = False
     arguments: frozenset[str] = frozenset()
     comparisons: tuple[Comparison, ...] = ()
 
@@ -76,7 +78,8 @@ class Facts:
         return Facts(
             self.updates_cache or other.updates_cache,
             self.reads_interface or other.reads_interface,
-            self.computes_softmax or other.computes_softmax,
+            self.masks_by_itself or other.masks_by_itself,
+            self.joins_mask or other.joins_mask,
             self.arguments | other.arguments,
             self.comparisons + other.comparisons,
         )
@@ -220,15 +223,29 @@ def _facts(function: ast.FunctionDef, where: str) -> Facts:
     comparisons = tuple(
         Comparison(where, ast.unparse(node), node, _is_honoured(node, function, arguments))
         for node in ast.walk(function)
-        if _is_question(node, aliases)
+        if isinstance(node, ast.expr) and _is_question(node, aliases)
+    )
+    reads = any(_gets_attention(node) for node in ast.walk(function))
+    named = _names(function) | {
+        node.arg for node in ast.walk(function) if isinstance(node, ast.arg)
+    }
+    joins = any(
+        _last_name(call.func) in ("cat", "pad") and "attention_mask" in _names(call)
+        for call in calls
     )
     return Facts(
         any(_is_update(call) for call in calls),
-        any(_gets_attention(node) for node in ast.walk(function)),
-        bool(called & {"softmax", "scaled_dot_product_attention"}),
+        reads,
+        bool(called & {"softmax", "scaled_dot_product_attention"})
+        and any("mask" in name for name in named),
+        reads and joins,
         arguments,
         comparisons,
     )
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
 def _last_name(node: ast.expr) -> str | None:
@@ -247,12 +264,13 @@ def _gets_attention(node: ast.AST) -> bool:
 def _is_update(call: ast.Call) -> bool:
     """Say whether a call hands keys and values to a cache: x.update(keys, values, layer_idx, ..).
 
-    Convolutions over audio hand a cache one tensor.
+    Convolutions over audio hand their caches one tensor, or other things behind it.
     """
-    names = {keyword.arg for keyword in call.keywords}
-    return _last_name(call.func) == "update" and (
-        len(call.args) >= 3 or (len(call.args) == 2 and "layer_idx" in names)
-    )
+    if _last_name(call.func) != "update" or len(call.args) < 2:
+        return False
+    if len(call.args) == 2:
+        return any(keyword.arg == "layer_idx" for keyword in call.keywords)
+    return "layer" in ast.unparse(call.args[2])
 
 
 def _asks(node: ast.expr, aliases: Iterable[str] = ()) -> bool:

@@ -101,7 +101,8 @@ def _check_read(
         unknown -= _ASK_FOR_EAGER  # gpt_oss, for one, reads its sinks from the module
     if not unknown:
         return
-    facts = facts_of(type(module))
+    kind: Any = type(module)
+    facts = facts_of(kind)
     lost = sorted(unknown & facts.arguments) if facts is not None else []
     lost = [name for name in lost if f'"{name}"' not in _text(function)]
     if lost:

@@ -1,9 +1,10 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches anything.
 
-Three seams are patched, all idempotently: the closed list of cache implementations that
-GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23), and two methods of
+Five seams are patched, all idempotently: the closed list of cache implementations that
+GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); two methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.23): _prepare_cache_for_generation, which makes the cache, and
-_prefill, which runs the first forward and is where a prefix store comes in.
+_prefill, which runs the first forward and is where a prefix store comes in; and two of PreTrainedModel
+(modeling_utils.py, 5.17 to 5.23), which take the name of an attention: models that would not read it refuse "kv_hf".
 The attention and mask functions are registered through transformers' public interfaces.
 """
 
@@ -11,13 +12,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.latent_layer import LatentLayer
-from ..cache.model_shape import is_encoder_decoder
+from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
@@ -26,7 +28,12 @@ from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
 from .latent import prepare_latents, restore_expansion
-from .models import restore_attention, use_paged_attention
+from .models import (
+    refuse_at_load,
+    refuse_to_set,
+    restore_attention,
+    use_paged_attention,
+)
 from .prefix import share_prefill
 from .static_generation import check_static_generation, is_assisted
 
@@ -34,6 +41,12 @@ from .static_generation import check_static_generation, is_assisted
 OF_A_MODEL = ("layers", "recipe", "latent", "latent_group_size", "k_rope", "mla")
 
 _originals: dict[str, Callable[..., Any]] = {}
+_OWNERS = {
+    "_prepare_cache_for_generation": GenerationMixin,
+    "_prefill": GenerationMixin,
+    "get_correct_attn_implementation": PreTrainedModel,
+    "set_attn_implementation": PreTrainedModel,
+}
 
 
 def install() -> None:
@@ -44,12 +57,10 @@ def install() -> None:
     missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
     _set_names(tuple(known) + missing)
     if not _originals:
-        for name, wrap in (
-            ("_prepare_cache_for_generation", _wrap),
-            ("_prefill", share_prefill),
-        ):
-            _originals[name] = getattr(GenerationMixin, name)
-            setattr(GenerationMixin, name, wrap(_originals[name]))
+        wraps = (_wrap, share_prefill, refuse_at_load, refuse_to_set)
+        for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
+            _originals[name] = getattr(owner, name)
+            setattr(owner, name, wrap(_originals[name]))
 
 
 def uninstall() -> None:
@@ -59,7 +70,7 @@ def uninstall() -> None:
     known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     _set_names(tuple(name for name in known if name not in IMPLEMENTATIONS))
     for name, original in _originals.items():
-        setattr(GenerationMixin, name, original)
+        setattr(_OWNERS[name], name, original)
     _originals.clear()
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(ATTENTION_NAME, None)
@@ -67,8 +78,10 @@ def uninstall() -> None:
 
 
 def original(name: str) -> Callable[..., Any]:
-    """Return a method of GenerationMixin as it was before `install`. Raises AttributeError where there is none."""
-    found: Callable[..., Any] = _originals.get(name) or getattr(GenerationMixin, name)
+    """Return a patched method as it was before `install`. Raises AttributeError where there is none."""
+    found: Callable[..., Any] = _originals.get(name) or getattr(
+        _OWNERS.get(name, GenerationMixin), name
+    )
     return found
 
 
@@ -92,7 +105,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             for half in paged:
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(self, given, model_kwargs)
+            _make_ready(self, given, model_kwargs, generation_config)
             _say_unused_store(given, *args, **kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
@@ -109,7 +122,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             elif getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            _make_ready(self, cache, model_kwargs)
+            _make_ready(self, cache, model_kwargs, generation_config)
             _say_unused_store(cache, *args, **kwargs)
             model_kwargs["past_key_values"] = cache
             return None
@@ -177,7 +190,9 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
     return cache
 
 
-def _make_ready(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
+def _make_ready(
+    model: Any, cache: Any, model_kwargs: dict[str, Any], generation_config: Any
+) -> None:
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
@@ -187,6 +202,18 @@ def _make_ready(model: Any, cache: Any, model_kwargs: dict[str, Any]) -> None:
             prepare_latents(model, half.options)
     if any(half.options.attention == "auto" for half in halves):
         use_paged_attention(model)
-    if own is not None:
-        of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
-        own.learn_padding(model_kwargs.get(of_text))
+    # the mask function of "kv_hf" reads the padding from the mask that the model really passes
+    if own is not None and attention_config(model.config)._attn_implementation != ATTENTION_NAME:
+        _learn_padding(model, own, model_kwargs, generation_config)
+
+
+def _learn_padding(
+    model: Any, cache: PagedCache, model_kwargs: dict[str, Any], generation_config: Any
+) -> None:
+    """Tell the cache the padding of generate()'s mask, for a first forward of as many columns and no others."""
+    of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
+    mask = model_kwargs.get(of_text)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        columns = mask.shape[1]
+        chunk = getattr(generation_config, "prefill_chunk_size", None)
+        cache.learn_padding(mask, min(columns, chunk) if chunk else columns)

@@ -1,19 +1,26 @@
-"""Switch a model's attention to "kv_hf", and remember it so that uninstall() can switch it back."""
+"""Switch a model's attention to "kv_hf" where its sources allow it, and back by uninstall()."""
 
 import functools
+import sys
 import threading
 import weakref
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..cache.model_shape import attention_config
+from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..notices import say_once, warn_once
-from .attention_source import facts_of, is_modeling
+from .attention_source import Facts, classes_of, facts_of, is_modeling
 
 _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
 # set_attn_implementation goes from config to config: another thread must not run a model that is half switched
 _switching = threading.RLock()
+# whether the model at hand was looked at as a whole, so that its classes need not be
+_proved: ContextVar[bool] = ContextVar("proved", default=False)
 
 
 def why_not_pages(model: PreTrainedModel, attention: str = "auto") -> str | None:
@@ -67,7 +74,7 @@ def _why_not_switched(model: PreTrainedModel) -> str | None:
         return "it does not take its attention from transformers' AttentionInterface"
     default_eager = current == "eager" and not decoder._supports_sdpa
     if current not in ("sdpa", None) and not default_eager:
-        return "it was chosen for this model; model.set_attn_implementation('kv_hf') reads the pages instead"
+        return f"somebody set it to {current!r}; model.set_attn_implementation('kv_hf') reads the pages instead"
     # the whole part is switched, models inside of it too
     return why_not_by_source(frozenset(map(type, decoder.modules())), current or "sdpa")
 
@@ -91,21 +98,84 @@ def why_not_by_source(classes: frozenset[type], current: str) -> str | None:
     unread = sorted(cls.__name__ for cls, facts in read.items() if facts is None)
     if unread:
         return f"the source of {unread[0]} is not there to be read"
-    found = {cls.__name__: facts for cls, facts in sorted(read.items(), key=str) if facts}
-    for name, facts in found.items():
+    found = {cls.__name__: facts for cls, facts in read.items() if facts}
+    reason = _objection(found, current)
+    if reason is None and not any(facts.reads_interface for facts in found.values()):
+        return "nothing in it reads transformers' AttentionInterface"
+    return reason
+
+
+@functools.cache
+def why_not_class(cls: type[PreTrainedModel]) -> str | None:
+    """Return why a model of this class cannot be loaded with attention "kv_hf", as far as its file shows, or None.
+
+    Which of the file's classes a model has is not known before it is made. A model that is put together of others
+    (a vision tower and a language model) may have no attention in its file: they are asked when they are made.
+    """
+    module = sys.modules.get(cls.__module__)
+    if module is None:
+        return None
+    kinds: list[Any] = list(classes_of(module))
+    read = {kind.__name__: facts_of(kind) for kind in kinds}
+    found = {name: facts for name, facts in read.items() if facts is not None}
+    caches = any(facts.updates_cache for facts in found.values())
+    return _objection(found, "sdpa" if cls._supports_sdpa else "eager") if caches else None
+
+
+def _objection(found: Mapping[str, Facts], current: str) -> str | None:
+    """Return what in the sources of these classes speaks against the name "kv_hf" in place of `current`, or None."""
+    for name, facts in sorted(found.items()):
         alone = not facts.reads_interface
-        if alone and current == "eager" and "Attention" in name and facts.computes_softmax:
+        if alone and current == "eager" and "Attention" in name and facts.masks_by_itself:
             return f"{name} computes attention by itself, from the masks of 'eager'"
         if alone and facts.updates_cache:
             return f"{name} computes attention without transformers' AttentionInterface"
+        if current == "eager" and facts.joins_mask:
+            return f"{name} adds columns to the masks of 'eager'"
         for comparison in facts.comparisons:
             if comparison.differs(current, ATTENTION_NAME):
                 return (
                     f"{comparison.where} goes another way for another attention ({comparison.text})"
                 )
-    if not any(facts.reads_interface for facts in found.values()):
-        return "nothing in it reads transformers' AttentionInterface"
     return None
+
+
+def refuse_at_load(original: Callable[..., str]) -> Callable[..., str]:
+    """Wrap PreTrainedModel.get_correct_attn_implementation: "kv_hf" is an error where nothing would read it.
+
+    transformers asks it when a model is made, and when set_attn_implementation is called.
+    """
+
+    @functools.wraps(original)
+    def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested == ATTENTION_NAME and not _proved.get():
+            kind: Any = type(self)
+            _refuse(kind, why_not_class(kind))
+        return original(self, requested, *args, **kwargs)
+
+    return checked
+
+
+def refuse_to_set(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap PreTrainedModel.set_attn_implementation, which leaves models without an AttentionInterface as they are."""
+
+    @functools.wraps(original)
+    def checked(self: PreTrainedModel, implementation: Any, *args: Any, **kwargs: Any) -> None:
+        if implementation == ATTENTION_NAME and not self._can_set_attn_implementation():
+            _refuse(
+                type(self), "it does not take its attention from transformers' AttentionInterface"
+            )
+        return original(self, implementation, *args, **kwargs)
+
+    return checked
+
+
+def _refuse(cls: type, reason: str | None) -> None:
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"attn_implementation={ATTENTION_NAME!r}: {cls.__name__} cannot attend over pages: {reason}. Leave it out: a paged "
+            "cache works on the attention that the model has"
+        )
 
 
 def _set_attention(model: PreTrainedModel, implementation: str) -> None:
@@ -115,7 +185,11 @@ def _set_attention(model: PreTrainedModel, implementation: str) -> None:
         config
     )  # a flat encoder-decoder config names one attention for both halves
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    model.set_attn_implementation({names[0]: implementation} if names else implementation)
+    token = _proved.set(True)
+    try:
+        model.set_attn_implementation({names[0]: implementation} if names else implementation)
+    finally:
+        _proved.reset(token)
 
 
 def restore_attention() -> None:

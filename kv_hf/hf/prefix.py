@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from ..cache.adapters import adapters_of
 from ..cache.compat import CHUNKS_BEHIND_A_CACHE
+from ..cache.encoder_decoder import paged_halves
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheMismatchError
 from ..notices import warn_once
+from .virtual_tokens import virtual_tokens_in_pages
 
 # tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
@@ -38,8 +41,6 @@ def read_prompt(
         attention_mask: [batch, columns], 0 or False = padding; None: no padding.
         inputs: the other inputs of the model.
     """
-    if inputs.get("adapter_names") is not None:
-        return "adapter_names gives each row an adapter of its own"
     if input_ids.ndim != 2 or not input_ids.numel():
         return f"input_ids have shape {tuple(input_ids.shape)}"
     for name, value in inputs.items():
@@ -72,37 +73,50 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         cache: Any = model_kwargs.get("past_key_values")
-        if isinstance(cache, PagedCache):
-            _check_continues(cache, input_ids, generation_config, model_kwargs)
-        store = cache.prefix_store if isinstance(cache, PagedCache) else None
-        if store is None or cache.get_seq_length():
+        own, _ = paged_halves(cache)
+        if own is None:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if own is cache:
+            _check_continues(own, input_ids, generation_config, model_kwargs)
+        note_origin(self, own)
+        store, prompt = own.prefix_store, None
+        if store is not None and not own.get_seq_length():
+            prompt = _prompt_to_share(self, own, input_ids, generation_config, model_kwargs)
+        if store is None or prompt is None:
+            with virtual_tokens_in_pages(self, cache):
+                return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        space = store.bind_model(self)
+        own.note_space(space)
         chunk = getattr(generation_config, "prefill_chunk_size", None)
-        prompt: Prompt | str = "this transformers splits prompts into chunks only without a past"
-        if chunk is None or CHUNKS_BEHIND_A_CACHE:
-            prompt = read_prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs)
-        if rotates_by_length(self.config):
-            prompt = "the model's rotary embedding depends on the length of the whole text"
-        if isinstance(prompt, str):
-            warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
-            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        store.bind_model(self)
-        space = adapters_of(self)
-        skipped = attach_prefix(self, cache, prompt, space, chunk)
+        skipped = attach_prefix(self, own, prompt, space, chunk)
         try:
             outputs = original(
                 self, input_ids[:, skipped:], generation_config, model_kwargs, *args, **kwargs
             )
         except BaseException:
-            if (
-                not cache.group.epoch
-            ):  # no layer has run: what is known of this prompt must not stay
-                cache.reset()
+            # where no layer has run, what is known of this prompt must not stay
+            if not own.group.epoch:
+                own.reset()
             raise
-        store.add(cache, prompt.rows, space)
+        store.add(own, prompt.rows, space)
         return outputs
 
     return prefill
+
+
+def _prompt_to_share(
+    model: Any, cache: PagedCache, input_ids: torch.Tensor, generation_config: Any, inputs: dict[str, Any],
+) -> Prompt | None:  # fmt: skip
+    """Return the prompt of an empty cache with a store; None where prefixes cannot be shared, which is said once."""
+    prompt: Prompt | str = "this transformers splits prompts into chunks only without a past"
+    if getattr(generation_config, "prefill_chunk_size", None) is None or CHUNKS_BEHIND_A_CACHE:
+        prompt = read_prompt(input_ids, inputs.get("attention_mask"), inputs)
+    prompt = more_than_tokens(model) or prompt
+    if isinstance(prompt, Prompt):
+        return prompt
+    warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
+    cache.note_space(None)
+    return None
 
 
 def _check_continues(
@@ -164,14 +178,36 @@ def common_tokens(rows: Sequence[Sequence[int]], page_size: int, sink_tokens: in
     return list(shortest[: sink_tokens + pages * page_size]) if pages > 0 else []
 
 
-def adapters_of(model: Any) -> tuple[str, ...]:
-    """Return the names of the adapters that are active in `model`: keys and values depend on them too."""
-    found: set[str] = set()
-    for module in model.modules():
-        names = vars(module).get("_active_adapter")
-        if names and not vars(module).get("_disable_adapters"):
-            found.update([names] if isinstance(names, str) else names)
-    return tuple(sorted(found))
+def note_origin(model: Any, cache: PagedCache) -> None:
+    """Note in `cache` by which adapters its next tokens are computed, and in which space of its store.
+
+    Raises: CacheMismatchError where a loaded cache was saved with other adapters.
+    """
+    seen = cache.get_seq_length()
+    if not isinstance(seen, int):
+        return  # preallocated: neither saved nor in a store
+    if not seen:
+        cache.forget_origin()
+    cache.note_adapters(adapters_of(model))
+    if seen and cache.prefix_store is not None:
+        tokens_alone = more_than_tokens(model) is None
+        cache.note_space(cache.prefix_store.bind_model(model) if tokens_alone else None)
+
+
+def more_than_tokens(model: Any) -> str | None:
+    """Return why keys and values of `model` do not follow from the tokens in and before them, or None."""
+    if rotates_by_length(model.config):
+        return "the model's rotary embedding depends on the length of the whole text"
+    adapters = adapters_of(model)
+    if adapters.by_call:
+        return "adapter_names, task_ids or activated LoRA give rows adapters of their own"
+    if adapters.virtual:
+        return f"virtual tokens stand in front of the prompt ({adapters.virtual})"
+    if model.training and any(
+        isinstance(part, torch.nn.Dropout) and part.p for part in model.modules()
+    ):
+        return "the model is in training mode and drops numbers at random"
+    return None
 
 
 def rotates_by_length(config: Any) -> bool:

@@ -89,6 +89,7 @@ class PageGroup:
         self.confirmed = 0  # columns that a crop has left standing (past recording)
         self.lockstep.clear()
         self._padding_seen: list[int] | None = None
+        self._padding_columns: int | None = None
         self._table: tuple[tuple[tuple[int, ...], ...], torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -144,14 +145,18 @@ class PageGroup:
         """True while some row has no real token yet, so that its padding is still to be learnt."""
         return not self.rows or any(self.tokens(row) == 0 for row in self.rows)
 
-    def observe_padding(self, attention_mask: torch.Tensor) -> None:
+    def observe_padding(self, attention_mask: torch.Tensor, columns: int | None = None) -> None:
         """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding).
 
         Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
+
+        Args:
+            columns: of the first forward, where the mask may be of other columns than the model then passes (virtual
+                tokens or an image are put in front): a forward of another length is taken to have no padding.
         """
         if attention_mask.ndim == 2 and self.needs_padding():
             padded = attention_mask.to(torch.bool).cumsum(-1) == 0
-            self._padding_seen = padded.sum(-1).tolist()
+            self._padding_seen, self._padding_columns = padded.sum(-1).tolist(), columns
 
     def adopt(self, rows: Sequence[Row], seen: int) -> None:
         """Begin with rows whose pages others hold too, as if `seen` columns had gone through an empty group."""
@@ -250,17 +255,18 @@ class PageGroup:
                 f"this cache holds a batch of {len(self.rows)} rows, got keys for {batch}; use a new cache, or "
                 "reset() this one, for another batch size"
             )
-        before = self._padded_rows(batch)
+        before = self._padded_rows(batch, q_len)
         plans = [
             plan_append(self.sizes, index, row, self.seen, q_len, self.confirmed)
             for index, row in enumerate(before)
         ]
         return before, plans
 
-    def _padded_rows(self, batch: int) -> tuple[Row, ...]:
+    def _padded_rows(self, batch: int, q_len: int) -> tuple[Row, ...]:
         """Return the rows as the step finds them, with the padding that was learnt since."""
         known = self._padding_seen
-        padding = known if known is not None and len(known) == batch else [0] * batch
+        fits = self.seen or self._padding_columns in (None, q_len)
+        padding = known if known is not None and len(known) == batch and fits else [0] * batch
         rows = self.rows or (Row(0, (), 0),) * batch
         return tuple(
             row if self.tokens(row) else replace(row, padding=max(self.seen, columns))

@@ -1,24 +1,24 @@
 """By what a file knows the model that its keys and values came from. Compares; decides no more than that.
 
-Three things are kept: the sizes that caches are told apart by, the decoder's config, and a fingerprint of the
-weights. The fingerprint finds other names, shapes and dtypes of parameters and persistent buffers, and, in each
-of them, a change of any of SAMPLES numbers spread evenly over it. So it finds another training, fine-tuning of whole
-matrices, a merged adapter, another quantization. It does not find a change of a few numbers between the samples.
-Parameters whose bytes cannot be read (meta tensors of an offloaded model) are known by name and shape only.
+Four things are kept: the sizes that caches are told apart by, the decoder's config, the adapters that forwards add, and a
+fingerprint of the weights. The fingerprint finds other names, shapes and dtypes of parameters and persistent buffers,
+and in each of them a change of any of the numbers that `weights.sample` reads: all of small tensors, at least one of
+every row of large ones. Tensors of adapters that are not active, or merged, are left out. Parameters whose bytes
+cannot be read (meta tensors) are known by name and shape only.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ..adapters import Adapters, adapters_of
 from ..model_shape import decoder_config, signature
+from ..weights import Weight, digests, weights_of
 from .container import RefusedError, short
 
-SAMPLES = 64  # numbers of a parameter that its fingerprint reads
 DIGITS = 8  # hexadecimal digits per parameter
 UNREADABLE = "-" * DIGITS
 # what may differ between two loads of one model without any effect on keys and values, besides what begins with "_"
@@ -53,7 +53,12 @@ def identity(model: Any) -> dict[str, Any]:
         for name, value in decoder.to_dict().items()
         if name not in IGNORED and not name.startswith("_")
     }
-    found = {"signature": signature(decoder), "config": config, "weights": _weights(model)}
+    found = {
+        "signature": signature(decoder),
+        "config": config,
+        "adapters": adapters_of(model).to_json(),
+        "weights": _fingerprint(_saved_weights(model)),
+    }
     return json.loads(json.dumps(found, default=str))
 
 
@@ -75,10 +80,28 @@ def check_identity(saved: Any, model: Any) -> None:
                     f"it was saved with a model of {name}={short(theirs.get(name))}, this model has "
                     f"{name}={short(own[part][name])}"
                 )
-    _check_weights(saved.get("weights"), own["weights"], [name for name, _ in _tensors(model)])
+    adapters = _check_adapters(saved.get("adapters"), adapters_of(model))
+    names = [weight.name for weight in _saved_weights(model)]
+    _check_weights(saved.get("weights"), own["weights"], names, adapters)
 
 
-def _check_weights(theirs: Any, own: dict[str, Any], names: list[str]) -> None:
+def _check_adapters(saved: Any, own: Adapters) -> str:
+    """Raise RefusedError unless both add the same; return what is known of merged adapters, for other messages."""
+    theirs = Adapters.from_json(saved)
+    if theirs is None:
+        raise RefusedError(f"it says nothing about its model's adapters: {short(saved)}")
+    if theirs.effective() != own.effective():
+        same = str(theirs.effective()) == str(own.effective())
+        rest = "; the settings of these adapters differ" if same else ""
+        raise RefusedError(
+            f"it was saved with {str(theirs)[:200]}, this model has {str(own)[:200]}{rest}"
+        )
+    if theirs.merged == own.merged:
+        return ""
+    return f" (adapters merged into them: {short(theirs.merged)} there, {short(own.merged)} here)"
+
+
+def _check_weights(theirs: Any, own: dict[str, Any], names: list[str], adapters: str) -> None:
     if not isinstance(theirs, dict) or set(theirs) != set(own):
         raise RefusedError(f"it has no fingerprint of its model's weights: {short(theirs)}")
     if theirs["dtypes"] != own["dtypes"]:
@@ -89,71 +112,29 @@ def _check_weights(theirs: Any, own: dict[str, Any], names: list[str]) -> None:
     comparable = isinstance(samples, str) and len(samples) == len(own["samples"])
     if theirs["structure"] != own["structure"] or not comparable:
         raise RefusedError(
-            "it was saved with a model whose parameters have other names or shapes (another model, or adapters "
-            "added or merged)"
+            "it was saved with a model whose parameters have other names or shapes (another model, or layers added)"
         )
     assert isinstance(samples, str)
     for index, name in enumerate(names):
         pair = [text[index * DIGITS : (index + 1) * DIGITS] for text in (samples, own["samples"])]
         if pair[0] != pair[1] and UNREADABLE not in pair:
-            raise RefusedError(f"it was saved with other weights: {name} differs")
+            raise RefusedError(f"it was saved with other weights: {name} differs{adapters}")
 
 
-def _weights(model: torch.nn.Module) -> dict[str, Any]:
-    tensors = list(_tensors(model))
+def _saved_weights(model: torch.nn.Module) -> list[Weight]:
+    return [weight for weight in weights_of(model) if weight.persistent]
+
+
+def _fingerprint(weights: list[Weight]) -> dict[str, Any]:
     structure = hashlib.sha256()
-    for name, tensor in tensors:
-        structure.update(f"{name} {list(tensor.shape)}\n".encode())
-    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors)
+    for weight in weights:
+        structure.update(f"{weight.name} {list(weight.tensor.shape)}\n".encode())
+    dtypes = Counter(str(weight.tensor.dtype).removeprefix("torch.") for weight in weights)
     return {
         "structure": structure.hexdigest(),
         "dtypes": ", ".join(f"{dtype} x {count}" for dtype, count in sorted(dtypes.items())),
-        "samples": "".join(_fingerprint(tensor) for _, tensor in tensors),
+        "samples": "".join(
+            UNREADABLE if digest is None else digest.hex()[:DIGITS]
+            for _, digest in digests(weights)
+        ),
     }
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers in the order of their names; tied ones once."""
-    passing = {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
-    found.update(item for item in model.named_buffers() if item[0] not in passing)
-    plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
-    yield from sorted(plain.items(), key=lambda item: item[0])
-
-
-def _fingerprint(tensor: torch.Tensor) -> str:
-    digest = hashlib.sha256()
-    try:
-        for part in _parts(tensor):
-            digest.update(_sample(part))
-    except Exception:  # a kind of tensor that cannot be indexed or copied must not stop a save
-        return UNREADABLE
-    return digest.hexdigest()[:DIGITS]
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that a tensor is made of (a quantized or sharded one: those of this process)."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
-    else:
-        yield tensor.detach()
-
-
-def _sample(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of SAMPLES numbers, evenly spread from the first to the last; no copy of the whole is made."""
-    if tensor.is_meta:
-        raise ValueError("no bytes")
-    if tensor.dtype.itemsize == 1 and tensor.dtype != torch.uint8:
-        tensor = tensor.view(torch.uint8)  # float8: not every device can index it
-    if not tensor.numel():
-        return b""
-    last, count = tensor.numel() - 1, min(SAMPLES, tensor.numel())
-    places = torch.tensor([last * i // max(1, count - 1) for i in range(count)], device="cpu")
-    index = torch.unravel_index(places, tensor.shape) if tensor.ndim else ()
-    chosen = tensor[tuple(one.to(tensor.device) for one in index)].reshape(-1)
-    return chosen.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -15,6 +15,7 @@ from ...pages.storage import SideStorage
 from ...pages.storing import storing
 from ...quant.packing import lay_out, pick_up
 from ...spec import ROWS, PageSpec, page_capacity
+from ..adapters import adapters_of
 from ..layer import PagedLayer
 from ..window import ExactWindow
 from .container import RefusedError, check_entries, short
@@ -67,6 +68,7 @@ def _read(
     file.check_sum()
     contents = Contents.parse(file.metadata["cache"])
     check_identity(contents.model, model)
+    adapters = adapters_of(model)
     options = contents.options if kernel is None else {**contents.options, "kernel": kernel}
     if any(options.get(name) is not None for name in ("max_length", *PLACEMENT)):
         raise RefusedError("it claims options of caches that are never saved")
@@ -91,6 +93,7 @@ def _read(
         _fill(layer, file, contents.groups[members[index]])
         layer.resume()
     cache.check_integrity()
+    cache.computed_by, cache.from_file = (adapters,), True
     if contents.columns is not None:
         cache.token_ids = file.tensor(TOKEN_IDS)
     return cache

@@ -5,6 +5,8 @@ from typing import Any, Self
 
 import torch
 
+from ...errors import CacheMismatchError
+from ..adapters import Adapters
 from .load import load_cache
 from .save import save_cache
 
@@ -14,9 +16,41 @@ class Savable:
 
     Attributes:
         token_ids: those that a loaded cache was saved with, [rows, columns] int64 on the CPU; else None.
+        computed_by: the different states of adapters in which generate() filled this cache, in order; empty where
+            it never did. Tokens of direct calls of a model are not noted.
+        prefix_spaces: the different spaces of its prefix_store that it was filled in; None among them: by more than tokens.
+        from_file: whether `load` made it and generate() has not continued it yet.
     """
 
     token_ids: torch.Tensor | None = None
+    computed_by: tuple[Adapters, ...] = ()
+    prefix_spaces: tuple[str | None, ...] = ()
+    from_file: bool = False
+
+    def note_adapters(self, adapters: Adapters) -> None:
+        """Note that the tokens that come are computed with these adapters.
+
+        Raises: CacheMismatchError where a loaded cache was saved with others.
+        """
+        if self.from_file and self.computed_by[-1].effective() != adapters.effective():
+            raise CacheMismatchError(
+                f"this cache was saved with {self.computed_by[-1].effective()}; the model has {adapters} now. Activate the "
+                "same adapters again, or compute the text anew"
+            )
+        self.from_file = False
+        if adapters not in self.computed_by:
+            self.computed_by = (*self.computed_by, adapters)
+
+    def note_space(self, space: str | None) -> None:
+        """Note the space of its prefix_store that the tokens that come belong to; None: to none."""
+        if space not in self.prefix_spaces:
+            self.prefix_spaces = (*self.prefix_spaces, space)
+
+    def forget_origin(self) -> None:
+        """Forget by what this cache was filled: it is empty."""
+        self.token_ids = None
+        self.computed_by = self.prefix_spaces = ()
+        self.from_file = False
 
     def save(
         self, path: str | os.PathLike[str], model: Any, token_ids: torch.Tensor | None = None
@@ -24,9 +58,10 @@ class Savable:
         """Write this cache of `model` into a safetensors file, which takes the place of `path` when it is complete.
 
         Args:
-            model: whose keys and values these are; only the same weights can load them.
+            model: whose keys and values these are; only the same weights and active adapters can load them.
             token_ids: [rows, columns seen or more], padding included, for the loaded cache's `token_ids`.
-        Raises: CacheMismatchError for an empty cache, a model of other sizes or other token ids;
+        Raises: CacheMismatchError for an empty cache, a model of other sizes or other token ids, and where generate()
+            filled the cache with other adapters than the model has now;
             InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
             keeps states of layers; OSError where the disk refuses. The old file then is what it was.
         """

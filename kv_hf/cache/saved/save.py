@@ -22,6 +22,7 @@ from ...pages.storage import PageStorage, SideStorage
 from ...quant.packing import lay_out, pick_up
 from ...spec import ROWS, TABLE_DTYPE, PageSpec, SideSpec
 from ...version import __version__
+from ..adapters import adapters_of
 from ..layer import PagedLayer
 from ..report import tensor_bytes
 from .container import Entry, RefusedError
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 FORMAT = "kv_hf.PagedCache"
 # a file holds no recipe either: what it decides stands among the other options
 PLACEMENT = ("prefix_store", "offload", "device_bytes", "device_pages", "offload_dir", "recipe")
-VERSION = "1"
+VERSION = "2"
 
 
 def save_cache(
@@ -55,6 +56,7 @@ def save_cache(
     """Write `cache` to `path`; see PagedCache.save."""
     check_model_argument(model)
     _check_savable(cache, model)
+    _check_adapters(cache, model)
     if token_ids is not None:
         _check_token_ids(cache, token_ids)
     ids = [_held(group) for group in cache.groups]
@@ -140,6 +142,17 @@ def _check_savable(cache: "PagedCache", model: Any) -> None:
     if any(layer.window != layer.group.window for layer in cache.paged_layers):
         raise UnsupportedModelError(
             "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
+        )
+
+
+def _check_adapters(cache: "PagedCache", model: Any) -> None:
+    """Raise CacheMismatchError unless the adapters are those that every generate() of this cache had."""
+    own = adapters_of(model).effective()
+    others = [str(one) for one in cache.computed_by if one.effective() != own]
+    if others:
+        raise CacheMismatchError(
+            f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
+            f"{own}. A saved cache is one of a single state: compute its text anew, or activate the adapters again"
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ...errors import CacheMismatchError
 from ...formats import Scheme
 from ...spec import LANES, PageSpec, SideSpec
 
@@ -12,8 +13,9 @@ _FORMATS = {"int8": 3, "int4": 4, "int2": 5, "fp8": 6, "fp8_ds_mla": 6}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 SIDE_FIELDS = 16
-DECODE_BLOCK = struct.Struct(f"={2 * SIDE_FIELDS + 30}q2d")
-SEAL_BLOCK = struct.Struct(f"={SIDE_FIELDS + 7}q1d")
+_NO_MEMORY, _NO_SUCH_PAGE = -1, -2  # enum Status
+DECODE_BLOCK = struct.Struct(f"={2 * SIDE_FIELDS + 31}q2d")
+SEAL_BLOCK = struct.Struct(f"={SIDE_FIELDS + 8}q1d")
 
 
 def unsupported(spec: PageSpec) -> str | None:
@@ -79,3 +81,19 @@ def side_fields(
         head,
         slot,
     )
+
+
+def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
+    """Return the pages that every field of `sides` has room for; C reads and writes none beyond them."""
+    return min(tensor.shape[0] for fields in sides for tensor in fields.values())
+
+
+def raise_for(status: int, table: str, capacity: int) -> None:
+    """Raise what a number of enum Status means, where a call returned one; `table` names the argument of page ids."""
+    if status == _NO_MEMORY:
+        raise MemoryError("no memory for the C kernel's intermediate results")
+    if status == _NO_SUCH_PAGE:
+        raise CacheMismatchError(
+            f"{table} must name pages that there is room for, 0 to {capacity - 1}, and names another; the pages "
+            "were not made for it"
+        )

@@ -3,7 +3,7 @@
 import torch
 
 from ..inputs import PagedKV
-from .arguments import DECODE_BLOCK, DTYPES, side_fields
+from .arguments import DECODE_BLOCK, DTYPES, capacity_of, raise_for, side_fields
 from .library import isa, library
 
 
@@ -20,12 +20,14 @@ def paged_attention(
     """Attend to pages in layout "lanes" without writing any of them out; see `reference.paged_attention`.
 
     Sums are kept in fp32. For bf16 and fp16 queries a processor with AVX-512 VNNI multiplies 4- and 8-bit codes as
-    integers, with queries and probabilities rounded to 15 bits of the largest number of a head (page). Pages of
-    latents are written out as fp32, a few dozen tokens at a time, and multiplied as such.
+    integers, with queries and probabilities rounded to 16 bits of the largest number of a head (page), where the error
+    of that is bounded by the rounding of the output. Pages of latents are written out as fp32, a few dozen tokens at a
+    time, and multiplied as such.
 
     Args:
         query: [rows, num_heads, q_len, query_dim], fp32, bf16 or fp16.
     Returns: [rows, num_heads, q_len, out_dim], a view of a [rows, q_len, num_heads, out_dim] tensor.
+    Raises: CacheMismatchError where a page that is read does not exist; MemoryError.
     """
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
@@ -47,10 +49,14 @@ def paged_attention(
         )
         dtype = 0 if is_bool else DTYPES[mask.dtype]
         mask_fields = (mask.data_ptr(), 1 if is_bool else 2, dtype, row, head, at)
-    table = kv.block_table
+    keys, values = (
+        dict(kv.key_pages),
+        dict(kv.value_pages),
+    )  # asked for once: staged pages are fetched then
+    table, capacity = kv.block_table, capacity_of(keys, values)
     block = DECODE_BLOCK.pack(
-        *side_fields(kv.spec.keys, kv.key_pages, kv.window_keys),
-        *side_fields(kv.spec.values, kv.value_pages, kv.window_values),
+        *side_fields(kv.spec.keys, keys, kv.window_keys),
+        *side_fields(kv.spec.values, values, kv.window_values),
         rows,
         heads,
         num_heads // heads,
@@ -62,6 +68,7 @@ def paged_attention(
         kv.num_pages.data_ptr(),
         kv.exact_lens.data_ptr(),
         kv.padding.data_ptr(),
+        capacity,
         query.data_ptr(),
         DTYPES[query.dtype],
         query.stride(0),
@@ -80,6 +87,5 @@ def paged_attention(
         softcap or 0.0,
     )
     decode = library().kv_hf_decode_latent if kv.spec.is_latent else library().kv_hf_decode
-    if decode(block):
-        raise MemoryError("no memory for the partial results of a decode step")
+    raise_for(decode(block), "block_table", capacity)
     return out

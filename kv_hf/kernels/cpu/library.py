@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 6  # KV_HF_ABI of native/kv_hf.h
+ABI = 7  # KV_HF_ABI of native/kv_hf.h
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")
 ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
 FOLDER = Path(__file__).parent

@@ -3,17 +3,21 @@
 import torch
 
 from ...spec import SideSpec
-from .arguments import SEAL_BLOCK, side_fields
+from .arguments import SEAL_BLOCK, capacity_of, raise_for, side_fields
 from .library import isa, library
 
 
 def seal_pages(
     tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
 ) -> torch.Tensor:
-    """Encode full pages into storage in layout "lanes", in place; see `reference.seal_pages`."""
+    """Encode full pages into storage in layout "lanes", in place; see `reference.seal_pages`.
+
+    Raises: CacheMismatchError where a page does not exist, before anything is written; MemoryError.
+    """
     if tokens.stride(3) != 1:
         tokens = tokens.contiguous()
     jobs = jobs.contiguous()
+    capacity = capacity_of(fields)
     block = SEAL_BLOCK.pack(
         *side_fields(spec, fields, tokens),
         spec.side == "keys",
@@ -21,11 +25,11 @@ def seal_pages(
         spec.page_size,
         jobs.data_ptr(),
         jobs.shape[0],
+        capacity,
         torch.get_num_threads(),
         isa(),
         spec.scheme.clip,
     )
     result = library().kv_hf_seal(block)
-    if result < 0:
-        raise MemoryError("no memory for encoding a page")
+    raise_for(result, "jobs", capacity)
     return torch.tensor(bool(result))

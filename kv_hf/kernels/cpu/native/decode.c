@@ -8,13 +8,14 @@
 
 #define MAX_WORDS 256   /* words of a padded stretch of lanes at a time */
 #define WINDOW_TILE 64  /* exact tokens laid out at a time */
+#define LARGEST_INTEGER 32639 /* that integers.inc rounds a coefficient to: 127 * 256 + 127 */
 
 typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
     int64_t weights, scales, tile_keys; /* floats of scratch */
-    int integers;             /* 16-bit queries: sums over codes may use 15-bit integers */
+    int integers;             /* 16-bit queries: sums over codes may use integers */
     int8_t *bytes;
 } Sizes;
 
@@ -112,7 +113,7 @@ int64_t kv_hf_isa(void) {
 
 int64_t kv_hf_abi(void) { return KV_HF_ABI; }
 
-/* Returns 0, or 1 when memory is short: the output is then not complete. */
+/* Returns 0 or a number of enum Status. */
 int64_t kv_hf_decode(const Decode *a) {
     Call call = {.a = a};
     Sizes *z = &call.z;
@@ -135,7 +136,7 @@ int64_t kv_hf_decode(const Decode *a) {
     int64_t pairs = a->rows * a->heads;
     call.splits = largest_of(call.splits, 1);
     call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
-    if (!call.partials) return 1;
+    if (!call.partials) return NO_MEMORY;
     call.done = (atomic_int *)(call.partials + pairs * call.splits * call.partial_floats);
     atomic_init(&call.failed, 0);
     for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);

@@ -5,11 +5,14 @@
 
 #include <stdint.h>
 
-#define KV_HF_ABI 6
+#define KV_HF_ABI 7
 
 enum Format { F32, BF16, F16, INT8, UINT4, UINT2, FLOAT8, NUM_FORMATS };
 enum MaskKind { MASK_NONE, MASK_BOOL, MASK_FLOAT };
 enum Isa { ISA_PORTABLE, ISA_AVX2, ISA_AVX512, ISA_VNNI, NUM_ISAS };
+
+/* What a call returns where something is wrong; a decode's output is then not complete. */
+enum Status { NO_MEMORY = -1, NO_SUCH_PAGE = -2 };
 
 /* One side of the pages: codes in layout "lanes" (see spec.SideSpec), scales and offsets in fp16 or fp32. */
 typedef struct {
@@ -27,6 +30,7 @@ typedef struct {
     Side keys, values;
     int64_t rows, heads, group, q_len, page_size, sink_tokens;
     int64_t table, table_width, num_pages, exact_lens, padding; /* int32 */
+    int64_t capacity;                       /* pages that every field of both sides has room for */
     int64_t query, query_dtype, query_row, query_head, query_at;
     int64_t out, out_row, out_head, out_at; /* in the query's dtype */
     int64_t sink_logits;                    /* float [heads * group], or 0 */
@@ -39,6 +43,7 @@ typedef struct {
 typedef struct {
     Side side; /* window: the tokens to seal */
     int64_t is_keys, heads, page_size, jobs, num_jobs;
+    int64_t capacity; /* pages that every field has room for */
     int64_t threads, isa;
     double clip;
 } Seal;

@@ -100,7 +100,7 @@ static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_portable_task,
                                      latent_portable_task};
 #endif
 
-/* Returns 0, or 1 when memory is short: the output is then not complete. */
+/* Returns 0 or a number of enum Status. */
 int64_t kv_hf_decode_latent(const Decode *a) {
     Latents call = {.a = a, .queries = a->group * a->q_len};
     call.blocks = (call.queries + BLOCK - 1) / BLOCK;
@@ -120,7 +120,7 @@ int64_t kv_hf_decode_latent(const Decode *a) {
                           2 * padded(a->keys.dim) + 64;
     int64_t pairs = a->rows * call.blocks;
     call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
-    if (!call.partials) return 1;
+    if (!call.partials) return NO_MEMORY;
     call.done = (atomic_int *)(call.partials + pairs * call.splits * call.partial_floats);
     atomic_init(&call.failed, 0);
     for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);

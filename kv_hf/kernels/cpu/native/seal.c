@@ -6,7 +6,7 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-#include "numbers.h"
+#include "splits.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -63,11 +63,13 @@ static const Task tasks[NUM_ISAS] = {seal_portable_task, seal_avx2_task, seal_av
 static const Task tasks[NUM_ISAS] = {seal_portable_task, seal_portable_task, seal_portable_task, seal_portable_task};
 #endif
 
-/* Returns 1 when a number had to be made finite, -1 when memory is short, else 0. */
+/* Returns 1 when a number had to be made finite, else 0, or a number of enum Status: without a page, nothing was written. */
 int64_t kv_hf_seal(const Seal *a) {
     SealCall call = {.a = a, .scratch_floats = 2 * a->page_size * a->side.dim + 4 * a->side.dim + 4 * a->page_size};
     atomic_init(&call.damaged, 0);
     atomic_init(&call.failed, 0);
+    for (int64_t i = 0; i < a->num_jobs; i++)
+        if (((const int32_t *)a->jobs)[3 * i + 2] >= a->capacity) return NO_SUCH_PAGE;
     kv_hf_parallel(tasks[a->isa], &call, a->num_jobs * a->heads, a->threads);
-    return atomic_load(&call.failed) ? -1 : atomic_load(&call.damaged);
+    return atomic_load(&call.failed) ? NO_MEMORY : atomic_load(&call.damaged);
 }

@@ -49,6 +49,9 @@ static inline void merge_splits(const Decode *a, int64_t row, int64_t first, int
     }
 }
 
+/* A page id that lies outside of the fields would be read (or written) as what lies behind them. */
+static inline int is_page(int64_t id, int64_t capacity) { return id >= 0 && id < capacity; }
+
 static inline int64_t largest_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #endif

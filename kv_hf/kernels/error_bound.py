@@ -1,0 +1,236 @@
+"""A whole softmax in fp64 over the tokens of one row, and how far rounding may move a kernel's result from it.
+
+The bound follows from the numbers and from where a kernel rounds. What a processor, a library or a draw happens to
+give has no part in it: another order of the same sums is within the bound, a wrong number is not.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+WALK = 2.0  # roundings of n terms add up to at most WALK * sqrt(n) of them, or n
+EXP_ROUNDINGS = (
+    6.0  # of a weight beside its exponent: exp2 itself, the sum's share, the merge of two parts
+)
+SUM_ROUNDINGS = 8.0  # of a sum beside its terms': decoding, scaling, rescaling, the division by the weights' sum
+LOWEST = -1e30  # a float mask of less hides a token, unless all are hidden so: then all weigh alike
+INTEGER_STEPS = 16256.0  # of coefficients that the C kernel rounds to integers of 15 bits
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Where a kernel rounds.
+
+    Attributes:
+        result: dtype of the result.
+        operands: dtype that queries, keys, values and weights are rounded to before they are multiplied.
+        sums: dtype that products are added up in.
+        apart: codes and offsets are summed apart, so that terms may be larger than the numbers.
+        integers: coefficients of codes are rounded to integers of 15 bits of the largest one.
+    """
+
+    result: torch.dtype
+    operands: torch.dtype = torch.float32
+    sums: torch.dtype = torch.float32
+    apart: bool = True
+    integers: bool = False
+
+    @classmethod
+    def of(cls, kernel: str, dtype: torch.dtype, integers: bool = False) -> "Rounding":
+        """Return where the kernel of that name (see `choice`) rounds for queries of `dtype`.
+
+        Args:
+            integers: the C kernel sums codes in integers where queries have 16 bits (AVX-512 VNNI).
+        """
+        if kernel == "c":
+            return cls(dtype, integers=integers and dtype != torch.float32)
+        if kernel == "triton":
+            return cls(dtype, operands=dtype)
+        if kernel == "sdpa":
+            return cls(dtype, operands=dtype, apart=False)
+        own = torch.promote_types(dtype, torch.float32)  # the reference, fp32 at least
+        return cls(dtype, operands=own, sums=own, apart=False)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Keys or values of one row in order, as they were decoded.
+
+    Attributes:
+        numbers: [.., tokens, head_dim], code * scale + offset.
+        codes: the same shape, code * scale: kernels may sum it apart from the offsets.
+    """
+
+    numbers: torch.Tensor
+    codes: torch.Tensor
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """What is added to the codes."""
+        return self.numbers - self.codes
+
+    def sizes(self, apart: bool) -> torch.Tensor:
+        """Return how large the terms are that a kernel sums: |code * scale| + |offset|, or their sum's size."""
+        return self.codes.abs() + self.offsets.abs() if apart else self.numbers.abs()
+
+    def double(self, head: int) -> "Tokens":
+        """Return the tokens of one head in fp64."""
+        return Tokens(self.numbers[head].double(), self.codes[head].double())
+
+    def beside(self, others: "Tokens") -> "Tokens":
+        """Return the channels of these and of `others` side by side."""
+        pairs = ((self.numbers, others.numbers), (self.codes, others.codes))
+        return Tokens(*(torch.cat(pair, -1) for pair in pairs))
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Return the largest relative error of rounding to `dtype`."""
+    return torch.finfo(dtype).eps / 2
+
+
+def roundings(terms: int) -> float:
+    """Return how many roundings of the largest partial sum the sum of so many terms may err by.
+
+    Never more than one per term. Roundings have either sign, and so add up to no more than WALK * sqrt(terms) of them
+    (Hoeffding's inequality: that is two standard deviations at least even if every partial sum were as large as all
+    terms together; partial sums of terms of either sign are smaller by about the root of their number).
+
+    Source: N. Higham and T. Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
+        41(5), 2019, theorem 2.4.
+    """
+    return min(float(terms), WALK * math.sqrt(terms))
+
+
+def attend_exactly(
+    query: torch.Tensor,
+    keys: Tokens,
+    values: Tokens,
+    scale: float,
+    rounding: Rounding,
+    *,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend the queries of one row to all its tokens in fp64, and bound what rounding may change in the result.
+
+        score error <= u * (roundings(head_dim) + ..) * scale * sum |q| |k|      u: unit of the sums
+        error       <= sum w * (score error) * (|v| + |out|) + u * (roundings(tokens) + ..) * sum w |v| + half an ulp
+
+    with the sizes of terms for |k| and |v|, and the roundings of operands beside those of sums.
+
+    Args:
+        query: [num_heads, q_len, key_dim], any dtype.
+        keys, values: of num_kv_heads, which divides num_heads; fp32 or fp64.
+        scale: factor of the scores.
+        bias: [num_heads or 1, q_len, tokens], added to the scores; -inf hides a token.
+        softcap: bound of the scores, or None.
+        sink_logits: [num_heads], an extra logit in the softmax's denominator, or None.
+    Returns: (result, largest error), [num_heads, q_len, value_dim], fp64. A query that sees no token gives zeros, which
+        no rounding changes. One kv head at a time is computed, to bound the temporaries.
+    """
+    heads, kv_heads = query.shape[0], keys.numbers.shape[0]
+    group = heads // kv_heads
+    outs, bounds = [], []
+    for head in range(kv_heads):
+        own = slice(head * group, (head + 1) * group)
+        row = _Row(
+            query[own].double(),
+            keys.double(head),
+            values.double(head),
+            scale,
+            rounding,
+        )
+        some = None if bias is None else (bias if bias.shape[0] == 1 else bias[own]).double()
+        sinks = None if sink_logits is None else sink_logits[own].double()
+        out, bound = row.attend(some, softcap, sinks)
+        outs.append(out)
+        bounds.append(bound)
+    return torch.cat(outs), torch.cat(bounds)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The queries [group, q_len, key_dim] and tokens [tokens, head_dim] of one kv head, in fp64."""
+
+    query: torch.Tensor
+    keys: Tokens
+    values: Tokens
+    scale: float
+    rounding: Rounding
+
+    def attend(
+        self,
+        bias: torch.Tensor | None,
+        softcap: float | None,
+        sink_logits: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (result, largest error), [group, q_len, value_dim]."""
+        u = unit(self.rounding.sums)
+        scores = self.query @ self.keys.numbers.T * self.scale
+        errors = self._score_errors()  # [group, q_len, tokens]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+            errors = errors + 4 * u * softcap
+        if bias is not None:
+            # beside the lowest number of a dtype a score vanishes, here as in every kernel
+            errors = errors + unit(self.rounding.operands) * bias.abs()
+            errors = errors.masked_fill(bias < LOWEST, 0.0)
+            scores = scores + bias
+        if sink_logits is not None:
+            sink = sink_logits[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sink], -1)
+            errors = torch.cat([errors, torch.zeros_like(sink)], -1)
+        count = self.keys.numbers.shape[0]
+        best = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
+        best = torch.where(best == float("-inf"), 0.0, best)
+        weights = torch.exp(scores - best)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / torch.where(total == 0, 1.0, total)
+        seen = weights > 0
+        # a score and the largest one are rounded before their difference is, in units of log2(e) perhaps
+        size = torch.where(best < LOWEST, 0.0, 2 * best.abs())
+        reach = torch.where(seen, (scores - best).abs() + size, 0.0)
+        errors = torch.expm1(errors + u * (2 * reach + EXP_ROUNDINGS))
+        moved = torch.where(seen, weights * errors, 0.0)
+        weights = weights[..., :count]
+        out = weights @ self.values.numbers
+        bound = moved[..., :count] @ self.values.numbers.abs()
+        bound = bound + out.abs() * moved.sum(-1, keepdim=True) + self._sum_errors(weights)
+        bound = bound + unit(self.rounding.result) * (out.abs() + bound)
+        # below the smallest normal number of a dtype its steps are equal
+        kind = torch.finfo(self.rounding.result)
+        return out, torch.where(total > 0, bound + kind.smallest_normal * kind.eps, 0.0)
+
+    def _score_errors(self) -> torch.Tensor:
+        """Return what products of queries and keys, in sums of head_dim terms, may err by."""
+        query, rounding = self.query.abs(), self.rounding
+        sizes = self.keys.sizes(rounding.apart)
+        dim = query.shape[-1]
+        terms = query @ sizes.T  # [group, q_len, tokens]
+        errors = unit(rounding.sums) * (roundings(dim) + SUM_ROUNDINGS) * terms
+        if rounding.operands != rounding.sums:
+            # independent errors of both operands of each product, and of products that have become one
+            spread = (query.square() @ sizes.square().T).sqrt()
+            errors = errors + 3 * unit(rounding.operands) * torch.minimum(terms, WALK * spread)
+        if rounding.integers and sizes.numel():
+            largest = (query * sizes.amax(0)).amax(-1, keepdim=True)
+            errors = errors + roundings(dim) * largest / (2 * INTEGER_STEPS)
+        return errors * abs(self.scale)
+
+    def _sum_errors(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return what the sums over values, weighted by `weights` [group, q_len, tokens], may err by."""
+        rounding = self.rounding
+        sizes = self.values.sizes(rounding.apart)
+        count = sizes.shape[0]
+        terms = weights @ sizes
+        errors = unit(rounding.sums) * (roundings(count) + SUM_ROUNDINGS) * terms
+        if rounding.operands != rounding.sums:
+            spread = (weights.square() @ sizes.square()).sqrt()
+            errors = errors + 3 * unit(rounding.operands) * torch.minimum(terms, WALK * spread)
+            errors = errors + unit(rounding.operands) * terms  # of the parts that are merged
+        if rounding.integers and sizes.numel():
+            largest = weights.amax(-1, keepdim=True) * sizes.amax(0)
+            errors = errors + roundings(count) * largest / (2 * INTEGER_STEPS)
+        return errors

@@ -1,0 +1,267 @@
+"""What a prefix store and a saved cache know a model by: weights however they were written, hooks, autocast."""
+
+import copy
+import gc
+import os
+
+import pytest
+import torch
+import transformers
+from test_prefix_store import KEPT, SYSTEM, batch, check, run, words
+from tiny_models import make_model, shared_model, tokens
+from torch import nn
+
+import kv_hf
+from kv_hf.cache.model_state import model_state
+from kv_hf.cache.weights import WHOLE, Weight, digests, fingerprint, sample, weights_of
+
+ROWS = [SYSTEM + words(9, 2)]
+DROPPED = "weights of the model have changed"
+
+
+def matrix(rows, columns, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, columns, generator=generator).to(dtype)
+
+
+SHAPES = [(576, 576), (1536, 576), (576, 1536), (4096, 64), (130, 127), (1, 20001), (20001, 1)]
+
+
+# -- samples -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sample_reads_a_number_of_every_row_and_every_column(shape):
+    places = torch.arange(shape[0] * shape[1], dtype=torch.int32).reshape(shape)
+    found = sample(places).long()
+    rows, columns = found // shape[1], found % shape[1]
+    assert len(rows.unique()) == shape[0]
+    assert len(columns.unique()) == shape[1] or shape[0] == 1
+    assert len(found) <= max(WHOLE, 3 * max(shape) + 3)
+
+
+def test_sample_reads_every_row_of_stacked_experts():
+    places = torch.arange(8 * 96 * 64, dtype=torch.int32).reshape(8, 96, 64)
+    found = sample(places).long()
+    assert len((found // 64).unique()) == 8 * 96 and len(found) < 8 * 96 * 3
+
+
+def test_sample_of_a_turned_matrix_is_that_of_its_copy():
+    turned = matrix(300, 200).T
+    assert torch.equal(sample(turned), sample(turned.contiguous()))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64],
+    ids=str,
+)  # fmt: skip
+def test_digests_read_numbers_of_every_dtype(dtype):
+    tensor = matrix(200, 100).to(dtype)
+    before = next(digests([Weight("any", tensor)]))[1]
+    assert before is not None
+    tensor.view(torch.uint8)[3].bitwise_xor_(1)
+    assert next(digests([Weight("any", tensor)]))[1] != before
+
+
+@pytest.mark.parametrize("line", ["row", "column"])
+def test_fingerprint_finds_a_line_written_through_data(line):
+    model = nn.Linear(400, 300)
+    weights = weights_of(model)
+    before = fingerprint(weights)
+    assert fingerprint(weights_of(model)) == before
+    data = model.weight.data if line == "row" else model.weight.data.T
+    data[77] *= 1.001
+    assert fingerprint(weights) != before
+
+
+def test_fingerprint_finds_a_single_number_that_torch_counts():
+    """Between the samples only the count of writes tells."""
+    model = nn.Linear(400, 300)
+    before = fingerprint(weights_of(model))
+    with torch.no_grad():
+        model.weight[1, 5] += 1
+    assert fingerprint(weights_of(model)) != before
+
+
+def test_weights_of_takes_tied_tensors_once_and_buffers_too():
+    names = [weight.name for weight in weights_of(make_model("llama", tie_word_embeddings=True))]
+    assert len(names) == 2 * 9 + 3 + 1 or "lm_head.weight" not in names
+    buffers = [one for one in weights_of(shared_model("llama")) if "inv_freq" in one.name]
+    assert buffers and not any(weight.persistent for weight in buffers)
+
+
+# -- the store ---------------------------------------------------------------------------------------------------
+
+
+def through_data(model):
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
+
+
+def one_number(model):
+    model.model.layers[0].self_attn.v_proj.weight.data[3, 4] += 2.0
+
+
+def assigned(model):
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data * 1.5
+
+
+def buffer(model):
+    model.model.rotary_emb.inv_freq.data.mul_(0.5)
+
+
+def swapped(model):
+    layer = model.model.layers[0].mlp
+    layer.up_proj = nn.Linear(64, 96, bias=False)
+
+
+@pytest.mark.parametrize("change", [through_data, one_number, assigned, buffer, swapped])
+def test_weights_that_change_unseen_by_torch_empty_the_store(change):
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    run(model, ROWS, store)
+    with torch.no_grad():
+        change(model)
+    with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
+        found = run(model, ROWS, store)
+    check(found, model.generate(**batch(ROWS), **KEPT))
+    assert store.stats().rows_hit == 0
+    run(model, ROWS, store)
+    assert store.stats().rows_hit == 1
+
+
+def test_weights_made_in_inference_mode_are_watched():
+    with torch.inference_mode():
+        model = make_model("llama")
+    store = kv_hf.PrefixStore()
+    run(model, ROWS, store)
+    run(model, ROWS, store)
+    assert store.stats().rows_hit == 1
+    with torch.inference_mode():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
+        found = run(model, ROWS, store)
+    check(found, model.generate(**batch(ROWS), **KEPT))
+
+
+def test_old_pages_that_a_live_cache_brings_later_are_not_found():
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    out = run(model, ROWS, store)
+    through_data(model)
+    store.bind_model(model)
+    store.add(out.past_key_values, [out.sequences[0, :-1].tolist()])
+    found = run(model, ROWS, store)
+    check(found, model.generate(**batch(ROWS), **KEPT))
+    assert store.stats().rows_hit == 0
+
+
+def test_a_cache_that_went_on_with_other_weights_is_not_kept():
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    out = run(model, ROWS, store)
+    through_data(model)
+    text = torch.cat([out.sequences, tokens(1, 5)], 1)
+    out = model.generate(text, past_key_values=out.past_key_values, **KEPT)
+    with pytest.raises(kv_hf.CacheMismatchError, match="more than one state of the model"):
+        store.add(out.past_key_values, [out.sequences[0, :-1].tolist()])
+
+
+def test_a_hook_has_prefixes_of_its_own():
+    """A steering vector changes keys and values, and goes again."""
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    run(model, ROWS, store)
+    handle = model.model.layers[0].register_forward_hook(lambda module, given, out: out + 0.5)
+    steered = run(model, ROWS, store)
+    check(steered, model.generate(**batch(ROWS), **KEPT))
+    assert store.stats().rows_hit == 0
+    run(model, ROWS, store)
+    handle.remove()
+    check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
+    assert store.stats().rows_hit == 2
+
+
+def test_autocast_has_prefixes_of_its_own():
+    """Where it changes the dtype of values too, the store is refused until it is cleared."""
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = store.bind_model(model)
+        run(model, ROWS, store)
+    assert store.bind_model(model) != cast
+    with pytest.raises(kv_hf.CacheMismatchError, match="dtype"):
+        run(model, ROWS, store)
+    gc.collect()
+    store.clear()
+    check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
+    assert store.stats().rows_hit == 0
+
+
+def test_dropout_in_training_is_not_shared_and_says_so():
+    model, store = make_model("llama").train(), kv_hf.PrefixStore()
+    run(model, ROWS, store)
+    assert store.stats().rows == 1  # nothing is dropped: shared
+    model.model.layers[0].mlp.up_proj = nn.Sequential(
+        model.model.layers[0].mlp.up_proj, nn.Dropout(0.5)
+    )
+    with pytest.warns(kv_hf.KVCacheWarning, match="drops numbers at random"):
+        cache = run(model, ROWS, store).past_key_values
+    assert store.stats().rows == 1
+    with pytest.raises(kv_hf.CacheMismatchError, match="do not follow from its tokens alone"):
+        store.add(cache, ROWS)
+
+
+def test_state_of_a_copy_is_that_of_the_model():
+    model = make_model("llama")
+    copied = copy.deepcopy(model)
+    assert model_state(model).space == model_state(copied).space
+    pairs = zip(digests(weights_of(model)), digests(weights_of(copied)), strict=True)
+    assert all(one[1] == other[1] for one, other in pairs)
+
+
+# -- offloaded weights -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_weights_are_read_where_they_lie(place, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if place == "cpu":
+        accelerate.cpu_offload(model, torch.device("cpu"), state_dict=kept)
+    else:
+        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weight = next(one for one in weights_of(model) if one.name == name)
+    assert model.get_parameter(name).is_meta and torch.equal(weight.tensor, kept[name])
+    run(model, ROWS, store)
+    run(model, ROWS, store)
+    assert store.stats().rows_hit == 1
+    if place == "cpu":
+        kept[name].mul_(1.5)
+    else:
+        path = tmp_path / f"{name}.dat"
+        path.write_bytes((kept[name] * 1.5).numpy().tobytes())
+    with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
+        found = run(model, ROWS, store)
+    check(found, model.generate(**batch(ROWS), **KEPT))
+
+
+def test_weights_in_a_checkpoint_are_known_by_their_file(tmp_path):
+    """from_pretrained leaves offloaded weights in the checkpoint's own file: reading it all would take long."""
+    pytest.importorskip("accelerate")
+    make_model("llama").save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        device_map={**places, "model.layers.1": "disk"},
+        offload_folder=tmp_path / "offload",
+    )
+    store = kv_hf.PrefixStore()
+    sources = [weight.source for weight in weights_of(model) if weight.source]
+    assert len(sources) == 9 and all("model.safetensors" in source for source in sources)
+    cache = run(model, ROWS, store).past_key_values
+    cache.save(tmp_path / "cache", model)
+    kv_hf.PagedCache.load(tmp_path / "cache", make_model("llama")).check_integrity()
+    run(model, ROWS, store)
+    assert store.stats().rows_hit == 1
+    os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
+    with pytest.warns(kv_hf.KVCacheWarning, match=DROPPED):
+        run(model, ROWS, store)

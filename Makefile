@@ -61,6 +61,7 @@ test-all: $(VENV)/.weights ## test, the slow tests, the kernels' tests with ever
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'
 	$(OLDEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(OLDEST_VENV)/bin/python -m pytest -n 0 tests/test_model_families.py
 
 check: $(VENV)/.installed ## ruff, ruff format and mypy
 	$(BIN)/ruff check .

@@ -58,7 +58,7 @@ def test_examine_family_equals_dynamic_cache(family):
 @pytest.mark.parametrize("role", ROLES)
 def test_walk_finds_no_family_that_differs(role):
     """Every family of the installed transformers: equal, refused, or wrong with DynamicCache as well."""
-    rows = list(walk([(family, role) for family in families(role)], seconds=600))
+    rows = list(walk([(family, role) for family in families(role)], seconds=600, processes=2))
     wrong = {row["family"]: row for row in rows if row["verdict"] in ("DIFFERS", "ERROR")}
     assert not wrong
     assert len(rows) == len(families(role))

@@ -6,7 +6,7 @@ The allocator makes the tensors that `PageSpec.fields` lists, the memory report 
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,6 +131,27 @@ class SideSpec:
         """Stored bits per number, scales included."""
         elements = self.num_kv_heads * self.page_size * self.head_dim
         return 8 * (self.payload_bytes + self.scale_bytes) / elements
+
+
+class PageFields(dict[str, torch.Tensor]):
+    """The tensors of `SideSpec.fields` by name, each with a leading [pages].
+
+    Attributes:
+        room: pages that there is room for in every one of them.
+    """
+
+    room = 0
+
+    def __init__(self, fields: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(fields)
+        self._measure()
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        super().__setitem__(name, tensor)
+        self._measure()
+
+    def _measure(self) -> None:
+        self.room = min(tensor.shape[0] for tensor in self.values())
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kv_hf
 from kv_hf.cache.compat import CROP_TAKES_LENGTHS
+from kv_hf.pages.storage import PageStorage
 
 LAYERS, HEADS, DIM = 2, 2, 16
 
@@ -377,13 +379,22 @@ def test_bookkeeping_runs_once_per_forward():
     assert len(calls) == 2
 
 
-def test_storage_grows_one_layer_at_a_time():
-    """Layer 1 must not have grown before its own update: that keeps the peak at one layer's old and new."""
+def test_storage_grows_one_layer_at_a_time_before_the_step(monkeypatch):
+    """A layer's old pages are gone before the next one's new are made: one layer exists twice, never all of them."""
     paged, _ = make()
     append(paged, states(2, 17, 0))
+    old, grow = [], PageStorage.grow
+
+    def watched(storage, capacity):
+        assert not any(tensor() is not None for tensor in old)
+        assert paged.get_seq_length() == 17
+        old.extend(weakref.ref(x) for side in storage.sides for x in side.fields.values())
+        grow(storage, capacity)
+
+    monkeypatch.setattr(PageStorage, "grow", watched)
     parts = states(2, 40, 1)
     paged.update(*parts[0], 0)
-    first, second = (layer.storage.keys.capacity for layer in paged.paged_layers)
-    assert first > second
+    first, second = (layer.storage.capacity for layer in paged.paged_layers)
+    assert len(old) == 4 and first == second
     paged.update(*parts[1], 1)
-    assert paged.layers[1].storage.keys.capacity == first
+    assert paged.layers[1].storage.capacity == first

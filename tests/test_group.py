@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolExhaustedError
 from kv_hf.pages.group import PageGroup
+from kv_hf.pages.tables import block_table
 from kv_hf.spec import sealed_pages
 
 PAGE = 16
@@ -61,6 +62,7 @@ class Layer:
             assert max(len(window) for window in windows) <= self.group.slots
         self.windows = windows
         self.epoch += 1
+        self.group.lockstep.done(self.index)
         return step, reads
 
     def seal(self, ids, run):
@@ -82,6 +84,7 @@ class Layer:
             windows.append(list(self.windows[change.source]))
         self.windows = windows
         self.epoch += 1
+        self.group.lockstep.done(self.index)
 
     def crop(self, count):
         step = self.group.crop(self.index, self.epoch, count)
@@ -95,6 +98,7 @@ class Layer:
             assert change.exact_after <= len(window)
             self.windows[row] = window[: change.exact_after]
         self.epoch += 1
+        self.group.lockstep.done(self.index)
 
     def in_order(self, pages, window):
         sinks = self.group.sink_tokens
@@ -192,7 +196,7 @@ def test_append_gives_rows_pages_of_their_own():
     layer.append(columns_of([0, 0, 0], 40))
     pages = [page for row in group.rows for page in row.pages]
     assert sorted(pages) == list(range(6))
-    assert group.block_table(group.rows).tolist() == [list(row.pages) for row in group.rows]
+    assert block_table(group.rows).tolist() == [list(row.pages) for row in group.rows]
 
 
 def test_append_fills_short_rows_of_the_table_with_an_allocated_id():

@@ -1,5 +1,7 @@
 """Foreign code gets correct dense tensors with one warning; stale handles raise."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -204,3 +206,76 @@ def test_cache_of_an_assistant_records_its_past():
     finally:
         del kv_hf.PagedCache.activate_past_recording
     assert {1, 2} <= set(made)  # both the assistant's and the target's
+
+
+@pytest.mark.parametrize("options", [{}, {"keys": "int4"}, {"max_length": 200}], ids=str)
+def test_handle_kept_over_a_reset_is_never_accepted_again(options):
+    """Revisions began at 0 again: after as many steps as before, a handle showed another text."""
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    kept = []
+    for _ in range(3):
+        for length in (90, 1, 1):
+            made = [cache.update(*new_states(length=length), layer) for layer in range(2)]
+            for handle in kept:
+                with pytest.raises(kv_hf.StaleHandleError):
+                    handle + 0
+        kept += [handle for pair in made for handle in pair]
+        assert all(torch.equal(handle + 0, handle.dense()) for pair in made for handle in pair)
+        cache.reset()
+    assert len(kept) == 12
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_handles_of_a_copy_and_of_its_source_follow_their_own_cache(take):
+    _, cache = filled_cache()
+    ours = cache.update(*new_states(), 0)[0]
+    cache.update(*new_states(), 1)
+    held = ours + 0
+    copied = take(cache)
+    theirs, _ = [copied.update(*new_states(), layer)[0] for layer in range(2)]
+    assert torch.equal(ours + 0, held)  # the copy has moved on, its source has not
+    both = theirs + 0
+    for layer in range(2):
+        cache.update(*new_states(), layer)
+    with pytest.raises(kv_hf.StaleHandleError):
+        ours + 0
+    assert torch.equal(theirs + 0, both)
+
+
+def test_handle_is_stale_as_soon_as_its_layer_is_being_changed(monkeypatch):
+    """The layer's work stopped half-way: what the handle knows may be half of one forward, half of the next."""
+    _, cache = filled_cache()
+    handles = [cache.update(*new_states(), layer)[0] for layer in range(2)]
+    store = cache.layers[0].store
+    monkeypatch.setattr(type(store), "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cache.update(*new_states(), 0)
+    with pytest.raises(kv_hf.StaleHandleError):
+        handles[0] + 0
+
+
+def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_reads():
+    """A copy took a page that the source's last forward had given back, and its handles still read, for its own."""
+    from test_sliding import make
+
+    config = make("mistral", 24).config
+    cache = kv_hf.PagedCache(
+        config, page_size=16, reserve_tokens=400
+    )  # nothing grows, nothing moves
+    layers = range(len(cache.layers))
+
+    def append(one, length):
+        return [one.update(*new_states(1, length), layer)[0] for layer in layers]
+
+    append(cache, 52)
+    copied = copy.deepcopy(cache)
+    copied.reset()  # it lets go of the pages that it shared
+    handles = append(cache, 17)
+    held = [handle + 0 for handle in handles]
+    append(copied, 21)  # takes one page: storage need not grow, and nothing moves
+    for handle, before in zip(handles, held, strict=True):
+        assert torch.equal(handle + 0, before)
+    append(cache, 1)
+    cache.check_integrity()
+    copied.check_integrity()

@@ -120,7 +120,6 @@ def test_stop_strings_give_the_tokens_of_dynamic_cache(model, tokenizer, rows):
     assert found.sequences.shape[1] < inputs["input_ids"].shape[1] + 24 or rows > 1
 
 
-@pytest.mark.xfail(strict=True, reason="the attention takes `tokenizer` for an unknown argument")
 def test_stop_strings_leave_attention_on_the_pages(model, tokenizer):
     inputs = encoded(tokenizer, TEXTS[:1])
     with warnings.catch_warnings():

@@ -8,6 +8,7 @@ from transformers import DynamicCache, LlamaConfig
 
 import kv_hf
 from kv_hf.kernels import packed, reference
+from kv_hf.pages.tables import block_table
 
 TILE_TOKENS = max(packed.TILE_TOKENS, reference.TILE_TOKENS)
 
@@ -18,7 +19,7 @@ def tensor_bytes(cache):
     for layer in cache.paged_layers:
         total += sum(t.nbytes for side in layer.storage.sides for t in side.fields.values())
         total += sum(window.tokens.nbytes for window in layer.windows)
-    return total + cache.group.block_table(cache.group.rows).nbytes
+    return total + block_table(cache.group.rows).nbytes
 
 
 def predicted(cache):

@@ -111,6 +111,4 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
 def release_pages(layers: Sequence[Any]) -> None:
     """Let go of all pages of a cache that is gone: a finalizer, which may run at any moment."""
     for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
-        rows, group.rows = group.rows, ()
-        for row in rows:
-            group.pool.release_later(row.pages)
+        group.let_go()

@@ -112,6 +112,20 @@ def warn_dense(reader: str) -> None:
     )
 
 
+def check_unchanged(side: str, held: torch.Tensor | None, value: Any) -> None:
+    """Accept what is `held` already (code that copies a cache writes clones back), refuse anything else."""
+    if (
+        held is not None
+        and isinstance(value, torch.Tensor)
+        and (held.shape, held.dtype) == (value.shape, value.dtype)
+        and torch.equal(held, value)
+    ):
+        return
+    raise AttributeError(
+        f"{side} of a paged layer are a read-only view; use update() to append tokens"
+    )
+
+
 def view_behind(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
     """Return the view that both tensors are handles of, or None when they are ordinary tensors."""
     if not (isinstance(keys, KVHandle) and isinstance(values, KVHandle)):

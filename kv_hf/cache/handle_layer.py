@@ -86,9 +86,9 @@ class HandleLayer(PagedLayer):
         return KVHandle(self._view, side)
 
     def _joined(self, step: Step) -> None:
-        super()._joined(step)
         self._view = None
+        super()._joined(step)
 
     def _forget(self) -> None:
-        super()._forget()
         self._view = None
+        super()._forget()

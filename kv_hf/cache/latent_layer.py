@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from ..config import CacheConfig
-from ..errors import CacheOptionError
+from ..errors import CacheOptionError, InterruptedForwardError
 from ..kernels.inputs import PagedKV
+from ..pages.step import Step
 from .compat import SPARSE_MODELS_CACHE_LATENTS
 from .handle import KVView
 from .handle_layer import HandleLayer
@@ -115,24 +116,41 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         return super().rows_held
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Append indexer keys [batch, q_len, index_head_dim]; return all of them."""
+        """Append indexer keys [batch, q_len, index_head_dim]; return all of them.
+
+        Raises: InterruptedForwardError where an earlier forward has stored tokens without their indexer keys.
+        """
         new = indexer_key_states.detach()
-        end = self._indexed + new.shape[1]
-        held = self._index if self._indexed else None  # an empty one may be of another batch
-        if held is None or end > held.shape[1]:
+        start = self._first_new(new.shape[1])
+        end = start + new.shape[1]
+        held = self._index if start else None  # an empty one may be of another batch
+        index = held
+        if index is None or held is None or end > held.shape[1]:
             room = end if held is None else end + end // 8 + 64
-            self._index = new.new_empty((new.shape[0], room, new.shape[2]))
+            index = new.new_empty((new.shape[0], room, new.shape[2]))
             if held is not None:
-                self._index[:, : self._indexed] = held[:, : self._indexed]
-        assert self._index is not None
-        self._index[:, self._indexed : end] = new
-        self._indexed = end
-        return self._index[:, :end]
+                index[:, :start] = held[:, :start]
+        index[:, start:end] = new
+        self._index, self._indexed = index, end
+        return index[:, :end]
+
+    def _first_new(self, q_len: int) -> int:
+        """Return the column of the next indexer key: models hand them over behind a layer's latents, or before."""
+        if self.store is None or self._indexed in (self._seen, self._seen - q_len):
+            return self._indexed
+        if (
+            self._indexed > self._seen
+        ):  # of a forward that was refused or stopped before its latents came
+            return self._seen
+        raise InterruptedForwardError(
+            f"layer {self.layer_idx} holds {self._seen} latents and {self._indexed} indexer keys: an earlier forward "
+            "stopped between them; call reset() and start again"
+        )
 
     def select_rows(self, sources: Sequence[int]) -> None:
         """Let row i continue the former row `sources[i]`."""
         super().select_rows(sources)
-        if self._index is not None:
+        if self.store is None and self._index is not None:  # it reads the latents of another layer
             self._index = self._index[list(sources)]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -141,9 +159,16 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         if self.store is None:  # it reads the latents of another layer (mistral_large4)
             count = int(tokens_to_remove)
             left = count if count > 0 else max(0, self._indexed + count)
-        else:
-            left = self._seen
-        self._indexed = min(self._indexed, left)
+            self._indexed = min(self._indexed, left)
+
+    def _cut(self, step: Step) -> None:
+        super()._cut(step)
+        self._indexed = min(self._indexed, step.seen_after)
+
+    def _follow_rows(self, step: Step, sources: Sequence[int]) -> None:
+        super()._follow_rows(step, sources)
+        if self._index is not None:
+            self._index = self._index[list(sources)]
 
     def offload(self) -> None:
         """Move this layer's tensors to the CPU."""

@@ -15,7 +15,7 @@ from ..pages.step import Step
 from ..pages.storage import PageStorage
 from ..spec import PageSpec
 from .compat import CROP_TAKES_LENGTHS
-from .handle import KVHandle, KVView
+from .handle import KVHandle, KVView, check_unchanged
 from .layer_formats import LayerFormats
 from .store import LayerStore
 from .window import ExactWindow, chosen_rows
@@ -54,6 +54,7 @@ class PagedLayer(DynamicLayer):
         self.group = group
         self.arena = arena
         self.formats = formats
+        self.revision = 0  # never goes down: a handle of an earlier text must not fit again
         self._forget()
         super().__init__()
 
@@ -64,10 +65,10 @@ class PagedLayer(DynamicLayer):
             self.device = self.store.device
 
     def _forget(self) -> None:
+        self.revision += 1
         self.store: LayerStore | None = None
         self._seen = 0
         self._epoch = 0
-        self.revision = 0
         self.is_initialized = False
 
     # -- transformers' interface -------------------------------------------------------------------------
@@ -77,8 +78,9 @@ class PagedLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
         pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
-        self.store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
+        store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
         self.is_initialized = True
+        self._take(store)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -102,11 +104,11 @@ class PagedLayer(DynamicLayer):
         store.check(key_states, value_states)
         rows, q_len = key_states.shape[0], key_states.shape[2]
         step = self.group.append(self.layer_idx, self._epoch, rows, q_len)
+        self.revision += 1
         runs = store.append(step, key_states, value_states, self.group.slots)
-        self._joined(step)
-        if (
-            step.seen_before == 0
-        ):  # a sliding layer too: the mask hides what its queries must not see
+        if step.seen_before == 0:
+            # a sliding layer too: the mask hides what its queries must not see
+            self._joined(step)
             return key_states, value_states
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_once(
@@ -116,7 +118,9 @@ class PagedLayer(DynamicLayer):
             )
         assert step.view is not None
         view = self._view_of(store.kv(step.view, *runs, step.seen_after))
-        return KVHandle(view, "keys"), KVHandle(view, "values")
+        handles = KVHandle(view, "keys"), KVHandle(view, "values")
+        self._joined(step)
+        return handles
 
     def get_seq_length(self) -> int:
         """Return the columns seen, padding included."""
@@ -156,7 +160,8 @@ class PagedLayer(DynamicLayer):
         if count == 0 or self.store is None:
             return
         step = self.group.crop(self.layer_idx, self._epoch, -count)
-        self.store.reopen(step)
+        self.revision += 1
+        self._cut(step)
         self._joined(step)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -248,7 +253,8 @@ class PagedLayer(DynamicLayer):
         if self.store is None or not self._seen:
             return
         step = self.group.select_rows(self.layer_idx, self._epoch, sources)
-        self.store.select_rows(step)
+        self.revision += 1
+        self._follow_rows(step, sources)
         self._joined(step)
 
     def adopt(self, sinks: Sequence[tuple[torch.Tensor, torch.Tensor] | None], seen: int) -> None:
@@ -261,10 +267,11 @@ class PagedLayer(DynamicLayer):
         self.group.touched = True
         pages = self.arena.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
-        self.store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
-        for side, window in enumerate(self.store.windows):
+        store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
+        for side, window in enumerate(store.windows):
             window.begin([None if one is None else one[side] for one in sinks], self.group.slots)
         self.is_initialized = True
+        self._take(store)
         self._seen = seen
 
     def sinks_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,7 +290,7 @@ class PagedLayer(DynamicLayer):
     @property
     def is_up_to_date(self) -> bool:
         """Whether this layer has taken part in all steps of its group."""
-        return self._epoch == self.group.epoch
+        return self._epoch == self.group.epoch and not self.group.lockstep.opening
 
     def current_kv(self) -> PagedKV:
         """Return pages and window as they are now. Raises InterruptedForwardError when they are behind."""
@@ -297,10 +304,25 @@ class PagedLayer(DynamicLayer):
 
     # -- inside --------------------------------------------------------------------------------------------
 
+    def _take(self, store: LayerStore) -> None:
+        self.group.stores[self.layer_idx] = store
+        self.store = store
+
+    def _cut(self, step: Step) -> None:
+        """Do a crop's work on the tensors."""
+        assert self.store is not None
+        self.store.reopen(step)
+
+    def _follow_rows(self, step: Step, sources: Sequence[int]) -> None:
+        """Do the work of a new order of rows on the tensors."""
+        assert self.store is not None
+        self.store.select_rows(step)
+
     def _joined(self, step: Step) -> None:
-        self._epoch += 1
+        """Say that all work on `step` is done: stopped before, this layer is behind."""
         self._seen = step.seen_after
-        self.revision += 1
+        self._epoch += 1
+        self.group.lockstep.done(self.layer_idx)
 
     def _dense(self, side: str) -> torch.Tensor | None:
         if self.store is None:
@@ -320,17 +342,5 @@ class PagedLayer(DynamicLayer):
         return KVView(kv, self, self.revision, self.store.kernel, self.window)
 
     def _check_unchanged(self, side: str, value: Any) -> None:
-        """Accept what is there already (code that copies a cache writes clones back), refuse anything else."""
-        if value is None:
-            return
-        held = self._dense(side)
-        if (
-            held is not None
-            and isinstance(value, torch.Tensor)
-            and (held.shape, held.dtype) == (value.shape, value.dtype)
-            and torch.equal(held, value)
-        ):
-            return
-        raise AttributeError(
-            f"{side} of a paged layer are a read-only view; use update() to append tokens"
-        )
+        if value is not None:
+            check_unchanged(side, self._dense(side), value)

@@ -32,9 +32,10 @@ def make_room(
     """Make room, for all layers, for the pages that an append of `keys` and `values` will seal.
 
     Layers that have not seen keys yet are taken to have heads like these.
-    Raises: DeviceBudgetError, OffloadError, CacheOptionError, with the cache unchanged.
+    Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.
     """
     arena.check_device(keys.device)
+    arena.check_process()
     capacities: dict[int, int] = {}
     slots: dict[int, int] = {}
     for group in groups:

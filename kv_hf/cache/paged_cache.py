@@ -1,12 +1,10 @@
 """The cache that transformers sees: a DynamicCache whose attention layers live in pages."""
 
-import copy
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
@@ -14,8 +12,9 @@ from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
 from ..pages.offload import OffloadArena
 from ..spec import MemoryReport
-from .build import page_layers, release_pages
+from .build import page_layers
 from .compat import is_dummy
+from .copies import Copyable
 from .handle import view_behind, warn_dense
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
@@ -37,7 +36,7 @@ from .stages import answering_layer
 from .window import chosen_rows
 
 
-class PagedCache(Savable, DynamicCache):
+class PagedCache(Savable, Copyable):
     """Keys and values in fixed-size pages, stored exactly or quantized.
 
         cache = kv_hf.PagedCache(model.config, keys="int8", values="int4", page_size=64)
@@ -80,7 +79,6 @@ class PagedCache(Savable, DynamicCache):
         return self
 
     layer_class = PagedLayer
-    _releases = False
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         if options.max_length is not None:
@@ -141,12 +139,14 @@ class PagedCache(Savable, DynamicCache):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values of one layer; see `PagedLayer.update` for what comes back."""
+        if self.halfway:
+            self.check_whole()
         if layer_idx <= self._first_paged:
             # find out now whether layers that come later will refuse; this layer's own group asks by itself
             own = getattr(self.layers[layer_idx], "group", None)
             for group in self.groups:
                 if group is not own:
-                    group.check_append(key_states.shape[0], key_states.shape[2])
+                    group.prepare_append(key_states.shape[0], key_states.shape[2])
             if isinstance(self.arena, OffloadArena):
                 layers = self.paged_layers
                 make_room(self.arena, layers, self.groups, key_states, value_states)
@@ -173,27 +173,25 @@ class PagedCache(Savable, DynamicCache):
             return MaskLength(length, self.groups, self._masks_skippable), offset
         return length, offset
 
-    @property
-    def paged_layers(self) -> list[PagedLayer]:
-        """The layers that live in pages."""
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.forget_origin()
+        self.halfway = True
         for layer in self.layers:
             layer.reset()
             if isinstance(layer, DynamicLayer) and not isinstance(layer, PagedLayer):
                 # 5.17 zeroes these instead of dropping them, so that the next update would append to zeros
                 layer.keys = layer.values = None
                 layer.is_initialized = False
+        self.halfway = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens of all layers, or of none where some layer cannot; see `PagedLayer.crop`."""
         if tokens_to_remove < 0:
+            self.check_steps()
             for group in self.groups:
                 group.check_crop(-int(tokens_to_remove))
-        super().crop(tokens_to_remove)
+        self.change_layers(lambda layer: layer.crop(tokens_to_remove))
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again, pages out of sight given back."""
@@ -204,32 +202,35 @@ class PagedCache(Savable, DynamicCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; sealed pages are shared, not copied."""
-        sources = beam_idx.tolist()
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                layer.select_rows(sources)
-            else:
-                layer.reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.check_steps()
+        self._select_rows(beam_idx.tolist(), "reorder_cache")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers or a bool mask)."""
         if not self.group.rows:
             return
+        self.check_steps()
         self._select_rows(chosen_rows(indices, len(self.group.rows)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; sealed pages are shared, not copied."""
-        self._select_rows([row for row in range(len(self.group.rows)) for _ in range(repeats)])
+        if self.group.rows:
+            self.check_steps()
+            self._select_rows([row for row in range(len(self.group.rows)) for _ in range(repeats)])
 
-    def _select_rows(self, sources: list[int]) -> None:
-        """Let row i continue the former row `sources[i]`, in transformers' own layers too, whatever they can do."""
-        for layer in self.layers:
+    def _select_rows(self, sources: list[int], method: str = "batch_select_indices") -> None:
+        """Let row i continue the former row sources[i]; transformers' own layers by `method`, where they have it."""
+        for group in self.groups:
+            group.check_rows(sources)
+        indices: Any = torch.tensor(sources)
+
+        def select(layer: Any) -> None:
             if isinstance(layer, PagedLayer):
                 layer.select_rows(sources)
-            elif hasattr(layer, "batch_select_indices"):
-                layer.batch_select_indices(torch.tensor(sources))
-            else:  # states of linear attention
-                layer.reorder_cache(torch.tensor(sources))  # type: ignore[arg-type]
+            else:  # states of linear attention know reorder_cache only
+                getattr(layer, method, layer.reorder_cache)(indices)
+
+        self.change_layers(select)
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 
@@ -296,59 +297,6 @@ class PagedCache(Savable, DynamicCache):
     def report(self) -> list[LayerReport]:
         """Return, for each layer, how it is cached and why."""
         return report_layers(self.layers, self._kept)
-
-    # -- copies share the sealed pages ---------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PagedCache":
-        """Return an independent cache that shares this one's sealed pages, which never change.
-
-        The exact windows are copied. Both caches draw new pages from one pool: `max_pages` bounds them together.
-        """
-        shared = (*self.arena.shared_parts(), self.options, self._config, self._attention_config)
-        memo.update((id(part), part) for part in shared)
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        for group in copied.groups:
-            for row in group.rows:
-                group.pool.share(row.pages)
-        copied._releases = False
-        for cache in (self, copied):
-            cache.release_when_gone()
-        return copied
-
-    def __copy__(self) -> "PagedCache":
-        return copy.deepcopy(
-            self
-        )  # two caches with one set of rows would pull the rug from under each other
-
-    def release_when_gone(self) -> None:
-        """See to it that pages are freed with this cache although others share their storage."""
-        if not self._releases:
-            self._releases = True
-            weakref.finalize(self, release_pages, self.layers)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a pickle: pages that other caches held in it are free here."""
-        vars(self).update(state)
-        self._releases = False
-        for group in self.groups:
-            group.pool.recount()
-
-    def check_integrity(self) -> None:
-        """Raise ValueError unless counts, lengths, storage and layers agree."""
-        for group in self.groups:
-            group.check_integrity()
-            if group.epoch and group.seen != self.group.seen:
-                raise ValueError(f"groups have seen {group.seen} and {self.group.seen} columns")
-        for layer in self.paged_layers:
-            if layer.store is not None and not layer.is_up_to_date:
-                raise ValueError(f"layer {layer.layer_idx} is behind the others: a forward stopped")
-            most = max((page + 1 for row in layer.group.rows for page in row.pages), default=0)
-            if layer.storage is not None and layer.storage.keys.capacity < most:
-                raise ValueError(
-                    f"layer {layer.layer_idx} has no room for a page of the block table"
-                )
 
     def __repr__(self) -> str:
         memory = self.memory()

@@ -3,14 +3,13 @@
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..notices import warn_once
 from ..pages.arena import PageArena
-from ..pages.group import PageGroup
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
 from .model_state import ModelState, model_state
@@ -179,8 +178,15 @@ class PrefixStore:
             padding: columns of left padding of each row.
             chunk: columns of the first forward, where that is not all of them.
             counted: whether the rows count in `stats`.
+        Raises: CacheMismatchError where the cache is not empty; InterruptedForwardError where an earlier call stopped
+            half-way.
         """
         tree = self.tree
+        cache.check_done()
+        if cache.group.rows:
+            raise CacheMismatchError(
+                f"a prefix begins an empty cache, and this one has seen {cache.group.seen} columns; call reset() first"
+            )
         with tree.pool.lock:
             found = [
                 tree.find(space, tokens[:-1]) for tokens in rows
@@ -201,10 +207,12 @@ class PrefixStore:
                 pages = tuple(node.page for node in nodes[1:] if node.page is not None)
                 exact, ahead = (tree.sink_tokens, columns + held - seen) if pages else (0, 0)
                 adopted.append(Row(columns, pages, exact, ahead=ahead))
+            cache.halfway = True
             cache.group.adopt(adopted, seen)
         sinks = [nodes[0].sinks if len(nodes) > 1 else None for nodes in found]
         for place, layer in enumerate(cache.paged_layers):
             layer.adopt([None if one is None else one[place] for one in sinks], seen)
+        cache.halfway = False
         return seen
 
     def _first_column(
@@ -244,7 +252,8 @@ class PrefixStore:
             space: what `bind_model` returned when the rows were computed; None: what generate() noted of the cache,
                 else the state of the store's model now.
         Raises: CacheMismatchError for another cache, rows that it does not hold, or a cache whose tokens were computed
-            in more than one state of the model, or from more than tokens.
+            in more than one state of the model, or from more than tokens;
+            InterruptedForwardError after a forward that stopped half-way.
         """
         if getattr(cache, "prefix_store", None) is not self:
             raise CacheMismatchError(
@@ -253,6 +262,7 @@ class PrefixStore:
         if space is None:
             space = self._space_of(cache)
         tree, group = self.tree, cache.group
+        cache.check_done()
         held = [group.tokens(row) for row in group.rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
         if len(lengths) != len(held) or any(
@@ -274,7 +284,9 @@ class PrefixStore:
                 nodes = tree.add(space, tokens, pages, sinks)
                 shared = tuple(node.page for node in nodes[1:] if node.page is not None)
                 if shared != pages[: len(shared)]:
-                    _replace_pages(group, index, shared + pages[len(shared) :])
+                    for layer in cache.paged_layers:
+                        layer.revision += 1  # handles know the pages that the row lets go of
+                    group.replace_pages(index, shared + pages[len(shared) :])
             tree.shrink()
 
     def _space_of(self, cache: "PagedCache") -> Hashable:
@@ -327,12 +339,3 @@ class PrefixStore:
     def __repr__(self) -> str:
         stats = self.stats()
         return f"PrefixStore(max_bytes={self.max_bytes}, pages={stats.pages}, bytes={stats.bytes})"
-
-
-def _replace_pages(group: PageGroup, index: int, pages: tuple[int, ...]) -> None:
-    """Let row `index` hold `pages`, which contain the same tokens, in place of its own; between two steps."""
-    rows = list(group.rows)
-    group.pool.share(pages)
-    group.pool.release(rows[index].pages)
-    rows[index] = replace(rows[index], pages=pages)
-    group.rows = tuple(rows)

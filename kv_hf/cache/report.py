@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..pages.group import PageGroup
+from ..pages.tables import block_table
 from ..spec import MemoryReport
 from .layer import PagedLayer
 
@@ -69,8 +70,8 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> Memory
         storages = [layer.storage for layer in paged if layer.group is group]
         devices = {one.device for one in storages if one is not None}
         held += group.pool.num_held
-        allocated += max((one.keys.capacity for one in storages if one is not None), default=0)
-        tables += max(1, len(devices)) * group.block_table(group.rows).nbytes
+        allocated += max((one.capacity for one in storages if one is not None), default=0)
+        tables += max(1, len(devices)) * block_table(group.rows).nbytes
     return MemoryReport(
         payload=payload,
         scales=scales,

@@ -11,7 +11,7 @@ from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose
 from ..pages.arena import PageArena
-from ..pages.static_table import StaticTable
+from ..pages.static_table import WORKING, StaticTable
 from ..spec import MemoryReport
 from .layer_formats import LayerFormats, planned_specs
 from .mask_length import MaskLength, check_padding_mask
@@ -126,8 +126,11 @@ class StaticPagedCache(PagedCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""
+        self.table.check_turn(0)
+        self.table.turn = WORKING
         for layer in self.paged_layers:
             layer.reorder_cache(beam_idx)
+        self.table.turn = 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Raise CacheOptionError: the number of rows is fixed."""

@@ -11,8 +11,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..formats import ATTENTION_NAME
+from ..kernels.inputs import PagedKV
 from ..kernels.ops import MAX_DECODE_QUERIES
-from ..pages.static_table import StaticTable
+from ..pages.static_table import WORKING, StaticTable
 from ..pages.storing import storing
 from ..spec import PageSpec
 from .handle import KVHandle, KVView
@@ -74,6 +75,7 @@ class StaticPagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make all tensors, for the shapes, dtypes and device of the first keys and values (q_len may be 0)."""
         rows, device = key_states.shape[0], key_states.device
+        self.store = None  # of another batch size than the table, should this be stopped half-way
         spec = self.formats.spec_of(key_states, value_states)
         if self.layer_idx == 0:
             with storing():
@@ -83,12 +85,13 @@ class StaticPagedLayer(CacheLayerMixin):
                 f"a cache with max_length lives on one device; layer 0 is on {self.table.seen.device}, layer "
                 f"{self.layer_idx} on {device}"
             )
-        self.store = StaticStore(self.layer_idx, spec, self.table, self.kernel)
+        store = StaticStore(self.layer_idx, spec, self.table, self.kernel)
         self.dtype, self.device, self.batch_size = key_states.dtype, device, rows
-        self.is_initialized = True
         shared = self.table.tensors if self.layer_idx == 0 else ()
-        for tensor in (*self.store.tensors, *shared):
+        for tensor in (*store.tensors, *shared):
             torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+        self.store = store
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -111,32 +114,38 @@ class StaticPagedLayer(CacheLayerMixin):
         store, table = self.store, self.table
         assert store is not None
         store.base.check(key_states, value_states)
-        if table.turn != self.layer_idx or (self.layer_idx == 0 and table.step is not None):
-            raise InterruptedForwardError(
-                f"layer {self.layer_idx} cannot append here, where layer {table.turn} is due: an earlier forward of this "
-                "cache stopped half-way; call reset() and start again"
-            )
+        table.check_turn(self.layer_idx)
         if self.layer_idx == 0:
             table.begin(key_states.shape[0], key_states.shape[2])
+        table.turn = WORKING
         step = table.step
         assert step is not None
-        runs = store.append(step, key_states, value_states)
-        if self.is_last:
-            table.finish()
-        else:
-            table.turn = self.layer_idx + 1
         if not compiling:
             forget()
             self._changes += 1
-            if self.device.type == "cpu":
-                store.base.report_damage()
-        if table.was_empty:
-            return key_states, value_states
-        kv = store.kv(*runs, step.num_pages, step.exact_lens)
+        runs = store.append(step, key_states, value_states)
+        if not compiling and self.device.type == "cpu":
+            store.base.report_damage()
+        read = (key_states, value_states)
+        if not table.was_empty:
+            read = self._read(store.kv(*runs, step.num_pages, step.exact_lens), compiling)
+        self._joined()
+        return read
+
+    def _read(self, kv: PagedKV, compiling: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pair that stands for `kv`."""
+        assert self.store is not None
         if compiling:
-            return hand_over(store.traced(kv))
-        view = KVView(kv, self, self.revision, store.base.kernel)
+            return hand_over(self.store.traced(kv))
+        view = KVView(kv, self, self.revision, self.store.base.kernel)
         return KVHandle(view, "keys"), KVHandle(view, "values")
+
+    def _joined(self) -> None:
+        """Say that all work on the step is done: stopped before, the cache is of no use until reset()."""
+        if self.is_last:
+            self.table.finish()
+        else:
+            self.table.turn = self.layer_idx + 1
 
     def get_seq_length(self) -> Any:
         """Return the columns seen, padding included: 0, or once there are some a scalar tensor on the device."""
@@ -156,8 +165,8 @@ class StaticPagedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens of the whole cache; the tensors stay, so that compiled code stays valid."""
-        self.table.reset()
         self._changes += 1
+        self.table.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]: this layer's pages and windows are copied, in place.
@@ -167,10 +176,10 @@ class StaticPagedLayer(CacheLayerMixin):
         if self.store is None:
             return
         sources = beam_idx.to(self.device)
+        self._changes += 1
         if self.layer_idx == 0:
             self.table.reorder(sources)
         self.store.reorder(sources)
-        self._changes += 1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise CacheOptionError, unless there is nothing to remove."""
@@ -259,6 +268,11 @@ class StaticPagedLayer(CacheLayerMixin):
         store, table = self.store, self.table
         if store is None or not table.started:
             return None
+        if table.turn == WORKING or (table.step is not None and self.layer_idx >= table.turn):
+            raise InterruptedForwardError(
+                f"layer {self.layer_idx} is behind the lengths of this cache: a forward is going on, or stopped half-way; "
+                "read it between two forwards, or call reset()"
+            )
         keys, values = (window.tokens for window in store.base.windows)
         kv = store.kv(keys, values, table.num_pages, table.exact_lens)
         view = KVView(kv, self, self.revision, store.base.kernel)

@@ -39,6 +39,7 @@ class LayerStore:
         self.pages = pages
         self.sink_tokens = sink_tokens
         self.damaged: torch.Tensor | None = None
+        self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
         with storing():
             self.windows = (ExactWindow(spec.keys, device), ExactWindow(spec.values, device))
 
@@ -50,7 +51,7 @@ class LayerStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""
         at_home = state.pop("at_home")
-        vars(self).update(state)
+        vars(self).update(state, _room=0)
         if at_home:
             self.device = self.windows[0].tokens.device
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
@@ -111,11 +112,20 @@ class LayerStore:
                 runs.append(run)
         return runs[0], runs[1]
 
+    def make_room(self, num_ids: int, reserved: int) -> None:
+        """Make room for the page ids 0 .. num_ids - 1 before the step that hands them out is in force."""
+        if max(num_ids, reserved) > self.pages.capacity:
+            self.pages.grow_ahead(max(page_capacity(num_ids), reserved))
+
     def grow(self, step: Step) -> None:
-        """Make room for the pages of `step`, and for those that it reserves."""
-        if max(step.num_ids, step.reserved) > self.pages.keys.capacity:
+        """Make room for the pages of `step`, and for those that it reserves, where that was not done ahead."""
+        needed = max(step.num_ids, step.reserved)
+        if needed <= self._room:
+            return
+        if needed > self.pages.capacity:
             with storing(), self.pages.lock:
                 self.pages.grow(max(page_capacity(step.num_ids), step.reserved))
+        self._room = needed
 
     def _seal(self, jobs: SealJobs, tokens: torch.Tensor, side: SideStorage) -> None:
         self._note(self.pages.seal(self.kernel.seal, side, tokens, jobs))

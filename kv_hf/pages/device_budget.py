@@ -12,7 +12,7 @@ import torch
 
 from ..errors import DeviceBudgetError
 from ..spec import PageSpec
-from .home import carved_bytes, fields_of
+from .home import carved_bytes
 
 SEAL_PAGES = 8  # pages of one side that are encoded at a time on their way outside
 
@@ -67,7 +67,7 @@ class DeviceBudget:
     ) -> Split:
         """Choose who leaves; layers that are `already` outside stay there.
 
-        Counted are the pages that stay, the largest tensor among them once more (it exists twice while it grows),
+        Counted are the pages that stay, the largest layer among them once more (it exists twice while it grows),
         `buffers` staging buffers for the largest layer outside, and the pages that are being sealed.
 
         Raises: DeviceBudgetError when not even one layer at a time fits.
@@ -129,14 +129,10 @@ def _on_device(demands: Mapping[int, Demand], split: Split, buffers: int) -> int
     """Return the bytes on devices at most, the transient ones included."""
     staying = [demand for layer, demand in demands.items() if layer not in split.outside]
     leaving = [demand for layer, demand in demands.items() if layer in split.outside]
-    growing = max((one.capacity * _largest_field(one.spec) for one in staying), default=0)
+    growing = max((one.nbytes for one in staying), default=0)
     sealing = max((SEAL_PAGES * _largest_side(one.spec) for one in leaving), default=0)
     held = sum(one.nbytes for one in staying)
     return held + max(growing, sealing) + buffers * sum(split.staging.values())
-
-
-def _largest_field(spec: PageSpec) -> int:
-    return max(nbytes for nbytes, _, _ in fields_of(spec))
 
 
 def _largest_side(spec: PageSpec) -> int:

@@ -6,24 +6,36 @@ window. They share rows, page ids and reference counts, and each owns its storag
 Every change (append, reorder of rows, crop) is a step. The first layer that asks for it opens the step and
 changes the bookkeeping; the others join the same step and follow with their own tensors. A forward reads
 as sealed exactly the pages that were full when it began: its own new tokens are exact for all its queries.
+
+A step is worked out and room made for it before anything is changed. Stopped until then, by whatever exception, it
+has never been. Stopped while it is put into force, a few assignments, it is found out: only reset() helps then.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from ..errors import CacheMismatchError, KVCacheError
-from ..spec import TABLE_DTYPE, reserved_pages, sealed_pages
+from ..spec import reserved_pages, sealed_pages
+from .held_rows import HeldRows
 from .lockstep import Lockstep
 from .plan import RowPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .pool import PagePool
-from .step import Row, SealJobs, Step, TableView
+from .step import Row, SealJobs, Step
 
 
-class PageGroup:
+class Store(Protocol):
+    """A layer's tensors, as far as a step is concerned that is not in force yet."""
+
+    def make_room(self, num_ids: int, reserved: int) -> None:
+        """Make room for the page ids 0 .. num_ids - 1, and for so many `reserved` pages at least."""
+        ...
+
+
+class PageGroup(HeldRows):
     """Bookkeeping of the layers that share one block table.
 
     Args:
@@ -31,6 +43,8 @@ class PageGroup:
         window: tokens that a query of these layers sees, itself included; pages behind it are given back. None
             keeps all.
         pool: page ids shared with other caches, in place of a pool of its own with `max_pages`.
+    Attributes:
+        stores: layer -> its tensors, of the layers that have any.
     """
 
     def __init__(
@@ -43,9 +57,8 @@ class PageGroup:
         window: int | None = None,
         pool: PagePool | None = None,
     ) -> None:
-        self.sizes = RowSizes(page_size, sink_tokens, recent_tokens, window)
-        self.pool = PagePool(max_pages) if pool is None else pool
-        self.pool.holders.add(self)
+        own = PagePool(max_pages) if pool is None else pool
+        super().__init__(RowSizes(page_size, sink_tokens, recent_tokens, window), own)
         sizes = {
             "page_size": page_size,
             "sink_tokens": sink_tokens,
@@ -58,55 +71,21 @@ class PageGroup:
         self._clear()
 
     @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
-        return self.sizes.page_size
-
-    @property
-    def sink_tokens(self) -> int:
-        """First tokens of each row, which stay exact."""
-        return self.sizes.sink_tokens
-
-    @property
-    def window(self) -> int | None:
-        """Tokens that a query sees, itself included; None for all."""
-        return self.sizes.window
-
-    @property
     def epoch(self) -> int:
         """Steps opened so far."""
         return self.lockstep.epoch
 
-    @property
-    def recording(self) -> bool:
-        """Whether past recording is on."""
-        return self.sizes.recording
-
     def _clear(self) -> None:
         self.touched = False  # a layer has storage of the arena
-        self.rows: tuple[Row, ...] = ()
+        self.rows, self._leaving = (), ()
         self.seen = 0
         self.confirmed = 0  # columns that a crop has left standing (past recording)
-        self.lockstep.clear()
         self._padding_seen: list[int] | None = None
         self._padding_columns: int | None = None
-        self._table: tuple[tuple[tuple[int, ...], ...], torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def slots(self) -> int:
-        """Exact tokens that a row's window has room for."""
-        return self.sizes.slots
-
-    @property
-    def offset(self) -> int:
-        """Columns in front of the first one that the next forward may see; 0 until a page was dropped."""
-        if not any(row.dropped for row in self.rows):
-            return 0
-        return min(row.padding + row.dropped * self.page_size for row in self.rows)
-
-    def tokens(self, row: Row) -> int:
-        """Return the real tokens of a row, those of dropped pages included."""
-        return self.sizes.tokens(row)
+        self.stores: dict[int, Store] = {}
+        self._room = 0  # pages that room was made for
+        self._tables.forget()
+        self.lockstep.clear()
 
     def record_past(self) -> None:
         """Turn past recording on: from now on only columns that a crop has left standing are sealed."""
@@ -125,21 +104,17 @@ class PageGroup:
         """Declare all columns seen so far final (a crop that removes nothing)."""
         self.confirmed = self.seen
 
-    def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:
-        """Return the page ids that the rows hold (see PageHolder)."""
-        return [row.pages for row in self.rows] if pool is self.pool else []
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Register as a holder again: the pool may be another one here."""
-        vars(self).update(state)
-        self.pool.holders.add(self)
-
     def reset(self) -> None:
         """Give back all pages and forget rows, lengths and padding."""
-        for row in self.rows:
-            self.pool.release(row.pages)
-        self._clear()
-        self.end_recording()
+        with self.pool.lock:
+            self.pool.open_change()
+            self.lockstep.opening = True
+            for held in self.held_pages(self.pool):
+                self.pool.release(held)
+            self._clear()
+            self.end_recording()
+            self.lockstep.opening = False
+            self.pool.close_change()
 
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""
@@ -160,9 +135,12 @@ class PageGroup:
 
     def adopt(self, rows: Sequence[Row], seen: int) -> None:
         """Begin with rows whose pages others hold too, as if `seen` columns had gone through an empty group."""
-        for row in rows:
-            self.pool.share(row.pages)
-        self.rows, self.seen = tuple(rows), seen
+        with self.pool.lock:
+            self.pool.open_change()
+            for row in rows:
+                self.pool.share(row.pages)
+            self.rows, self.seen = tuple(rows), seen
+            self.pool.close_change()
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -179,32 +157,55 @@ class PageGroup:
         return self._enter(layer, layer_epoch, ("crop", count))
 
     def _enter(self, layer: int, layer_epoch: int, op: tuple) -> Step:
-        return self.lockstep.enter(layer, layer_epoch, op, self._open)
+        if self.lockstep.begins(layer, layer_epoch, op):
+            self._open(op)
+        return self.lockstep.join(layer)
 
-    def _open(self, op: tuple) -> Step:
+    def _open(self, op: tuple) -> None:
         with self.pool.lock:
+            self.pool.open_change()  # until it is closed, counts are those of rows that are not in force
             try:
-                step, rows = self._plan(op)
+                step, rows, leaving = self._plan(op)
+                self._make_room(step.num_ids, step.reserved)
             except KVCacheError:
                 self._padding_seen = None  # of a forward that never was
+                self.pool.recount()
                 raise
-            self.rows, self.seen = rows, step.seen_after
+            self.lockstep.opening = True
+            self.lockstep.open(step)
+            self.rows, self.seen, self._leaving = rows, step.seen_after, leaving
             if op[0] == "crop":
                 self.confirmed = step.seen_after
-        return step
+            if op[0] == "rows" or not step.seen_after:
+                self._padding_seen = None
+            self.lockstep.opening = False
+            self.pool.close_change()
 
-    def _plan(self, op: tuple) -> tuple[Step, tuple[Row, ...]]:
+    def _make_room(self, num_ids: int, reserved: int) -> None:
+        """Let the tensors of all layers grow, one after the other, while the step can still be refused."""
+        room = max(num_ids, reserved)
+        if room > self._room:
+            for store in self.stores.values():
+                store.make_room(num_ids, reserved)
+            self._room = room
+
+    def _plan(self, op: tuple) -> tuple[Step, tuple[Row, ...], tuple[tuple[int, ...], ...]]:
+        """Return the step, the rows behind it, and pages that no row holds then but its forward may read."""
+        for held in self._leaving:
+            self.pool.release(held)
         if op[0] == "append":
             return self._plan_append(op, op[1], op[2])
         if op[0] == "rows":
-            return self._plan_rows(op, op[1:])
-        return self._plan_crop(op, op[1])
+            return (*self._plan_rows(op, op[1:]), ())
+        return (*self._plan_crop(op, op[1]), ())
 
-    def _plan_append(self, op: tuple, batch: int, q_len: int) -> tuple[Step, tuple[Row, ...]]:
+    def _plan_append(
+        self, op: tuple, batch: int, q_len: int
+    ) -> tuple[Step, tuple[Row, ...], tuple[tuple[int, ...], ...]]:
         before, plans = self._plan_rows_of_append(batch, q_len)
         seen_after = self.seen + q_len
         ids = iter(self.pool.allocate(sum(plan.first + plan.last for plan in plans)))
-        steps, found, rows = [], [], []
+        steps, found, rows, leaving = [], [], [], []
         for row, plan in zip(before, plans, strict=True):
             sealed_first = tuple(next(ids) for _ in range(plan.first))
             sealed = tuple(next(ids) for _ in range(plan.last))
@@ -212,9 +213,9 @@ class PageGroup:
             steps.append(row_step)
             held = row.pages + sealed_first
             found.append(Row(plan.padding, held, row_step.exact_before + row_step.new, row.dropped))
-            # this forward may still read what it drops: a page's bytes change at the earliest one step later
             gone = plan.dropped - row.dropped - row_step.passed
-            self.pool.release(held[:gone])
+            if gone:
+                leaving.append(held[:gone])
             kept = held[gone:] + sealed
             rows.append(Row(plan.padding, kept, row_step.exact_after, plan.dropped, plan.ahead))
         rebuild = any(step.sealed or step.passed for step in steps)
@@ -237,14 +238,31 @@ class PageGroup:
             jobs,
             reserved_pages(batch, self.reserve, self.pool.max_pages),
         )
-        return step, tuple(rows)
+        if leaving and len(self.pool.holders) == 1:
+            # nobody else seals pages: their bytes change at the earliest one step later
+            for pages in leaving:
+                self.pool.release(pages)
+            leaving = []
+        return step, tuple(rows), tuple(leaving)
 
     def check_append(self, batch: int, q_len: int) -> int:
         """Raise what appending `q_len` columns to `batch` rows would; return the pages that it takes."""
+        self.lockstep.check_opened()
         _, plans = self._plan_rows_of_append(batch, q_len)
         count = sum(plan.first + plan.last for plan in plans)
-        self.pool.check_room(count)
+        with self.pool.lock:
+            self.pool.settle()
+            freed = sum(self.pool.count(page) == 1 for pages in self._leaving for page in pages)
+            self.pool.check_room(count - freed)
         return count
+
+    def prepare_append(self, batch: int, q_len: int) -> None:
+        """Raise what the append would, and make the room that it takes: for groups whose layers come later."""
+        self.lockstep.check_done()
+        count = self.check_append(batch, q_len)
+        reserved = reserved_pages(batch, self.reserve, self.pool.max_pages)
+        if count:
+            self._make_room(self.pool.ids_after(count), reserved)
 
     def _plan_rows_of_append(self, batch: int, q_len: int) -> tuple[tuple[Row, ...], list[RowPlan]]:
         """Return the rows as they are found, and the plan of each."""
@@ -283,7 +301,6 @@ class PageGroup:
         for index, row in enumerate(self.rows):
             if not uses[index]:
                 self.pool.release(row.pages)
-        self._padding_seen = None
         return Step(op, steps, self.seen, self.seen, False, self.pool.num_ids), rows
 
     def check_crop(self, count: int) -> None:
@@ -301,42 +318,12 @@ class PageGroup:
         planned = [plan_crop(self.sizes, i, row, seen) for i, row in enumerate(self.rows)]
         for row, (_, kept) in zip(self.rows, planned, strict=True):
             self.pool.release(row.pages[len(kept.pages) :])
-        if seen == 0:
-            self._padding_seen = None
         steps, rows = (tuple(part) for part in zip(*planned, strict=True))
         return Step(op, steps, self.seen, seen, False, self.pool.num_ids), rows
 
-    # -- reading ---------------------------------------------------------------------------------------
-
-    def view(self, rows: Sequence[Row], offset: int | None = None) -> TableView:
-        """Return where the tokens of `rows` lie, as tensors on the CPU.
-
-        Dropped pages are left out: a kernel that knows the sliding window reads the pages behind them as if they
-        followed the sinks. That hides the sinks too, as the first page held begins in or before the window.
-        Pages change once per page_size tokens: between two changes the same table is handed out again.
-        """
-        offset = self.offset if offset is None else offset
-        pages = tuple(row.pages for row in rows)
-        if self._table is None or self._table[0] != pages:
-            counts = torch.tensor([len(row.pages) for row in rows], dtype=TABLE_DTYPE)
-            self._table = (pages, self.block_table(rows), counts)
-        skipped = [row.padding + row.dropped * self.page_size - offset for row in rows]
-        return TableView(
-            block_table=self._table[1],
-            num_pages=self._table[2],
-            exact_lens=torch.tensor([row.exact for row in rows], dtype=TABLE_DTYPE),
-            padding=torch.tensor(skipped, dtype=TABLE_DTYPE),
-            offset=offset,
-        )
-
-    def block_table(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Return the page ids of `rows` as [rows, most pages of a row], int32, filled up with 0."""
-        width = max((len(row.pages) for row in rows), default=0)
-        table = [list(row.pages) + [0] * (width - len(row.pages)) for row in rows]
-        return torch.tensor(table, dtype=TABLE_DTYPE).reshape(len(rows), width)
-
     def check_integrity(self) -> None:
         """Raise ValueError unless reference counts equal what the rows hold and lengths add up."""
+        self.lockstep.check_done()
         self.pool.check_integrity()
         for index, row in enumerate(self.rows):
             if self.tokens(row) != max(0, self.seen - row.padding + row.ahead):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..spec import PageSpec, SideSpec
+from ..spec import PageFields, PageSpec, SideSpec
 from .outside import ALIGNMENT, OutsideMemory
 
 Fields = dict[str, torch.Tensor]
@@ -109,7 +109,11 @@ class Home:
     def fetch(
         self, page: int, count: int, targets: Sequence[Fields], place: int, sides: Sequence[int]
     ) -> None:
-        """Copy pages page .. page + count - 1 of `sides` to `targets`, from `place` on."""
+        """Copy pages page .. page + count - 1 of `sides` to `targets`, from `place` on.
+
+        Raises: OffloadError in a process that was forked from the one whose file the pages lie in.
+        """
+        self.outside.check_process()
         for side, target in zip(sides, targets, strict=True):
             for out, here in self._pairs(side, page, count, target, place):
                 here.copy_(out, non_blocking=self.outside.pinned)
@@ -118,8 +122,9 @@ class Home:
     def store(self, side: int, page: int, count: int, source: Fields, place: int) -> None:
         """Copy `count` pages of one side from `source`, from `place` on, to ids page .. page + count - 1.
 
-        Fields that `source` lacks are left as they are.
+        Fields that `source` lacks are left as they are. Raises: as `fetch`, before anything is written.
         """
+        self.outside.check_process()
         for out, here in self._pairs(side, page, count, source, place):
             out.copy_(here, non_blocking=self.outside.pinned)
             self.outside.forget(out)
@@ -159,9 +164,11 @@ class Home:
                 yield extent, first - extent.first, last - first, first - page
 
 
-def scratch_fields(spec: SideSpec, pages: int, device: torch.device) -> Fields:
+def scratch_fields(spec: SideSpec, pages: int, device: torch.device) -> PageFields:
     """Return new fields of one side for `pages` pages on `device`; they hold anything."""
-    return {
-        name: torch.empty((pages, *shape), dtype=dtype, device=device)
-        for name, (shape, dtype) in spec.fields.items()
-    }
+    return PageFields(
+        {
+            name: torch.empty((pages, *shape), dtype=dtype, device=device)
+            for name, (shape, dtype) in spec.fields.items()
+        }
+    )

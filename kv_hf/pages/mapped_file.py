@@ -3,6 +3,9 @@
 The file loses its name as soon as it exists (where the system allows that), so that nobody can remove it and
 nothing is left behind by a process that is killed. Its blocks are reserved before they are written: a write into
 a mapping of a full disk would end the process.
+
+A fork shares the mapping and the file: the child would write into its parent's pages, and read what the parent writes
+there later. So the file belongs to the process that made it, and any other one is refused.
 """
 
 import errno
@@ -42,7 +45,18 @@ class MappedFile(OutsideMemory):
             raise OffloadError(
                 f"offload_dir: no file can be made in {self.folder!r}: {error.strerror or error}"
             ) from error
+        self._process = os.getpid()
         self._maps: list[tuple[int, mmap.mmap]] = []  # (address, mapping)
+
+    def check_process(self) -> None:
+        """Raise OffloadError in a process that was forked from the one that made the file."""
+        if os.getpid() != self._process:
+            raise OffloadError(
+                f"offload='disk': these pages lie in a file of process {self._process}, and this is process "
+                f"{os.getpid()}, which was forked from it: writing would change the other one's cache, and what is read "
+                "may change at any moment. Nothing was touched. Call reset() and start again here, make a new cache "
+                "behind the fork, or take one without offload"
+            )
 
     def check_room(self, nbytes: int) -> None:
         """Raise OffloadError where the disk has less than `nbytes` free."""

@@ -71,6 +71,11 @@ class OffloadArena(PageArena):
         vars(self).update(state)
         self._prepare()
 
+    def check_process(self) -> None:
+        """Raise OffloadError in a process that was forked from the one whose file the pages lie in."""
+        if self._outside is not None:
+            self._outside.check_process()
+
     def check_device(self, device: torch.device) -> None:
         """Raise CacheOptionError where pages on `device` cannot be put to this arena's place."""
         if self.place == "cpu" and device.type == "cpu":
@@ -147,7 +152,8 @@ class OffloadArena(PageArena):
             }
             lanes = [self.staging(device).lane for device in {found[1] for found in specs.values()}]
             buffers = max((lane.buffers for lane in lanes), default=1)
-            split = self.budget.split(demands, buffers, self._split.outside)
+            left = {layer for layer, one in self.storages.items() if one.offloaded_bytes}
+            split = self.budget.split(demands, buffers, self._split.outside | left)
             self._check_outside(split, demands)
             for layer in sorted(split.outside & set(self.storages)):
                 storage = self.storages[layer]
@@ -162,7 +168,7 @@ class OffloadArena(PageArena):
         for layer in split.outside:
             demand, storage = demands[layer], self.storages.get(layer)
             outside = storage is not None and bool(storage.offloaded_bytes)
-            held = storage.keys.capacity if storage is not None and outside else 0
+            held = storage.capacity if storage is not None and outside else 0
             if demand.capacity > held:
                 needed += carved_bytes(demand.spec, demand.capacity - held)
         if needed:

@@ -53,6 +53,11 @@ class OffloadedSide(SideStorage):
         """Pages that there is room for."""
         return super().capacity if self.home is None else self.home.capacity
 
+    def check_integrity(self) -> None:
+        """Raise ValueError unless every field has room for equally many pages; those outside always have."""
+        if self.home is None:
+            super().check_integrity()
+
     def take(self, pages: Sequence[int], names: Sequence[str] | None = None) -> Fields:
         """Return copies of these pages as they are encoded, [n, ..] by field name, on the device."""
         if self.home is None:
@@ -130,27 +135,31 @@ class OffloadedStorage(PageStorage):
     def leave(self, outside: OutsideMemory, capacity: int) -> None:
         """Move all pages outside, with room for `capacity`; where that fails nothing has changed."""
         home = self.home or Home(self.spec, outside)
-        home.grow(max(capacity, self.keys.capacity))
-        if self.home is home:
-            return
+        home.grow(max(capacity, self.capacity))
+        if self.home is None:
+            for side in (self.keys, self.values):
+                if side.capacity:
+                    home.store(side.index, 0, side.capacity, side.fields, 0)
+            self.written = self.arena.staging(self.device).lane.mark()
+            self.keys.home = self.values.home = home
         for side in (self.keys, self.values):
-            held = side.capacity
-            if held:
-                home.store(side.index, 0, held, side.fields, 0)
-        self.written = self.arena.staging(self.device).lane.mark()
-        for side in (self.keys, self.values):
-            side.fields = scratch_fields(side.spec, 0, self.device)
-            side.home = home
+            if side.fields["codes"].shape[
+                0
+            ]:  # an earlier call may have been stopped in front of this
+                side.fields = scratch_fields(side.spec, 0, self.device)
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` pages; pages may leave the device for it."""
         with self.lock, storing():
             if not self.arena.settled(self.layer_idx, capacity):
                 self.arena.settle({self.layer_idx: capacity})
-            if self.arena.is_outside(self.layer_idx):
+            if self.home is not None or self.arena.is_outside(self.layer_idx):
                 self.leave(self.arena.outside(), capacity)
             else:
                 super().grow(capacity)
+
+    def grow_ahead(self, capacity: int) -> None:
+        """Nothing: the arena has made room on the device and outside before the step (OffloadArena.settle)."""
 
     def seal(
         self, seal: Seal, side: SideStorage, tokens: torch.Tensor, jobs: SealJobs

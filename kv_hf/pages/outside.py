@@ -24,11 +24,15 @@ class OutsideMemory:
         self.nbytes = 0
         self._rest = torch.empty(0, dtype=torch.uint8)
 
+    def check_process(self) -> None:
+        """Raise OffloadError where this memory is another process's; memory of one's own is copied by a fork."""
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` bytes that stay where they are: a uint8 tensor, aligned to ALIGNMENT.
 
         Raises: OffloadError when there is no room; what was handed out before is not touched.
         """
+        self.check_process()
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if size > self._rest.numel():
             region = max(size, SMALLEST_REGION, self.nbytes // 4)

@@ -108,6 +108,15 @@ def plan_append(
     return RowPlan(step, first, last - passed, padding, dropped, max(0, row.ahead - q_len))
 
 
+def check_sources(rows: int, sources: Sequence[int]) -> None:
+    """Raise CacheMismatchError for an empty selection of `rows` rows, and for a row that does not exist."""
+    if not sources:
+        raise CacheMismatchError("at least one row must be kept, got an empty selection")
+    wrong = [source for source in sources if not -rows <= source < rows]
+    if wrong:
+        raise CacheMismatchError(f"row index {wrong[0]} is out of range for a batch of {rows} rows")
+
+
 def plan_rows(
     rows: Sequence[Row], sources: Sequence[int]
 ) -> tuple[tuple[RowStep, ...], tuple[Row, ...]]:
@@ -115,13 +124,7 @@ def plan_rows(
 
     Raises: CacheMismatchError for an empty selection and for a row that does not exist.
     """
-    if not sources:
-        raise CacheMismatchError("at least one row must be kept, got an empty selection")
-    wrong = [source for source in sources if not -len(rows) <= source < len(rows)]
-    if wrong:
-        raise CacheMismatchError(
-            f"row index {wrong[0]} is out of range for a batch of {len(rows)} rows"
-        )
+    check_sources(len(rows), sources)
     chosen = [source % len(rows) for source in sources]
     steps = tuple(RowStep(source, rows[source].exact, rows[source].exact) for source in chosen)
     return steps, tuple(rows[source] for source in chosen)

@@ -1,8 +1,12 @@
-"""Page ids and their reference counts. Knows nothing of rows, layers or tensors."""
+"""Page ids and their reference counts. Knows nothing of rows, layers or tensors.
+
+The counts only repeat what the registered holders hold. So a change that was interrupted half-way needs no undoing: it
+leaves a mark behind, and whoever uses the pool next counts anew.
+"""
 
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -20,10 +24,19 @@ class PageHolder(Protocol):
 class PagePool:
     """Hands out page ids from 0 up and counts who holds them. Safe to be used from several threads.
 
-    An id is free (count 0) or held (count >= 1). Freed ids are handed out again, the last freed first.
+    An id is free (count 0) or held (count >= 1). Freed ids are handed out again, the last freed first. Registered
+    holders change what they hold between `open_change()` and `close_change()`, with `lock` held:
+
+        with pool.lock:
+            pool.open_change()
+            pages = pool.allocate(count)
+            self.rows = ...            # hold them
+            pool.close_change()        # not reached: the pages are free again
 
     Args:
         max_pages: largest number of ids ever held at once, or None for no limit.
+    Attributes:
+        holder_gone: set by finalizers, which may run at any moment: count anew before the next ids are handed out.
     """
 
     def __init__(self, max_pages: int | None = None) -> None:
@@ -35,7 +48,9 @@ class PagePool:
     def _prepare(self) -> None:
         self.lock = threading.RLock()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._gone: deque[Iterable[int]] = deque()
+        self._registered = 0
+        self._changing = False  # outside of `lock`: a change was interrupted
+        self.holder_gone = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Counts and limits; who holds the pages registers again where the pickle is read."""
@@ -54,14 +69,59 @@ class PagePool:
     def num_held(self) -> int:
         """Pages with at least one holder."""
         with self.lock:
-            self._release_gone()
-            return len(self._counts) - len(self._free)
+            self.settle()
+            return self._num_held
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._counts) - len(self._free)
+
+    # -- changes that may be interrupted -------------------------------------------------------------------
+
+    def register(self, holder: PageHolder) -> None:
+        """Count what `holder` holds as long as it lives."""
+        self.holders.add(holder)
+        self._registered += 1
+
+    def settle(self) -> None:
+        """Count anew where a change was interrupted, or a holder is gone; not in the middle of a change."""
+        if self._changing or self.holder_gone or len(self.holders) < self._registered:
+            self.recount()
+
+    def open_change(self) -> None:
+        """Begin to change what a registered holder holds; the caller has `lock` until `close_change`."""
+        self.settle()
+        self._changing = True
+
+    def close_change(self) -> None:
+        """End the change: the counts are what the holders hold now."""
+        self._changing = False
+
+    def recount(self) -> None:
+        """Set the counts to what the registered holders hold."""
+        with self.lock:
+            self._changing = True
+            self.holder_gone = False  # a finalizer that runs from here on has it counted once more
+            self._registered = len(self.holders)
+            counts = Counter(page for held in self._held() for page in held)
+            size = max(len(self._counts), max(counts, default=-1) + 1)
+            in_order = dict.fromkeys(page for page in self._free if page < size)
+            free = [page for page in in_order if not counts[page]]
+            free += [page for page in range(size) if not counts[page] and page not in in_order]
+            self._counts = [counts[page] for page in range(size)]
+            self._free = free
+            self._changing = False
+
+    def _held(self) -> list[Iterable[int]]:
+        return [pages for holder in list(self.holders) for pages in holder.held_pages(self)]
+
+    # -- counting --------------------------------------------------------------------------------------------
 
     def check_room(self, count: int) -> None:
         """Raise PagePoolExhaustedError if `count` more pages would pass `max_pages`."""
-        if self.max_pages is not None and self.num_held + count > self.max_pages:
+        if self.max_pages is not None and self._num_held + count > self.max_pages:
             raise PagePoolExhaustedError(
-                f"max_pages={self.max_pages} is reached: {self.num_held} pages are held and {count} more are "
+                f"max_pages={self.max_pages} is reached: {self._num_held} pages are held and {count} more are "
                 "needed; the cache is unchanged. Raise max_pages, use a smaller batch or shorter text"
             )
 
@@ -70,7 +130,6 @@ class PagePool:
         if not count:
             return []
         with self.lock:
-            self._release_gone()
             self.check_room(count)
             ids = [self._free.pop() for _ in range(min(count, len(self._free)))]
             for page in ids:
@@ -82,7 +141,7 @@ class PagePool:
     def ids_after(self, count: int) -> int:
         """Return `num_ids` as it will be when `count` more pages are handed out."""
         with self.lock:
-            self._release_gone()
+            self.settle()
             return len(self._counts) + max(0, count - len(self._free))
 
     def share(self, pages: Iterable[int]) -> None:
@@ -103,35 +162,19 @@ class PagePool:
                 if not self._counts[page]:
                     self._free.append(page)
 
-    def release_later(self, pages: Iterable[int]) -> None:
-        """Release `pages` before the next ids are handed out: for finalizers, which may run at any moment."""
-        self._gone.append(pages)
-
-    def _release_gone(self) -> None:
-        while self._gone:
-            self.release(self._gone.popleft())
-
     def clear(self) -> None:
         """Forget all ids. Nobody may hold one."""
         with self.lock:
             if self.num_held:
-                raise ValueError(f"{self.num_held} pages are held and cannot be forgotten")
-            self._counts.clear()
+                raise ValueError(f"{self._num_held} pages are held and cannot be forgotten")
+            self._changing = True
             self._free.clear()
+            self._counts.clear()
+            self._changing = False
 
     def count(self, page: int) -> int:
         """Return the number of holders of `page`."""
         return self._counts[page]
-
-    def recount(self) -> None:
-        """Set the counts to what the registered holders hold (where a pickle with other holders was read)."""
-        with self.lock:
-            counts = Counter(page for held in self._held() for page in held)
-            self._counts = [counts[page] for page in range(len(self._counts))]
-            self._free = [page for page, count in enumerate(self._counts) if not count]
-
-    def _held(self) -> list[Iterable[int]]:
-        return [pages for holder in list(self.holders) for pages in holder.held_pages(self)]
 
     def check_integrity(self, holders: Iterable[Iterable[int]] | None = None) -> None:
         """Raise ValueError unless the counts equal what is held.
@@ -140,7 +183,7 @@ class PagePool:
             holders: lists of page ids; None asks the registered holders.
         """
         with self.lock:
-            self._release_gone()
+            self.settle()
             held = self._held() if holders is None else holders
             expected = Counter(page for pages in held for page in pages)
             for page, count in enumerate(self._counts):

@@ -51,7 +51,8 @@ class PrefixTree:
         self.evictions = 0
         self.roots: dict[Hashable, Prefix] = {}
         self._used: OrderedDict[Prefix, None] = OrderedDict()  # the least recently used first
-        pool.holders.add(self)
+        self._changing = False  # outside of the pool's lock: a change was interrupted
+        pool.register(self)
 
     def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:
         """Return the page ids that the tree holds (see PageHolder)."""
@@ -61,6 +62,30 @@ class PrefixTree:
     def num_pages(self) -> int:
         """Pages that the tree holds."""
         return len(self._used) - len(self.roots)
+
+    # a node is held before it can be found, and can no longer be found before it is let go: wherever a change stops,
+    # what can be found is held
+
+    def _open_change(self) -> None:
+        self._settle()
+        self.pool.open_change()
+        self._changing = True
+
+    def _close_change(self) -> None:
+        self._changing = False
+        self.pool.close_change()
+
+    def _settle(self) -> None:
+        """Hold what can be found and no more, where a change was interrupted."""
+        if self._changing:
+            found, level = set(), list(self.roots.values())
+            while level:
+                node = level.pop()
+                found.add(node)
+                level += node.children.values()
+            self._used = OrderedDict((node, None) for node in self._used if node in found)
+            self.pool.recount()
+            self._changing = False
 
     def _keys(self, space: Hashable, tokens: Sequence[int]) -> list[Hashable]:
         sinks, size = self.sink_tokens, self.page_size
@@ -77,6 +102,7 @@ class PrefixTree:
         Args:
             space: what besides tokens the keys and values depend on.
         """
+        self._settle()
         found: list[Prefix] = []
         level = self.roots
         for key in self._keys(space, tokens):
@@ -101,6 +127,7 @@ class PrefixTree:
         nodes: list[Prefix] = []
         if not pages:
             return nodes
+        self._open_change()
         level, parent = self.roots, None
         for key, page in zip(self._keys(space, tokens), (None, *pages), strict=False):
             node = level.get(key)
@@ -108,11 +135,12 @@ class PrefixTree:
                 node = Prefix(parent, key, page, sinks() if parent is None else None)
                 if page is not None:
                     self.pool.share([page])
-                level[key] = node
                 self._used[node] = None
+                level[key] = node
             nodes.append(node)
             level, parent = node.children, node
         self._touch(nodes)
+        self._close_change()
         return nodes
 
     def shrink(self) -> None:
@@ -122,12 +150,16 @@ class PrefixTree:
     def give_up(self, count: int) -> int:
         """Release up to `count` pages that nobody else holds, the least recently used first; return how many."""
         gone = 0
-        for node in list(self._used) if count > 0 else ():
+        if count <= 0:
+            return gone
+        self._open_change()
+        for node in list(self._used):
             if gone >= count:
                 break
             if node.page is not None and not node.children and self.pool.count(node.page) == 1:
                 self._remove(node)
                 gone += 1
+        self._close_change()
         return gone
 
     def _remove(self, node: Prefix) -> None:
@@ -147,6 +179,8 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Let go of all pages."""
+        self._open_change()
         self.pool.release(node.page for node in self._used if node.page is not None)
         self.roots.clear()
         self._used.clear()
+        self._close_change()

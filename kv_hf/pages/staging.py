@@ -85,11 +85,12 @@ class StagingBuffer:
     def give(self, owner: Outsider, slots: int) -> None:
         """Let the buffer be `owner`'s, with so many slots; what it held is forgotten where that is new."""
         if self.owner is not owner or len(self.ids) != slots:
-            self.owner = owner
+            self.owner = None  # of nobody, should this be stopped half-way
             self.ids = [None] * slots
             with storing():
                 used = self.raw[: carved_bytes(owner.spec, slots)]
                 self._fields = carve(used, owner.spec, slots)
+            self.owner = owner
 
     @property
     def fields(self) -> tuple[Fields, Fields]:
@@ -121,8 +122,8 @@ class Staging:
     def resize(self, nbytes: int) -> None:
         """Let buffers have `nbytes` bytes from their next use on; the old ones go first."""
         if nbytes != self.size:
-            self.size = nbytes
             self._buffers, self._last = [], None
+            self.size = nbytes
 
     def holds(self, spec: PageSpec, slots: int) -> bool:
         """Say whether so many pages fit into a buffer."""

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import CacheMismatchError
+from ..errors import CacheMismatchError, InterruptedForwardError
 from ..spec import TABLE_DTYPE, sealed_pages
+
+WORKING = -1  # as `turn`: a layer or the table itself is being changed
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class StaticTable:
         started: whether any column was appended since the last reset. A prompt is; Python may know that.
         was_empty: whether the step in progress found the cache empty.
         step: the step in progress, from the first layer's begin() to the last layer's finish().
-        turn: the layer that takes part next; 0 between steps.
+        turn: the layer that takes part next; 0 between steps, WORKING while one takes part, or after it was stopped there.
         known_columns: `seen` as a number, or None where compiled steps have moved it on.
     """
 
@@ -91,12 +93,14 @@ class StaticTable:
 
     def reset(self) -> None:
         """Forget all tokens; the tensors stay where they are."""
+        self.turn = WORKING
         if self.rows:
             for tensor in (self.num_pages, self.exact_lens, self.padding, self.seen):
                 tensor.zero_()
         self.started = self.was_empty = False
-        self.step, self.turn = None, 0
         self._known_padding, self.known_columns = None, 0
+        self.step = None
+        self.turn = 0
 
     # -- left padding, under the names of pages.group.PageGroup ---------------------------------------------
 
@@ -143,18 +147,31 @@ class StaticTable:
             self.known_columns = int(self.seen)
         return self.known_columns
 
+    def check_turn(self, layer: int) -> None:
+        """Raise InterruptedForwardError unless `layer` takes part next."""
+        if self.turn != layer or (layer == 0 and self.step is not None):
+            due = (
+                "an earlier change stopped" if self.turn == WORKING else f"layer {self.turn} is due"
+            )
+            raise InterruptedForwardError(
+                f"layer {layer} cannot be changed here, where {due}: an earlier forward of this cache stopped "
+                "half-way; call reset() and start again"
+            )
+
     def begin(self, rows: int, q_len: int) -> None:
-        """Plan the step that appends `q_len` columns, and move all lengths on.
+        """Plan the step that appends `q_len` columns, and move all lengths on; `turn` is left to the layers.
 
         Outside of compiled code the limits are checked first; inside, the device checks them (an assertion).
         """
+        if not torch.compiler.is_compiling():
+            self.check_append(rows, q_len)
+        self.turn = WORKING
         if torch.compiler.is_compiling():
             self.known_columns = None
             room = self.seen + q_len <= self.max_length
             # a constant: dynamo cannot put a number into it that differs from cache to cache
             torch._assert_async(room, "kv_hf: max_length of the cache is reached")
         else:
-            self.check_append(rows, q_len)
             self.known_columns = self.columns() + q_len
         if not self.started:
             known = self._known_padding
@@ -184,7 +201,8 @@ class StaticTable:
 
     def finish(self) -> None:
         """Drop the step: behind the last layer nothing needs it."""
-        self.step, self.turn = None, 0
+        self.step = None
+        self.turn = 0
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Let row i continue the former row sources[i], in place."""
@@ -192,7 +210,8 @@ class StaticTable:
             tensor.copy_(tensor.index_select(0, sources))
 
     def check_integrity(self) -> None:
-        """Raise ValueError unless lengths add up."""
+        """Raise ValueError unless lengths add up; InterruptedForwardError where a forward stopped half-way."""
+        self.check_turn(0)
         if not self.rows:
             return
         tokens = self.num_pages.long() * self.page_size + self.exact_lens

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..quant.codec import decode
-from ..spec import PageSpec, SideSpec
+from ..spec import PageFields, PageSpec, SideSpec
 from .step import SealJobs, TableView
+from .storing import storing
 
 # tokens, jobs, fields, spec -> whether numbers had to be made finite
 Seal = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], SideSpec], torch.Tensor]
@@ -29,31 +30,38 @@ class SideStorage:
 
     def __init__(self, spec: SideSpec, device: torch.device) -> None:
         self.spec = spec
-        self.fields = {
-            name: torch.zeros((0, *shape), dtype=dtype, device=device)
-            for name, (shape, dtype) in spec.fields.items()
-        }
+        # replaced as a whole: whoever reads has the tensors of before or those of after
+        self.fields = PageFields(
+            {
+                name: torch.zeros((0, *shape), dtype=dtype, device=device)
+                for name, (shape, dtype) in spec.fields.items()
+            }
+        )
 
     @property
     def capacity(self) -> int:
-        """Pages that there is room for."""
-        return self.fields["codes"].shape[0]
+        """Pages that there is room for in every field."""
+        return self.fields.room
 
     @property
     def nbytes(self) -> dict[str, int]:
         """Allocated bytes by tensor name."""
         return {name: tensor.nbytes for name, tensor in self.fields.items()}
 
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` pages; new pages are zero, so that reading them gives finite numbers.
-
-        One tensor at a time, so that the peak is the old storage plus one grown tensor.
-        """
+    def grown(self, capacity: int) -> PageFields:
+        """Return fields with these pages and room for `capacity`; new pages are zero, so that reading them is finite."""
+        fields = dict(self.fields)
         for name, old in self.fields.items():
             if old.shape[0] < capacity:
-                new = old.new_zeros((capacity, *old.shape[1:]))
+                fields[name] = new = old.new_zeros((capacity, *old.shape[1:]))
                 new[: old.shape[0]] = old
-                self.fields[name] = new
+        return PageFields(fields)
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless every field has room for equally many pages."""
+        room = {name: tensor.shape[0] for name, tensor in self.fields.items()}
+        if len(set(room.values())) > 1:
+            raise ValueError(f"{self.spec.side} have room for different numbers of pages: {room}")
 
     def take(
         self, pages: Sequence[int], names: Sequence[str] | None = None
@@ -77,7 +85,7 @@ class SideStorage:
 
     def to(self, device: torch.device) -> None:
         """Move all tensors to `device`."""
-        self.fields = {name: tensor.to(device) for name, tensor in self.fields.items()}
+        self.fields = PageFields({name: one.to(device) for name, one in self.fields.items()})
 
 
 class PageStorage:
@@ -103,10 +111,33 @@ class PageStorage:
         """(keys, values)"""
         return self.keys, self.values
 
+    @property
+    def capacity(self) -> int:
+        """Pages that there is room for in every field of both sides."""
+        return min(self.keys.capacity, self.values.capacity)
+
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` pages on both sides."""
+        """Make room for `capacity` pages on both sides, or on none where memory is short.
+
+        Nothing of the old is given up before all of the new is there: for a moment the layer's pages exist twice.
+        """
+        keys, values = self.keys.grown(capacity), self.values.grown(capacity)
+        self.keys.fields, self.values.fields = keys, values
+
+    def grow_ahead(self, capacity: int) -> None:
+        """Make room for `capacity` pages before a step that needs them is in force."""
+        with storing(), self.lock:
+            self.grow(capacity)
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless all fields of both sides have room for equally many pages."""
         for side in self.sides:
-            side.grow(capacity)
+            side.check_integrity()
+        if self.keys.capacity != self.values.capacity:
+            raise ValueError(
+                f"{self.keys.spec.side} have room for {self.keys.capacity} pages, {self.values.spec.side} for "
+                f"{self.values.capacity}"
+            )
 
     @property
     def offloaded_bytes(self) -> int:
@@ -121,9 +152,8 @@ class PageStorage:
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`, in the view's order."""
-        # copies: another cache that shares the storage may replace its tensors by larger ones at any time
-        keys, values = (dict(side.fields) for side in self.sides)
-        return ReadablePages(keys, values, view.on(self.device).block_table, nullcontext)
+        table = view.on(self.device).block_table
+        return ReadablePages(self.keys.fields, self.values.fields, table, nullcontext)
 
     def to(self, device: torch.device) -> None:
         """Move both sides to `device`."""

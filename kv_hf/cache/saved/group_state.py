@@ -18,11 +18,14 @@ def state_of(group: PageGroup) -> dict[str, Any]:
 
 def restore(group: PageGroup, rows: Sequence[Row], num_pages: int, state: dict[str, Any]) -> None:
     """Let an empty group hold `rows`, whose pages are 0 .. num_pages - 1, in a state of before."""
-    ids = group.pool.allocate(num_pages)
-    group.rows = tuple(rows)
-    for row in group.rows:
-        group.pool.share(row.pages)
-    group.pool.release(ids)
+    with group.pool.lock:
+        group.pool.open_change()
+        ids = group.pool.allocate(num_pages)
+        group.rows = tuple(rows)
+        for row in group.rows:
+            group.pool.share(row.pages)
+        group.pool.release(ids)
+        group.pool.close_change()
     group.seen, group.confirmed = state["seen"], state["confirmed"]
     group.sizes = replace(group.sizes, recording=state["recording"])
     group._padding_seen = state["padding_seen"]

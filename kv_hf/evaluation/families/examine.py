@@ -81,8 +81,8 @@ def layers_with_keys(subject: Subject) -> int | None:
     A refusal that speaks of no attention is true only where there is none.
     """
     length = 12  # less than any sliding window
-    cache = new_cache(subject.unswitched, "dynamic")
     try:
+        cache = new_cache(subject.unswitched, "dynamic")
         with torch.no_grad():
             subject.unswitched(**subject.inputs(subject.text(1, length)), past_key_values=cache)
     except Exception:

@@ -61,6 +61,7 @@ test-all: $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, the ke
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'
 	$(OLDEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(OLDEST_VENV)/bin/python -m pytest -n 0 tests/test_model_families.py
 
 test-asan: $(VENV)/.installed ## test the C kernel on builds that check addresses, undefined behaviour and threads
 	$(BIN)/python scripts/sanitize.py

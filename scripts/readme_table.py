@@ -7,6 +7,7 @@ from typing import Any
 
 import docs_tables
 import eval_tables
+import family_tables
 import gqa_tables
 
 from kv_hf.evaluation.rows import latest_run, read_rows
@@ -28,6 +29,7 @@ DOCUMENTS = [
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
     ("mla.md", "mla", "mla.jsonl", docs_tables.latent_table),
     ("mla_accuracy.md", "mla_accuracy", "mla_accuracy.jsonl", eval_tables.latent_accuracy_table),
+    ("model_families.md", "families", "model_families.jsonl", family_tables.families_table),
     ("offload.md", "offload", "offload.jsonl", docs_tables.offload_table),
     ("transformers_suites.md", "suites", "transformers_suites.jsonl", docs_tables.suites_table),
 ]

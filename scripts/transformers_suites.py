@@ -1,7 +1,7 @@
 """Run transformers' own tests on DynamicCache and again on paged caches, and compare what passes.
 
-    python scripts/transformers_suites.py --checkout ~/transformers
-    python scripts/transformers_suites.py --checkout ~/transformers --seq-length 40 --new-tokens 12 --record
+    python scripts/transformers_suites.py --checkout ~/transformers --record
+    python scripts/transformers_suites.py --checkout ~/transformers --seq-length 0 --new-tokens 0
     python scripts/transformers_suites.py --checkout ~/transformers tests/models/llama/test_modeling_llama.py -k beam
 
 --checkout is a source checkout of the transformers version that is installed (its tests are not part of the package);
@@ -22,25 +22,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
+from kv_hf.evaluation.families.build import ROLES, families
 from kv_hf.evaluation.rows import append_rows, make_row
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "transformers_suites.jsonl"
-FAMILIES = (
-    *("arcee", "bamba", "biogpt", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2"),
-    *("deepseek_v3", "dots1", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3"),
-    *("gemma3n", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj"),
-    *("granite", "granitemoe", "helium", "hunyuan_v1_dense", "jamba", "llama", "minimax"),
-    *("ministral", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmoe", "opt"),
-    *("persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-    *("qwen3_next", "smollm3", "stablelm", "starcoder2"),
-)
-SUITES = [
-    "tests/utils/test_cache_utils.py",
-    "tests/generation/test_utils.py",
-    *(f"tests/models/{name}/test_modeling_{name}.py" for name in FAMILIES),
-]
+GENERAL = ("tests/utils/test_cache_utils.py", "tests/generation/test_utils.py")
 # what a cache has a part in; compiled, exported and static caches are no DynamicCache
 SELECTION = (
     "(generat or cache or past_key or beam or assisted or contrastive or lookup or padding or speculative or crop) "
@@ -51,18 +40,33 @@ console = Console(width=130)
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suites", nargs="*", default=SUITES, help="files, relative to the checkout")
+    parser.add_argument(
+        "suites",
+        nargs="*",
+        help="files, relative to the checkout (the general ones and those of all families that generate)",
+    )
     parser.add_argument("--checkout", type=Path, required=True, help="source tree of transformers")
     parser.add_argument("-k", default=SELECTION, help="pytest's selection of tests")
     parser.add_argument("--cache", default="paged_exact", help="what takes DynamicCache's place")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--sink-tokens", type=int, default=0)
-    parser.add_argument("--seq-length", type=int, default=0, help="tokens of a prompt (0: as is)")
-    parser.add_argument("--new-tokens", type=int, default=0, help="tokens to generate (0: as is)")
+    # transformers' own 7 and 3 fill hardly any page
+    parser.add_argument("--seq-length", type=int, default=40, help="tokens of a prompt (0: as is)")
+    parser.add_argument("--new-tokens", type=int, default=12, help="tokens to generate (0: as is)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds per run")
     parser.add_argument("--record", action="store_true", help=f"append rows to {RESULTS.name}")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args(argv)
+
+
+def default_suites(checkout: Path) -> list[str]:
+    """Return the general suites, and those of every family of scripts/model_families.py that the checkout has."""
+    modules = {model_type_to_module_name(name): None for role in ROLES for name in families(role)}
+    found = [
+        *GENERAL,
+        *(f"tests/models/{name}/test_modeling_{name}.py" for name in sorted(modules)),
+    ]
+    return [name for name in found if (checkout / name).is_file()]
 
 
 def run(args: argparse.Namespace, cache: str) -> dict[str, dict[str, Any]]:
@@ -160,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (args.checkout / "tests").is_dir():
         console.print(f"--checkout: {args.checkout} has no folder tests")
         return 2
+    args.suites = args.suites or default_suites(args.checkout)
     stock, ours = run(args, "dynamic"), run(args, args.cache)
     files = compare(stock, ours)
     show(files, ours, args.cache)

@@ -91,13 +91,48 @@ def test_checkout_without_tests_is_refused(suites, tmp_path):
     assert suites.main(["--checkout", str(tmp_path)]) == 2
 
 
+def test_default_suites_are_the_general_ones_and_those_of_every_family(suites, tmp_path):
+    for name in ("gemma4", "minimax_m3_vl", "git", "t5", "whisper", "llava", "vit"):
+        folder = tmp_path / "tests" / "models" / name
+        folder.mkdir(parents=True)
+        (folder / f"test_modeling_{name}.py").touch()
+    for name in suites.GENERAL:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = suites.default_suites(tmp_path)
+    assert tuple(found[:2]) == suites.GENERAL
+    names = {Path(name).parent.name for name in found[2:]}
+    have = {
+        "git",
+        "t5",
+        "whisper",
+        "llava",
+        "gemma4",
+        "minimax_m3_vl",
+    } & modules_of_this_transformers(suites)
+    assert names == have and {"git", "t5"} <= names  # vit does not generate
+
+
+def modules_of_this_transformers(suites):
+    return {
+        suites.model_type_to_module_name(name)
+        for role in suites.ROLES
+        for name in suites.families(role)
+    }
+
+
+def test_default_prompts_are_long_enough_to_seal_pages(suites):
+    args = suites.arguments(["--checkout", "."])
+    assert args.seq_length + args.new_tokens > 3 * args.page_size > 16 + args.sink_tokens
+
+
 @pytest.mark.slow
 def test_run_on_a_checkout(suites, tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_made_up.py").write_text(MADE_UP)
     out = tmp_path / "rows.jsonl"
     command = ["--checkout", str(tmp_path), "tests/test_made_up.py", "--record", "--out", str(out)]
-    code = suites.main([*command, "--seq-length", "40", "--new-tokens", "12"])
+    code = suites.main(command)
     assert code == 1  # something fails with pages only
     (row,) = [json.loads(line) for line in out.read_text().splitlines()]
     counts = {name: row[name] for name in suites.COLUMNS}

@@ -13,6 +13,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "5.17.0": "ebc6546201d5e40b",
         "5.23.0": "eba43b0ea9d48213",
     },
+    "modeling_utils:PreTrainedModel.get_correct_attn_implementation": {
+        "5.17.0": "856b643845bf3329",
+        "5.23.0": "fccaf49a89656f5c",
+    },
     "masking_utils:sdpa_mask": {
         "5.17.0": "470af6fcc68e5013",
         "5.23.0": "29f7c0653fd35aca",

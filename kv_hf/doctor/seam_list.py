@@ -64,6 +64,12 @@ SEAMS = (
         f"{_GENERATION}._supports_logits_to_keep", "spares the logits of shared prefixes", ("self",)
     ),
     # hf/attention.py, hf/dense.py, hf/models.py: attention and masks
+    Seam(
+        f"{_MODEL}.get_correct_attn_implementation",
+        "is asked for the name of an attention (patched)",
+        ("self", "requested_attention"),
+        told=True,
+    ),
     Seam("modeling_utils:AttentionInterface.register", "knows the attention", ("key", "value")),
     Seam("modeling_utils:AttentionInterface._global_mapping", "gives the attention back"),
     Seam(f"{_MASKS}:AttentionMaskInterface.register", "knows the mask", ("key", "value")),
@@ -143,5 +149,19 @@ SEAMS = (
         told=True,
     ),
     Seam(f"{_CACHE}:DynamicIndexedLayer", "is what latents with indexer keys replace"),
+    Seam(
+        f"{_CACHE}:LinearAttentionAndFullAttentionLayer", "is what pages beside a state replace"
+    ),
+    Seam(f"{_CACHE}:LinearAttentionCacheLayerMixin.__init__", "makes a state", ("self",)),
+    Seam(
+        f"{_CACHE}:LinearAttentionLayer.lazy_initialization",
+        "makes the tensors of a state",
+        ("self", "conv_states", "recurrent_states"),
+    ),
+    Seam(
+        f"{_CACHE}:LinearAttentionCacheLayerMixin.crop",
+        "rolls a state back",
+        ("self", "tokens_to_remove"),
+    ),
     Seam(f"{_CACHE}:DummyLayer", "is a layer that holds nothing", since="5.18.0"),
 )

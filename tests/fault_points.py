@@ -1,5 +1,7 @@
 """Exceptions thrown at every place of an operation: each line and each call of kv_hf's own Python that it runs through."""
 
+import functools
+import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +17,21 @@ FINALIZERS = (
 )  # Python ignores what they throw, and pytest keeps it alive
 
 
+@functools.cache
+def _is_with(path: str, line: int) -> bool:
+    """Say whether a `with` begins there.
+
+    Its line comes once more between the body and the release of a lock. Python itself never looks for Ctrl-C there, and
+    what is thrown there leaves the lock locked.
+    """
+    return linecache.getline(path, line).lstrip().startswith("with ")
+
+
 class Places:
     """Counts the places that a call runs through, and throws at one of them.
 
-    A place is a line that is about to run, or a function that was just entered: more than the places at which Python
-    looks for Ctrl-C, or an allocation can fail.
+    A place is a line that is about to run (except the first of a `with`), or a function that was just entered: more than
+    the places at which Python looks for Ctrl-C, or an allocation can fail.
     """
 
     def __init__(self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt):
@@ -47,6 +59,8 @@ class Places:
         if not code.co_filename.startswith(FOLDER) or self._is_finalizer(frame):
             return None
         if event in ("call", "line"):
+            if event == "line" and _is_with(code.co_filename, frame.f_lineno):
+                return self._trace
             self.passed += 1
             if self.passed == self.at:
                 self.thrown = f"{code.co_filename[len(FOLDER) + 1 :]}:{frame.f_lineno} ({event})"

@@ -13,6 +13,8 @@ from test_operations import FULL, HYBRID, PAGE, states
 import kv_hf
 from kv_hf.errors import InterruptedForwardError
 
+# what is thrown into a generator that is being closed is ignored by Python, and said
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 ERRORS = (KeyboardInterrupt, MemoryError)
 
 

@@ -15,6 +15,8 @@ from transformers import DynamicCache
 import kv_hf
 from kv_hf.errors import InterruptedForwardError
 
+# what is thrown into a generator that is being closed is ignored by Python, and said
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PAGE, WORDS, LONGEST = 16, 50, 260
 
 

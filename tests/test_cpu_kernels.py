@@ -294,6 +294,30 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @needs_library
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_decode_works_in_a_process_that_loads_the_library_after_a_fork():
+    """torch's OpenMP threads do not survive a fork either: handed over in the child, they were waited for without end."""
+    code = """
+import os, signal, torch, sys
+sys.path.insert(0, "tests")
+from paged_inputs import make_kv, make_query
+from kv_hf.kernels.cpu.decode import paged_attention
+from kv_hf.spec import LANES
+torch.set_num_threads(2)
+kv = make_kv("int4", rows=[(200, 9)], layout=LANES)
+query = make_query(kv, 1, 3, torch.float32)
+torch.relu(torch.randn(1000, 1000))
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if bool(paged_attention(query, kv, softmax_scale=0.1).isfinite().all()) else 1)
+sys.exit(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_library
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("isa", ISAS)

@@ -12,6 +12,7 @@ ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")
 ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
 LIBRARY_VARIABLE = "KV_HF_LIBRARY"  # a file to load in place of the installed library: one built with sanitizers, say
 FOLDER = Path(__file__).parent
+_PROCESS = os.getpid()  # that imported this module
 
 
 @functools.cache
@@ -73,8 +74,12 @@ def _is_checkout() -> bool:
 def _torch_openmp() -> int | None:
     """Return the address of GOMP_parallel in the OpenMP that torch has loaded, or None.
 
-    LLVM's and Intel's OpenMP offer that entry too. Only a library that is already there is taken.
+    LLVM's and Intel's OpenMP offer that entry too. Only a library that is already there is taken. In a forked process
+    its threads are gone, and a call would wait for them for ever. (A library that was loaded before the fork forgets the
+    address by itself, see pool.c.)
     """
+    if os.getpid() != _PROCESS:
+        return None
     folder = Path(torch.__file__).parent / "lib"
     bundled = [str(path) for path in sorted(folder.glob("lib*omp*"))]
     for name in (*bundled, "libgomp.so.1", "libomp.so", "libiomp5.so", "libomp.dylib"):

@@ -158,6 +158,8 @@ def _small(name: str, value: int, config: Any, special: Any) -> int:
         return min(value, HEADS)
     if re.fullmatch(_KV_HEADS, name):
         return _kv_heads(name, value, config)
+    if name == "vocab_size":  # also where the defaults have less: prompts are of TEXT_IDS
+        return VOCABULARY
     if re.fullmatch(_POSITIONS, name):
         return POSITIONS
     for pattern, small in RULES:

@@ -21,7 +21,7 @@ OLDEST_VENV = .venv-oldest
 BUDGET_S ?= 480
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-processors check format eval bench bench-mla bench-gpu plots clean
+.PHONY: help demo test test-all test-processors test-asan check format eval bench bench-mla bench-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -53,7 +53,7 @@ test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 min
 test-processors: $(VENV)/.installed ## the kernels' tests with each instruction set that this processor has (ATEN_CPU_CAPABILITY, KV_HF_ISA), with 1 thread and 2
 	$(BIN)/python scripts/processor_tests.py -n 2 --dist loadfile
 
-test-all: $(VENV)/.weights ## test, the slow tests, the kernels' tests with every instruction set, the suite without the C kernel, and on the oldest transformers
+test-all: $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, the kernels' tests with every instruction set, the suite without the C kernel, and on the oldest transformers
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(MAKE) test-processors
 	KV_HF_ISA=none $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
@@ -62,6 +62,9 @@ test-all: $(VENV)/.weights ## test, the slow tests, the kernels' tests with ever
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'
 	$(OLDEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
 	$(OLDEST_VENV)/bin/python -m pytest -n 0 tests/test_model_families.py
+
+test-asan: $(VENV)/.installed ## test the C kernel on builds that check addresses, undefined behaviour and threads
+	$(BIN)/python scripts/sanitize.py
 
 check: $(VENV)/.installed ## ruff, ruff format and mypy
 	$(BIN)/ruff check .

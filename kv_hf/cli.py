@@ -7,6 +7,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .printable import tell_error
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lm_eval(arguments[1:])
         # bad arguments, a task or data that is not there
         except (ValueError, ImportError, OSError) as error:
-            print(f"kv-hf lm-eval: error: {error}", file=sys.stderr)
+            tell_error("kv-hf lm-eval", error)
             return 2
         return 0
     if arguments[:1] == ["convert-gqa"]:

@@ -1,11 +1,22 @@
 """Every error and warning class that kv_hf raises on purpose, and how others' errors are quoted.
 
-All errors are ValueErrors, so that code that knows nothing of kv_hf can still catch bad input.
+All errors are ValueErrors, so that code that knows nothing of kv_hf can still catch bad input. Their messages quote
+files and arguments, and may be printed by anyone: control characters in them are written out.
 """
+
+from .printable import printable
 
 
 class KVCacheError(ValueError):
-    """Base class of the errors that kv_hf raises."""
+    """Base class of the errors that kv_hf raises; its text is safe to print."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_one_line(each) if isinstance(each, str) else each for each in args))
+
+
+def _one_line(text: str) -> str:
+    """Return a message without line ends, which a name of a file could begin a line of its own with."""
+    return printable(" ".join(text.split("\n")))
 
 
 class CacheOptionError(KVCacheError):
@@ -44,6 +55,10 @@ class CacheFileError(KVCacheError):
     """A file is no saved cache, is damaged, or was saved with another model, dtype or file version."""
 
 
+class InputFileError(KVCacheError):
+    """A file that was named is not read: it is no regular file, too large, no text or no JSON."""
+
+
 class ConversionError(KVCacheError):
     """A checkpoint cannot be converted: its model, files or the place for the result do not allow it."""
 
@@ -54,6 +69,11 @@ class PlanError(KVCacheError):
 
 class KVCacheWarning(UserWarning):
     """Something works, but slower or with less than the user may expect; said once."""
+
+
+def reason(error: BaseException) -> str:
+    """Return what went wrong in words: of an OSError what the system says, without the path."""
+    return getattr(error, "strerror", None) or first_line(error)
 
 
 def first_line(error: BaseException) -> str:

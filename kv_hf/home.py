@@ -2,9 +2,10 @@
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from .files.folders import scratch_folder
 
 
 def home() -> Path:
@@ -21,8 +22,7 @@ def made_once(target: Path, marker: str, make: Callable[[Path, Path], object]) -
     if (target / marker).is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as name:
-        scratch = Path(name)
+    with scratch_folder(target) as scratch:
         done = scratch / "done"
         done.mkdir()
         make(done, scratch)

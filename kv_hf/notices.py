@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .errors import KVCacheWarning
+from .printable import printable
 
 _said: set[str] = set()
 _lock = threading.Lock()
@@ -16,13 +17,13 @@ logger = logging.getLogger("kv_hf")
 def warn_once(key: str, message: str) -> None:
     """Emit `message` as a KVCacheWarning unless `key` was said before in this process."""
     if _is_new(key):
-        warnings.warn(message, KVCacheWarning, stacklevel=3)
+        warnings.warn(printable(message, keep="\n"), KVCacheWarning, stacklevel=3)
 
 
 def say_once(key: str, message: str) -> None:
     """Log `message` at WARNING level (visible by default) unless `key` was said before."""
     if _is_new(key):
-        logger.warning(message)
+        logger.warning("%s", printable(message, keep="\n"))
 
 
 def _is_new(key: str) -> bool:

@@ -6,19 +6,19 @@ the version, `keys` and `values` are all that is needed.
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .errors import CacheOptionError
+from .errors import CacheOptionError, InputFileError, reason
+from .files.reading import RECIPE_BYTES, read_json
+from .files.writing import replace_text
 from .formats import FORMAT_NAMES
 
 FORMAT = "kv_hf recipe"
 VERSION = 1
-MOST_BYTES = 1 << 20  # a recipe of a model with 100 layers has about 5 KB
 
 # options that a recipe decides alone, and those that belong to what was measured
 FORMAT_OPTIONS = ("keys", "values", "layers")
@@ -70,15 +70,13 @@ class Recipe:
             )
         path = Path(source)
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise CacheOptionError(f"recipe {str(path)!r} is too large to be a recipe")
-            found = json.loads(path.read_text("utf-8"))
-        except OSError as error:
+            found = read_json(path, RECIPE_BYTES, "recipe")
+        except InputFileError as error:
+            raise CacheOptionError(str(error)) from None
+        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
             raise CacheOptionError(
-                f"recipe {str(path)!r} cannot be read: {error.strerror or error}"
+                f"recipe {str(path)!r} cannot be read: {reason(error)}"
             ) from None
-        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8
-            raise CacheOptionError(f"recipe {str(path)!r} is no JSON: {error}") from None
         return cls.parse(found, repr(str(path)))
 
     @classmethod
@@ -163,20 +161,8 @@ class Recipe:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe aside and move it to `path` when it is complete. Raises OSError where the disk refuses."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_json(), indent=1) + "\n"
-        handle, scratch = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"
-        )
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                out.write(text)
-            os.chmod(scratch, 0o666 & ~_umask())
-            os.replace(scratch, target)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
 def beside_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,12 +183,6 @@ def beside_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
             )
     kept = {name: value for name, value in given.items() if name not in decided}
     return {**kept, "recipe": recipe}
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _formats(found: Any, side: str, name: str) -> tuple[str | None, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import first_line
+from .files.reading import TEXT_BYTES, read_text
 
 BUNDLED = ("lincoln_1862", "lincoln_1863")
 DATASET = "dataset:"
@@ -65,10 +66,7 @@ def _contents(source: str | Path, what: str, choices: str) -> str:
         return (files("kv_hf") / "evaluation" / "data" / f"{source}.txt").read_text("utf-8")
     if not Path(source).is_file():
         raise ValueError(f"{what} must be {choices}, got {str(source)!r}")
-    try:
-        return Path(source).read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} {str(source)!r} is not UTF-8: {error}") from error
+    return read_text(source, TEXT_BYTES, what)
 
 
 def _records(source: str, training: bool, what: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -18,7 +19,7 @@ from kv_hf.planner.explore import command, models
 from kv_hf.planner.explore.command import main
 from kv_hf.planner.explore.models import offered
 from kv_hf.planner.explore.page import Model, build_page, kind_of, page_data, policy
-from kv_hf.planner.explore.serve import make_server, serve
+from kv_hf.planner.explore.serve import is_own_host, make_server, serve
 from kv_hf.planner.inventory import CachedLayer, Inventory, State
 from kv_hf.planner.presets import preset_names
 
@@ -271,6 +272,66 @@ def test_server_gives_the_page_and_nothing_else(text):
         server.shutdown()
         thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+def ask(port, *lines):
+    """The status line and the rest of what the server answers to these lines, by a plain socket."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        answer = b""
+        while data := connection.recv(65536):
+            answer += data
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0].decode(), head.decode(), body
+
+
+@pytest.fixture
+def port(text):
+    server = make_server(text, 0)
+    thread = threading.Thread(target=serve, args=(server,), daemon=True)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join(timeout=10)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example:PORT", "evil.example", "127.0.0.1", "localhost", "127.0.0.1:1", "localhost:", "127.0.0.1:PORT.evil.example",
+     "evil.example@127.0.0.1:PORT", "127.0.0.1.evil.example:PORT", "[::1]", "0.0.0.0:PORT", "127.0.0.2:PORT", ""],
+)  # fmt: skip
+def test_requests_under_a_strangers_name_are_refused(host, port, text):
+    """A stranger's page whose name is made to resolve to this machine could read what is served."""
+    given = host.replace("PORT", str(port))
+    status, _, body = ask(port, "GET / HTTP/1.1", f"Host: {given}", "Connection: close")
+    assert " 421 " in status and b"<script" not in body
+    assert " 421 " in ask(port, "HEAD / HTTP/1.1", f"Host: {given}", "Connection: close")[0]
+
+
+def test_requests_of_no_host_or_two_are_refused(port):
+    own = f"Host: 127.0.0.1:{port}"
+    for lines in (
+        ["GET / HTTP/1.0"],
+        ["GET / HTTP/1.1", "Connection: close"],
+        ["GET / HTTP/1.1", own, "Host: evil.example", "Connection: close"],
+        ["GET / HTTP/1.1", "Host: evil.example", own, "Connection: close"],
+    ):
+        assert " 421 " in ask(port, *lines)[0]
+    status, _, _ = ask(port, "GET http://evil.example/ HTTP/1.1", own, "Connection: close")
+    assert " 404 " in status
+    assert " 501 " in ask(port, "POST / HTTP/1.1", own, "Connection: close")[0]
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "LocalHost", "[::1]"])
+def test_requests_under_this_machines_own_names_are_answered(name, port, text):
+    status, head, body = ask(port, "GET /?a=1 HTTP/1.1", f"Host: {name}:{port}")
+    assert " 200 " in status and body.decode() == text
+    assert "X-Frame-Options: DENY" in head and "Cross-Origin-Resource-Policy: same-origin" in head
+
+
+def test_browsers_leave_the_port_80_out():
+    assert is_own_host(["localhost"], 80) and is_own_host(["[::1]"], 80)
+    assert not is_own_host(["localhost"], 8000) and not is_own_host(["evil.example"], 80)
 
 
 def test_interrupt_ends_the_server_cleanly(text):

@@ -220,7 +220,7 @@ def test_a_file_as_source_is_refused(source):
 @pytest.mark.parametrize("file", ["config.json", INDEX])
 def test_damaged_json_is_named(file, text, source):
     (source / file).write_text(text)
-    refuses(source, f"{file} (is no JSON|must hold a JSON object)")
+    refuses(source, f"{file}' (is no JSON|must hold a JSON object)")
 
 
 @pytest.mark.parametrize("left", [0, 5, 8, 100, -1, -4000])

@@ -9,8 +9,17 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "home", "notices", "records", "version"},
-    {"cache_names", "checks", "config", "formats", "recipe", "texts"},
+    {"errors", "files", "home", "notices", "printable", "records", "version"},
+    {
+        "cache_names",
+        "checks",
+        "config",
+        "config_numbers",
+        "field_names",
+        "formats",
+        "recipe",
+        "texts",
+    },
     {"row_pages", "spec"},
     {"quant"},
     {"kernels", "pages"},

@@ -178,8 +178,8 @@ def test_folders_files_configs_and_inventories_say_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as JSON"),
-        ("[]", "expected a JSON object"),
+        ("{", "is no JSON"),
+        ("[]", "must hold a JSON object, got list"),
         (None, "has no config.json"),
     ],
 )
@@ -329,7 +329,7 @@ def test_what_hides_a_preset_is_named(tmp_path, monkeypatch):
     with pytest.raises(PlanError, match="model must be .*, got an empty name"):
         load_inventory("")
     (tmp_path / "gpt2").touch()
-    with pytest.raises(PlanError, match="cannot be read as JSON.*this file hides the preset gpt2"):
+    with pytest.raises(PlanError, match="is no JSON.*this file hides the preset gpt2"):
         load_inventory("gpt2")
     folder = tmp_path / "meta-llama" / "Llama-3.1-8B"
     folder.mkdir(parents=True)

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import json
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +121,16 @@ def test_bad_recipes_are_refused_by_name(tmp_path, changes, says):
         assert "r.json" in str(error.value)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
+def test_recipes_without_an_end_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((Path("/dev/zero"), "a device"), (tmp_path / "pipe", "a pipe")):
+        with pytest.raises(
+            kv_hf.CacheOptionError, match=f"recipe '{path}' must be a regular file, got {kind}"
+        ):
+            Recipe.read(path)
+
+
 def test_files_that_cannot_be_recipes(tmp_path):
     broken, large, folder = tmp_path / "b.json", tmp_path / "l.json", tmp_path
     broken.write_text("{")
@@ -127,7 +139,7 @@ def test_files_that_cannot_be_recipes(tmp_path):
     deep.write_text("[" * 100_000)
     for path, says in (
         (tmp_path / "none.json", "cannot be read"),
-        (folder, "cannot be read"),
+        (folder, "must be a regular file, got a folder"),
         (broken, "is no JSON"),
         (deep, "is no JSON"),
         (large, "too large"),

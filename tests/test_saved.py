@@ -601,6 +601,21 @@ def test_a_link_stays_a_link_and_long_names_fit(model, tmp_path):
     assert link.is_symlink() and target.is_file()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX system")
+def test_save_keeps_the_permissions_of_the_file_that_was_there(model, tmp_path):
+    """A cache that only its owner could read was readable by all behind the next save."""
+    path, new = tmp_path / "cache", tmp_path / "new"
+    cache, _ = filled(model, {"input_ids": tokens(1, 40)})
+    before = os.umask(0o022)
+    try:
+        path.touch(mode=0o600)
+        cache.save(path, model)
+        cache.save(new, model)
+    finally:
+        os.umask(before)
+    assert [one.stat().st_mode & 0o777 for one in (path, new)] == [0o600, 0o644]
+
+
 def test_saving_and_loading_take_pieces_of_memory(model, tmp_path, monkeypatch):
     piece = 4096
     for module in (files, save):

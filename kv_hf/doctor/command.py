@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import KVCacheError
+from ..printable import printable, tell
 from .diagnosis import Subject, examine, self_test
 from .self_test import SECONDS
 from .text import described, tested, verdict
@@ -50,9 +51,10 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"--seconds must be more than 0, got {args.seconds:g}")
         diagnosis = examine(subject)
     except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
-        parser.error(str(error).splitlines()[0])
+        parser.error(printable(str(error).splitlines()[0]))
     if not args.json:
-        print("\n".join(described(diagnosis, args.verbose)), flush=True)  # a kernel may crash below
+        # flushed, as a kernel may crash below
+        tell("\n".join(described(diagnosis, args.verbose)), flush=True)
     if not args.no_self_test:
         diagnosis = replace(diagnosis, self_test=self_test(subject, args.seconds))
     if args.json:
@@ -60,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         if diagnosis.self_test is not None:
             print("\nSelf-test (largest error against the reference, and what rounding explains):")
-            print("\n".join(tested(diagnosis.self_test)))
+            tell("\n".join(tested(diagnosis.self_test)))
         print()
-        print("\n".join(verdict(diagnosis)))
+        tell("\n".join(verdict(diagnosis)))
     return 1 if diagnosis.broken else 0

@@ -40,7 +40,7 @@ def _config(name: str) -> Any:
         with quiet():
             return transformers.CONFIG_MAPPING[kind].from_dict(given)
     try:
-        return transformers.AutoConfig.from_pretrained(name)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise CacheOptionError(f"model {name!r}: {str(error).splitlines()[0]}") from error
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import cached_file
 
+from ..files.reading import BESIDE_BYTES, read_bytes
 from ..formats import ATTENTION_NAME
 from ..texts import text_windows
 from .accuracy import PROTOCOL, check_texts, measure_accuracy
@@ -42,7 +43,7 @@ def model_revision(name: str) -> str:
     small = [*folder.glob("*.json"), *folder.glob("*.model"), *folder.glob("*.txt")]
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     for path in sorted(small):
-        digest.update(path.name.encode() + path.read_bytes())
+        digest.update(path.name.encode() + read_bytes(path, BESIDE_BYTES, "file"))
     for path in sorted(weights):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

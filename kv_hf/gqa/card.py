@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from .beside import read_card_text
 from .checkpoint import Checkpoint
 from .report import ConversionReport
 
@@ -51,12 +52,7 @@ def model_card(checkpoint: Checkpoint, report: ConversionReport) -> str:
 
 def read_card(folder: Path) -> tuple[str, str]:
     """Return (front matter with an empty line behind it, the rest) of a folder's card; both empty where there is none."""
-    card = folder / "README.md"
-    return (
-        split_front_matter(card.read_text("utf-8", errors="replace"))
-        if card.is_file()
-        else ("", "")
-    )
+    return split_front_matter(read_card_text(folder))
 
 
 def split_front_matter(text: str) -> tuple[str, str]:

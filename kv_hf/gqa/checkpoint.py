@@ -3,14 +3,16 @@
 Refuses what cannot be converted tensor by tensor (quantized weights, adapters, pickles, remote code) with the reason.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ConversionError
+from ..config_numbers import check_numbers
+from ..errors import ConversionError, InputFileError
+from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
+from .beside import check_inside
 from .tensor_file import Stamp, StoredTensor, TensorFile, stamp_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -77,6 +79,8 @@ class Checkpoint:
             name: stamp_of(folder / name)
             for name in ("config.json", *([] if index is None else [INDEX]))
         }
+        for file in files:
+            check_inside(folder / file, folder)
         opened = {file: TensorFile.open(folder / file) for file in files}
         tensors: dict[str, StoredTensor] = {}
         for file, found in opened.items():
@@ -131,15 +135,13 @@ class Checkpoint:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file. Raises ConversionError naming the file."""
+    check_inside(path, path.parent)
     try:
-        found = json.loads(path.read_text("utf-8"))
+        return read_json_object(path, INDEX_BYTES if path.name == INDEX else CONFIG_BYTES, "file")
+    except InputFileError as error:
+        raise ConversionError(str(error)) from None
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConversionError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
 
 
 def find_folder(source: str | Path, patterns: list[str]) -> Path:
@@ -188,6 +190,7 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
                 raise ConversionError(
                     f"{folder / 'config.json'} has a {name} ({kind}): convert the unquantized checkpoint"
                 )
+    check_numbers(config, str(folder / "config.json"), ConversionError)
     if config.get("auto_map"):
         raise ConversionError(
             f"{folder / 'config.json'} has an auto_map: the model needs code of its own, whose tensors are not known"

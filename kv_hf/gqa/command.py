@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import KVCacheError
+from ..printable import printable, tell, tell_error
 from .card import WARNING
 from .convert import CALIBRATED, DTYPES, convert_to_gqa
 from .memory import gigabytes
@@ -77,13 +78,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf convert-gqa") -> 
             )
         except (KVCacheError, OSError, MemoryError) as error:
             stack.close()
-            print(f"{prog}: error: {error or type(error).__name__}", file=sys.stderr)
+            tell_error(prog, error)
             return 2
         except KeyboardInterrupt:
             stack.close()
-            print(f"{prog}: stopped; {args.destination} is as it was", file=sys.stderr)
+            tell(f"{prog}: stopped; {args.destination} is as it was", to_errors=True)
             return 130
-    print(table(report, args.dry_run))
+    tell(table(report, args.dry_run))
     return 0
 
 
@@ -106,7 +107,7 @@ def table(report: ConversionReport, dry_run: bool) -> str:
     )
     if report.memory:
         lines.append(f"method {report.method} takes about {gigabytes(report.memory)} of memory")
-    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"note: {printable(note)}" for note in report.notes]
     if report.method != "exact":
         lines.append(f"note: {WARNING[report.method]}")
     done = f"written to {report.destination} in {report.seconds:.1f} s"

@@ -3,11 +3,9 @@
 import contextlib
 import copy
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,10 @@ import torch
 
 from ..checks import check_choice
 from ..errors import ConversionError
+from ..files.folders import scratch_folder
+from ..files.writing import create_text
 from ..records import CONVERSION
+from .beside import CARD, copy_files, files_beside
 from .card import model_card
 from .checkpoint import INDEX, Checkpoint
 from .cross_class import CROSS_CLASS, plan_cross_class
@@ -25,14 +26,8 @@ from .plan import Plan, cast, plan_merging
 from .pooling import METHODS
 from .report import ConversionReport, make_report, record
 from .structure import Structure, find_structure, load_config
-from .writer import UNFINISHED, becoming, check_destination, copy_files, write_shard
+from .writer import becoming, check_destination, write_shard
 
-# files beside the weights that a model needs, by pattern
-BESIDE = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "*.tiktoken", "chat_template*", "additional_chat_templates/*.jinja", "*.model", "preprocessor_config.json",
-    "processor_config.json", "video_preprocessor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
-)  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CALIBRATED = ("align", "svd")  # methods of calibrated.py, which read text
 
@@ -139,8 +134,8 @@ def scratch_beside(folder: Path, method: str) -> Iterator[Path]:
     if method not in CALIBRATED:
         yield folder
         return
-    with tempfile.TemporaryDirectory(suffix=UNFINISHED, dir=folder.parent) as scratch:
-        yield Path(scratch)
+    with scratch_folder(folder) as scratch:
+        yield scratch
 
 
 def find_overrides(
@@ -193,20 +188,6 @@ def write_weights(
         write_shard(folder / file, entries, make, written, opened.metadata)
 
 
-def files_beside(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint that go with its weights. Raises ConversionError for a link to nothing."""
-    inside = [
-        path for path in sorted(folder.glob("**/*")) if len(path.relative_to(folder).parts) < 3
-    ]
-    found = [
-        path for path in inside if any(fnmatch(str(path.relative_to(folder)), p) for p in BESIDE)
-    ]
-    for path in found:
-        if path.is_symlink() and not path.exists():
-            raise ConversionError(f"{path} is a link to a file that is not there")
-    return found
-
-
 def write_rest(
     checkpoint: Checkpoint, plan: Plan, folder: Path, report: ConversionReport, beside: list[Path]
 ) -> None:
@@ -223,8 +204,8 @@ def write_rest(
     config = {**plan.config, CONVERSION: record(checkpoint, report)}
     _write_json(folder / "config.json", config)
     copy_files(checkpoint.folder, folder, beside)
-    (folder / "README.md").write_text(model_card(checkpoint, report), "utf-8")
+    create_text(folder / CARD, model_card(checkpoint, report))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=path.name == INDEX) + "\n", "utf-8")
+    create_text(path, json.dumps(value, indent=2, sort_keys=path.name == INDEX) + "\n")

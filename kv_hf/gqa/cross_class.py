@@ -18,7 +18,7 @@ from .heads import check_heads
 from .names import Names, find_names
 from .neox_as_phi import phi_config, phi_tensors
 from .plan import Plan, Recipe, kept
-from .structure import build, check_complete, shapes_of
+from .structure import architecture, build, check_complete, shapes_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plan_cross_class(
     Raises: ConversionError where the other class would compute something else, with the reason.
     """
     route = CROSS_CLASS[config.model_type]
-    own = (getattr(config, "architectures", None) or [route.source])[0]
+    own = architecture(config) or route.source
     if own != route.source:
         raise ConversionError(
             f"{own} has no grouped kv heads; of {config.model_type} models only {route.source} can be converted"

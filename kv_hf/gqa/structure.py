@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from ..errors import ConversionError
+from ..printable import short
 from .checkpoint import Checkpoint
 from .heads import CAN, FIELD, check_heads, head_counts, text_config
 from .names import Names, find_missing, find_names
@@ -131,7 +132,7 @@ def check_complete(checkpoint: Checkpoint, config: Any, model: Any, names: Names
 def load_config(folder: Path) -> Any:
     """Return the config of a folder. Raises ConversionError for one that transformers does not know."""
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever the validators of a config class raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(f"{folder / 'config.json'}: {first}") from error
@@ -193,28 +194,67 @@ def sets_head_dim(text: Any, head_dim: int) -> bool:
 
 def class_name(config: Any) -> str:
     """Return the name of the class that a checkpoint of this config is for."""
+    return architecture(config) or f"the model of {config.model_type}"
+
+
+def architecture(config: Any) -> str | None:
+    """Return the first class that a config names, None where it names none. Raises ConversionError for what is no name."""
     names = getattr(config, "architectures", None) or []
-    return str(names[0]) if names else f"the model of {config.model_type}"
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ConversionError(
+            f"config.json: architectures must be a list of names of classes, got {short(names)}"
+        )
+    return names[0] if names else None
 
 
 def model_class(config: Any) -> Any:
-    """Return the class of a checkpoint. Raises ConversionError where transformers has none."""
-    names = getattr(config, "architectures", None) or []
-    found = getattr(transformers, names[0], None) if names else None
+    """Return the class of a checkpoint.
+
+    Raises: ConversionError where transformers has none of that name, or it is no model that such a config makes. Nothing
+        else of transformers is ever called by the name that a file gives it.
+    """
+    name = architecture(config)
+    found = None if name is None else _named(name)
     if found is not None:
-        return found
+        if is_model_class(found) and isinstance(config, found.config_class):
+            return found
+        raise ConversionError(
+            f"config.json: architectures names {name!r}, which is no class of a {config.model_type} model"
+        )
     try:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise ConversionError(f"transformers has no class {class_name(config)!r}") from None
 
 
+def _named(name: str) -> Any:
+    """Return what transformers calls `name`, None where it has nothing of that name or cannot load it."""
+    try:
+        return getattr(transformers, name, None)
+    except (
+        Exception
+    ):  # it loads its modules when they are asked for, with whatever packages these want
+        return None
+
+
+def is_model_class(found: Any) -> bool:
+    """Say whether an attribute of transformers is the class of a model, made from a config of its own kind."""
+    return (
+        isinstance(found, type)
+        and issubclass(found, transformers.PreTrainedModel)
+        and isinstance(found.config_class, type)
+    )
+
+
 def build(config: Any) -> Any:
     """Return the model of a config on the meta device. Raises ConversionError where its class refuses the config."""
     kind = model_class(config)
+    own = copy.deepcopy(config)
+    # a config may name a kernel of the hub, which would be fetched and run
+    own._attn_implementation = "eager"
     try:
         with torch.device("meta"):
-            return kind(copy.deepcopy(config))
+            return kind(own)
     except Exception as error:  # whatever a model's constructor thinks of these numbers
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         kv_heads = getattr(text_config(config), FIELD, None)

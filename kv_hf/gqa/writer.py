@@ -3,9 +3,8 @@
 import contextlib
 import json
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 
 from ..errors import ConversionError
+from ..files.folders import becoming_folder
+from ..files.writing import creating
 from .tensor_file import NAMES
-
-UNFINISHED = ".kv_hf-converting"  # what the name of a folder that is being written ends with
 
 
 def check_destination(destination: Path, source: Path | None = None, needed: int = 0) -> None:
@@ -51,49 +50,17 @@ def check_destination(destination: Path, source: Path | None = None, needed: int
 
 @contextlib.contextmanager
 def becoming(destination: Path) -> Iterator[Path]:
-    """Make a folder beside `destination` that becomes it when the block ends, and is deleted when it fails.
+    """Make a folder that becomes `destination` when the block ends, and is deleted when it fails (files/folders.py).
 
-    Whoever is killed in between leaves no `destination`, and beside it `<name>.<random>.kv_hf-converting`.
     Raises: ConversionError where it cannot be written, with the parents that were made taken away again.
     """
-    target = Path(os.path.realpath(destination))
-    aside = target.with_name(f"{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
-    made = [parent for parent in target.parents if not parent.exists()]
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside.mkdir()
-        yield aside
-        sync_all(aside)
-        os.rename(aside, target)  # onto an empty folder, or a name that is free
-        sync(target.parent)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            for parent in made:
-                parent.rmdir()
-        if isinstance(error, OSError):
-            raise ConversionError(
-                f"destination {str(destination)!r} cannot be written: {error.strerror or error}"
-            ) from error
-        raise
-
-
-def sync_all(folder: Path) -> None:
-    """Have the system write a folder and everything in it out."""
-    for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Have the system write a file or a folder out (folders where it can)."""
-    if path.is_dir() and os.name != "posix":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with becoming_folder(destination) as folder:
+            yield folder
+    except OSError as error:
+        raise ConversionError(
+            f"destination {str(destination)!r} cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def write_shard(
@@ -121,7 +88,7 @@ def write_shard(
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
+    with creating(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             tensor = make(name)
@@ -134,12 +101,3 @@ def write_shard(
                 file.write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
             written(tensor.nbytes)
             del tensor, flat  # before the next one is made
-
-
-def copy_files(source: Path, target: Path, paths: Iterable[Path]) -> None:
-    """Copy files of `source`, into the same subfolders of `target`."""
-    for path in paths:
-        if path.is_file():
-            place = target / path.relative_to(source)
-            place.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, place)

@@ -8,7 +8,7 @@ import torch
 from ..cache.compat import is_dummy
 from ..cache.model_shape import decoder_config, kept_layers, latent_ranks
 from ..errors import UnsupportedModelError
-from .field_names import HEADS, first
+from ..field_names import HEADS, first
 from .inventory import CachedLayer, State
 from .meta_model import ROWS, TOKENS
 from .tracing import Reads

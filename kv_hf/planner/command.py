@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ..cache_names import STOCK
 from ..errors import KVCacheError
 from ..formats import IMPLEMENTATIONS
+from ..printable import tell_error
 from .devices import DEVICES
 from .inventory import Inventory
 from .plan import plan
@@ -123,7 +124,7 @@ def _main(argv: Sequence[str] | None, prog: str) -> int:
             tensor_parallel=args.tensor_parallel,
         )
     except (KVCacheError, OSError) as error:
-        print(f"{prog}: error: {error or type(error).__name__}", file=sys.stderr)
+        tell_error(prog, error)
         return 2
     if args.json:
         print(json.dumps(found.as_dict(), indent=2))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UnsupportedModelError
-from .field_names import (
+from ..field_names import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
     HEAD_DIM,
@@ -72,6 +72,7 @@ def inventory_of_fields(
             "latents are taken to be cached, as transformers does; other code may expand them"
         )
     experts = first(own, EXPERTS) or 0
+    per_token = min(first(own, EXPERTS_PER_TOKEN) or 0, experts)
     if experts > 1:
         notes.append("the weights of experts are not told apart from the others")
     return Inventory(
@@ -80,7 +81,7 @@ def inventory_of_fields(
         dtype=dtype,
         layers=tuple(_shared(own, layers, [_kind(own, i, count, name) for i in range(count)])),
         experts=experts if experts > 1 else 0,
-        experts_per_token=(first(own, EXPERTS_PER_TOKEN) or 0) if experts > 1 else 0,
+        experts_per_token=per_token if experts > 1 else 0,
         max_positions=max_positions or first(own, POSITIONS),
         source=source,
         how="fields",
@@ -99,7 +100,7 @@ def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_other_layers(own: Mapping[str, Any], name: str) -> None:
-    kinds = {str(kind) for kind in own.get("layer_types") or ()} - set(_KINDS)
+    kinds = set(own.get("layer_types") or ()) - set(_KINDS)
     names = sorted(key for key in own if key.startswith(_OTHER_LAYERS) and own[key])
     if kinds or names:
         raise UnsupportedModelError(
@@ -131,7 +132,7 @@ def _layer(own: Mapping[str, Any], name: str, index: int, count: int) -> CachedL
     rank = own.get("kv_lora_rank")
     if rank:
         rope = own.get("qk_rope_head_dim")
-        if not isinstance(rope, int):
+        if not isinstance(rope, int) or isinstance(rope, bool):
             raise UnsupportedModelError(
                 f"{name}: its config has kv_lora_rank, but no qk_rope_head_dim"
             )
@@ -209,7 +210,7 @@ def _shared(
     own: Mapping[str, Any], layers: list[CachedLayer], kinds: list[str]
 ) -> list[CachedLayer]:
     """Let the last num_kv_shared_layers read the last layer of their kind before them."""
-    shared = own.get("num_kv_shared_layers") or 0
+    shared = min(own.get("num_kv_shared_layers") or 0, len(layers))
     first_shared = len(layers) - shared
     for index in range(first_shared, len(layers)):
         owner = max((i for i in range(first_shared) if kinds[i] == kinds[index]), default=None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..cache.model_shape import decoder_config, latent_rank
 from ..errors import PlanError
-from .field_names import HEADS, KV_HEADS, first, read
+from ..field_names import HEADS, KV_HEADS, first, read
 from .fields import TEXT_PARTS
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import DynamicCache
 
 from ..cache.compat import is_dummy
@@ -18,6 +19,7 @@ from ..errors import UnsupportedModelError
 from .tracing import Reads, follow_layer, reading
 
 ROWS, TOKENS = 2, 3
+MOST_MODULES = 250_000  # of a model; 61 layers of 384 experts have 71,000
 
 # in this order: what people load to generate text with
 _KINDS = (
@@ -74,8 +76,28 @@ def model_kind(config: Any) -> Any:
 def build(config: Any, dtype: torch.dtype, attention: str) -> Any:
     """Build the model of a copy of `config` on the meta device: shapes and dtypes, no numbers. Call it in `quiet`."""
     own = copy.deepcopy(config)
-    with torch.device("meta"):
+    with torch.device("meta"), _few_modules():
         return model_kind(own).from_config(own, attn_implementation=attention, dtype=dtype).eval()
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Stop a model of this thread that goes on and on: some config's number says how often a part is repeated."""
+    thread, count = threading.get_ident(), 0
+
+    def note(*_: Any) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > MOST_MODULES:
+            raise UnsupportedModelError(
+                f"a model of this config has more than {MOST_MODULES:,} modules, more than a plan builds"
+            )
+
+    handle = register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def run(model: Any) -> tuple[Any, Reads]:

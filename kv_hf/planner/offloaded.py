@@ -31,6 +31,8 @@ from .paged import (
     row_sizes,
 )
 
+MOST_STEPS = 1 << 24  # that are followed; the pages that each needs are worked out at once
+
 
 @dataclass
 class _Room:
@@ -101,6 +103,11 @@ def offloaded(
     groups = page_groups(inventory, formats, dtype, layout)
     longest = max(row_tokens, default=0)
     new = longest - prompt if prompt is not None else min(1, max(0, longest - 1))
+    if new > MOST_STEPS:
+        raise CacheOptionError(
+            f"prompt={prompt}: behind it come {new:,} tokens one by one, and an offload is followed through {MOST_STEPS:,} "
+            "steps at most; leave prompt out, or plan for a shorter context"
+        )
     room = _Room(DeviceBudget(options.device_pages, options.device_bytes), device)
     steps = _steps(groups, options, row_tokens, new)
     held = {layer: spec for specs in groups.values() for layer, spec in specs.items()}

@@ -10,6 +10,7 @@ import torch
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, KVCacheError
+from ..printable import short
 from ..spec import MemoryReport
 from .choices import DEFAULT_CACHES, Choice, choices_of
 from .devices import find_device
@@ -23,6 +24,7 @@ from .units import format_bytes, parse_bandwidth, parse_bytes, parse_tokens
 
 DEFAULT_CONTEXT = 8192
 MOST_BATCH = 1_000_000  # rows are listed one by one
+MOST_CONTEXT = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,10 @@ def _context(inventory: Inventory, given: int | str | None, notes: list[str]) ->
     if given is None:
         return min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
     context = parse_tokens("context", given)
+    if context > MOST_CONTEXT:
+        raise CacheOptionError(
+            f"context must be at most {MOST_CONTEXT:,} tokens of a row, got {short(given)}"
+        )
     if most is not None and context > most:
         notes.append(f"the model was made for {most:,} positions, fewer than {context:,}")
     return context

@@ -8,10 +8,11 @@ import torch
 
 from ..cache.model_shape import decoder_config, is_encoder_decoder
 from ..errors import UnsupportedModelError
+from ..field_names import POSITIONS, first, read
 from ..notices import say_once
+from ..printable import short
 from . import meta_model, tracing
 from .cached_layers import read_cache
-from .field_names import POSITIONS, first, read
 from .fields import inventory_of_fields
 from .inventory import CachedLayer, Inventory
 from .weights import Weights, count_weights
@@ -111,7 +112,7 @@ def named_dtype(config: Any, dtype: torch.dtype | str | None) -> str | None:
     own = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
     if not isinstance(own, torch.dtype) or not own.is_floating_point:
         raise UnsupportedModelError(
-            f"dtype must be a floating-point dtype of torch, as 'bfloat16', got {found!r}"
+            f"dtype must be a floating-point dtype of torch, as 'bfloat16', got {short(found)}"
         )
     return str(own).removeprefix("torch.")
 

@@ -1,6 +1,5 @@
 """Find a model's config, wherever it is, and turn it into an Inventory."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,9 +11,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from ..cache.compat import SPARSE_MODELS_CACHE_LATENTS
-from ..errors import PlanError, UnsupportedModelError
+from ..config_numbers import check_numbers
+from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
+from ..field_names import POSITIONS, first
+from ..files.reading import CONFIG_BYTES, read_json_object
 from ..notices import say_once
-from .field_names import POSITIONS, first
+from ..printable import in_a_line, short
 from .fields import inventory_of_fields, language_part
 from .hub import cached_config, fetch_config
 from .inventory import Inventory
@@ -42,12 +44,25 @@ def load_inventory(
         PlanError: there is no such file, model or preset, or kv_heads does not divide the query heads.
         UnsupportedModelError: the model keeps its keys and values in ways that a plan does not know.
     """
+    try:
+        return _load(model, dtype, kv_heads)
+    except (KVCacheError, MemoryError):
+        raise
+    except Exception as error:  # a config's fields reach code of transformers that trusts them
+        raise PlanError(
+            f"{short(getattr(model, 'name_or_path', model))} cannot be planned: its config breaks the code that reads it "
+            f"({type(error).__name__}: {in_a_line(error)})"
+        ) from error
+
+
+def _load(model: Any, dtype: torch.dtype | str | None, kv_heads: int | None) -> Inventory:
     if isinstance(model, Inventory):
         if kv_heads is not None:
             raise PlanError("kv_heads changes a model's config; an Inventory has none any more")
         return _with_dtype(model, dtype)
     if isinstance(model, PreTrainedConfig):
         name = model.name_or_path or model.model_type
+        check_numbers(model.to_dict(), name)
         found = _of_config(model, name, "a config object", dtype, kv_heads)
         quantized = getattr(model, "quantization_config", None)
         if quantized is not None and not isinstance(quantized, Mapping):
@@ -60,8 +75,12 @@ def load_inventory(
     name = str(model)
     if not name:
         raise PlanError("model must be a path, a hub id or a preset, got an empty name")
-    path = Path(model).expanduser()
-    if path.exists():
+    try:
+        path = Path(model).expanduser()
+        is_there = path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, no such user
+        raise PlanError(f"model {short(name)} is no name of a file: {reason(error)}") from None
+    if is_there:
         return _of_path(path, name, dtype, kv_heads)
     if is_preset(name):
         return inventory_of_preset(read_preset(name), dtype=dtype, kv_heads=kv_heads)
@@ -131,16 +150,13 @@ def _folder_name(folder: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path, CONFIG_BYTES, "config")
     except FileNotFoundError:
         raise PlanError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise PlanError(
-            f"{path} is no model config: expected a JSON object, got {type(given).__name__}"
-        )
-    return given
+    except InputFileError as error:
+        raise PlanError(str(error)) from None
+    except OSError as error:
+        raise PlanError(f"config {str(path)!r} cannot be read: {reason(error)}") from error
 
 
 def _of_dict(
@@ -152,6 +168,7 @@ def _of_dict(
     folder: Path | None = None,
 ) -> Inventory:
     """Return the Inventory of a config.json, by its names where transformers does not know the model."""
+    check_numbers(given, source)
     kind = given.get("model_type")
     stored = None if folder is None else read_weights(folder)
     notes = []
@@ -163,25 +180,25 @@ def _of_dict(
             with quiet():
                 config = CONFIG_MAPPING[kind].from_dict(dict(given))
         except Exception as error:  # transformers validates some configs with errors of its own
-            reason = f"transformers cannot read it: {error}"
+            why = f"transformers cannot read it: {in_a_line(error)}"
         else:
             found = _of_config(config, name, source, dtype, kv_heads)
             return _with_files(found, given, stored, kv_heads).with_note(*notes)
     else:
-        reason = f"transformers {transformers_version} does not know model_type {kind!r}, and other code is not run"
+        why = f"transformers {transformers_version} does not know model_type {short(kind)}, and other code is not run"
     if kv_heads is not None:
         given = replace_named_kv_heads(given, kv_heads, name)
     own, assumed = resolve_dtype(given, dtype)
     found = inventory_of_fields(
         given,
         name=name,
-        model_type=str(kind),
+        model_type=str(kind)[:80],
         dtype=own,
         max_positions=first(language_part(given), POSITIONS),
         source=source,
     )
-    say_once(f"planner names {name}", f"kv_hf: {name}: {reason}; the names of its config were read")
-    found = _checked_heads(found).with_note(reason, *assumed, *notes)
+    say_once(f"planner names {name}", f"kv_hf: {name}: {why}; the names of its config were read")
+    found = _checked_heads(found).with_note(why, *assumed, *notes)
     return _with_files(found, given, stored, kv_heads)
 
 

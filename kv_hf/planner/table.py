@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from ..printable import printable, tell
 from .fit import MOST_ROWS
 from .inventory import CachedLayer, Inventory
 from .plan import CachePlan, Plan
@@ -71,14 +72,14 @@ def header_lines(plan: Plan) -> list[str]:
         lines.append(
             f"tensor parallel: all bytes are those of one of {plan.tensor_parallel} devices"
         )
-    return lines
+    return [printable(line) for line in lines]
 
 
 def columns(plan: Plan) -> tuple[Columns, Columns]:
     """Return (heading, cells) of every column that the plan can fill: what is held, and what fits and is read."""
     rows = plan.rows
     held = [
-        ("cache", [row.cache for row in rows]),
+        ("cache", [printable(row.cache) for row in rows]),
         ("bytes/token", [_number(row.bytes_per_token) for row in rows]),
         ("cache bytes", [format_bytes(row.total) for row in rows]),
     ]
@@ -147,7 +148,7 @@ def plain_table(plan: Plan, width: int | None = None) -> str:
 def print_plan(plan: Plan) -> None:
     """Print a plan: on a terminal with rich where it is installed, else as plain text."""
     if not sys.stdout.isatty():
-        print(plain_table(plan))
+        tell(plain_table(plan))
         return
     width = shutil.get_terminal_size().columns
     try:
@@ -155,11 +156,11 @@ def print_plan(plan: Plan) -> None:
         from rich.table import Table
         from rich.text import Text
     except ImportError:  # it belongs to the extras
-        print(plain_table(plan, width))
+        tell(plain_table(plan, width))
         return
     console = Console(width=width)
     if console.is_dumb_terminal:  # rich takes it to be 80 characters wide, and cuts cells off
-        print(plain_table(plan, width))
+        tell(plain_table(plan, width))
         return
     for line in header_lines(plan):
         console.print(Text(line))
@@ -185,7 +186,7 @@ def _notes(plan: Plan) -> Sequence[str]:
     notes = list(plan.notes)
     if beyond:
         notes.append(f"* more than the {most:,} positions that the model was made for")
-    return [f"note: {note}" for note in notes]
+    return [f"note: {printable(note)}" for note in notes]
 
 
 def _limit(plan: Plan, row: CachePlan, what: str) -> str:

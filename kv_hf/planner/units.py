@@ -4,12 +4,14 @@ import re
 from decimal import Decimal
 
 from ..errors import CacheOptionError
+from ..printable import short
 
 BYTE_UNITS = {
     "B": 1,
     **{f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")},
     **{f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")},
 }
+MOST = 1 << 62  # bytes, tokens: what is beyond it is a slip
 TOKEN_UNITS = {"": 1, "k": 1024, "M": 1024**2}
 # a comma stands between groups of three digits only: the decimal comma of 1,5GiB is refused
 _WHOLE = "(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*)"
@@ -61,10 +63,12 @@ def _parse(
     else:
         found = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None or found[2] not in units:
-            raise CacheOptionError(f"{argument} must be {rule}, got {given!r}")
+            raise CacheOptionError(f"{argument} must be {rule}, got {short(given)}")
         result = Decimal(re.sub("[_,]", "", found[1])) * units[found[2]]
+    if result > MOST:
+        raise CacheOptionError(f"{argument} must be at most {MOST:,}, got {short(given)}")
     if result < least or result != result.to_integral_value():
-        raise CacheOptionError(f"{argument} must be {rule}, got {given!r}")
+        raise CacheOptionError(f"{argument} must be {rule}, got {short(given)}")
     return int(result)
 
 

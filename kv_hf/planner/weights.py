@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache.model_shape import decoder_config
-from .field_names import EXPERTS, EXPERTS_PER_TOKEN, first
+from ..field_names import EXPERTS, EXPERTS_PER_TOKEN, first
 
 _IN_EXPERTS = re.compile(r"(^|\.)experts\.")
 

@@ -10,11 +10,14 @@ of every byte of the file before it.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ...files.json_text import parse_json as strict_json
+from ...printable import short
 
 HEADER_LIMIT = (
     4 << 20
@@ -179,20 +182,9 @@ def check_entries(found: Mapping[str, Entry], expected: Mapping[str, Entry]) -> 
 def parse_json(text: bytes | str, what: str) -> Any:
     """Parse strict JSON: no name twice, no NaN, no nesting that Python cannot follow."""
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        return strict_json(text, strict=True)
+    except ValueError as error:
         raise RefusedError(f"{what} is no proper JSON: {short(str(error))}") from None
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not allowed")
 
 
 def is_count(value: Any, most: int) -> bool:
@@ -203,9 +195,3 @@ def is_count(value: Any, most: int) -> bool:
 def is_counts(values: Any, most: int) -> bool:
     """Say whether `values` is a list of integers from 0 to `most`."""
     return isinstance(values, list) and all(is_count(value, most) for value in values)
-
-
-def short(value: Any) -> str:
-    """Return `value` for a message: what a hostile file says may be long."""
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -13,6 +13,7 @@ import torch
 from ...config import check_option_names
 from ...pages.group import PageGroup
 from ...pages.step import Row
+from ...printable import short
 from ...spec import ROWS, TABLE_DTYPE, PageSpec
 from .container import (
     DTYPE_NAMES,
@@ -22,7 +23,6 @@ from .container import (
     is_count,
     is_counts,
     parse_json,
-    short,
 )
 from .group_state import STATE, state_of
 

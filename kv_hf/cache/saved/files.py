@@ -1,18 +1,16 @@
 """Bytes of a saved cache: written aside and renamed, checked against the checksum, read in pieces."""
 
-import contextlib
 import hashlib
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import torch
 
+from ...files.writing import replacing
 from ...pages.storing import storing
 from .container import (
     CHECKSUM_BYTES,
@@ -25,7 +23,6 @@ from .container import (
 )
 
 PIECE = 4 << 20  # bytes that are read or hashed at once
-UNFINISHED = ".kv_hf-saving"  # what the name of a file that is being written ends with
 
 
 @dataclass(frozen=True)
@@ -34,35 +31,6 @@ class Source:
 
     entry: Entry
     pieces: Callable[[], Iterator[torch.Tensor]]
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file beside `path` that takes its place when the block ends, and is deleted when it fails.
-
-    Whoever is killed in between leaves `path` as it was, and beside it `<name>.<random>.kv_hf-saving`.
-    """
-    target = Path(os.path.realpath(path))  # a link stays a link
-    if target.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; save(path) takes the name of a file")
-    aside = target.with_name(f"{target.name[:150]}.{secrets.token_hex(8)}{UNFINISHED}")
-    try:
-        with open(aside, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(aside)
-        raise
-    if os.name == "posix":  # the new name itself is on the disk only when its folder is
-        with contextlib.suppress(OSError):
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
 
 def write(path: Path, metadata: Mapping[str, str], sources: Mapping[str, Source]) -> None:

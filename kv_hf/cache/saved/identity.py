@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from ...printable import short
 from ..adapters import Adapters, adapters_of
 from ..model_shape import decoder_config, signature
 from ..weights import Weight, digests, weights_of
-from .container import RefusedError, short
+from .container import RefusedError
 
 DIGITS = 8  # hexadecimal digits per parameter
 UNREADABLE = "-" * DIGITS

@@ -13,12 +13,13 @@ from ...config import KERNEL_CHOICES
 from ...errors import CacheFileError, CacheOptionError
 from ...pages.storage import SideStorage
 from ...pages.storing import storing
+from ...printable import short
 from ...quant.packing import lay_out, pick_up
 from ...spec import ROWS, PageSpec, page_capacity
 from ..adapters import adapters_of
 from ..layer import PagedLayer
 from ..window import ExactWindow
-from .container import RefusedError, check_entries, short
+from .container import RefusedError, check_entries
 from .contents import (
     TOKEN_IDS,
     Contents,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cache_names import cache_label, parse_cache_name
+from ...files.reading import TEXT_BYTES, read_bytes
 from ..cache_kinds import cache_kind
 
 KINDS = ("accuracy", "needle", "task", "memory")
@@ -60,7 +61,7 @@ def file_contents(path: str | None) -> str:
     """Return a digest of a file; empty for None and for what is no file (a bundled text, a dataset)."""
     if path is None or not Path(path).is_file():
         return ""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path, TEXT_BYTES, "file")).hexdigest()
 
 
 def folder_contents(path: str | None) -> str:
@@ -69,8 +70,8 @@ def folder_contents(path: str | None) -> str:
         return ""
     digest = hashlib.sha256()
     for file in sorted(Path(path).rglob("*")):
-        if file.suffix in (".yaml", ".jsonl", ".json", ".py"):
-            digest.update(file.name.encode() + file.read_bytes())
+        if file.suffix in (".yaml", ".jsonl", ".json", ".py") and file.is_file():
+            digest.update(file.name.encode() + read_bytes(file, TEXT_BYTES, "task file"))
     return digest.hexdigest()
 
 

@@ -8,7 +8,9 @@ from ...cache.paged_cache import PagedCache
 from ...cache_names import CACHE_NAMES, parse_cache_name
 from ...config import CacheConfig
 from ...errors import CacheOptionError
+from ...files.json_text import parse_json
 from ...formats import ATTENTION_NAME, IMPLEMENTATIONS
+from ...printable import short
 from ..cache_kinds import CacheKind, cache_kind
 
 
@@ -60,9 +62,11 @@ def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
         )
     if given.lstrip().startswith("{"):
         try:
-            return dict(json.loads(given))
+            return dict(parse_json(given))
         except ValueError as error:
-            raise CacheOptionError(f"cache_config is no valid JSON ({error}): {given!r}") from error
+            raise CacheOptionError(
+                f"cache_config is no valid JSON ({error}): {short(given)}"
+            ) from error
     options: dict[str, Any] = {}
     for item in given.split(";"):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -76,7 +80,7 @@ def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return {"True": True, "False": False, "None": None}.get(text, text)
 

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ...files.reading import TEXT_BYTES, read_text
+from ...files.writing import replace_text
 from ...home import home
 from .ruler import packaged_nltk, ruler_configs
 from .yaml_files import write_task_files
@@ -113,7 +115,7 @@ def write_offline_tasks(
                 raise ValueError(f"task {name!r}: its data {path} is not there; {DATA_PACKAGE}?")
     target.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": article}) + "\n" for article in articles)
-    articles_file.write_text(lines, encoding="utf-8")
+    replace_text(articles_file, lines)
     write_task_files(target, configs)
     return list(configs)
 
@@ -133,7 +135,9 @@ def wiki_articles(path: Path, shortest: int = SHORTEST_ARTICLE) -> list[str]:
         raise ValueError(
             f"wiki must be a file of articles (from {WIKI_PACKAGE}), got {str(path)!r}"
         )
-    bodies = re.findall(r"<doc [^>]*>\n(.*?)\n?</doc>", path.read_text("utf-8"), re.DOTALL)
+    bodies = re.findall(
+        r"<doc [^>]*>\n(.*?)\n?</doc>", read_text(path, TEXT_BYTES, "wiki"), re.DOTALL
+    )
     articles = [body.strip() for body in bodies if len(body.strip()) >= shortest]
     if not articles:
         raise ValueError(f"wiki file {str(path)!r} holds no article of {shortest} characters")

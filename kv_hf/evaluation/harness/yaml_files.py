@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from ...files.writing import replace_text
+
 
 class Function(str):
     """A function that lm-eval shall import: "package.module.name"."""
@@ -29,6 +31,6 @@ def write_task_files(folder: Path, configs: Mapping[str, Mapping[str, Any]]) -> 
     for name, config in configs.items():
         path = folder / f"{name}.yaml"
         text = yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
         paths.append(path)
     return paths

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...cache.saved.files import replacing
+from ...files.writing import replacing
 from .headers import below_title
 from .levers import find_levers
 from .markup import Markup

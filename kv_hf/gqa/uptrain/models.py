@@ -61,7 +61,7 @@ class Pair:
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """Return the tokenizer of a checkpoint. Raises ConversionError where there is none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConversionError(
             f"{checkpoint.folder} has no tokenizer: {first_line(error)}"

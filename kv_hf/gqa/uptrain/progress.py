@@ -8,7 +8,6 @@ DIR.uptraining/
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +24,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from ...errors import ConversionError, first_line
+from ...files.writing import replace_text, sync
 from ..checkpoint import read_json
-from ..writer import sync
 from .processes import together
 
 WORK = ".uptraining"  # what the working folder of a destination is called behind its name
@@ -175,9 +174,7 @@ def load_state(accelerator: Accelerator, work: Path) -> bool:
 
 def write_settings(work: Path, settings: dict[str, Any]) -> None:
     """Write what a run was asked for, so that it goes on with nothing else."""
-    aside = work / f"{SETTINGS}.{secrets.token_hex(4)}"
-    aside.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
-    os.replace(aside, work / SETTINGS)
+    replace_text(work / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def read_settings(work: Path) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import torch
 
 from ...records import UPTRAINING
 from ...version import __version__
+from ..beside import CARD, copy_files, files_beside
 from ..card import read_card
-from ..convert import BESIDE
-from ..writer import becoming, copy_files
+from ..writer import becoming
 from .models import Pair, stored_dtype
 from .progress import states, writing
 
@@ -42,12 +42,12 @@ def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str
     Args:
         record: for config.json and the card.
     """
+    beside = files_beside(pair.student.folder)
     model.to(stored_dtype(pair.student))
     with becoming(destination) as folder:
         with writing(f"destination {str(destination)!r}", folder):
             model.save_pretrained(folder)
-        for pattern in BESIDE:
-            copy_files(pair.student.folder, folder, sorted(pair.student.folder.glob(pattern)))
+        copy_files(pair.student.folder, folder, beside)
         # the student's config, as it was: transformers would write what a loaded config became
         config = json.loads(json.dumps(pair.student.config))
         config.pop("_name_or_path", None)
@@ -58,7 +58,7 @@ def write_checkpoint(destination: Path, pair: Pair, model: Any, record: dict[str
             **({"before": before} if before else {}),
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        (folder / "README.md").write_text(_card(pair, record), "utf-8")
+        (folder / CARD).write_text(_card(pair, record), "utf-8")
 
 
 def _card(pair: Pair, record: dict[str, Any]) -> str:

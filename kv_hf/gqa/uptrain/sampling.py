@@ -1,8 +1,6 @@
 """Text sampled from the teacher, where real text is scarce: kept on disk, block by block."""
 
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ...files.reading import ROWS_BYTES, read_json
+from ...files.writing import replace_text
 from ...home import home
 from .models import Pair, digest
 from .windows import begins_with_bos
@@ -45,12 +45,10 @@ def sampled(
     while count < tokens:
         path = folder / f"block-{block:06}.json"
         if path.is_file():
-            found = json.loads(path.read_text())
+            found = read_json(path, ROWS_BYTES, "samples")
         else:
             found = sample_block(teacher(), pair.tokenizer, length, seed * 1_000_003 + block)
-            aside = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
-            aside.write_text(json.dumps(found))
-            os.replace(aside, path)
+            replace_text(path, json.dumps(found))
         for ids in found:
             if count < tokens:
                 count += len(ids)

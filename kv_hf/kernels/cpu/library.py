@@ -10,6 +10,7 @@ import torch
 ABI = 7  # KV_HF_ABI of native/kv_hf.h
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")
 ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
+LIBRARY_VARIABLE = "KV_HF_LIBRARY"  # a file to load in place of the installed library: one built with sanitizers, say
 FOLDER = Path(__file__).parent
 
 
@@ -18,7 +19,13 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     """Return (library, "") or (None, reason)."""
     if os.environ.get(ISA_VARIABLE) == "none":
         return None, f"{ISA_VARIABLE}=none turns the C kernel off"
-    found = compiled_files()
+    chosen = os.environ.get(LIBRARY_VARIABLE)
+    if chosen and not Path(chosen).is_file():
+        return (
+            None,
+            f"{LIBRARY_VARIABLE} must name a compiled C library, got {chosen!r}, which is no file",
+        )
+    found = [Path(chosen)] if chosen else compiled_files()
     if not found:
         return None, (
             "the C kernel was not compiled when kv_hf was installed; install a C compiler (gcc or clang) and "

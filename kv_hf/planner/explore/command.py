@@ -1,13 +1,13 @@
 """`kv-hf explore`: write the planner's page, or serve it to this machine's browser."""
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import KVCacheError
+from ...files.writing import replace_text
+from ...printable import tell, tell_error
 from .models import offered
 from .page import build_page
 from .serve import HOST, make_server, serve
@@ -53,33 +53,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf explore") -> int:
             serve(server)
             return 0
         path = Path(DEFAULT_NAME if args.out is None else args.out)
-        write_aside(path, page)
+        write_page(path, page)
     except (KVCacheError, OSError, OverflowError, ValueError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        tell_error(prog, error)
         return 2
-    print(f"{path} ({path.stat().st_size:,} bytes): open it in a browser")
+    tell(f"{path} ({path.stat().st_size:,} bytes): open it in a browser")
     return 0
 
 
-def write_aside(path: Path, text: str) -> None:
+def write_page(path: Path, text: str) -> None:
     """Write `text` beside `path` and rename it, so that `path` is whole at any time. Raises OSError."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
-    mode = 0o666 & ~_umask()
-    handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(aside, mode)
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    replace_text(path, text)

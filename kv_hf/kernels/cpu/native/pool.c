@@ -111,7 +111,12 @@ float *kv_hf_scratch(int purpose, int64_t floats) {
     return memory->held[purpose];
 }
 
-void kv_hf_use_openmp(void *gomp_parallel) { openmp_region = (Region)gomp_parallel; }
+void kv_hf_use_openmp(void *gomp_parallel) {
+#ifdef KV_HF_OWN_THREADS /* for a sanitizer of threads, which does not see how OpenMP's threads wait for each other */
+    gomp_parallel = NULL;
+#endif
+    openmp_region = (Region)gomp_parallel;
+}
 
 void kv_hf_parallel(Task task, void *context, int64_t tasks, int64_t threads) {
     if (threads <= 1 || tasks <= 1) {

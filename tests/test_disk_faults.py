@@ -1,0 +1,241 @@
+"""Saving and converting where any system call may fail, or be the last one: the old is intact or the new is complete."""
+
+import errno
+import hashlib
+import os
+import shutil
+
+import pytest
+import tiny_mha
+import torch
+from disk_faults import ERRORS, KILLED, failing, faults, killed_at
+from tiny_models import shared_model, tokens
+
+import kv_hf
+from kv_hf.files import unfinished, writing
+from kv_hf.recipe import Recipe
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+RECIPE = {"format": "kv_hf recipe", "version": 1, "keys": ["int8"], "values": ["int4"]}
+
+
+def left_in(folder):
+    return [path.name for path in folder.rglob("*") if unfinished.writer_of(path.name)]
+
+
+def digest(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def caches():
+    """Two caches of one model, of which the first is the old and the second the new one."""
+    model = shared_model("llama")
+    found = []
+    for length in (50, 90):
+        cache = kv_hf.PagedCache(model.config, keys="int8", values="int4", page_size=16)
+        with torch.no_grad():
+            model(tokens(1, length), past_key_values=cache)
+        found.append(cache)
+    return model, found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_mha.save(tiny_mha.make("llama"), tmp_path_factory.mktemp("mha") / "source")
+
+
+def save_of(caches, folder):
+    model, (old, new) = caches
+    path = folder / "cache"
+    old.save(path, model)
+    path.chmod(0o600)
+
+    def check():
+        assert path.stat().st_mode & 0o777 == 0o600
+        return kv_hf.PagedCache.load(path, model).get_seq_length()
+
+    return lambda: new.save(path, model), check, (50, 90)
+
+
+def recipe_of(caches, folder):
+    path = folder / "recipe.json"
+    old, new = Recipe.read(RECIPE), Recipe.read({**RECIPE, "keys": ["int2"]})
+    old.save(path)
+    return lambda: new.save(path), lambda: Recipe.read(path).keys, (("int8",), ("int2",))
+
+
+def conversion_of(checkpoint, folder):
+    target = folder / "new"
+    kv_hf.convert_to_gqa(checkpoint, folder / "whole", 2)
+    whole = digest(folder / "whole")
+    return (
+        lambda: kv_hf.convert_to_gqa(checkpoint, target, 2),
+        lambda: digest(target) if target.exists() else None,
+        (None, whole),
+    )
+
+
+def calls_of(folder, work):
+    with faults(folder) as seen:
+        work()
+    return seen.seen
+
+
+def undo(folder, states):
+    """Take a conversion's result away again, as the next one wants a place of its own."""
+    if states[0] is None:
+        shutil.rmtree(folder / "new", ignore_errors=True)
+
+
+def error_of(work):
+    """What it says when it fails, None where it does not."""
+    try:
+        work()
+    except (OSError, kv_hf.ConversionError) as error:
+        return str(error)
+    return None
+
+
+def check_errors(folder, make, places, errors, lasting=False):
+    """Let each of these calls fail with each of these errors; return how often."""
+    count = 0
+    for at in places:
+        for number in errors:
+            work, content, states = make()
+            with faults(folder, at, failing(number), lasting):
+                said = error_of(work)
+            found = content()
+            assert said is None or os.strerror(number) in said
+            assert found in states and (said or found == states[1]), (at, number)
+            undo(folder, states)
+            work()
+            assert content() == states[1] and not left_in(folder), (at, number)
+            undo(folder, states)
+            count += 1
+    return count
+
+
+def check_kills(folder, make, places):
+    """End a process at each of these calls; return how often."""
+    for at in places:
+        work, content, states = make()
+        assert killed_at(folder, at, work)
+        assert content() in states, at
+        undo(folder, states)
+        work()
+        assert content() == states[1] and not left_in(folder), at
+        undo(folder, states)
+    return len(places)
+
+
+KINDS = {"cache": save_of, "recipe": recipe_of, "conversion": conversion_of}
+
+
+@pytest.fixture
+def make(tmp_path, caches, checkpoint):
+    def of(kind):
+        given = checkpoint if kind == "conversion" else caches
+        if kind != "conversion":
+            return lambda: KINDS[kind](given, tmp_path)
+        made = KINDS[kind](given, tmp_path)  # the whole result once, to compare with
+        return lambda: made
+
+    return of
+
+
+def places_of(tmp_path, begin):
+    """The calls of one piece of work, by name."""
+    work, _, states = begin()
+    seen = calls_of(tmp_path, work)
+    undo(tmp_path, states)
+    return seen
+
+
+def some(seen):
+    """The first and the last call of every kind: all that differ but for the piece that is written."""
+    first = {name: place for place, name in reversed(list(enumerate(seen)))}
+    last = {name: place for place, name in enumerate(seen)}
+    return sorted({*first.values(), *last.values()})
+
+
+@pytest.mark.parametrize("kind", ["cache", "recipe"])
+def test_every_call_of_a_saving_may_fail(kind, make, tmp_path):
+    begin = make(kind)
+    seen = places_of(tmp_path, begin)
+    assert {"open", "write", "fsync", "close", "fchmod", "replace"} <= set(seen)
+    places = range(len(seen)) if kind == "recipe" else some(seen)
+    assert check_errors(tmp_path, begin, places, (errno.ENOSPC, errno.EIO)) >= 12
+    check_errors(tmp_path, begin, some(seen), (errno.ENOSPC,), lasting=True)
+
+
+@pytest.mark.parametrize("kind", ["cache", "recipe"])
+def test_a_saving_may_be_killed_at_every_call(kind, make, tmp_path):
+    begin = make(kind)
+    seen = places_of(tmp_path, begin)
+    assert check_kills(tmp_path, begin, range(len(seen)) if kind == "recipe" else some(seen)) >= 6
+
+
+def test_calls_of_a_conversion_may_fail(make, tmp_path):
+    begin = make("conversion")
+    seen = places_of(tmp_path, begin)
+    assert {"open", "write", "fsync", "close", "rename", "mkdir"} <= set(seen)
+    assert check_errors(tmp_path, begin, some(seen), (errno.ENOSPC,)) >= 8
+
+
+def test_a_conversion_may_be_killed_at_calls(make, tmp_path):
+    begin = make("conversion")
+    assert check_kills(tmp_path, begin, some(places_of(tmp_path, begin))[::2]) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_sweep_of_every_call_and_error(kind, make, tmp_path, capsys):
+    """The whole of the above; prints the counts that docs/reliability.md tells."""
+    begin = make(kind)
+    seen = places_of(tmp_path, begin)
+    places = range(len(seen))
+    failed = check_errors(tmp_path, begin, places, ERRORS)
+    failed += check_errors(tmp_path, begin, places, (errno.ENOSPC,), lasting=True)
+    killed = check_kills(tmp_path, begin, places)
+    assert failed == 5 * len(seen) and killed == len(seen)
+    with capsys.disabled():
+        print(f"\n{kind}: {len(seen)} calls, {failed} failures, {killed} kills")
+
+
+def test_writes_of_a_part_are_gone_on_with(tmp_path, monkeypatch):
+    """A system may write less than it was given, a signal may interrupt it, and no bytes may be lost or doubled."""
+    real = os.write
+    monkeypatch.setattr(
+        os, "write", lambda number, data: real(number, data[: max(1, len(data) // 3)])
+    )
+    data = bytes(range(256)) * 40
+    with writing.replacing(tmp_path / "file") as file:
+        file.write(data)
+        file.write(memoryview(data)[100:])
+    assert (tmp_path / "file").read_bytes() == data + data[100:]
+
+
+def test_faults_reach_the_calls_that_they_count(tmp_path):
+    """A sweep over calls that nobody makes would find nothing."""
+
+    def work():
+        writing.replace_text(tmp_path / "file", "text")
+
+    assert calls_of(tmp_path, work) == [
+        "open",
+        "write",
+        "fsync",
+        "close",
+        "replace",
+        "fsync",
+        "close",
+    ]
+    assert killed_at(tmp_path, 0, work) and not killed_at(tmp_path, 99, work)
+    with faults(tmp_path, 1, failing(errno.EIO)), pytest.raises(OSError, match="Input/output"):
+        work()
+    assert KILLED != 0

@@ -77,6 +77,7 @@ _SIGLIP = {
     "image_size": 32,
     "patch_size": 8,
 }
+_CROSS = {"is_decoder": True, "add_cross_attention": True}
 _TEXTS_WITH_SECTIONS = (
     *(
         "qwen2_vl_text",
@@ -232,6 +233,19 @@ FIRST: dict[str, dict[str, Any]] = {
     # their vision towers come from a package that is not needed for text
     "gemma3n": {"vision_config": {**_SIGLIP, "vocab_offset": 180, "vocab_size": 8}},
     "fast_vlm": {"vision_config": _SIGLIP},
+    # composed of two models, which transformers 5.17 wants to be named
+    "encoder-decoder": {
+        "encoder": {"model_type": "bert"},
+        "decoder": {"model_type": "bert", **_CROSS},
+    },
+    "speech-encoder-decoder": {
+        "encoder": {"model_type": "wav2vec2"},
+        "decoder": {"model_type": "bert", **_CROSS},
+    },
+    "vision-encoder-decoder": {
+        "encoder": {"model_type": "vit"},
+        "decoder": {"model_type": "gpt2", **_CROSS},
+    },
     "perception_lm": {"vision_config": {**_SIGLIP, "model_args": {"embed_dim": 64}}},
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_DRAFT_OF_GEMMA4}},
 }

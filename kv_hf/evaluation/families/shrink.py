@@ -113,6 +113,10 @@ def shrunk_options(config: Any, changes: Mapping[str, Mapping[str, Any]]) -> dic
                 options[name] = value
         elif own and isinstance(value, (str, bool, float)) and own.get(name) != value:
             options[name] = value
+    named = {field.name for field in dataclasses.fields(config)}
+    for name, value in vars(config).items():
+        if name not in named and hasattr(value, "model_type") and dataclasses.is_dataclass(value):
+            options[name] = shrink(value, changes).to_dict()  # a part that is no field (transformers 5.17)
     count = _count_field(config)
     if kept and count:
         options[count] = len(kept[1])

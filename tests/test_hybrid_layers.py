@@ -49,6 +49,22 @@ def test_generate_equals_dynamic_cache(family, lengths, more):
     cache.check_integrity()
 
 
+def test_layers_that_ask_for_mask_sizes_within_a_forward_equal_dynamic_cache():
+    """Inkling makes its position bias from the sizes of each sliding layer, when others have been updated already."""
+    if "inkling_text" not in FAMILIES:
+        pytest.skip("the installed transformers has no such family")
+    torch.manual_seed(0)
+    config = make_config("inkling_text", sliding_window_size=24)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ours, stock, ids = paged(model), DynamicCache(config=config), tokens(2, 170)
+    with torch.no_grad():
+        for part in (ids[:, :90], ids[:, 90:150], *ids[:, 150:].split(1, 1)):
+            expected = model(part, past_key_values=stock).logits
+            found = model(part, past_key_values=ours).logits
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert ours.layers[0].window == 24
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_repeat_and_select_with_their_states(family):
     """transformers' own hybrid layer repeats keys and values only; a batch of copies is the oracle."""

@@ -263,6 +263,34 @@ def test_every_shipped_attention_with_the_interface_passes_its_class_check():
         assert why_not_class(getattr(transformers, name)) is None
 
 
+def test_model_without_an_argument_for_a_cache_is_refused():
+    config = transformers.OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.OpenAIGPTLMHeadModel(config).eval()
+    with pytest.raises(kv_hf.UnsupportedModelError, match="does not keep its keys and values"):
+        model.generate(tokens(1, 9), max_new_tokens=2, cache_implementation="paged_exact")
+
+
+def test_model_that_puts_columns_in_front_goes_on_with_its_cache():
+    """CPMAnt has 32 prompt columns in front of the text: its cache has seen more than the text is long."""
+    model = make(
+        "CpmAntConfig",
+        {
+            **{"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 2, "dim_head": 16},
+            **{"dim_ff": 48, "num_hidden_layers": 1},
+        },
+    )
+    ids, more = tokens(1, 60), {"do_sample": False, "return_dict_in_generate": True}
+    made = {}
+    for kind, cache in (
+        ("stock", DynamicCache(config=model.config)),
+        ("paged", kv_hf.PagedCache(model.config, page_size=16)),
+    ):
+        first = model.generate(ids, **more, max_new_tokens=6, past_key_values=cache)
+        text = torch.cat([first.sequences, tokens(1, 9, seed=3)], 1)
+        made[kind] = model.generate(text, **more, max_new_tokens=6, past_key_values=cache)
+    assert torch.equal(made["stock"].sequences, made["paged"].sequences)
+
+
 # -- arguments -----------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ The attention and mask functions are registered through transformers' public int
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -169,7 +170,8 @@ def _check_paged_cross(model: Any) -> None:
 
 def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderDecoderCache:
     name = generation_config.cache_implementation
-    if not model._supports_default_dynamic_cache() or "mamba" in type(model).__name__.lower():
+    named = "mamba" in type(model).__name__.lower()
+    if named or not model._supports_default_dynamic_cache() or not _takes_a_cache(model):
         raise UnsupportedModelError(
             f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a "
             "transformers Cache, so that pages cannot hold them; leave cache_implementation out"
@@ -188,6 +190,15 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
     if cache.options.cross_attention != "exact":
         _check_paged_cross(model)
     return cache
+
+
+def _takes_a_cache(model: Any) -> bool:
+    """Say whether any part of `model` has an argument for a cache: the first GPT, for one, computes all anew."""
+    return any(
+        "past_key_values" in inspect.signature(part.forward).parameters
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+    )
 
 
 def _make_ready(

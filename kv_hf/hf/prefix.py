@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.generation.utils import GenerationMixin
 
 from ..cache.adapters import adapters_of
 from ..cache.compat import CHUNKS_BEHIND_A_CACHE
@@ -77,7 +78,8 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         if own is None:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         if own is cache:
-            _check_continues(own, input_ids, generation_config, model_kwargs)
+            if not _chooses_its_inputs(self):
+                _check_continues(own, input_ids, generation_config, model_kwargs)
         note_origin(self, own)
         store, prompt = own.prefix_store, None
         if store is not None and not own.get_seq_length():
@@ -117,6 +119,12 @@ def _prompt_to_share(
     warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
     cache.note_space(None)
     return None
+
+
+def _chooses_its_inputs(model: Any) -> bool:
+    """Say whether a model cuts the text by itself: it may have put columns in front that the text does not have (CPMAnt)."""
+    own = type(model).prepare_inputs_for_generation
+    return own is not GenerationMixin.prepare_inputs_for_generation
 
 
 def _check_continues(

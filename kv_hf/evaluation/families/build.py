@@ -67,6 +67,7 @@ def build_model(family: str, role: str = "causal", seed: int = 0, **options: Any
         role: causal, seq2seq or conditional.
         seed: of the weights.
         options: for the model's `_from_config`, such as attn_implementation.
+    Raises: TypeError for a model that does not generate, and whatever a config or a model raises.
     """
     config = build_config(family, role)
     _, model_class = classes(family, role)
@@ -76,6 +77,8 @@ def build_model(family: str, role: str = "causal", seed: int = 0, **options: Any
         text = config.get_text_config(decoder=True)
         config = text if isinstance(text, wanted) else config
     model = model_class._from_config(config, dtype=torch.float32, **options).eval()
+    if getattr(model, "generation_config", None) is None:
+        raise TypeError(f"{type(model).__name__} does not generate")
     randomize(model, seed)
     settle_generation(model)
     return model

@@ -35,7 +35,7 @@ def examine(
         return {**row, "verdict": "not built", "message": words(error), "operations": {}}
     found = {name: compare(subject, name) for name in operations or OPERATIONS}
     if operations is None:
-        found["quantized"] = quantized(subject)
+        found["quantized"] = quantized(subject, found["forwards"])
     return {
         **row,
         **verdict(found),
@@ -57,14 +57,18 @@ def verdict(operations: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"verdict": worst, "message": found.get("message", "")}
 
 
-def quantized(subject: Subject) -> dict[str, Any]:
-    """Return whether the logits of 8-bit pages are finite, and near those of DynamicCache."""
+def quantized(subject: Subject, exact_pages: dict[str, Any]) -> dict[str, Any]:
+    """Return whether the logits of 8-bit pages are finite, and near those of DynamicCache.
+
+    Args:
+        exact_pages: the verdict on `forwards`, which is that on quantized pages where it is not "equal".
+    """
     exact = outcome(subject, "forwards", "dynamic")
-    if isinstance(exact, Exception):
-        return {"verdict": "impossible", "message": f"DynamicCache: {words(exact)}"}
+    if exact_pages["verdict"] != "equal" or isinstance(exact, Exception):
+        return dict(exact_pages)
     found = outcome(subject, "forwards", QUANTIZED)
     if isinstance(found, Exception):
-        return compare(subject, "forwards")  # exact pages are refused in the same way
+        return {"verdict": "ERROR", "message": words(found)}
     error = float((found["logits"] - exact["logits"]).norm() / exact["logits"].norm())
     return {"verdict": "equal" if error <= QUANTIZED_TOLERANCE else "DIFFERS", "distance": error}
 

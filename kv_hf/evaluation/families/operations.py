@@ -112,7 +112,7 @@ def _forwards(
             out = model(**inputs, **more)
         found.append(out.logits[:, -(kept or count) :].float())
         start += count
-    return {"logits": torch.cat(found, 1)}
+    return {"logits": torch.cat(found, 1), "pages": torch.tensor(pages_held(cache))}
 
 
 def keep(subject: Subject, kind: str) -> Outcome:

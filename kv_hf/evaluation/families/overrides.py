@@ -68,6 +68,16 @@ _DOTS3 = {
     "per_layer_config": DERIVED,
 }
 
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_CROSS = {"is_decoder": True, "add_cross_attention": True}
 _TEXTS_WITH_SECTIONS = (
     *(
         "qwen2_vl_text",
@@ -160,6 +170,15 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "mimi": {"upsample_groups": 8},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
+    "perception_lm": {"vision_config": {**_SIGLIP, "model_args": {"embed_dim": 64}}},
+    **{
+        f"vibevoice_acoustic_tokenizer_{half}": {"num_filters": 2, "depths": [1] * 7}
+        for half in ("encoder", "decoder")
+    },
     "mellum": {**_MIXED, "mlp_layer_types": ["sparse"] * 3},
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_DRAFT_OF_GEMMA4}},
     "minimax_m3_vl_text": {
@@ -210,19 +229,23 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 # families whose whole default config is invalid: options that the defaults need, in place of them
-_SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-}
 FIRST: dict[str, dict[str, Any]] = {
     # their vision towers come from a package that is not needed for text
     "gemma3n": {"vision_config": {**_SIGLIP, "vocab_offset": 180, "vocab_size": 8}},
     "fast_vlm": {"vision_config": _SIGLIP},
+    # composed of two models, which transformers 5.17 wants to be named
+    "encoder-decoder": {
+        "encoder": {"model_type": "bert"},
+        "decoder": {"model_type": "bert", **_CROSS},
+    },
+    "speech-encoder-decoder": {
+        "encoder": {"model_type": "wav2vec2"},
+        "decoder": {"model_type": "bert", **_CROSS},
+    },
+    "vision-encoder-decoder": {
+        "encoder": {"model_type": "vit"},
+        "decoder": {"model_type": "gpt2", **_CROSS},
+    },
     "perception_lm": {"vision_config": {**_SIGLIP, "model_args": {"embed_dim": 64}}},
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_DRAFT_OF_GEMMA4}},
 }

@@ -113,6 +113,10 @@ def shrunk_options(config: Any, changes: Mapping[str, Mapping[str, Any]]) -> dic
                 options[name] = value
         elif own and isinstance(value, (str, bool, float)) and own.get(name) != value:
             options[name] = value
+    named = {field.name for field in dataclasses.fields(config)}
+    for name, value in vars(config).items():
+        if name not in named and hasattr(value, "model_type") and dataclasses.is_dataclass(value):
+            options[name] = shrink(value, changes).to_dict()  # a part that is no field (transformers 5.17)
     count = _count_field(config)
     if kept and count:
         options[count] = len(kept[1])
@@ -158,6 +162,8 @@ def _small(name: str, value: int, config: Any, special: Any) -> int:
         return min(value, HEADS)
     if re.fullmatch(_KV_HEADS, name):
         return _kv_heads(name, value, config)
+    if name == "vocab_size":  # also where the defaults have less: prompts are of TEXT_IDS
+        return VOCABULARY
     if re.fullmatch(_POSITIONS, name):
         return POSITIONS
     for pattern, small in RULES:

@@ -149,9 +149,7 @@ SEAMS = (
         told=True,
     ),
     Seam(f"{_CACHE}:DynamicIndexedLayer", "is what latents with indexer keys replace"),
-    Seam(
-        f"{_CACHE}:LinearAttentionAndFullAttentionLayer", "is what pages beside a state replace"
-    ),
+    Seam(f"{_CACHE}:LinearAttentionAndFullAttentionLayer", "is what pages beside a state replace"),
     Seam(f"{_CACHE}:LinearAttentionCacheLayerMixin.__init__", "makes a state", ("self",)),
     Seam(
         f"{_CACHE}:LinearAttentionLayer.lazy_initialization",

@@ -77,9 +77,8 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         own, _ = paged_halves(cache)
         if own is None:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        if own is cache:
-            if not _chooses_its_inputs(self):
-                _check_continues(own, input_ids, generation_config, model_kwargs)
+        if own is cache and not _chooses_its_inputs(self):
+            _check_continues(own, input_ids, generation_config, model_kwargs)
         note_origin(self, own)
         store, prompt = own.prefix_store, None
         if store is not None and not own.get_seq_length():

@@ -193,7 +193,9 @@ class _Row:
         size = torch.where(best < LOWEST, 0.0, 2 * best.abs())
         reach = torch.where(seen, (scores - best).abs() + size, 0.0)
         errors = torch.expm1(errors + u * (2 * reach + EXP_ROUNDINGS))
-        moved = torch.where(seen, weights * errors, 0.0)
+        # a weight below the smallest normal number may become nothing
+        lost = torch.finfo(self.rounding.sums).smallest_normal
+        moved = torch.where(seen, weights * errors + lost, 0.0)
         weights = weights[..., :count]
         out = weights @ self.values.numbers
         bound = moved[..., :count] @ self.values.numbers.abs()

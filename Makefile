@@ -56,6 +56,8 @@ test-processors: $(VENV)/.installed ## the kernels' tests with each instruction 
 test-all: $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, the kernels' tests with every instruction set, the suite without the C kernel, and on the oldest transformers
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(MAKE) test-processors
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"
+	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/test_integrations.py -k quantized
 	KV_HF_ISA=none $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"

@@ -166,7 +166,7 @@ def test_kernel_refuses_a_table_that_names_a_page_without_room(page):
     table = kv.block_table.clone()
     table[0, 3] = page
     query = torch.randn(1, 2, 1, 32)
-    with pytest.raises(kv_hf.CacheMismatchError, match=f"block_table names page {page}.*0 to 5"):
+    with pytest.raises(kv_hf.CacheMismatchError, match="block_table must name pages.*0 to 5"):
         paged_attention(query, replace(kv, block_table=table), softmax_scale=1.0, kernel="c")
     few = torch.tensor([3], dtype=torch.int32)  # behind the row's last page anything may stand
     paged_attention(
@@ -182,7 +182,7 @@ def test_kernel_looks_at_the_least_field_of_both_sides(name):
     paged_attention(query, kv, softmax_scale=1.0, kernel="c")
     whole = kv.value_pages[name]
     kv.value_pages[name] = whole[:-1]
-    with pytest.raises(kv_hf.CacheMismatchError, match="names page 5.*0 to 4"):
+    with pytest.raises(kv_hf.CacheMismatchError, match="must name pages.*0 to 4"):
         paged_attention(query, kv, softmax_scale=1.0, kernel="c")
 
 
@@ -197,6 +197,6 @@ def test_sealing_refuses_a_page_without_room_and_writes_nothing(count):
     pages = [*range(count - 1), 6] if count > 1 else [6]
     jobs = torch.tensor([(0, 4 + i * PAGE, p) for i, p in enumerate(pages)], dtype=torch.int32)
     jobs[:-1, 2].clamp_(max=5)
-    with pytest.raises(kv_hf.CacheMismatchError, match="jobs seal page 6.*0 to 5"):
+    with pytest.raises(kv_hf.CacheMismatchError, match="jobs must name pages.*0 to 5"):
         store.kernel.seal(tokens, jobs, fields, side.spec)
     assert all(torch.equal(fields[name], tensor) for name, tensor in before.items())

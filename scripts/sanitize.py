@@ -89,7 +89,7 @@ def build(compiler: str, name: str, sanitizer: Sanitizer) -> Path:
     return library
 
 
-def run(name: str, compiler: str, more: list[str]) -> int:
+def run(name: str, compiler: str) -> int:
     """Build and test with one sanitizer; return the exit status, 0 where there is nothing to run it with."""
     sanitizer = SANITIZERS[name]
     runtimes = runtimes_of(compiler, sanitizer)
@@ -116,7 +116,6 @@ def run(name: str, compiler: str, more: list[str]) -> int:
         "-p",
         "no:xdist",
         *sanitizer.tests,
-        *more,
     ]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
@@ -126,7 +125,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sanitizers", nargs="*", help=f"of {', '.join(SANITIZERS)}; default: all")
     parser.add_argument("--compiler", default=os.environ.get("CC", "gcc"))
-    parser.add_argument("--pytest", nargs="*", default=[], help="more arguments of pytest")
     arguments = parser.parse_args()
     for name in arguments.sanitizers:
         if name not in SANITIZERS:
@@ -137,7 +135,7 @@ def main() -> int:
         )
         return 0
     names = arguments.sanitizers or list(SANITIZERS)
-    return max([run(name, arguments.compiler, arguments.pytest) for name in names])
+    return max([run(name, arguments.compiler) for name in names])
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def side_fields(
 
 def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
     """Return the pages that every field of `sides` has room for; C reads and writes none beyond them."""
-    return min(tensor.shape[0] for fields in sides for tensor in fields.values())
+    return min([tensor.shape[0] for fields in sides for tensor in fields.values()])
 
 
 def raise_for(status: int, table: str, capacity: int) -> None:

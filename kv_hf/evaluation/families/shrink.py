@@ -116,7 +116,9 @@ def shrunk_options(config: Any, changes: Mapping[str, Mapping[str, Any]]) -> dic
     named = {field.name for field in dataclasses.fields(config)}
     for name, value in vars(config).items():
         if name not in named and hasattr(value, "model_type") and dataclasses.is_dataclass(value):
-            options[name] = shrink(value, changes).to_dict()  # a part that is no field (transformers 5.17)
+            options[name] = shrink(
+                value, changes
+            ).to_dict()  # a part that is no field (transformers 5.17)
     count = _count_field(config)
     if kept and count:
         options[count] = len(kept[1])

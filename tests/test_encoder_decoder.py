@@ -410,6 +410,19 @@ def test_bad_caches_and_options_are_refused():
     assert model.generate(**inputs, **paged("same"), max_new_tokens=3).shape == (1, 4)
 
 
+@pytest.mark.parametrize("kind", ["exact", "same"])
+def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder_in_custom_loops(kind):
+    model, inputs = tiny.make_model("t5gemma"), tiny.sources(LENGTHS)
+    prompt = torch.randint(4, 97, (3, 30), generator=torch.Generator().manual_seed(1))
+    pair = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16, cross_attention=kind)
+    with torch.no_grad():
+        whole = model(**inputs, decoder_input_ids=prompt, use_cache=False).logits
+        model.set_attn_implementation("kv_hf")
+        for part in prompt.split([20, 1, 1, 3, 5], -1):
+            last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
+    torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=TOLERANCE)
+
+
 def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder():
     """A step looks at all of the encoder, however short the window over the decoder's own tokens is."""
     model, inputs = tiny.make_model("t5gemma"), tiny.sources(LENGTHS)

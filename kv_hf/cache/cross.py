@@ -1,12 +1,11 @@
 """Cross-attention in pages: an encoder's keys and values, written once and read by every decoder step."""
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 from ..config import CacheConfig
 from .handle_layer import HandleLayer
-from .model_shape import attention_config, decoder_config
+from .model_shape import attention_config, cross_config
 from .paged_cache import PagedCache
 
 
@@ -24,13 +23,8 @@ class CrossCache(PagedCache):
     layer_class = HandleLayer
 
     def _build(self, config: Any, options: CacheConfig) -> None:
-        decoder = copy.deepcopy(decoder_config(config))
-        if getattr(decoder, "layer_types", None) is not None:
-            # a decoder's sliding window is about its own tokens: a step looks at the whole encoder
-            decoder.layer_types = ["full_attention"] * len(decoder.layer_types)
-        if getattr(decoder, "sliding_window", None) is not None:
-            decoder.sliding_window = None
-        super()._build(decoder, replace(options, reserve_tokens=0, recent_tokens=0))
+        exact = replace(options, reserve_tokens=0, recent_tokens=0)
+        super()._build(cross_config(config), exact)
         self._attention_config = attention_config(config)
         for layer in self.layers:
             if isinstance(layer, HandleLayer):

@@ -12,7 +12,7 @@ from ..errors import CacheOptionError, UnsupportedModelError
 from ..spec import MemoryReport
 from .cross import CrossCache
 from .layer import PagedLayer
-from .model_shape import decoder_config, is_encoder_decoder
+from .model_shape import cross_config, decoder_config, is_encoder_decoder
 from .paged_cache import PagedCache
 from .report import LayerReport, tensor_bytes
 
@@ -51,7 +51,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         return self
 
     def _build(self, config: Any, options: CacheConfig) -> None:
-        decoder = decoder_config(config)
+        decoder_config(config)  # raises for things that are no config
         if not is_encoder_decoder(config):
             raise UnsupportedModelError(
                 f"{config.model_type!r} is not an encoder-decoder model: use kv_hf.PagedCache"
@@ -70,7 +70,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         if options.cross_attention == "same":
             cross = CrossCache.from_options(config, each)
         else:
-            cross = DynamicCache(config=decoder)
+            cross = DynamicCache(config=cross_config(config))
         self.options = options
         super().__init__(own, cross)
 

@@ -1,5 +1,6 @@
 """What a model's config says about its cache, before any key is seen."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,19 @@ def decoder_config(config: Any) -> Any:
             decoder.num_encoder_layers = layers
         else:
             decoder.num_hidden_layers = layers
+    return decoder
+
+
+def cross_config(config: Any) -> Any:
+    """Return a copy of the decoder's config for a cache of cross-attention: a step looks at the whole encoder.
+
+    A decoder's sliding windows are about its own tokens.
+    """
+    decoder = copy.deepcopy(decoder_config(config))
+    if getattr(decoder, "layer_types", None) is not None:
+        decoder.layer_types = ["full_attention"] * len(decoder.layer_types)
+    if getattr(decoder, "sliding_window", None) is not None:
+        decoder.sliding_window = None
     return decoder
 
 

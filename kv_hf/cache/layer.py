@@ -127,15 +127,10 @@ class PagedLayer(DynamicLayer):
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (kv_length, kv_offset) for the mask of the next `query_length` columns.
-
-        A model may ask each layer in the middle of a forward (Inkling): one that has not taken part in the running step
-        answers for that one.
-        """
-        running = self.group.lockstep.step
-        behind = running is not None and self._epoch == self.group.epoch - 1
-        view = running.view if running is not None and behind else None
-        offset = self.group.offset if view is None else view.offset
+        """Return (kv_length, kv_offset) for the mask of the next `query_length` columns."""
+        offset, running = self.group.offset, self.group.lockstep.step
+        if running is not None and running.view is not None and self._epoch == self.group.epoch - 1:
+            offset = running.view.offset  # asked within a forward, before its own update (Inkling)
         return self._seen - offset + query_length, offset
 
     def get_max_length(self) -> int:

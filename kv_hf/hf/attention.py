@@ -23,6 +23,7 @@ from .latent import (
     shrink_of,
 )
 from .lazy_mask import LazyMask
+from .models import wants_masks
 
 
 def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -49,7 +50,8 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     shape = (kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"])
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
-    return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, plain=not hidden)
+    certain = hidden or wants_masks(kwargs.get("config"))
+    return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, not hidden, certain)
 
 
 def kv_hf_attention(
@@ -142,7 +144,8 @@ def kv_hf_attention(
     if lazy is not None:
         left_out = lazy.plain and lazy.shape[-2:] == (query.shape[2], key.shape[2])
         attention_mask = None if left_out else lazy.dense()
-        if left_out:  # whatever a model concludes from a mask that is not None (moonshine)
+        # a model that says is_causal has perhaps concluded it from a mask that is not None (moonshine)
+        if left_out and (lazy.certain or kwargs.get("is_causal") is not None):
             kwargs["is_causal"] = True
     named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
     kwargs.update({name: given for name, given in named.items() if given is not None})

@@ -17,11 +17,13 @@ class LazyMask(torch.Tensor):
 
     Attributes:
         make: returns the mask.
-        plain: sdpa would get None in its place, which there means causal from the first key on.
+        plain: sdpa would get None in its place, which there means causal from the first key on, in a causal module.
+        certain: causal in any module: the mask stands for one that eager attention would have been given.
     """
 
     make: Callable[[], torch.Tensor | None]
     plain: bool
+    certain: bool
 
     # shape, dtype and device are then answered in C++ without coming back to Python
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -33,10 +35,11 @@ class LazyMask(torch.Tensor):
         device: torch.device,
         make: Callable[[], torch.Tensor | None],
         plain: bool = False,
+        certain: bool = True,
     ) -> "LazyMask":
         """Stand for what `make()` returns."""
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.make, mask.plain = make, plain
+        mask.make, mask.plain, mask.certain = make, plain, certain
         return mask
 
     def dense(self) -> torch.Tensor:
@@ -54,6 +57,7 @@ class LazyMask(torch.Tensor):
             self.device,
             lambda: self.dense()[..., start:, :],
             self.plain and not start,
+            self.certain,
         )
 
     @classmethod
@@ -64,7 +68,9 @@ class LazyMask(torch.Tensor):
         device = kwargs.get("device")
         if func is torch.ops.aten._to_copy.default and device and not kwargs.get("dtype"):
             mask = args[0]  # accelerate's hooks move the inputs of layers on other devices
-            return cls(tuple(mask.shape), device, lambda: mask.dense().to(device), mask.plain)
+            return cls(
+                tuple(mask.shape), device, lambda: mask.dense().to(device), mask.plain, mask.certain
+            )
         if func is torch.ops.aten.slice.Tensor:
             kept = _queries_kept(*args, **kwargs)
             if kept is not None:

@@ -19,6 +19,8 @@ from .attention_source import Facts, classes_of, facts_of, is_modeling
 _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
 # set_attn_implementation goes from config to config: another thread must not run a model that is half switched
 _switching = threading.RLock()
+# configs of models that know no sdpa, by id: their modules may call themselves not causal, as eager goes by the mask alone
+_eager: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 # whether the model at hand was looked at as a whole, so that its classes need not be
 _proved: ContextVar[bool] = ContextVar("proved", default=False)
 
@@ -140,6 +142,11 @@ def _objection(found: Mapping[str, Facts], current: str) -> str | None:
     return None
 
 
+def wants_masks(config: Any) -> bool:
+    """Say whether a model of this config goes by its masks alone, whatever its modules say of causality."""
+    return config is not None and _eager.get(id(config)) is config
+
+
 def refuse_at_load(original: Callable[..., str]) -> Callable[..., str]:
     """Wrap PreTrainedModel.get_correct_attn_implementation: "kv_hf" is an error where nothing would read it.
 
@@ -148,9 +155,12 @@ def refuse_at_load(original: Callable[..., str]) -> Callable[..., str]:
 
     @functools.wraps(original)
     def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested == ATTENTION_NAME and not _proved.get():
+        if requested == ATTENTION_NAME:
             kind: Any = type(self)
-            _refuse(kind, why_not_class(kind))
+            if not _proved.get():
+                _refuse(kind, why_not_class(kind))
+            if not kind._supports_sdpa:
+                _eager[id(self.config)] = self.config
         return original(self, requested, *args, **kwargs)
 
     return checked

@@ -10,8 +10,8 @@ from .printable import printable
 class KVCacheError(ValueError):
     """Base class of the errors that kv_hf raises; its text is safe to print."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(_one_line(each) if isinstance(each, str) else each for each in args))
+    def __str__(self) -> str:  # not when it is made: torch.compile traces that
+        return _one_line(super().__str__())
 
 
 def _one_line(text: str) -> str:

@@ -276,7 +276,13 @@ def test_model_families_records_and_goes_on(scripts, tmp_path, monkeypatch):
     import model_families
 
     rows = {
-        "llama": {"verdict": "equal", "pages": 20, "attention": "kv_hf", "message": ""},
+        "llama": {
+            "verdict": "equal",
+            "pages": 20,
+            "attention": "kv_hf",
+            "message": "",
+            "sensitivity": 0.1,
+        },
         "bloom": {"verdict": "DIFFERS", "pages": 20, "attention": "eager", "message": "why | so"},
     }
 

@@ -8,12 +8,12 @@ import torch
 from .inputs import build_subject
 from .operations import OPERATIONS
 from .subject import Subject, new_cache
-from .verdict import compare, distance, outcome, words
+from .verdict import TOLERANCE, compare, distance, outcome, words
 
 QUANTIZED = "paged_int8"
 QUANTIZED_TOLERANCE = 0.15  # relative error of all logits; random weights are the hardest there are
 # of the largest logit: with less, other tokens in the context change nothing, and "equal" says little
-BLUNT = 0.02
+BLUNT = 20 * TOLERANCE
 # worst first: what a family is called after its operations
 ORDER = ("ERROR", "DIFFERS", "broken", "refused", "equal", "impossible", "absent")
 

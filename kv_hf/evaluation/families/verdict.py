@@ -10,8 +10,8 @@ import kv_hf
 from .operations import OPERATIONS, NotOffered, Outcome
 from .subject import Subject
 
-# of the largest logit; other kernels sum in another order
-TOLERANCE = 1e-3
+# of the largest logit; other kernels sum in another order, which is 1e-5 at most
+TOLERANCE = 1e-4
 PAGED = "paged_exact"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class PagedKV:
             room for.
         hold: keeps the pages where they are while kernels that read them are launched (pages that live outside of
             the device share room on it).
+        launches: what a backend keeps between calls for this layer (compiled launches, packed arguments), under keys
+            that name all it depends on.
 
     In a sliding layer that has given pages back, columns begin with the first that a query may see, the pages
     given back are left out, and the sinks are stale: a kernel hides them, as they lie before the sliding window.
@@ -48,6 +50,7 @@ class PagedKV:
     seen: int
     sink_tokens: int
     hold: Callable[[], AbstractContextManager[Any]] = nullcontext
+    launches: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
     def page_size(self) -> int:

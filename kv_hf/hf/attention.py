@@ -39,10 +39,10 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     may_skip = bool(kwargs.get("allow_is_causal_skip", True))
     hidden = False
     if isinstance(length, MaskLength):
-        length.observe(mask)
+        length.observe(mask, not several)
         kwargs["kv_length"] = int(length)
         one = not several and mask is None and kwargs.get("local_size") is None
-        hidden = may_skip and not one and length.needs_no_mask(mask)
+        hidden = may_skip and not one and length.needs_no_mask(mask, not several)
     made = None if hidden else sdpa_mask(*args, **kwargs)
     plain = made is None and may_skip and several and not torch.compiler.is_compiling()
     if not hidden and not plain:

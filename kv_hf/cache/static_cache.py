@@ -109,6 +109,8 @@ class StaticPagedCache(PagedCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer."""
+        if not torch.compiler.is_compiling():
+            self.table.check_flag()
         length, offset = self.paged_layers[layer_idx].get_mask_sizes(query_length)
         # a single token comes after the prompt, whose mask has said it all
         learns = (query_length > 1 or not self.table.started) and not torch.compiler.is_compiling()

@@ -13,6 +13,8 @@ from ..notices import warn_once
 from ..spec import LANES, ROWS, PageSpec
 from . import packed, reference
 from .cpu import library
+from .dense import dense_side
+from .inputs import PagedKV
 
 NAMES = KERNEL_CHOICES[1:]  # without "auto"; the order in which "auto" tries them
 
@@ -22,6 +24,7 @@ class Kernel:
     """One implementation: its functions do what those of the same meaning in `reference` do.
 
     Attributes:
+        dense: writes one side of a layer out, as `dense.dense_side` does.
         longest: queries up to which reading the pages is better than writing one layer out for SDPA.
     """
 
@@ -29,6 +32,7 @@ class Kernel:
     attend: Callable[..., torch.Tensor]
     seal: Callable[..., torch.Tensor]
     append: Callable[..., None] = reference.append_tokens
+    dense: Callable[[PagedKV, str], torch.Tensor] = dense_side
     longest: int = 16
 
 
@@ -60,6 +64,7 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
 def load(name: str) -> Kernel:
     """Return implementation `name`; whether it can run is `why_not`'s to say."""
     if name == "triton":
+        from .triton import dense_launch
         from .triton import library as operators
 
         return Kernel(
@@ -67,6 +72,7 @@ def load(name: str) -> Kernel:
             operators.paged_attention,
             operators.seal_pages,
             operators.append_tokens,
+            dense_launch.dense_side,
             longest=64,
         )
     if name == "c":

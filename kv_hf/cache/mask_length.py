@@ -30,6 +30,11 @@ class MaskLength(int):
         self.skippable = skippable
         return self
 
+    @property
+    def padded(self) -> bool:
+        """Whether some row is known to begin with padding."""
+        return any(row.padding for group in self.groups for row in group.rows)
+
     def observe(self, attention_mask: torch.Tensor | None) -> None:
         """Tell the groups which columns are left padding; None: there is no padding.
 

@@ -92,7 +92,7 @@ def attend_with_ptx(query, kv, *, isa, splits=2, **options):
     """The decode kernel as compiled for an NVIDIA GPU, its PTX carried out by `ptx`."""
     import triton.language as tl
 
-    from kv_hf.kernels.triton import launch
+    from kv_hf.kernels.triton import device, launch
     from kv_hf.kernels.triton.table import Launch
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
@@ -113,12 +113,12 @@ def attend_with_ptx(query, kv, *, isa, splits=2, **options):
 
     kept = tl.inline_asm_elementwise
     tl.inline_asm_elementwise = inline_asm
-    launch.target_isa, real = (lambda device: isa), launch.target_isa
+    device.target_isa, real = (lambda where: isa), device.target_isa
     try:
         return launch.paged_attention(query, kv, launch=Launch(1, 2, splits), **options)
     finally:
         tl.inline_asm_elementwise = kept
-        launch.target_isa = real
+        device.target_isa = real
 
 
 def unpack_every_byte(bits):

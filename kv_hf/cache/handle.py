@@ -78,6 +78,21 @@ class KVHandle(torch.Tensor):
         handle.side = side
         return handle
 
+    @classmethod
+    def pair(cls, view: KVView) -> "tuple[KVHandle, KVHandle]":
+        """Return the handles of both sides of a view that was made just now."""
+        kv = view._kv
+        keys, values = kv.spec.sides
+        rows, seen, device = kv.rows, kv.seen, kv.window_keys.device
+        make = torch.Tensor._make_wrapper_subclass
+        shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
+        first: Any = make(cls, shape, dtype=keys.dtype, device=device)
+        shape = (rows, values.num_kv_heads, seen, values.head_dim)
+        second: Any = make(cls, shape, dtype=values.dtype, device=device)
+        first.view_of_pages = second.view_of_pages = view
+        first.side, second.side = "keys", "values"
+        return first, second
+
     def dense(self) -> torch.Tensor:
         """Return the dense tensor behind this handle."""
         return self.view_of_pages.dense(self.side)

@@ -1,5 +1,6 @@
 """The cache that transformers sees: a DynamicCache whose attention layers live in pages."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,6 +80,8 @@ class PagedCache(Savable, Copyable):
         return self
 
     layer_class = PagedLayer
+    _last_updated = sys.maxsize  # layer of the last update
+    _dense_asked = False  # whether the model's attention is one that cannot be given handles
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         if options.max_length is not None:
@@ -141,6 +144,11 @@ class PagedCache(Savable, Copyable):
         """Append keys and values of one layer; see `PagedLayer.update` for what comes back."""
         if self.halfway:
             self.check_whole()
+        if (
+            layer_idx <= self._last_updated
+        ):  # a forward begins: asked once, which a config takes its time for
+            self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
+        self._last_updated = layer_idx
         if layer_idx <= self._first_paged:
             # find out now whether layers that come later will refuse; this layer's own group asks by itself
             own = getattr(self.layers[layer_idx], "group", None)
@@ -151,7 +159,7 @@ class PagedCache(Savable, Copyable):
                 layers = self.paged_layers
                 make_room(self.arena, layers, self.groups, key_states, value_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._attention_config._attn_implementation == "flex_attention":  # traced: no handles
+        if self._dense_asked:  # flex_attention is traced: no handles
             view = view_behind(keys, values)
             if view is not None:
                 warn_dense("flex_attention")

@@ -51,7 +51,8 @@ def unknown_arguments(kwargs: Mapping[str, Any]) -> list[str]:
     """
     nested = kwargs.get("kwargs")
     given = {**kwargs, **nested, "kwargs": None} if isinstance(nested, dict) else kwargs
-    return sorted(name for name in given if name not in HARMLESS and given[name] is not None)
+    unknown = [name for name in given if name not in HARMLESS and given[name] is not None]
+    return sorted(unknown) if unknown else unknown
 
 
 def dense_attention(

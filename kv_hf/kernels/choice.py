@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from ..config import KERNEL_CHOICES
 from ..errors import CacheOptionError
 from ..notices import warn_once
 from ..spec import LANES, ROWS, PageSpec
-from . import packed, reference
+from . import packed, pairs, reference
 from .cpu import library
 from .dense import dense_side
 from .inputs import PagedKV
@@ -26,6 +27,8 @@ class Kernel:
     Attributes:
         dense: writes one side of a layer out, as `dense.dense_side` does.
         longest: queries up to which reading the pages is better than writing one layer out for SDPA.
+        write_pair, seal_pair: as pairs.write_pair and pairs.seal_pair without their first arguments; made of `append`
+            and `seal` where none are given.
     """
 
     name: str
@@ -34,6 +37,15 @@ class Kernel:
     append: Callable[..., None] = reference.append_tokens
     dense: Callable[[PagedKV, str], torch.Tensor] = dense_side
     longest: int = 16
+    write_pair: Callable[..., None] = None  # type: ignore[assignment]
+    seal_pair: Callable[..., None] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.write_pair is None:
+            write = partial(pairs.write_pair, self.append, self.seal)
+            object.__setattr__(self, "write_pair", write)
+        if self.seal_pair is None:
+            object.__setattr__(self, "seal_pair", partial(pairs.seal_pair, self.seal))
 
 
 def layout_for(device: torch.device) -> str:

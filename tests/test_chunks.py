@@ -1,10 +1,13 @@
 """Chunks of many queries on a filled cache read the pages in slices; the reference takes them whole."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, tokens
+from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
 from kv_hf.hf import attention, causal, dense
@@ -84,7 +87,7 @@ def pretend_fused(monkeypatch, flash=True):
         taken.append((query.shape[1] // key.shape[1], options["enable_gqa"]))
         return attend(query, key, value, **options)
 
-    monkeypatch.setattr(causal, "takes_bias", lambda device: True)
+    monkeypatch.setattr(causal, "takes_bias", lambda *tensors: True)
     monkeypatch.setattr(causal, "can_use_flash_attention", lambda params: flash)
     monkeypatch.setattr(causal, "can_use_efficient_attention", lambda params: True)
     monkeypatch.setattr(causal, "scaled_dot_product_attention", noted)
@@ -119,6 +122,26 @@ def test_causal_attention_is_left_to_masks_without_fused_kernels(monkeypatch):
     pretend_fused(monkeypatch, flash=False)
     monkeypatch.setattr(causal, "can_use_efficient_attention", lambda params: False)
     assert causal.causal_attention(x, x, x) is None
+
+
+def test_causal_attention_is_left_to_masks_under_a_dispatch_mode(monkeypatch):
+    """torch cannot make its bias while a mode such as a counter of operations is active."""
+    pretend_fused(monkeypatch)
+    x = torch.randn(1, 2, 50, 16)
+    with FlopCounterMode(display=False), pytest.warns(kv_hf.KVCacheWarning, match="no causal bias"):
+        assert causal.causal_attention(x, x, x) is None
+
+
+def test_causal_attention_leaves_casts_to_autocast(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    tensors = [SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32) for _ in range(3)]
+    assert causal.takes_bias(*tensors)
+    with monkeypatch.context() as within:
+        within.setattr(torch, "is_autocast_enabled", lambda kind: True)
+        within.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+        assert not causal.takes_bias(*tensors)
+    tensors[1].dtype = torch.float16
+    assert not causal.takes_bias(*tensors)
 
 
 def two_turns(model, stock, first, later, **options):

@@ -1,16 +1,23 @@
 """The kernel that writes a layer out densely, against its definition bit for bit; in the interpreter, and compiled."""
 
+from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
+import transformers
 from interpreter import call, dense, needs_interpreter
 from paged_inputs import DTYPES, make_kv
+from test_chunks import pretend_fused
 from test_triton_latent import make_kv as make_latents
 from test_triton_latent import spec_of as latents_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import kv_hf
 from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
+from kv_hf.hf import attention, causal
+from kv_hf.hf.lazy_mask import LazyMask
 from kv_hf.kernels.dense import dense_side
 
 needs_triton = pytest.mark.skipif(
@@ -146,3 +153,81 @@ def test_dense_kernel_of_latents_compiles_without_spills(name):
     spec = latents_of(name, rank=512, rope_dim=64, page=64, dtype=torch.bfloat16)
     for side in spec.sides:
         assert sass.read_cubin(aot.compile_dense(side, "sm_90")).spills == 0
+
+
+# -- what a chunk launches -------------------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's operators that launch something, and those that wait for a device."""
+
+    VIEWS = (
+        "view",
+        "slice",
+        "select",
+        "detach",
+        "alias",
+        "expand",
+        "unsqueeze",
+        "transpose",
+        "new_empty",
+        "empty",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def pretend_attention(monkeypatch):
+    """Let the CPU pass for a GPU on which attention is one operator (torch makes no bias under a dispatch mode)."""
+    pretend_fused(monkeypatch)
+    monkeypatch.setattr(causal, "causal_lower_right", lambda *sizes: None)
+    fused = lambda query, *others, **options: torch.ops.aten.empty_like.default(query)  # noqa: E731
+    monkeypatch.setattr(causal, "scaled_dot_product_attention", fused)
+
+
+def long_turn(gpu, past, rows):
+    """Launches and operators of one layer's update, of its dense keys and values, and of its attention."""
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1
+    )
+    cache = kv_hf.PagedCache(config, keys="int4", page_size=16, kernel="triton")
+    padding = torch.arange(rows)[:, None] * 33
+    cache.observe_padding((torch.arange(past) >= padding).long())
+    cache.update(*torch.zeros(2, rows, 2, past, 64, dtype=torch.bfloat16), 0)
+    before = len(gpu.launches)
+    keys, values = cache.update(*torch.zeros(2, rows, 2, 100, 64, dtype=torch.bfloat16), 0)
+    with Operators() as written:
+        for side in ("keys", "values"):
+            keys.view_of_pages.dense(side)
+    query = torch.zeros(rows, 4, 100, 64, dtype=torch.bfloat16)
+    shape = (rows, 1, 100, past + 100)
+    mask = LazyMask(shape, query.device, pytest.fail, causal=True)
+    with Operators() as attended:
+        attention.kv_hf_attention(torch.nn.Module(), query, keys, values, mask)
+    return gpu.names()[before:], written.found, attended.found
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 3])
+def test_long_turns_launch_no_more_on_longer_texts(monkeypatch, rows):
+    """Nor do they wait for the device, whatever their rows hold."""
+    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+
+    pretend_attention(monkeypatch)
+    with pretend_gpu() as gpu, torch.no_grad():
+        short, long = (long_turn(gpu, past, rows) for past in (200, 3000))
+        assert gpu.variants["dense_kernel"] == 2  # keys and values
+    assert short == long
+    launches, written, attended = short
+    assert [name for name in launches if name == "dense_kernel"] == 4 * ["dense_kernel"]
+    assert launches[-2:] == 2 * ["dense_kernel"]
+    assert not written
+    assert attended == {"empty_like": 1, "clone": 1}  # attention, and its result made contiguous

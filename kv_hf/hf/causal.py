@@ -13,14 +13,21 @@ from torch.backends.cuda import (
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..notices import warn_once
 
-def takes_bias(device: torch.device) -> bool:
-    """Say whether torch's fused kernels on `device` can begin causality at the last key.
+
+def takes_bias(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Say whether torch's fused kernels may begin causality at the last key for these tensors.
 
     Those for NVIDIA do. Elsewhere torch makes a mask of the bias in every layer (CPU), or hands it to kernels that align
-    causality otherwise (ROCm): there one mask for all layers is better.
+    causality to the first key (flash attention on ROCm): there one mask for all layers is better. Autocast, which does
+    not see the bias, has to have nothing left to do.
     """
-    return device.type == "cuda" and torch.version.hip is None
+    kind = query.device.type
+    if kind != "cuda" or torch.version.hip is not None:
+        return False
+    wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    return all(x.dtype == wanted for x in (query, key, value))
 
 
 def causal_attention(
@@ -40,7 +47,16 @@ def causal_attention(
     Returns: [batch, q_len, num_heads, value_dim], contiguous; None where this takes a mask here.
     Source: torch.nn.attention.bias, which has the lower-right triangle that SDPA lacks.
     """
-    if not takes_bias(query.device):
+    if not takes_bias(query, key, value):
+        return None
+    try:
+        bias = causal_lower_right(query.shape[2], key.shape[2])
+    except RuntimeError:  # torch makes none while a dispatch mode watches all operators
+        warn_once(
+            "causal bias",
+            "Long chunks take a mask of queries x keys, because torch makes no causal bias under a TorchDispatchMode (a "
+            "counter of operations, for example): what is measured is slower than what runs without it",
+        )
         return None
     heads, shared = query.shape[1], key.shape[1]
     flash = can_use_flash_attention(
@@ -54,7 +70,6 @@ def causal_attention(
         ):
             return None
         key, value = (x.repeat_interleave(heads // shared, 1) for x in (key, value))
-    bias = causal_lower_right(query.shape[2], key.shape[2])
     out = scaled_dot_product_attention(
         query,
         key,

@@ -84,7 +84,7 @@ def load(name: str) -> Kernel:
             operators.paged_attention,
             operators.seal_pages,
             operators.append_tokens,
-            dense_launch.dense_side,
+            dense=dense_launch.dense_side,
             longest=64,
         )
     if name == "c":

@@ -88,9 +88,16 @@ def load(name: str) -> Kernel:
             longest=64,
         )
     if name == "c":
-        from .cpu import decode, seal
+        from .cpu import decode, seal, write
 
-        return Kernel(name, decode.paged_attention, seal.seal_pages, longest=sys.maxsize)
+        return Kernel(
+            name,
+            decode.paged_attention,
+            seal.seal_pages,
+            longest=sys.maxsize,
+            write_pair=write.write_pair,
+            seal_pair=write.seal_pair,
+        )
     if name == "sdpa":
         return Kernel(name, packed.paged_attention, reference.seal_pages)
     return Kernel("reference", reference.paged_attention, reference.seal_pages)

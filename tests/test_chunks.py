@@ -10,6 +10,7 @@ from tiny_models import left_padded, make_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
+from kv_hf.cache.handle import KVView
 from kv_hf.hf import attention, causal, dense
 from kv_hf.kernels import choice, ops
 from kv_hf.kernels.cpu import library
@@ -144,9 +145,9 @@ def test_causal_attention_leaves_casts_to_autocast(monkeypatch):
     assert not causal.takes_bias(*tensors)
 
 
-def two_turns(model, stock, first, later, **options):
-    """Logits of a long second turn, with pages and with DynamicCache, and the cache."""
-    cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference", **options)
+def two_turns(model, stock, first, later, kernel="reference"):
+    """Logits of a long second turn, with pages and with DynamicCache."""
+    cache = kv_hf.PagedCache(model.config, page_size=16, kernel=kernel)
     dynamic = transformers.DynamicCache(config=stock.config)
     with torch.no_grad():
         for inputs in (first, later):
@@ -186,6 +187,17 @@ def test_long_turns_make_their_mask_once(monkeypatch, lengths):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert len(made) == 2  # one for each forward
     assert lengths[1] == 150 or not taken
+
+
+def test_long_turns_on_a_cpu_read_pages(monkeypatch):
+    """The C kernel takes any number of queries: nothing is written out."""
+    if library.missing():
+        pytest.skip(library.missing())
+    model, stock = make_model("llama"), make_model("llama")
+    model.set_attn_implementation("kv_hf")
+    monkeypatch.setattr(KVView, "dense", pytest.fail)
+    found, expected = two_turns(model, stock, *turns([150, 40]), kernel="auto")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_long_turns_make_one_mask_for_all_sliding_layers(monkeypatch):

@@ -6,8 +6,8 @@ import torch
 
 from ...spec import SideSpec
 from ..inputs import PagedKV
+from . import device
 from .dense import dense_kernel
-from .device import on_device
 from .variant import MAX_TILE, MIN_SIZE, power_of_two
 
 TILE_NUMBERS = 8192  # numbers of one tile: 64 of each thread of four warps
@@ -49,7 +49,7 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     if not out.numel():
         return out
     plain = dense_constants(spec)
-    with kv.hold(), on_device(out):
+    with kv.hold(), device.on_device(out):
         codes = pages["codes"]
         if codes.dtype.itemsize == 1:
             codes = codes.view(torch.uint8)

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import StaleHandleError
 from ..kernels.choice import Kernel
-from ..kernels.dense import dense_side
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 
@@ -60,7 +59,7 @@ class KVView:
 
     def dense(self, side: str) -> torch.Tensor:
         """Return "keys" or "values" as [rows, num_kv_heads, seen, head_dim]."""
-        return dense_side(self.kv, side)
+        return self.kernel.dense(self.kv, side)
 
 
 class KVHandle(torch.Tensor):

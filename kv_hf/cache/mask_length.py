@@ -36,6 +36,11 @@ class MaskLength(int):
         self.watch = watch
         return self
 
+    @property
+    def padded(self) -> bool:
+        """Whether some row is known to begin with padding."""
+        return any(bool(group.batch.padding.any()) for group in self.groups)
+
     def observe(self, attention_mask: torch.Tensor | None, single: bool = False) -> None:
         """Tell the groups which columns are left padding; None: there is no padding.
 

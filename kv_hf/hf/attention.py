@@ -51,7 +51,9 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
     certain = hidden or wants_masks(kwargs.get("config"))
-    return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, not hidden, certain)
+    causal = hidden and kwargs.get("local_size") is None and not length.padded  # type: ignore[union-attr]
+    device = torch.device(kwargs.get("device", "cpu"))
+    return LazyMask(shape, device, make, not hidden, certain, causal)
 
 
 def kv_hf_attention(
@@ -143,7 +145,7 @@ def kv_hf_attention(
             key, value = expanded(module, key, value)
     if lazy is not None:
         left_out = lazy.plain and lazy.shape[-2:] == (query.shape[2], key.shape[2])
-        attention_mask = None if left_out else lazy.dense()
+        attention_mask = None if left_out else lazy
         # a model that says is_causal has perhaps concluded it from a mask that is not None (moonshine)
         if left_out and (lazy.certain or kwargs.get("is_causal") is not None):
             kwargs["is_causal"] = True

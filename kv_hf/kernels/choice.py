@@ -14,6 +14,8 @@ from ..notices import warn_once
 from ..spec import LANES, ROWS, PageSpec
 from . import packed, pairs, reference
 from .cpu import library
+from .dense import dense_side
+from .inputs import PagedKV
 
 NAMES = KERNEL_CHOICES[1:]  # without "auto"; the order in which "auto" tries them
 
@@ -23,6 +25,7 @@ class Kernel:
     """One implementation: its functions do what those of the same meaning in `reference` do.
 
     Attributes:
+        dense: writes one side of a layer out, as `dense.dense_side` does.
         longest: queries up to which reading the pages is better than writing one layer out for SDPA.
         write_pair, seal_pair: as pairs.write_pair and pairs.seal_pair without their first arguments; made of `append`
             and `seal` where none are given.
@@ -32,6 +35,7 @@ class Kernel:
     attend: Callable[..., torch.Tensor]
     seal: Callable[..., torch.Tensor]
     append: Callable[..., None] = reference.append_tokens
+    dense: Callable[[PagedKV, str], torch.Tensor] = dense_side
     longest: int = 16
     write_pair: Callable[..., None] = None  # type: ignore[assignment]
     seal_pair: Callable[..., None] = None  # type: ignore[assignment]
@@ -72,6 +76,7 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
 def load(name: str) -> Kernel:
     """Return implementation `name`; whether it can run is `why_not`'s to say."""
     if name == "triton":
+        from .triton import dense_launch
         from .triton import library as operators
 
         return Kernel(
@@ -79,6 +84,7 @@ def load(name: str) -> Kernel:
             operators.paged_attention,
             operators.seal_pages,
             operators.append_tokens,
+            dense=dense_launch.dense_side,
             longest=64,
         )
     if name == "c":

@@ -71,7 +71,11 @@ class MaskWatch:
 
     def _same(self, mask: torch.Tensor, padding: Numbers) -> torch.Tensor:
         key = padding.tobytes()
-        if self._padding is None or self._padding[0] != key or self._padding[1].device != mask.device:
+        if (
+            self._padding is None
+            or self._padding[0] != key
+            or self._padding[1].device != mask.device
+        ):
             known = moved.moved(torch.from_numpy(padding.copy()), mask.device)
             self._padding = key, known[:, None]
         columns = torch.arange(mask.shape[1], device=mask.device)

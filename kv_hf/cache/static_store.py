@@ -75,7 +75,10 @@ class StaticStore:
             # one that fills its page leaves an empty tail: the next one is written over it
             runs = own_keys.tokens, own_values.tokens
         else:
-            runs = self._with_room(own_keys.tokens, q_len), self._with_room(own_values.tokens, q_len)
+            runs = (
+                self._with_room(own_keys.tokens, q_len),
+                self._with_room(own_values.tokens, q_len),
+            )
         self._write(runs, new, step)
         if q_len > 1:
             for window, run in zip(self.base.windows, runs, strict=True):

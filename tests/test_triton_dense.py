@@ -216,6 +216,24 @@ def long_turn(gpu, past, rows):
 
 
 @needs_triton
+def test_dense_kernel_is_compiled_once_for_tables_anywhere():
+    """Block tables and lengths of other batches begin elsewhere, and texts have other lengths."""
+    from kv_hf.kernels.triton.dense_launch import dense_side as by_kernel
+    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+
+    def shifted(tensor, by):
+        return torch.cat([tensor.new_zeros(by), tensor.flatten()])[by:].view(tensor.shape)
+
+    with pretend_gpu() as gpu:
+        for by, rows in enumerate([[(3, 5)], [(1, 2), (2, 9)], [(8, 1), (0, 3), (1, 1)]]):
+            kv = make_kv("int4", rows=rows, dtype=torch.bfloat16)
+            names = ("block_table", "num_pages", "exact_lens", "padding")
+            moved = {name: shifted(getattr(kv, name), by) for name in names}
+            by_kernel(replace(kv, **moved), "keys")
+        assert gpu.variants == {"dense_kernel": 1}
+
+
+@needs_triton
 @pytest.mark.parametrize("rows", [1, 3])
 def test_long_turns_launch_no_more_on_longer_texts(monkeypatch, rows):
     """Nor do they wait for the device, whatever their rows hold."""

@@ -164,9 +164,9 @@ def compile_dense(side: SideSpec, arch: str) -> Any:
     types = dict.fromkeys(("out", "window"), "*" + element_type(side.dtype))
     types |= {"codes": "*" + _pointee(side.fields["codes"][1])}
     types |= dict.fromkeys(("scale", "offset"), "*" + element_type(side.scale_dtype))
-    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
     strides = ("window_row", "window_head", "window_slot")
     aligned = [*types, *strides]
+    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
     types |= dict.fromkeys((*strides, "seen", "table_row", "sink_tokens"), "i32")
     plain = dense_constants(side)
     return compile_kernel(dense_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False)

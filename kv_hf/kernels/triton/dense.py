@@ -123,7 +123,11 @@ def _write_part(
             tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
 
 
-@triton.jit(do_not_specialize=["seen", "table_row", "sink_tokens"])
+# tables may begin anywhere in a buffer that they share
+@triton.jit(
+    do_not_specialize=["seen", "table_row", "sink_tokens"],
+    do_not_specialize_on_alignment=["block_table", "num_pages", "exact_lens", "padding"],
+)
 def dense_kernel(
     out,  # [rows, HEADS, seen, DIM]
     seen,

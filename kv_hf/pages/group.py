@@ -28,11 +28,11 @@ from .lockstep import Lockstep
 from .named_pages import NamedPages, PageNamer
 from .plan import AppendPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .pool import PagePool
-from .step import PageIds, Row, SealJobs, Step
+from .step import Grown, PageIds, Row, SealJobs, Step
 
-# a step, the rows behind it, pages that no row holds then but its forward may read, and row -> pages that it held when
-# others were appended to them
-Planned = tuple[Step, Batch, tuple[PageIds, ...], dict[int, PageIds]]
+# a step, the rows behind it, pages that no row holds then but its forward may read, and row -> pages before and after some
+# were appended to it
+Planned = tuple[Step, Batch, tuple[PageIds, ...], dict[int, Grown]]
 
 
 class Store(Protocol):
@@ -86,7 +86,7 @@ class PageGroup(HeldRows):
     def _clear(self) -> None:
         self.touched = False  # a layer has storage of the arena
         self.batch, self._leaving = NO_ROWS, ()
-        self._grown: dict[int, PageIds] = {}
+        self._grown: dict[int, Grown] = {}
         self.seen = 0
         self.confirmed = 0  # columns that a crop has left standing (past recording)
         self._padding_seen: list[int] | None = None

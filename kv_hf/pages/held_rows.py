@@ -8,7 +8,7 @@ from typing import Any, Self
 from .batch import NO_ROWS, Batch, Numbers
 from .plan import RowSizes, check_sources
 from .pool import PagePool
-from .step import PageIds, Row, TableView
+from .step import Grown, PageIds, Row, TableView
 from .tables import Tables
 
 
@@ -27,7 +27,7 @@ class HeldRows:
         self.pool = pool
         self.batch = NO_ROWS
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
-        self._grown: dict[int, PageIds] = {}
+        self._grown: dict[int, Grown] = {}
         self._tables = Tables()
         pool.register(self)
 

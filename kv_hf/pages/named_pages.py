@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from .step import PageIds
+from .step import Grown, PageIds
 
 
 @dataclass
@@ -16,7 +16,7 @@ class NamedPages:
         found: what the forward reads as sealed.
         kept: held behind the step.
         leaving: held no more, but the forward may read them.
-        grown: row -> what it held when `last` was appended to it.
+        grown: row -> what it held before and after `last` was appended to it.
     """
 
     first: tuple[PageIds, ...] | list[PageIds]
@@ -24,7 +24,7 @@ class NamedPages:
     found: tuple[PageIds, ...]
     kept: tuple[PageIds, ...]
     leaving: tuple[PageIds, ...]
-    grown: dict[int, PageIds]
+    grown: dict[int, Grown]
 
     @classmethod
     def unchanged(cls, pages: tuple[PageIds, ...]) -> "NamedPages":
@@ -42,7 +42,7 @@ class PageNamer:
         self._first: list[PageIds] = [()] * len(pages)
         self._last: list[PageIds] = [()] * len(pages)
         self._leaving: list[PageIds] = []
-        self._grown: dict[int, PageIds] = {}
+        self._grown: dict[int, Grown] = {}
 
     def change(self, row: int, first: int, last: int, gone: int) -> None:
         """Let `row` seal so many pages before and behind the append, and drop `gone`."""
@@ -50,11 +50,11 @@ class PageNamer:
         self._last[row] = tuple(islice(self._ids, last))
         held = self._before[row] + self._first[row]
         self._found[row] = held
+        self._kept[row] = held[gone:] + self._last[row]
         if gone:
             self._leaving.append(held[:gone])
         else:
-            self._grown[row] = held
-        self._kept[row] = held[gone:] + self._last[row]
+            self._grown[row] = held, self._kept[row]
 
     def done(self) -> NamedPages:
         """Return the pages of all rows."""

@@ -12,6 +12,7 @@ import torch
 from .moved import moved
 
 PageIds = tuple[int, ...]
+Grown = tuple[PageIds, PageIds]  # what a row held before and after pages were appended to it
 
 
 @dataclass(frozen=True)

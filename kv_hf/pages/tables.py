@@ -7,10 +7,10 @@ import torch
 
 from ..spec import TABLE_DTYPE
 from .moved import moved
-from .step import Row
+from .step import Grown, PageIds, Row
 from .storing import storing
 
-Pages = tuple[tuple[int, ...], ...]
+Pages = tuple[PageIds, ...]
 
 
 def block_table(rows: Sequence[Row]) -> torch.Tensor:
@@ -46,13 +46,11 @@ class Tables:
         self._pages: Pages | None = None
         self._on: dict[torch.device, torch.Tensor] = {}
 
-    def show(
-        self, pages: Pages, grown: Mapping[int, tuple[int, ...]]
-    ) -> dict[torch.device, torch.Tensor]:
+    def show(self, pages: Pages, grown: Mapping[int, Grown]) -> dict[torch.device, torch.Tensor]:
         """Return the table of `pages` by device, at least the CPU's; others are made of that one when they are missing.
 
         Args:
-            grown: row -> what it held before pages were appended to it, for rows of which that is known.
+            grown: row -> what it held before and after pages were appended to it, for rows of which that is known.
         """
         old = self._pages
         if old is pages:
@@ -78,7 +76,7 @@ class Tables:
 
     @staticmethod
     def _appended(
-        old: Pages | None, pages: Pages, grown: Mapping[int, tuple[int, ...]]
+        old: Pages | None, pages: Pages, grown: Mapping[int, Grown]
     ) -> list[tuple[int, int, int]] | None:
         """Return (row, place, page id) of what was appended to the rows that were shown last; None for other changes."""
         if old is None or len(old) != len(pages):
@@ -87,7 +85,9 @@ class Tables:
         for row, (before, now) in enumerate(zip(old, pages, strict=True)):
             if before is now:
                 continue
-            if grown.get(row) is not before and now[: len(before)] != before:
+            known = grown.get(row)
+            follows = known is not None and known[0] is before and known[1] is now
+            if not follows and now[: len(before)] != before:
                 return None
             first = len(before)
             found += [(row, place, page) for place, page in enumerate(now[first:], first)]

@@ -1,5 +1,6 @@
 """Launch the kernel that writes one side of a layer out densely."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .variant import MAX_TILE, MIN_SIZE, power_of_two
 TILE_NUMBERS = 8192  # numbers of one tile: 64 of each thread of four warps
 
 
+@cache
 def dense_constants(spec: SideSpec) -> dict[str, Any]:
     """Return the dense kernel's compile-time arguments."""
     scheme = spec.scheme

@@ -28,7 +28,7 @@ from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.formats import FORMAT_NAMES
 
 RESULTS = Path(__file__).parent.parent / "results" / "host.jsonl"
-SETTINGS = (  # name, batch, columns, ragged, options
+SETTINGS: tuple[tuple[Any, ...], ...] = (  # name, batch, columns, ragged, options
     ("batch 1", 1, 1000, False, {}),
     ("batch 16", 16, 300, False, {}),
     ("ragged 16", 16, 300, True, {}),
@@ -43,7 +43,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", default=["int4"], choices=FORMAT_NAMES)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--steps", type=int, default=70, help="steps that are timed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     parser.add_argument("--record", action="store_true", help=f"append rows to {RESULTS.name}")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
@@ -53,13 +55,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, fake: Any, keys: str, setting: tuple[Any, ...]) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, fake: Any, keys: str, setting: tuple[Any, ...]
+) -> dict[str, Any]:
     """Return the figures of one setting, beside DynamicCache of the same batch."""
     name, batch, context, ragged, options = setting
     shape = HostShape(layers=args.layers)
     room = options or {"reserve_tokens": context + 512}  # as generate() asks for
     run = HostRun(shape, batch, context, keys, ragged=ragged, **room)
-    stock = HostRun(shape, 1, context, None)  # what a GPU's host does for it does not depend on the batch
+    stock = HostRun(
+        shape, 1, context, None
+    )  # what a GPU's host does for it does not depend on the batch
     run.time(), stock.time()  # kernels are compiled
     counted = [run.count(fake) for _ in range(64)]  # every row seals once
     sealing = max(counted, key=lambda step: step.launches)
@@ -131,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(measure(args, fake, keys, setting))
     show(rows)
     if args.record:
-        append_rows(args.out, [make_row("host_step", layers=args.layers, **row) for row in rows])
+        append_rows(
+            args.out, [make_row(kind="host_step", layers=args.layers, **row) for row in rows]
+        )
     if args.json:
         print(json.dumps(summary(rows)))
     return 0

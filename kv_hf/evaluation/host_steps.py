@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -229,7 +230,7 @@ class HostRun:
             start = time.thread_time()
             self.step(lambda layer: behind.append(len(fake.launches) + kernels.found.total()))
             seconds = time.thread_time() - start
-        layers = [one - other for other, one in zip(behind[1:], behind[2:], strict=False)]
+        layers = [one - other for other, one in pairwise(behind[1:])]
         return HostStep(
             seconds,
             kernels.found.total(),

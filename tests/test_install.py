@@ -52,7 +52,7 @@ kv_hf.recommend
 from kv_hf.kernels.triton import ceiling, latent_variant, support, table, variant
 spec = ceiling.standard_spec("int4", 128)
 assert support.why_not("cpu", torch.float32, spec)
-assert table.launch_parameters(spec, 8, 90, programs=8, tiles=64).num_splits > 1
+assert table.launch_parameters(spec, 8, 90).num_warps > 0
 print(kv_hf.__version__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -5,6 +5,7 @@ speed of memory only if unpacking takes no more instructions than the multiproce
 """
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -82,7 +83,6 @@ OPTIONS = {
         "softcap": True,
         "sliding_window": True,
         "sinks": True,
-        "num_splits": 1,
     },
 }
 
@@ -92,6 +92,33 @@ def test_decode_compiles_with_every_option(options):
     code = decode(spec_of("int4"), **options)
     assert code.spills == 0
     assert any(op.startswith("LDGSTS") and op.endswith(".128") for op in code.loop)
+
+
+def test_the_last_split_merges_after_a_barrier_and_an_acquiring_count():
+    """Partial results of other multiprocessors: written before a release, read after an acquire, past the first cache."""
+    from kv_hf.kernels.triton import aot
+
+    ptx = aot.compile_decode(spec_of("int4"), "sm_90").asm["ptx"]
+    counts = [at.start() for at in re.finditer(r"atom\.global\.gpu\.acq_rel\.add", ptx)]
+    assert len(counts) == 1
+    partial = ptx.rindex("st.global", 0, counts[0])
+    assert "bar.sync" in ptx[partial : counts[0]]
+    assert "bar.sync" in ptx[counts[0] :]
+    assert "ld.global.cg" not in ptx[: counts[0]]
+    assert "ld.global.cg" in ptx[counts[0] :]
+
+
+def test_the_last_split_merges_after_a_release_of_every_wave_on_amd():
+    """AMD's barrier waits for no write to memory: waves release what they wrote, before it and once more behind it."""
+    from kv_hf.kernels.triton import aot
+
+    code = aot.compile_decode(spec_of("int4"), "gfx942").asm["amdgcn"]
+    first, second = (at.start() for at in re.finditer("global_atomic_add", code))
+    assert code.rindex("buffer_wbl2 sc1", 0, first) > code.rindex("global_store", 0, first)
+    assert "s_waitcnt vmcnt(0)" in code[code.rindex("buffer_wbl2 sc1", 0, first) : first]
+    assert "s_barrier" in code[first:second]
+    assert "buffer_wbl2 sc1" in code[first:second]
+    assert "buffer_inv sc1" in code[second:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -141,5 +168,5 @@ def test_small_kernels_compile(arch):
     from kv_hf.kernels.triton import aot
 
     kind = "cubin" if arch.startswith("sm_") else "amdgcn"
-    assert aot.compile_combine(arch, value_dim=96, num_splits=64).asm[kind]
+    assert aot.compile_combine(arch, value_dim=96).asm[kind]
     assert aot.compile_append(arch, 96).asm[kind]

@@ -153,6 +153,22 @@ def test_decode_never_reads_unused_slots_and_pages(name, masked):
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_decode_of_one_query_needs_no_mask_on_a_preallocated_cache(splits):
+    """A table as wide as the room, of which each row holds a part; `seen` columns that most rows do not reach."""
+    kv = make_kv("int4", heads=1, poison=True, more_padding=40)
+    table = kv.block_table[:, -1:].repeat(1, 40)
+    table[:, : kv.block_table.shape[1]] = kv.block_table
+    kv = replace(kv, block_table=table)
+    check_splits(make_query(kv, 1, dtype=FP32), kv, splits)
+
+
+def test_decode_gives_a_view_of_tokens_with_their_heads_side_by_side():
+    kv = make_kv("int4", rows=FEW)
+    out = call(attend, make_query(kv, 3, dtype=FP32), kv, softmax_scale=0.125)
+    assert out.transpose(1, 2).is_contiguous()
+
+
 def test_decode_is_the_same_for_permuted_page_ids():
     outs = []
     for shuffle in (0, 1):

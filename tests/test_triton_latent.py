@@ -99,10 +99,10 @@ def make_query(kv, q_len=1, heads=HEADS, dtype=FP32):
 
 def attend(query, kv, *, splits=2, **options):
     """The kernel as compiled for no GPU in particular (runs in the worker)."""
-    from kv_hf.kernels.triton.latent_launch import latent_attention
+    from kv_hf.kernels.triton.launch import paged_attention
     from kv_hf.kernels.triton.table import Launch
 
-    return latent_attention(query, kv, launch=Launch(4, 2, splits), **options)
+    return paged_attention(query, kv, launch=Launch(4, 2, splits), **options)
 
 
 def check(query, kv, splits=2, kernel=attend, **options):
@@ -279,7 +279,7 @@ def attend_with_ptx(query, kv, *, isa, **options):
     import triton.language as tl
     from interpreter import ptx
 
-    from kv_hf.kernels.triton import device, latent_launch
+    from kv_hf.kernels.triton import device, launch
     from kv_hf.kernels.triton.table import Launch
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
@@ -295,7 +295,7 @@ def attend_with_ptx(query, kv, *, isa, **options):
     kept, real = tl.inline_asm_elementwise, device.target_isa
     tl.inline_asm_elementwise, device.target_isa = inline_asm, lambda where: isa
     try:
-        return latent_launch.latent_attention(query, kv, launch=Launch(4, 2, 2), **options)
+        return launch.paged_attention(query, kv, launch=Launch(4, 2, 2), **options)
     finally:
         tl.inline_asm_elementwise, device.target_isa = kept, real
 
@@ -608,7 +608,6 @@ OPTIONS = {
         "mask_dtype": torch.bfloat16,
         "sliding_window": True,
         "sinks": True,
-        "num_splits": 1,
     },
 }
 

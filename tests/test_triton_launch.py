@@ -1,5 +1,6 @@
 """What a step launches and compiles, on a GPU that is not here: the real compiler, launches that do nothing."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -9,6 +10,7 @@ from paged_inputs import make_kv, make_query
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
 )
+BF16 = torch.bfloat16
 
 
 @pytest.fixture
@@ -19,12 +21,211 @@ def gpu():
         yield fake
 
 
-def test_pretend_gpu_counts_launches_and_gives_everything_back(gpu):
+def attend(query, kv, **options):
     from kv_hf.kernels.triton import launch
 
-    kv = make_kv("int4", rows=[(3, 5)], dtype=torch.bfloat16)
-    query = make_query(kv, dtype=torch.bfloat16)
-    for _ in range(3):
-        launch.paged_attention(query, kv, softmax_scale=0.1)
-    assert gpu.names() == 3 * ["decode_kernel"]
+    return launch.paged_attention(query, kv, softmax_scale=0.1, **options)
+
+
+def bf16_kv(name="int4", pages=3, rows=1):
+    return make_kv(name, rows=[(pages, 5)] * rows, dtype=BF16)
+
+
+def of_table(kv, width):
+    return replace(kv, block_table=kv.block_table[:, :1].repeat(1, width))
+
+
+def test_attend_launches_once_and_compiles_once_while_a_sequence_grows(gpu):
+    """From 512 to 32k tokens in pages of 16: the number of splits goes through most numbers from 8 to 64."""
+    kv = bf16_kv()
+    query = make_query(kv, dtype=BF16)
+    programs = set()
+    for width in (*range(32, 300, 7), 1024, 2048):
+        attend(query, of_table(kv, width))
+        programs.add(gpu.launches[-1][1])
+    assert gpu.names() == ["decode_kernel"] * len(gpu.launches)
+    assert len(programs) > 20
     assert gpu.variants == {"decode_kernel": 1}
+
+
+def test_chunks_of_all_lengths_share_one_variant(gpu):
+    kv = bf16_kv()
+    for q_len in range(1, 17):
+        attend(make_query(kv, q_len, dtype=BF16), of_table(kv, 40))
+    assert gpu.variants == {"decode_kernel": 2}
+
+
+def test_attend_compiles_once_for_numbers_at_odd_addresses(gpu):
+    """Lengths are slices of one small tensor, whose addresses are multiples of 4 bytes only."""
+    kv = bf16_kv()
+    query = make_query(kv, dtype=BF16)
+    for shift in range(4):
+        numbers = torch.zeros(8, dtype=torch.int32)[shift:]
+        attend(
+            query, replace(kv, num_pages=numbers[:1], exact_lens=numbers[1:2], padding=numbers[2:3])
+        )
+    assert gpu.variants == {"decode_kernel": 1}
+
+
+def test_attend_compiles_anew_for_queries_and_windows_at_odd_addresses(gpu):
+    """Kernels take 16 bytes at a time of what lies at multiples of 16 bytes, and nothing else."""
+    kv = bf16_kv()
+    query = make_query(kv, dtype=BF16)
+    attend(query, kv)
+    odd = torch.empty(query.numel() + 1, dtype=BF16)[1:].view(query.shape)
+    assert odd.data_ptr() % 16 == 2
+    for _ in range(2):
+        attend(odd, kv)
+    assert gpu.variants == {"decode_kernel": 2}
+    assert len(gpu.launches) == 3
+
+
+def test_attend_gives_strides_to_a_kernel_that_was_compiled_for_them(gpu):
+    """Strides of 1 and multiples of 16 are parts of a kernel: a query that is cut otherwise has one of its own."""
+    kv = bf16_kv()
+    query = make_query(kv, dtype=BF16)
+    wide = torch.zeros(*query.shape[:3], query.shape[3] + 3, dtype=BF16)
+    attend(query, kv)
+    attend(wide[..., :64], kv)
+    attend(torch.zeros(*query.shape[:3], 128, dtype=BF16)[..., ::2], kv)  # made contiguous
+    assert gpu.variants == {"decode_kernel": 2}
+
+
+def test_plans_are_kept_apart_by_what_they_depend_on(gpu):
+    kv = bf16_kv()
+    query = make_query(kv, dtype=BF16)
+    mask = torch.ones(1, 1, 1, kv.seen)
+    options = [
+        {}, {"mask": mask.bool()}, {"mask": mask}, {"softcap": 5.0}, {"sliding_window": 7},
+        {"sink_logits": torch.zeros(4)},
+    ]  # fmt: skip
+    for _ in range(2):
+        for given in options:
+            attend(query, kv, **given)
+    assert gpu.variants == {"decode_kernel": len(options)}
+    assert len(kv.launches) == len(options)
+
+
+def test_plans_do_not_pile_up(gpu):
+    from kv_hf.kernels.triton.launch import MOST
+
+    kv = bf16_kv()
+    kv.launches["another's"] = 1
+    for slots in range(40, 40 + MOST + 3):
+        windows = torch.zeros(2, 1, 2, slots, 64, dtype=BF16)
+        attend(
+            make_query(kv, dtype=BF16),
+            replace(kv, window_keys=windows[0], window_values=windows[1]),
+        )
+    assert len(kv.launches) <= MOST
+    assert kv.launches["another's"] == 1
+    assert gpu.variants == {"decode_kernel": 1}
+
+
+def seen_arguments(monkeypatch):
+    """The addresses of partial results and counters of the launches to come."""
+    from kv_hf.kernels.triton import direct
+
+    seen = []
+    real = direct.Compiled.__call__
+
+    def call(self, x, y, z, stream, *arguments):
+        seen.append((arguments[29], arguments[31]))
+        real(self, x, y, z, stream, *arguments)
+
+    monkeypatch.setattr(direct.Compiled, "__call__", call)
+    return seen
+
+
+def test_layers_of_a_stream_share_their_workspace_and_streams_do_not(gpu, monkeypatch):
+    seen = seen_arguments(monkeypatch)
+    layers = [of_table(replace(bf16_kv(), launches={}), 40) for _ in range(2)]
+    query = make_query(layers[0], dtype=BF16)
+    for stream in (0, 7):
+        gpu.stream = stream
+        for kv in layers:
+            attend(query, kv)
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert not set(seen[0]) & set(seen[2])
+
+
+def test_a_captured_graph_shares_no_counter_with_other_launches(gpu, monkeypatch):
+    """Graphs are replayed on any stream; those of two layers run one after another, those of two caches need not."""
+    from kv_hf.kernels.triton import direct
+
+    seen = seen_arguments(monkeypatch)
+    layers = [of_table(replace(bf16_kv(), launches={}), 40) for _ in range(2)]
+    query = make_query(layers[0], dtype=BF16)
+    for capturing in (False, True, True):
+        monkeypatch.setattr(direct, "is_capturing", lambda index, now=capturing: now)
+        for kv in layers:
+            attend(query, kv)
+    counters = [counter for _, counter in seen]
+    assert counters[0] == counters[1]
+    assert len({counters[0], counters[2], counters[3]}) == 3
+    assert counters[2:4] == counters[4:]
+
+
+def test_a_graph_that_captures_the_first_launch_brings_its_own_counters(gpu, monkeypatch):
+    """Zeros made during a capture are written by its replays only: nobody else may count on them."""
+    from kv_hf.kernels.triton import direct
+
+    made = []
+    real = torch.zeros
+    monkeypatch.setattr(
+        torch, "zeros", lambda *size, **options: made.append(size) or real(*size, **options)
+    )
+    monkeypatch.setattr(direct, "is_capturing", lambda index: True)
+    kv = of_table(bf16_kv(), 40)
+    made.clear()
+    for _ in range(3):
+        attend(make_query(kv, dtype=BF16), kv)
+    assert made == [(2,)] * 3
+
+
+def test_hooks_of_profilers_see_every_launch(gpu):
+    from triton import knobs
+
+    names = []
+
+    def hook(about):
+        names.append(about.get()["name"])
+
+    kv = bf16_kv()
+    query = make_query(kv, dtype=BF16)
+    attend(query, kv)
+    hooks = knobs.runtime.launch_enter_hook
+    hooks.add(hook)
+    called = []
+    run = next(iter(kv.launches.values())).compiled[0]
+
+    def without_gpu(*args):
+        about, enter, leave = args[6:9]
+        if enter is not None:
+            enter(about)
+        called.append((about is None, enter is None, leave is None))
+
+    run.run = without_gpu
+    try:
+        attend(query, kv)
+    finally:
+        hooks.remove(hook)
+    attend(query, kv)
+    assert names == ["decode_kernel"]
+    assert called == [(False, False, False), (True, True, True)]
+
+
+def test_pretend_gpu_gives_everything_back():
+    from kv_hf.kernels import choice
+    from kv_hf.kernels.triton import device, support
+    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+
+    def state():
+        return device.target_isa, support.why_not, choice.layout_for
+
+    before = state()
+    with pretend_gpu(80):
+        assert device.target_isa(torch.device("cpu")) == 80
+        assert choice.layout_for(torch.device("cpu")) == "rows"
+    assert state() == before

@@ -74,7 +74,7 @@ def test_operators_have_the_shapes_of_their_results():
             query, codes, None, None, codes, None, None, torch.empty(2, 3, dtype=torch.int32), ints,
             window, narrow, ints, ints, None, None, 0.1, None, None, 4, 16, "none", 0, "none", 0,
         )  # fmt: skip
-        assert (out.shape, out.dtype) == ((2, 4, 3, 32), torch.bfloat16)
+        assert (out.shape, out.dtype) == ((2, 3, 4, 32), torch.bfloat16)
         jobs = torch.empty(1, 3, dtype=torch.int32)
         damaged = library.seal_pages(window, jobs, {"codes": codes}, spec_of("exact", 64, 16).keys)
         assert (damaged.shape, damaged.dtype) == ((), torch.bool)
@@ -179,16 +179,12 @@ def test_chunks_cover_the_width_with_powers_of_two():
     assert variant.chunks(24) == ((0, 32),)
 
 
-def test_launch_parameters_fill_the_gpu_and_no_more():
-    def splits(programs, tiles):
-        return table.launch_parameters(spec_of(), 8, 90, programs=programs, tiles=tiles).num_splits
-
-    assert splits(8, 0) == 1
-    assert splits(8, 4096) == table.MAX_SPLITS
-    assert splits(8, 16) == 4
-    assert splits(4096, 4096) == 1
-    for programs in (1, 8, 64, 512):
-        assert splits(programs, 10**6) * programs <= 2 * table.PROGRAMS
+def test_splits_fill_the_gpu_and_no_more():
+    assert table.most_splits(1) == table.MAX_SPLITS
+    assert table.most_splits(24) == table.PROGRAMS // 24  # no power of two
+    assert table.most_splits(10**6) == 1
+    for programs in (1, 8, 24, 64, 512):
+        assert table.most_splits(programs) * programs <= table.PROGRAMS
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)

@@ -14,13 +14,13 @@ from ...spec import PageSpec, SideSpec
 from .append import append_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
+from .decode_launch import triton_constants
 from .dense import dense_kernel
 from .dense_launch import dense_constants
 from .latent import latent_kernel
 from .latent_seal import latent_seal_kernel
-from .latent_variant import latent_constants
+from .latent_variant import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
 from .latent_variant import warps_and_stages as latent_warps_and_stages
-from .launch import triton_constants
 from .seal import seal_kernel
 from .table import warps_and_stages
 from .variant import HIP, column_block, constants, element_type, power_of_two
@@ -44,7 +44,6 @@ def compile_decode(
     query_dtype: torch.dtype = torch.bfloat16,
     group: int = 4,
     q_len: int = 1,
-    num_splits: int = 8,
     num_warps: int | None = None,
     num_stages: int | None = None,
     mask_dtype: torch.dtype | None = None,
@@ -60,21 +59,25 @@ def compile_decode(
     warps, stages = warps_and_stages(spec, column_block(spec, group, q_len, isa), isa)
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     plain = constants(
-        spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_splits=num_splits,
+        spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps or warps,
         num_stages=num_stages or stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
     keys, values = spec.sides
     pointers = {
         "query": query_dtype, "key_codes": keys.code_dtype, "value_codes": values.code_dtype,
         "window_keys": keys.dtype, "window_values": values.dtype, "mask": mask_dtype or query_dtype,
-        "sink_logits": query_dtype, "out": torch.float32 if num_splits > 1 else query_dtype,
+        "sink_logits": query_dtype, "out": query_dtype, "partial": torch.float32, "bests": torch.float32,
     }  # fmt: skip
     types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
     types |= dict.fromkeys(("key_scale", "key_offset", "value_scale", "value_offset"), "*fp16")
-    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
-    types |= dict.fromkeys((*STRIDES, "sliding_window", "sink_tokens"), "i32")
-    types |= {"out_lse": "*fp32", "softmax_scale": "fp32", "softcap": "fp32"}
-    aligned = [name for name, kind in types.items() if kind.startswith("*")]
+    aligned = list(types)
+    aligned.remove("mask")
+    aligned.remove("sink_logits")
+    types |= dict.fromkeys(
+        ("block_table", "num_pages", "exact_lens", "padding", "counters"), "*i32"
+    )
+    types |= dict.fromkeys((*STRIDES, "sliding_window", "sink_tokens", "q_len"), "i32")
+    types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
     aligned += [n for n in STRIDES if n not in ("table_row", "mask_row", "mask_head", "mask_query")]
     return compile_kernel(
@@ -89,7 +92,6 @@ def compile_latent(
     query_dtype: torch.dtype = torch.bfloat16,
     heads: int = 16,
     q_len: int = 1,
-    num_splits: int = 8,
     num_warps: int | None = None,
     num_stages: int | None = None,
     mask_dtype: torch.dtype | None = None,
@@ -101,7 +103,7 @@ def compile_latent(
     warps, stages = latent_warps_and_stages(spec, isa)
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     plain = latent_constants(
-        spec, query_dtype=query_dtype, heads=heads, q_len=q_len, isa=isa, num_splits=num_splits,
+        spec, query_dtype=query_dtype, heads=heads, q_len=q_len, isa=isa,
         num_stages=num_stages or stages, mask=mask, sliding_window=sliding_window, sinks=sinks,
     )  # fmt: skip
     latent, rope = spec.sides
@@ -110,8 +112,7 @@ def compile_latent(
         "query": query_dtype, "codes": words, "rope": rope.code_dtype, "window": latent.dtype,
         "scale": latent.scale_dtype, "offset": latent.scale_dtype, "rope_scale": rope.scale_dtype,
         "rope_offset": rope.scale_dtype, "window_rope": rope.dtype, "mask": mask_dtype or query_dtype,
-        "sink_logits": query_dtype, "out": torch.float32 if num_splits > 1 else query_dtype,
-        "out_lse": torch.float32,
+        "sink_logits": query_dtype, "out": query_dtype, "partial": torch.float32, "bests": torch.float32,
     }  # fmt: skip
     strides = (
         "query_row",
@@ -123,9 +124,17 @@ def compile_latent(
         "wr_slot",
     )
     types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
+    aligned = [name for name in (*types, *strides) if name not in ("mask", "sink_logits")]
     types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
-    aligned = [*types, *strides]
-    others = ("table_row", "mask_row", "mask_head", "mask_query", "sliding_window", "sink_tokens")
+    others = (
+        "table_row",
+        "mask_row",
+        "mask_head",
+        "mask_query",
+        "sliding_window",
+        "sink_tokens",
+        "q_len",
+    )
     types |= dict.fromkeys((*strides, *others), "i32") | {"softmax_scale": "fp32"}
     return compile_kernel(
         latent_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
@@ -173,15 +182,14 @@ def compile_dense(side: SideSpec, arch: str) -> Any:
 
 
 def compile_combine(
-    arch: str, *, value_dim: int, num_splits: int, dtype: torch.dtype = torch.bfloat16
+    arch: str, *, value_dim: int, heads: int = 16, dtype: torch.dtype = torch.bfloat16
 ) -> Any:
-    """Compile the kernel that merges splits for `arch`."""
-    types = {"partial": "*fp32", "partial_lse": "*fp32", "columns": "i32", "num_splits": "i32"}
+    """Compile the kernel that merges splits over latents for `arch`."""
+    types = dict.fromkeys(("partial", "bests"), "*fp32") | {"q_len": "i32", "num_splits": "i32"}
     types |= dict.fromkeys(("sink_logits", "out"), "*" + element_type(dtype))
-    plain = {"NUM_HEADS": 32, "Q_LEN": 1, "V_DIM": value_dim, "SINKS": True,
-             "SPLITS": power_of_two(num_splits), "DIM": power_of_two(value_dim)}  # fmt: skip
-    aligned = ["partial", "partial_lse", "out"]
-    return compile_kernel(combine_kernel, types, plain, arch, aligned, 4)
+    plain = {"HEADS": heads, "COLUMNS": COLUMNS, "V_DIM": value_dim, "SINKS": True,
+             "SPLITS": COMBINED_SPLITS, "DIM": COMBINED}  # fmt: skip
+    return compile_kernel(combine_kernel, types, plain, arch, ["partial", "bests", "out"], 4)
 
 
 def compile_append(arch: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Any:

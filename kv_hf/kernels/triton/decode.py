@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from .keys import load_key_factors, score_codes, score_exact
-from .softmax import LN2, LOG2E, bend, weigh
-from .tiles import chunk_size, chunk_start, load_query, rescale
+from .merge import add_sink, arrive_last, merge_columns
+from .softmax import LOG2E, bend, weigh
+from .tiles import chunk_size, load_query, rescale, store_parts
 from .values import add_codes, add_exact, load_value_factors, settle
 from .window import attend_window
 
@@ -24,10 +25,20 @@ from .window import attend_window
         "mask_query",
         "sliding_window",
         "sink_tokens",
-    ]
+        "q_len",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table",
+        "num_pages",
+        "exact_lens",
+        "padding",
+        "mask",
+        "sink_logits",
+        "counters",
+    ],
 )
 def decode_kernel(
-    query,  # [rows, heads * GROUP, Q_LEN, K_DIM]
+    query,  # [rows, heads * GROUP, q_len, K_DIM]
     query_row,
     query_head,
     query_token,
@@ -50,20 +61,23 @@ def decode_kernel(
     wv_slot,
     exact_lens,  # [rows]
     padding,  # [rows]
-    mask,  # [rows or 1, heads * GROUP or 1, Q_LEN, columns], strides 0 where 1
+    mask,  # [rows or 1, heads * GROUP or 1, q_len, columns], strides 0 where 1
     mask_row,
     mask_head,
     mask_query,
     sink_logits,  # [heads * GROUP]
-    out,  # [rows, heads * GROUP, Q_LEN, V_DIM], or fp32 with a leading [NUM_SPLITS]
-    out_lse,  # [NUM_SPLITS, rows, heads * GROUP * Q_LEN] fp32, natural logarithm
+    out,  # [rows, q_len, heads * GROUP, V_DIM]
+    partial,  # [programs of one split, splits, M_COLUMNS, V_DIM] fp32; not read where there is one split
+    bests,  # [programs of one split, splits, 2, M_COLUMNS] fp32: maxima in log2, and sums of weights
+    counters,  # [programs of one split] int32, zeros before and after
     softmax_scale,
     softcap,
     sliding_window,
     sink_tokens,
+    q_len,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    Q_LEN: tl.constexpr,
+    CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
@@ -96,16 +110,23 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     SINKS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    M_COLUMNS: tl.constexpr,
+    M_SPLITS: tl.constexpr,
+    M_THREADS: tl.constexpr,
     STAGES: tl.constexpr,
     ISA: tl.constexpr,
 ):
     """Attend the query columns of one (row, kv head, block of columns) to one split of the row's tokens.
 
-    Grid: (rows, HEADS * blocks of columns, NUM_SPLITS). The last split also attends to the window.
+    Grid: (rows, HEADS * blocks of columns, splits). The last split also attends to the window; the program that
+    arrives last merges the splits. CHUNK: whether q_len may be more than 1. M_COLUMNS: columns of a program that hold
+    query heads; M_SPLITS: splits that are merged at once; M_THREADS: see
+    merge.arrive_last.
     """
-    QUERIES: tl.constexpr = GROUP * Q_LEN
-    BLOCKS: tl.constexpr = (QUERIES + COLUMNS - 1) // COLUMNS
+    if not CHUNK:
+        q_len = 1
+    used = GROUP * q_len  # columns
+    blocks = (used + COLUMNS - 1) // COLUMNS
     TILES_PER_PAGE: tl.constexpr = PAGE // TILE
     V_RUNS: tl.constexpr = V_DIM // V_WIDTH
     V_PARTS: tl.constexpr = len(V_CHUNKS) * V_RUNS
@@ -113,34 +134,35 @@ def decode_kernel(
     HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none"
 
     row = tl.program_id(0)
-    head = tl.program_id(1) // BLOCKS
+    head = tl.program_id(1) // blocks
     split = tl.program_id(2)
-    column = (tl.program_id(1) % BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
-    real = column < QUERIES
-    query_head_of = head * GROUP + tl.where(real, column // Q_LEN, 0)
+    num_splits = tl.num_programs(2)
+    first_column = (tl.program_id(1) % blocks) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    real = column < used
+    query_head_of = head * GROUP + column % GROUP
+    token_of = column // GROUP
     pages = tl.load(num_pages + row)
     exact = tl.load(exact_lens + row)
     left = tl.load(padding + row)
     kv_len = pages * PAGE + exact
-    query_at = kv_len - Q_LEN + column % Q_LEN
+    query_at = kv_len - q_len + token_of
     masks = mask + row.to(tl.int64) * mask_row + query_head_of * mask_head
-    masks += (column % Q_LEN) * mask_query
+    masks += tl.where(real, token_of, 0) * mask_query
 
     # the tiles of this split; those that no query's sliding window reaches are left out
     first = 0
     tiles = pages * TILES_PER_PAGE
     if WINDOWED:
-        first = (kv_len - Q_LEN + 1 - sliding_window - sink_tokens) // TILE
+        first = (kv_len - q_len + 1 - sliding_window - sink_tokens) // TILE
         first = tl.minimum(tl.maximum(first, 0), tiles)
     # the window counts as W_COST times as much work per token as a page, so that the last split gets fewer tiles
-    work = tiles - first
-    if NUM_SPLITS > 1:
-        work += exact * W_COST // TILE
-    begin = tl.minimum(first + work * split // NUM_SPLITS, tiles)
-    end = tl.minimum(first + work * (split + 1) // NUM_SPLITS, tiles)
+    work = tiles - first + exact * W_COST // TILE
+    begin = tl.minimum(first + work * split // num_splits, tiles)
+    end = tl.minimum(first + work * (split + 1) // num_splits, tiles)
 
     queries = query + row.to(tl.int64) * query_row + query_head_of * query_head
-    queries += (column % Q_LEN) * query_token
+    queries += token_of * query_token
     # a power of two that brings each query near 1: float16 products then neither overflow nor vanish
     channel = tl.arange(0, triton.next_power_of_2(K_DIM))
     inside = (channel < K_DIM)[:, None] & real[None, :]
@@ -235,7 +257,7 @@ def decode_kernel(
     acc = settle(
         acc, offsets, V_WIDTH, V_RUNS, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD, V_BOOST, ISA
     )
-    if split == NUM_SPLITS - 1:
+    if split == num_splits - 1:
         best, total, acc = attend_window(
             queries, real, window_keys + row.to(tl.int64) * wk_row + head * wk_head, wk_slot,
             window_values + row.to(tl.int64) * wv_row + head * wv_head, wv_slot, exact, pages * PAGE,
@@ -244,25 +266,24 @@ def decode_kernel(
             PRECISION, CAUSAL, WINDOWED, SOFTCAP, MASK,
         )  # fmt: skip
 
-    if SINKS and NUM_SPLITS == 1:
-        sink = tl.load(sink_logits + query_head_of).to(tl.float32) * LOG2E
-        top = tl.maximum(best, sink)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        keep = tl.exp2(best - shift)
-        total = total * keep + tl.exp2(sink - shift)
-    else:
-        keep = tl.full([COLUMNS], 1.0, tl.float32)
-    # nothing seen: zeros from the only split, nothing at all from one of many
     seen = total > 0
-    norm = keep / tl.where(seen, total, 1.0)
-    at = (row.to(tl.int64) * HEADS + head) * QUERIES + column
-    if NUM_SPLITS > 1:
-        at += split.to(tl.int64) * tl.num_programs(0) * (HEADS * QUERIES)
-        lse = tl.where(seen, best * LN2 + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
-        tl.store(out_lse + at, lse, mask=real)
-        real = real & seen
-    for p in tl.static_range(V_PARTS):
-        place = chunk_start(V_CHUNKS, p // V_RUNS) + tl.arange(0, chunk_size(V_CHUNKS, p // V_RUNS))
-        where = out + at[None, :] * V_DIM + ((p % V_RUNS) * V_WIDTH + place)[:, None]
-        result = (acc[p] * norm[None, :]).to(out.dtype.element_ty)
-        tl.store(where, result, mask=(place < V_WIDTH)[:, None] & real[None, :])
+    one = tl.full([COLUMNS], 1.0, tl.float32)
+    if num_splits == 1:
+        norm = add_sink(best, total, sink_logits + query_head_of, SINKS)
+        at = (row.to(tl.int64) * q_len + token_of) * (HEADS * GROUP) + query_head_of
+        store_parts(out + at * V_DIM, acc, norm, seen, real, V_WIDTH, V_RUNS, V_CHUNKS)
+    else:
+        group = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        bests += group * num_splits * (2 * M_COLUMNS)
+        partial += group * num_splits * (M_COLUMNS * V_DIM)
+        place = tl.arange(0, COLUMNS)
+        kept = real & (place < M_COLUMNS)
+        slot = split * M_COLUMNS + place
+        tl.store(bests + split * M_COLUMNS + slot, best, mask=kept)
+        tl.store(bests + (split + 1) * M_COLUMNS + slot, total, mask=kept)
+        store_parts(partial + slot * V_DIM, acc, one, seen, kept, V_WIDTH, V_RUNS, V_CHUNKS)
+        if arrive_last(counters, group, num_splits, M_THREADS):
+            merge_columns(
+                partial, bests, sink_logits, out, num_splits, row.to(tl.int64) * q_len, head, first_column, used, HEADS, GROUP,
+                V_DIM, M_COLUMNS, M_SPLITS, SINKS,
+            )  # fmt: skip

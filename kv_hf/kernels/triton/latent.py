@@ -11,7 +11,8 @@ import triton.language as tl
 from .dequant import tile_unit
 from .latent_channels import add_channels, load_factors, score_channels, score_offsets
 from .latent_window import attend_latent_window
-from .softmax import LN2, LOG2E, bend, weigh
+from .merge import add_sink
+from .softmax import LOG2E, bend, weigh
 from .words import (
     apart,
     halves,
@@ -34,10 +35,19 @@ from .words import (
         "mask_query",
         "sliding_window",
         "sink_tokens",
-    ]
+        "q_len",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_table",
+        "num_pages",
+        "exact_lens",
+        "padding",
+        "mask",
+        "sink_logits",
+    ],
 )
 def latent_kernel(
-    query,  # [rows, HEADS, Q_LEN, RANK + ROPE]
+    query,  # [rows, HEADS, q_len, RANK + ROPE]
     query_row,
     query_head,
     query_token,
@@ -58,18 +68,20 @@ def latent_kernel(
     wr_slot,
     exact_lens,  # [rows]
     padding,  # [rows]
-    mask,  # [rows or 1, HEADS or 1, Q_LEN, columns], strides 0 where 1
+    mask,  # [rows or 1, HEADS or 1, q_len, columns], strides 0 where 1
     mask_row,
     mask_head,
     mask_query,
     sink_logits,  # [HEADS]
-    out,  # [rows, HEADS, Q_LEN, RANK], or fp32 with a leading [NUM_SPLITS]
-    out_lse,  # [NUM_SPLITS, rows, HEADS * Q_LEN] fp32, natural logarithm
+    out,  # [rows, q_len, HEADS, RANK]; written where there is one split
+    partial,  # [programs of one split, splits, COLUMNS, RANK] fp32; where there are more
+    bests,  # [programs of one split, splits, 2, COLUMNS] fp32: maxima in log2, and sums of weights
     softmax_scale,
     sliding_window,
     sink_tokens,
+    q_len,
     HEADS: tl.constexpr,
-    Q_LEN: tl.constexpr,
+    CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAGE: tl.constexpr,
     RANK: tl.constexpr,
@@ -100,17 +112,19 @@ def latent_kernel(
     WINDOWED: tl.constexpr,
     MASK: tl.constexpr,
     SINKS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     ISA: tl.constexpr,
 ):
     """Attend a block of the query rows of one row to one split of its tokens.
 
-    Grid: (rows, blocks of query rows, NUM_SPLITS). The last split also attends to the window. STRIDE: tokens between
+    Grid: (rows, blocks of query rows, splits). The last split also attends to the window; combine.py
+    merges the splits. CHUNK: whether q_len may be more than 1. STRIDE: tokens between
     the places of a row of a tile; where a page has fewer words than a product needs rows, the rows of several places
     lie one below another.
     """
-    QUERIES: tl.constexpr = HEADS * Q_LEN
+    if not CHUNK:
+        q_len = 1
+    used = HEADS * q_len  # columns
     COPIES: tl.constexpr = STRIDE // WORDS  # places of a word that are rows of a tile
     PLACES: tl.constexpr = PAGE // STRIDE
     TOKENS: tl.constexpr = ROWS * PLACES
@@ -121,31 +135,32 @@ def latent_kernel(
 
     row = tl.program_id(0)
     split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    real = column < QUERIES
-    head = tl.where(real, column // Q_LEN, 0)
+    real = column < used
+    head = column % HEADS
+    token_of = column // HEADS
     pages = tl.load(num_pages + row)
     exact = tl.load(exact_lens + row)
     left = tl.load(padding + row)
     kv_len = pages * PAGE + exact
-    query_at = kv_len - Q_LEN + column % Q_LEN
-    masks = mask + row.to(tl.int64) * mask_row + head * mask_head + (column % Q_LEN) * mask_query
+    query_at = kv_len - q_len + token_of
+    masks = mask + row.to(tl.int64) * mask_row + head * mask_head
+    masks += tl.where(real, token_of, 0) * mask_query
 
     # the tiles of this split; those of pages that no query's sliding window reaches are left out
     first = 0
     tiles = pages * TILES_PER_PAGE
     if WINDOWED:
-        first = tl.maximum(kv_len - Q_LEN + 1 - sliding_window - sink_tokens, 0) // PAGE
+        first = tl.maximum(kv_len - q_len + 1 - sliding_window - sink_tokens, 0) // PAGE
         first = tl.minimum(first * TILES_PER_PAGE, tiles)
     # the window counts as W_COST times as much work per token as a page, so that the last split gets fewer tiles
-    work = tiles - first
-    if NUM_SPLITS > 1:
-        work += exact * W_COST // TOKENS
-    begin = tl.minimum(first + work * split // NUM_SPLITS, tiles)
-    end = tl.minimum(first + work * (split + 1) // NUM_SPLITS, tiles)
+    work = tiles - first + exact * W_COST // TOKENS
+    begin = tl.minimum(first + work * split // num_splits, tiles)
+    end = tl.minimum(first + work * (split + 1) // num_splits, tiles)
 
     queries = query + row.to(tl.int64) * query_row + head * query_head
-    queries += (column % Q_LEN) * query_token
+    queries += token_of * query_token
     # a power of two that brings each query below 1: float16 products then neither overflow nor vanish
     size = tl.zeros([COLUMNS], tl.float32)
     for r in tl.static_range(RUNS):
@@ -303,7 +318,7 @@ def latent_kernel(
         for r in tl.static_range(RUNS):
             new = new + (acc[r] * (1.0 / (BOOST * tile_unit(BITS, ISA))),)
         acc = new
-    if split == NUM_SPLITS - 1:
+    if split == num_splits - 1:
         best, total, acc = attend_latent_window(
             queries, real, window + row.to(tl.int64) * window_row, window_slot,
             window_rope + row.to(tl.int64) * wr_row, wr_slot, exact, pages * PAGE, sink_tokens, query_at,
@@ -311,26 +326,26 @@ def latent_kernel(
             W_TILE, W_DTYPE, W_ROPE_DTYPE, PRECISION, CAUSAL, WINDOWED, MASK,
         )  # fmt: skip
 
-    if SINKS and NUM_SPLITS == 1:
-        sink = tl.load(sink_logits + head).to(tl.float32) * LOG2E
-        top = tl.maximum(best, sink)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        keep = tl.exp2(best - shift)
-        total = total * keep + tl.exp2(sink - shift)
-    else:
-        keep = tl.full([COLUMNS], 1.0, tl.float32)
-    # nothing seen: zeros from the only split, nothing at all from one of many
-    seen = total > 0
-    norm = keep / tl.where(seen, total, 1.0)
-    at = row.to(tl.int64) * QUERIES + column
-    if NUM_SPLITS > 1:
-        at += split.to(tl.int64) * tl.num_programs(0) * QUERIES
-        lse = tl.where(seen, best * LN2 + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
-        tl.store(out_lse + at, lse, mask=real)
-        real = real & seen
+    seen = (total > 0)[None, :, None]
     place = tl.arange(0, WIDE)[None, None, :]
-    for r in tl.static_range(RUNS):
-        channel = (tl.arange(0, CHUNKS)[:, None, None] * RUNS + r) * SIZE + place
-        inside = real[None, :, None] & (place < SIZE) & (channel < RANK)
-        result = (acc[r] * norm[None, :, None]).to(out.dtype.element_ty)
-        tl.store(out + at[None, :, None] * RANK + channel, result, mask=inside)
+    if num_splits == 1:
+        norm = add_sink(best, total, sink_logits + head, SINKS)
+        at = (row.to(tl.int64) * used + column) * RANK
+        for r in tl.static_range(RUNS):
+            channel = (tl.arange(0, CHUNKS)[:, None, None] * RUNS + r) * SIZE + place
+            inside = real[None, :, None] & (place < SIZE) & (channel < RANK)
+            result = tl.where(seen, acc[r] * norm[None, :, None], 0.0)
+            where = out + at[None, :, None] + channel
+            tl.store(where, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        group = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        place_of = tl.arange(0, COLUMNS)
+        bests += (group * num_splits + split) * (2 * COLUMNS)
+        tl.store(bests + place_of, best)
+        tl.store(bests + COLUMNS + place_of, total)
+        partial += (group * num_splits + split) * (COLUMNS * RANK)
+        for r in tl.static_range(RUNS):
+            channel = (tl.arange(0, CHUNKS)[:, None, None] * RUNS + r) * SIZE + place
+            inside = real[None, :, None] & (place < SIZE) & (channel < RANK)
+            where = partial + (place_of * RANK)[None, :, None] + channel
+            tl.store(where, tl.where(seen, acc[r], 0.0), mask=inside)

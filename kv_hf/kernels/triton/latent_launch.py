@@ -1,113 +1,112 @@
-"""Launch the kernels for latents on tensors: sizes, strides and launch parameters; refuses to look into device tensors."""
+"""What a launch of the latent kernel takes: its plan and its run-time arguments."""
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from ..inputs import PagedKV
-from . import device
 from .combine import combine_kernel
+from .decode_launch import triton_constants
 from .latent import latent_kernel
-from .latent_variant import COLUMNS, COMBINED, latent_constants, launch_parameters, tile_tokens
-from .launch import triton_constants
+from .latent_variant import (
+    COLUMNS,
+    COMBINED,
+    COMBINED_SPLITS,
+    MIN_TILES,
+    latent_constants,
+    launch_parameters,
+    most_splits,
+    tile_tokens,
+)
+from .plan import Call, Plan
 from .table import Launch
-from .variant import power_of_two
+
+# query, codes, scales and offsets of both sides, windows
+POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 16)
 
 
-def latent_attention(
-    query: torch.Tensor,
-    kv: PagedKV,
-    *,
-    softmax_scale: float,
-    mask: torch.Tensor | None = None,
-    sink_logits: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    launch: Launch | None = None,
-) -> torch.Tensor:
-    """Attend to latents as `reference.paged_attention` does, on the device of `query`, without waiting for it.
-
-    Args:
-        query: [rows, heads, q_len, rank + rope_dim]; kv: of a spec of latents.
-        launch: warps, stages and splits, or None for those of `latent_variant.launch_parameters`.
-    Returns: [rows, heads, q_len, rank].
-    """
-    rows, heads, q_len, _ = query.shape
+def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launch | None) -> Plan:
+    """Make the plan of a call over pages of latents; arguments as decode_launch.prepare takes them."""
     spec = kv.spec
-    isa = device.target_isa(query.device)
-    blocks = -(-heads * q_len // COLUMNS)
-    if launch is None:
-        tiles = kv.block_table.shape[1] * (kv.page_size // tile_tokens(spec))
-        launch = launch_parameters(spec, isa, programs=rows * blocks, tiles=tiles)
-    splits = launch.num_splits
+    blocks = -(-call.heads * call.q_len // COLUMNS)
     rank = spec.out_dim
-    out = query.new_empty(rows, heads, q_len, rank)
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    kind = "none"
-    if mask is not None:
-        kind = "bool" if mask.dtype == torch.bool else "float"
-        mask = mask.view(torch.uint8) if kind == "bool" else mask
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-    partial, lse = out, out
-    if splits > 1:
-        partial = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-        lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=out.device)
+    chosen = launch or launch_parameters(spec, isa)
     plain = latent_constants(
         spec,
-        query_dtype=query.dtype,
-        heads=heads,
-        q_len=q_len,
+        query_dtype=call.query_dtype,
+        heads=call.heads,
+        q_len=call.q_len,
         isa=isa,
-        num_splits=splits,
-        num_stages=launch.num_stages,
-        mask=kind,
-        sliding_window=sliding_window is not None,
-        sinks=sink_logits is not None,
+        num_stages=chosen.num_stages,
+        mask=call.mask,
+        sliding_window=call.sliding_window,
+        sinks=call.sinks,
     )
-    arguments = latent_arguments(
-        query, kv, mask, sink_logits, partial, lse, softmax_scale, sliding_window
+    combined = {
+        "HEADS": call.heads, "COLUMNS": COLUMNS, "V_DIM": rank, "SINKS": call.sinks,
+        "SPLITS": COMBINED_SPLITS, "DIM": COMBINED,
+    }  # fmt: skip
+    shape, strides = call.result(rank)
+    return Plan(
+        spec=spec,
+        kernel=latent_kernel,
+        constants=triton_constants(plain),
+        options={"num_warps": chosen.num_warps, "enable_fp_fusion": True},
+        arguments=arguments,
+        pointers=POINTERS,
+        rows=call.rows,
+        blocks=blocks,
+        shape=shape,
+        strides=strides,
+        columns=COLUMNS,
+        dim=rank,
+        tiles_per_page=kv.page_size // tile_tokens(spec),
+        min_tiles=MIN_TILES,
+        max_splits=most_splits(call.rows * blocks),
+        fixed_splits=chosen.num_splits,
+        combine=(
+            combine_kernel,
+            combined,
+            call.rows * call.heads * call.q_len,
+            -(-rank // COMBINED),
+        ),
     )
-    with device.on_device(query):
-        latent_kernel[(rows, blocks, splits)](
-            *arguments, **triton_constants(plain), num_warps=launch.num_warps, enable_fp_fusion=True
-        )
-        if splits == 1:
-            return out
-        total = rows * heads * q_len
-        combine_kernel[(total, -(-rank // COMBINED))](
-            partial, lse, query if sink_logits is None else sink_logits, out, total, splits,
-            NUM_HEADS=heads, Q_LEN=q_len, V_DIM=rank, SINKS=sink_logits is not None,
-            SPLITS=power_of_two(splits), DIM=COMBINED, num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
-    return out
 
 
-def latent_arguments(
+def arguments(
+    at: Callable[[torch.Tensor], Any],
     query: torch.Tensor,
     kv: PagedKV,
-    mask: torch.Tensor | None,
-    sink_logits: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    mask: Any,
+    mask_strides: tuple[int, ...],
+    sink_logits: Any,
+    out: Any,
+    partial: Any,
+    bests: Any,
+    counters: Any,
     softmax_scale: float,
+    softcap: float | None,
     sliding_window: int | None,
 ) -> tuple[Any, ...]:
-    """Return the run-time arguments of the latent kernel in order; `out` stands in for absent tensors."""
+    """Return the run-time arguments of the latent kernel in order; the same as decode_launch.arguments takes."""
     latents, ropes = kv.key_pages, kv.value_pages
-    rope_codes = ropes["codes"]
-    if rope_codes.dtype.itemsize == 1:
-        rope_codes = rope_codes.view(torch.uint8)
-    mask_strides = (0, 0, 0)
-    if mask is not None:
-        strides = zip(mask.shape[:3], mask.stride()[:3], strict=True)
-        mask_strides = tuple(stride if size > 1 else 0 for size, stride in strides)  # type: ignore[assignment]
-    windows = kv.window_keys, kv.window_values
+    scale, offset = latents.get("scale"), latents.get("offset")
+    rope_scale, rope_offset = ropes.get("scale"), ropes.get("offset")
+    table, window, window_rope = kv.block_table, kv.window_keys, kv.window_values
+    query_row, query_head, query_token, _ = query.stride()
+    row, _, slot, _ = window.stride()
+    rope_row, _, rope_slot, _ = window_rope.stride()
+    mask_row, mask_head, mask_query = mask_strides
     return (
-        query, *query.stride()[:3],
-        latents["codes"], latents.get("scale", out), latents.get("offset", out),
-        rope_codes, ropes.get("scale", out), ropes.get("offset", out),
-        kv.block_table, kv.block_table.stride(0), kv.num_pages,
-        *(part for w in windows for part in (w, w.stride(0), w.stride(2))),
-        kv.exact_lens, kv.padding, out if mask is None else mask, *mask_strides,
-        out if sink_logits is None else sink_logits, out, lse,
-        float(softmax_scale), int(sliding_window or 0), int(kv.sink_tokens),
+        at(query), query_row, query_head, query_token,
+        at(latents["codes"]), out if scale is None else at(scale), out if offset is None else at(offset),
+        at(ropes["codes"]), out if rope_scale is None else at(rope_scale),
+        out if rope_offset is None else at(rope_offset),
+        at(table), table.stride(0), at(kv.num_pages),
+        at(window), row, slot, at(window_rope), rope_row, rope_slot,
+        at(kv.exact_lens), at(kv.padding), mask, mask_row, mask_head, mask_query,
+        sink_logits, out, partial, bests,
+        softmax_scale, sliding_window or 0, kv.sink_tokens, query.shape[2],
     )  # fmt: skip

@@ -23,7 +23,8 @@ PROGRAMS = (
 )  # programs that fill a large GPU: each takes half of a multiprocessor's registers
 MAX_SPLITS = 256
 MIN_TILES = 4  # tiles that a split should have at least
-COMBINED = 64  # channels that one program of the combining kernel takes
+COMBINED = 64  # channels that one program of the combining kernel takes,
+COMBINED_SPLITS = 64  # and splits that it reads at once
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,6 @@ def latent_constants(
     heads: int,
     q_len: int,
     isa: int,
-    num_splits: int,
     num_stages: int,
     mask: str = "none",
     sliding_window: bool = False,
@@ -130,7 +130,7 @@ def latent_constants(
     stride = token_stride(spec)
     step = min(4, latent.page_size // stride)  # places whose scores move the softmax at once
     return {
-        "HEADS": heads, "Q_LEN": q_len, "COLUMNS": COLUMNS, "PAGE": latent.page_size,
+        "HEADS": heads, "CHUNK": q_len > 1, "COLUMNS": COLUMNS, "PAGE": latent.page_size,
         "RANK": latent.head_dim, "CODE": code, "BITS": latent.scheme.bits, "GROUP": group,
         "WORDS": latent.page_size // places(spec), "STRIDE": stride, "ROWS": tile_rows(spec),
         "STEP": step, "SHARE": max(1, min(step, group // stride)) if code == "unsigned" else 1,
@@ -141,7 +141,7 @@ def latent_constants(
         "W_TILE": 32 if tokens >= 32 else 16, "W_COST": max(1, round(16 / spec.bits_per_element)),
         "W_DTYPE": types[2], "W_ROPE_DTYPE": types[3], "PRECISION": "ieee",
         "CAUSAL": q_len > 1 and mask == "none", "WINDOWED": sliding_window, "MASK": mask, "SINKS": sinks,
-        "NUM_SPLITS": num_splits, "STAGES": num_stages, "ISA": 0 if exact else isa,
+        "STAGES": num_stages, "ISA": 0 if exact else isa,
     }  # fmt: skip
 
 
@@ -150,17 +150,11 @@ def warps_and_stages(spec: PageSpec, isa: int) -> tuple[int, int]:
     return 4, 1 if isa == HIP else 2
 
 
-def launch_parameters(spec: PageSpec, isa: int, *, programs: int, tiles: int) -> Launch:
-    """Choose the launch parameters of a decode step from sizes that are known without its lengths.
+def launch_parameters(spec: PageSpec, isa: int) -> Launch:
+    """Choose the launch parameters of a decode step; splits by `most_splits`."""
+    return Launch(*warps_and_stages(spec, isa))
 
-    Args:
-        isa: compute capability * 10, or 0; programs: programs of one split; tiles: tiles that a row has room for.
-    """
-    num_splits = 1
-    while (
-        num_splits < MAX_SPLITS
-        and num_splits * programs < PROGRAMS
-        and 2 * num_splits * MIN_TILES <= tiles
-    ):
-        num_splits *= 2
-    return Launch(*warps_and_stages(spec, isa), num_splits)
+
+def most_splits(programs: int) -> int:
+    """Return the splits that fill the GPU where one split takes `programs` programs."""
+    return max(1, min(MAX_SPLITS, -(-PROGRAMS // programs)))

@@ -1,25 +1,22 @@
-"""Launch the kernels on tensors: sizes, strides and launch parameters; refuses to look into device tensors."""
+"""Attend to pages: one call finds its plan, hands over addresses and launches; refuses to look into device tensors."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
+from ...errors import CacheOptionError
 from ..inputs import PagedKV
-from . import device
-from .combine import combine_kernel
+from . import decode_launch, device, direct, latent_launch
 from .decode import decode_kernel
-from .table import Launch, launch_parameters
-from .variant import column_block, constants, power_of_two, tile_tokens
+from .direct import ALIGNED, Compiled, Workspace, address, as_bytes
+from .plan import Call, Plan
+from .table import Launch
 
-TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
-
-
-def triton_constants(plain: dict[str, Any]) -> dict[str, Any]:
-    """Replace dtype names by Triton's dtypes."""
-    return {k: TYPES[v] if k.endswith("_DTYPE") else v for k, v in plain.items()}
+INTERPRETED = direct.interpreted(decode_kernel)
+MASKS = {torch.bool: "bool"}
+SHARED = "shared"  # a key of `launches` that serve layers of several caches, as those of the operators do
+MOST = 64  # plans of a layer: shapes that change all the time are not remembered forever
+NO_MASK: tuple[int, ...] = (0, 0, 0)  # its strides
 
 
 def paged_attention(
@@ -36,99 +33,175 @@ def paged_attention(
     """Attend as `reference.paged_attention` does, on the device of `query`, without waiting for it.
 
     Args:
-        launch: warps, stages and splits, or None for those of `table.launch_parameters`.
+        query: [rows, heads, q_len, dim]; kv: of keys and values, or of latents. `kv.launches` keeps the plan.
+        launch: warps, stages and splits, or None for those of table.py and latent_variant.py.
+    Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
+    Raises: CacheOptionError for a softcap over latents.
     """
-    rows, num_heads, q_len, _ = query.shape
-    spec = kv.spec
-    heads = spec.keys.num_kv_heads
-    group = num_heads // heads
-    isa = device.target_isa(query.device)
-    columns = column_block(spec, group, q_len, isa)
-    blocks = -(-group * q_len // columns)
-    tiles = kv.block_table.shape[1] * (kv.page_size // tile_tokens(spec))
-    if launch is None:
-        launch = launch_parameters(spec, columns, isa, programs=rows * heads * blocks, tiles=tiles)
-    splits = launch.num_splits
-    dim = spec.values.head_dim
-    out = query.new_empty(rows, num_heads, q_len, dim)
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    kind = "none"
+    index = query.get_device()
+    if not INTERPRETED and not direct.is_current(index):
+        with torch.cuda.device(index):
+            return paged_attention(
+                query, kv, softmax_scale=softmax_scale, mask=mask, softcap=softcap, sink_logits=sink_logits,
+                sliding_window=sliding_window, launch=launch,
+            )  # fmt: skip
+    strides = query.stride()
+    if strides[3] != 1:
+        query = query.contiguous()
+        strides = query.stride()
+    mask_kind: Any = None
+    mask_strides = NO_MASK
     if mask is not None:
-        kind = "bool" if mask.dtype == torch.bool else "float"
-        mask = mask.view(torch.uint8) if kind == "bool" else mask
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-    partial, lse = out, out
-    if splits > 1:
-        partial = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-        lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=out.device)
-    plain = constants(
-        spec,
-        query_dtype=query.dtype,
-        group=group,
-        q_len=q_len,
-        isa=isa,
-        num_splits=splits,
-        num_stages=launch.num_stages,
-        mask=kind,
-        softcap=softcap is not None,
-        sliding_window=sliding_window is not None,
-        sinks=sink_logits is not None,
-    )
-    arguments = decode_arguments(
-        query, kv, mask, sink_logits, partial, lse, softmax_scale, softcap, sliding_window
-    )
-    grid = (rows, heads * blocks, splits)
-    with device.on_device(query):
-        decode_kernel[grid](
-            *arguments, **triton_constants(plain), num_warps=launch.num_warps, enable_fp_fusion=True
+        mask_strides = _mask_strides(mask)
+        mask_kind = mask.dtype, mask_strides[0] >> 31
+    shape = query.shape
+    key = (
+        id(kv.spec), shape, strides, query.dtype, kv.window_keys.stride(), kv.window_values.stride(), mask_kind,
+        softcap is None, sliding_window is None, None if sink_logits is None else sink_logits.dtype, launch, index,
+    )  # fmt: skip
+    plan = kv.launches.get(key)
+    if plan is None:
+        if softcap is not None and kv.spec.is_latent:
+            raise CacheOptionError(f"softcap: pages of latents are read without one, got {softcap}")
+        call = Call(
+            rows=shape[0],
+            heads=shape[1],
+            q_len=shape[2],
+            query_dtype=query.dtype,
+            mask="none" if mask is None else MASKS.get(mask.dtype, "float"),
+            softcap=softcap is not None,
+            sliding_window=sliding_window is not None,
+            sinks=sink_logits is not None,
         )
-        if splits == 1:
-            return out
-        total = rows * num_heads * q_len
-        combine_kernel[(total,)](
-            partial, lse, query if sink_logits is None else sink_logits, out, total, splits,
-            NUM_HEADS=num_heads, Q_LEN=q_len, V_DIM=dim, SINKS=sink_logits is not None,
-            SPLITS=power_of_two(splits), DIM=power_of_two(dim), num_warps=4 if dim >= 64 else 1,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        plan = _prepare(query, kv, call, launch)
+        if len(kv.launches) >= MOST:
+            for old in [known for known, value in kv.launches.items() if isinstance(value, Plan)]:
+                del kv.launches[old]
+        kv.launches[key] = plan
+    out = query.new_empty_strided(plan.shape, plan.strides)
+    numbers = softmax_scale, softcap, sliding_window
+    if INTERPRETED:
+        _interpret(plan, query, kv, mask, mask_strides, sink_logits, out, numbers)
+        return out
+    stream = direct.current_stream(index)
+    splits = plan.splits(kv.block_table.shape[1])
+    partial = bests = counters = there = address(out)
+    if splits > 1:
+        room = None if direct.is_capturing(index) else plan.workspaces.get(stream)
+        partial, bests, counters, _kept = room or _workspace(plan, index, stream, query.device)
+    sinks = there if sink_logits is None else address(sink_logits)
+    arguments = plan.arguments(
+        address, query, kv, there if mask is None else address(mask), mask_strides, sinks, there, partial, bests,
+        counters, softmax_scale, softcap, sliding_window,
+    )  # fmt: skip
+    pointers = plan.pointers(arguments)
+    a, b, c, d, e, f, g, h, i = pointers
+    odd: Any = (a | b | c | d | e | f | g | h | i) % ALIGNED
+    if odd:
+        odd = tuple(pointer % ALIGNED == 0 for pointer in pointers)
+    compiled = plan.compiled.get(odd)
+    if compiled is None:
+        compiled = _compile(plan, query, kv, mask, mask_strides, sink_logits, out, numbers)
+        plan.compiled[odd] = compiled
+    compiled(plan.rows, plan.blocks, splits, stream, *arguments)
+    if splits > 1 and plan.combine is not None:
+        if plan.combined is None:
+            plan.combined = _compile_combine(plan, sink_logits, out)
+        _, _, programs, parts = plan.combine
+        plan.combined(programs, parts, 1, stream, partial, bests, sinks, there, shape[2], splits)
     return out
 
 
-def decode_arguments(
+def _mask_strides(mask: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of rows, heads and queries, 0 where all share one."""
+    sizes = zip(mask.shape[:3], mask.stride()[:3], strict=True)
+    return tuple(stride if size > 1 else 0 for size, stride in sizes)
+
+
+def _prepare(query: torch.Tensor, kv: PagedKV, call: Call, launch: Launch | None) -> Plan:
+    where = query.device
+    module = latent_launch if kv.spec.is_latent else decode_launch
+    plan = module.prepare(kv, call, device.target_isa(where), device.shared_memory(where), launch)
+    # zeros made outside of any graph: a graph that captures this plan later need not set its counters
+    if SHARED not in kv.launches and not direct.is_capturing(query.get_device()):
+        plan.counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)
+    return plan
+
+
+def _workspace(
+    plan: Plan, index: int, stream: int, where: torch.device
+) -> tuple[int, int, int, Any]:
+    """Return addresses of partial results, of their maxima and sums, and of counters that are zero; and the memory.
+
+    Kernels of one stream share all. What a CUDA graph captures is replayed on any stream: its partial results lie in
+    the graph's own memory, and its counters are the plan's.
+    """
+    workspace = None
+    if direct.is_capturing(index):
+        numbers = torch.empty(plan.numbers, dtype=torch.float32, device=where)
+        counters = plan.counters
+        if counters is None:
+            counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)
+    else:
+        workspace = Workspace.of(index, stream, where)
+        numbers, counters = workspace.reserve(plan.numbers, plan.groups)
+    partial = address(numbers)
+    kept = numbers, counters, workspace
+    found = partial, partial + 4 * plan.partial_results, address(counters), kept
+    if workspace is not None:
+        plan.workspaces[stream] = found
+    return found
+
+
+def _compile(
+    plan: Plan,
     query: torch.Tensor,
     kv: PagedKV,
     mask: torch.Tensor | None,
+    mask_strides: tuple[int, ...],
     sink_logits: torch.Tensor | None,
     out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-) -> tuple[Any, ...]:
-    """Return the run-time arguments of the decode kernel in order; `out` stands in for absent tensors."""
-    keys, values = _stored(kv.key_pages, out), _stored(kv.value_pages, out)
-    mask_strides = (0, 0, 0)
-    if mask is not None:
-        strides = zip(mask.shape[:3], mask.stride()[:3], strict=True)
-        mask_strides = tuple(stride if size > 1 else 0 for size, stride in strides)  # type: ignore[assignment]
-    return (
-        query, *query.stride()[:3], *keys, *values,
-        kv.block_table, kv.block_table.stride(0), kv.num_pages,
-        kv.window_keys, *kv.window_keys.stride()[:3], kv.window_values, *kv.window_values.stride()[:3],
-        kv.exact_lens, kv.padding, out if mask is None else mask, *mask_strides,
-        out if sink_logits is None else sink_logits, out, lse,
-        float(softmax_scale), float(softcap or 1.0), int(sliding_window or 0), int(kv.sink_tokens),
+    numbers: tuple[float, float | None, int | None],
+) -> Compiled:
+    some = torch.empty(ALIGNED, dtype=torch.float32, device=out.device)
+    arguments = plan.arguments(
+        as_bytes, query, kv, out if mask is None else as_bytes(mask), mask_strides,
+        out if sink_logits is None else sink_logits, out, some, some, some.view(torch.int32), float(numbers[0]), *numbers[1:],
     )  # fmt: skip
+    return Compiled(plan.kernel, arguments, plan.constants, **plan.options)
 
 
-def _stored(pages: Mapping[str, torch.Tensor], absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Codes (8-bit ones as uint8), scales and offsets; all contiguous."""
-    codes = pages["codes"]
-    if codes.dtype.itemsize == 1:
-        codes = codes.view(torch.uint8)
-    return codes, pages.get("scale", absent), pages.get("offset", absent)
+def _compile_combine(plan: Plan, sink_logits: torch.Tensor | None, out: torch.Tensor) -> Compiled:
+    assert plan.combine is not None
+    some = torch.empty(ALIGNED, dtype=torch.float32, device=out.device)
+    kernel, constants, *_ = plan.combine
+    arguments = some, some, out if sink_logits is None else sink_logits, out, 1, 1
+    return Compiled(kernel, arguments, constants, num_warps=4, enable_fp_fusion=True)
 
 
-def interpreted() -> bool:
-    """Return whether the kernels run in Triton's interpreter."""
-    return not isinstance(decode_kernel, triton.JITFunction)
+def _interpret(
+    plan: Plan,
+    query: torch.Tensor,
+    kv: PagedKV,
+    mask: torch.Tensor | None,
+    mask_strides: tuple[int, ...],
+    sink_logits: torch.Tensor | None,
+    out: torch.Tensor,
+    numbers: tuple[float, float | None, int | None],
+) -> None:
+    """Run the kernels in Triton's interpreter: partial results begin as nan, and the counters must end as zeros."""
+    splits = plan.splits(kv.block_table.shape[1])
+    room = torch.full((plan.numbers,), float("nan"))
+    bests = room[plan.partial_results :]
+    counters = torch.zeros(plan.groups, dtype=torch.int32)
+    sinks = out if sink_logits is None else sink_logits
+    arguments = plan.arguments(
+        as_bytes, query, kv, out if mask is None else as_bytes(mask), mask_strides, sinks, out, room, bests,
+        counters, *numbers,
+    )  # fmt: skip
+    plan.kernel[plan.rows, plan.blocks, splits](*arguments, **plan.constants, **plan.options)
+    assert not counters.any()
+    if splits > 1 and plan.combine is not None:
+        kernel, constants, programs, parts = plan.combine
+        kernel[programs, parts](room, bests, sinks, out, query.shape[2], splits, **constants)

@@ -4,6 +4,8 @@ Operators take tensors, numbers and strings; the specs are rebuilt from the tens
 registers them (once per process) and imports triton.
 """
 
+from typing import Any
+
 import torch
 from torch.library import Library, register_fake
 
@@ -11,7 +13,7 @@ from ...errors import CacheOptionError
 from ...spec import PageSpec, SideSpec
 from ..inputs import PagedKV
 from ..operators import stored_fields, stored_side
-from . import latent_launch, launch, write
+from . import launch, write
 from .table import Launch
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
@@ -68,7 +70,7 @@ def paged_attention(
             mask, sink_logits, softmax_scale, sliding_window, kv.sink_tokens, kv.page_size,
             key_scheme.code, key_scheme.bits, value_scheme.code, value_scheme.bits, parameters,
         )  # fmt: skip
-        return result
+        return result.transpose(1, 2)
     result = torch.ops.kv_hf.paged_decode(
         query, keys["codes"], keys.get("scale"), keys.get("offset"),
         values["codes"], values.get("scale"), values.get("offset"),
@@ -76,7 +78,7 @@ def paged_attention(
         mask, sink_logits, softmax_scale, softcap, sliding_window, kv.sink_tokens, kv.page_size,
         key_scheme.code, key_scheme.bits, value_scheme.code, value_scheme.bits, parameters,
     )  # fmt: skip
-    return result
+    return result.transpose(1, 2)
 
 
 def seal_pages(
@@ -128,26 +130,12 @@ def _paged_decode(
     value_bits: int,
     parameters: list[int] | None = None,
 ) -> torch.Tensor:
-    key_fields = stored_fields(key_codes, key_scale, key_offset)
-    value_fields = stored_fields(value_codes, value_scale, value_offset)
-    spec = PageSpec(
-        stored_side("keys", key_fields, page_size, window_keys, key_code, key_bits),
-        stored_side("values", value_fields, page_size, window_values, value_code, value_bits),
-    )
-    kv = PagedKV(
-        key_fields, value_fields, spec, block_table, num_pages, window_keys, window_values, exact_lens,
-        padding, 0, sink_tokens,
+    return _attend(
+        ("keys", "values"), stored_fields(key_codes, key_scale, key_offset),
+        stored_fields(value_codes, value_scale, value_offset), (key_code, key_bits), (value_code, value_bits),
+        page_size, (block_table, num_pages, window_keys, window_values, exact_lens, padding), sink_tokens,
+        query, mask, sink_logits, softmax_scale, softcap, sliding_window, parameters,
     )  # fmt: skip
-    return launch.paged_attention(
-        query,
-        kv,
-        softmax_scale=softmax_scale,
-        mask=mask,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        sliding_window=sliding_window,
-        launch=None if parameters is None else Launch(*parameters),
-    )
 
 
 def _latent_decode(
@@ -176,25 +164,61 @@ def _latent_decode(
     rope_bits: int,
     parameters: list[int] | None = None,
 ) -> torch.Tensor:
-    fields = stored_fields(codes, scale, offset)
-    rope_fields = stored_fields(rope_codes, rope_scale, rope_offset)
-    spec = PageSpec(
-        stored_side("latent", fields, page_size, window, code, bits),
-        stored_side("k_rope", rope_fields, page_size, window_rope, rope_code, rope_bits),
-    )
-    kv = PagedKV(
-        fields, rope_fields, spec, block_table, num_pages, window, window_rope, exact_lens, padding, 0,
-        sink_tokens,
+    return _attend(
+        ("latent", "k_rope"), stored_fields(codes, scale, offset),
+        stored_fields(rope_codes, rope_scale, rope_offset), (code, bits), (rope_code, rope_bits),
+        page_size, (block_table, num_pages, window, window_rope, exact_lens, padding), sink_tokens,
+        query, mask, sink_logits, softmax_scale, None, sliding_window, parameters,
     )  # fmt: skip
-    return latent_launch.latent_attention(
+
+
+_SPECS: dict[Any, tuple[PageSpec, dict[Any, Any]]] = {}  # and what is kept for all layers of a spec
+
+
+def _attend(
+    names: tuple[str, str],
+    keys: dict[str, torch.Tensor],
+    values: dict[str, torch.Tensor],
+    key_scheme: tuple[str, int],
+    value_scheme: tuple[str, int],
+    page_size: int,
+    tensors: tuple[torch.Tensor, ...],
+    sink_tokens: int,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    parameters: list[int] | None,
+) -> torch.Tensor:
+    """Rebuild what the tensors are and attend; returns [rows, q_len, heads, dim]."""
+    windows = tensors[2:4]
+    shapes = [(w.shape[1], w.shape[3], w.dtype) for w in windows]
+    groups = [tuple((n, t.shape[2:]) for n, t in fields.items()) for fields in (keys, values)]
+    key = (names, key_scheme, value_scheme, page_size, *shapes, *groups, query.get_device())
+    known = _SPECS.get(key)
+    if known is None:
+        sides = zip(names, (keys, values), windows, (key_scheme, value_scheme), strict=True)
+        spec = PageSpec(*(stored_side(n, f, page_size, w, *scheme) for n, f, w, scheme in sides))
+        known = _SPECS[key] = spec, {launch.SHARED: None}
+    spec, launches = known
+    table, pages, window_keys, window_values, exact_lens, padding = tensors
+    kv = PagedKV(
+        keys, values, spec, table, pages, window_keys, window_values, exact_lens, padding, 0, sink_tokens,
+        launches=launches,
+    )  # fmt: skip
+    out = launch.paged_attention(
         query,
         kv,
         softmax_scale=softmax_scale,
         mask=mask,
+        softcap=softcap,
         sink_logits=sink_logits,
         sliding_window=sliding_window,
         launch=None if parameters is None else Launch(*parameters),
     )
+    return out.transpose(1, 2)
 
 
 def _seal_pages(
@@ -217,7 +241,7 @@ def _seal_pages(
 
 def refuse_cpu(name: str) -> None:
     """Raise CacheOptionError where tensors on the CPU can be no kernel's."""
-    if not launch.interpreted():
+    if not launch.INTERPRETED:
         raise CacheOptionError(
             f"kv_hf.{name} needs a GPU, and its tensors are on the CPU; use another implementation, or set "
             "TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
@@ -245,13 +269,15 @@ for _name, _function in {
 @register_fake("kv_hf::paged_decode", lib=_LIBRARY)
 def _fake_paged_decode(query, key_codes, *others):  # type: ignore[no-untyped-def]
     window_values = others[8]
-    return query.new_empty(*query.shape[:3], window_values.shape[-1])
+    rows, heads, q_len, _ = query.shape
+    return query.new_empty(rows, q_len, heads, window_values.shape[-1])
 
 
 @register_fake("kv_hf::latent_decode", lib=_LIBRARY)
 def _fake_latent_decode(query, codes, *others):  # type: ignore[no-untyped-def]
     window = others[7]
-    return query.new_empty(*query.shape[:3], window.shape[-1])
+    rows, heads, q_len, _ = query.shape
+    return query.new_empty(rows, q_len, heads, window.shape[-1])
 
 
 @register_fake("kv_hf::seal_pages", lib=_LIBRARY)

@@ -22,31 +22,26 @@ class Launch:
 
     Attributes:
         num_warps, num_stages: of the compiled kernel.
-        num_splits: programs that share a row's tiles.
+        num_splits: programs that share a row's tiles; 0: by the width of the block table.
     """
 
     num_warps: int
     num_stages: int
-    num_splits: int
+    num_splits: int = 0
 
 
-def launch_parameters(
-    spec: PageSpec, columns: int, isa: int, *, programs: int, tiles: int
-) -> Launch:
-    """Choose the launch parameters of a decode step from sizes that are known without its lengths.
+def launch_parameters(spec: PageSpec, columns: int, isa: int) -> Launch:
+    """Choose the launch parameters of a decode step; splits by `most_splits`.
 
     Args:
         columns: query columns of a program; isa: compute capability * 10, or 0.
-        programs: programs of one split; tiles: tiles that a row has room for.
     """
-    num_splits = 1
-    while (
-        num_splits < MAX_SPLITS
-        and 2 * num_splits * programs <= 2 * PROGRAMS
-        and 2 * num_splits * MIN_TILES <= tiles
-    ):
-        num_splits *= 2
-    return Launch(*warps_and_stages(spec, columns, isa), num_splits)
+    return Launch(*warps_and_stages(spec, columns, isa))
+
+
+def most_splits(programs: int) -> int:
+    """Return the splits that fill the GPU where one split takes `programs` programs."""
+    return max(1, min(MAX_SPLITS, PROGRAMS // programs))
 
 
 def warps_and_stages(spec: PageSpec, columns: int, isa: int) -> tuple[int, int]:

@@ -79,3 +79,16 @@ def rescale(acc, keep):
     for p in tl.static_range(len(acc)):
         new = new + (acc[p] * keep[None, :],)
     return new
+
+
+@triton.jit
+def store_parts(
+    pointers, acc, norm, seen, held, WIDTH: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Store the parts of acc [channels, columns] times norm [columns], zeros where not `seen`, where `held`."""
+    for p in tl.static_range(len(acc)):
+        place = chunk_start(CHUNKS, p // RUNS) + tl.arange(0, chunk_size(CHUNKS, p // RUNS))
+        result = tl.where(seen[None, :], acc[p] * norm[None, :], 0.0)
+        where = pointers[None, :] + ((p % RUNS) * WIDTH + place)[:, None]
+        inside = (place < WIDTH)[:, None] & held[None, :]
+        tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)

@@ -13,6 +13,8 @@ MAX_TILE = 64  # tokens
 MIN_SIZE = 16  # a matrix product's smallest inner size
 MAX_COLUMNS = 16  # query columns of one program; more are spread over programs
 TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
+MERGED = 16  # splits that a program merges at once, and
+MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
 # The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
 BOOST = {"none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned4": 2.0**2, "unsigned2": 1.0}
@@ -59,7 +61,14 @@ def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
     if isa == HIP:
         return 16
     most = MAX_COLUMNS if max(side.head_dim for side in spec.sides) <= 128 else 8
-    return min(max(8, power_of_two(group * q_len)), most)
+    if q_len > 1:  # one variant for chunks of every length
+        return most
+    return min(max(8, power_of_two(group)), most)
+
+
+def merged_splits(columns: int, dim: int, num_warps: int) -> int:
+    """Return the splits that a program merges at once: as many as its registers hold."""
+    return max(1, min(MERGED, num_warps * MERGED_NUMBERS // (columns * power_of_two(dim))))
 
 
 def element_type(dtype: torch.dtype) -> str:
@@ -117,7 +126,7 @@ def constants(
     group: int,
     q_len: int,
     isa: int,
-    num_splits: int,
+    num_warps: int,
     num_stages: int,
     mask: str = "none",
     softcap: bool = False,
@@ -129,19 +138,22 @@ def constants(
     Args:
         spec: layout "rows".
         group: query heads of a kv head.
+        q_len: chunks of all lengths above 1 share a variant.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
         mask: "none", "bool" or "float".
     Dtypes are given by name; `launch` and `aot` replace them by Triton's.
     """
     keys, values = spec.sides
     tile = tile_tokens(spec)
+    columns = column_block(spec, group, q_len, isa)
+    merged = columns if q_len > 1 else min(columns, power_of_two(group))
     types = compute_types(spec, query_dtype)
     exact = types[0] == "fp32"
     v_fold, v_group, v_chunks = _value_fold(values)
     code = values.scheme.code
     boost = 1.0 if exact else BOOST[f"{code}{values.scheme.bits}" if code == "unsigned" else code]
     return {
-        "HEADS": keys.num_kv_heads, "GROUP": group, "Q_LEN": q_len, "COLUMNS": column_block(spec, group, q_len, isa),
+        "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
         "PAGE": keys.page_size, "TILE": tile, "W_TILE": 32,
         "W_COST": max(1, round(16 / spec.bits_per_element)), "W_STAGES": 2,
         "K_CODE": keys.scheme.code, "K_BITS": keys.scheme.bits, "K_DIM": keys.head_dim,
@@ -154,6 +166,7 @@ def constants(
         "V_GROUP": v_group, "V_FOLD": v_fold, "V_BOOST": boost, "V_DTYPE": types[1],
         "W_CHUNKS": chunks(keys.head_dim), "W_KEY_DTYPE": types[2], "W_VALUE_DTYPE": types[3],
         "PRECISION": "ieee", "CAUSAL": q_len > 1 and mask == "none", "WINDOWED": sliding_window,
-        "SOFTCAP": softcap, "MASK": mask, "SINKS": sinks, "NUM_SPLITS": num_splits, "STAGES": num_stages,
+        "SOFTCAP": softcap, "MASK": mask, "SINKS": sinks, "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, values.head_dim, num_warps), "STAGES": num_stages,
+        "M_THREADS": 64 * num_warps if isa == HIP else 0,
         "ISA": 0 if exact else isa,
     }  # fmt: skip

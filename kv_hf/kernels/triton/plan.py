@@ -1,0 +1,100 @@
+"""What the shapes of a call to attend decide: the kernel's compile-time arguments, the grid, the partial results.
+
+Made once for a layer and kept in `PagedKV.launches`; knows nothing of tensors.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...spec import PageSpec
+from .direct import Compiled
+
+ALIGNED = 4  # numbers: maxima begin at a multiple of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a plan depends on besides the pages: shapes, dtypes and which options are there."""
+
+    rows: int
+    heads: int
+    q_len: int
+    query_dtype: torch.dtype
+    mask: str  # "none", "bool" or "float"
+    softcap: bool
+    sliding_window: bool
+    sinks: bool
+
+    def result(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and strides of a result of `dim` channels: heads and tokens change places in memory."""
+        token = self.heads * dim
+        return (self.rows, self.heads, self.q_len, dim), (self.q_len * token, dim, token, 1)
+
+
+@dataclass(slots=True)
+class Plan:
+    """How to launch one kind of call.
+
+    Attributes:
+        spec: of the pages; keeps what the plan's key names by id.
+        kernel: to be compiled with `constants` (by name) and `options`.
+        arguments: gives the run-time arguments in order, see decode_launch.
+        pointers: picks the nine among them whose alignment the kernel is compiled for.
+        rows, blocks: the grid without its splits.
+        shape, strides: of the result, [rows, heads, q_len, dim] over a contiguous [rows, q_len, heads, dim].
+        columns, dim: of a program's partial result.
+        tiles_per_page, min_tiles, max_splits: what `splits` goes by; fixed_splits: what it gives if more than 0.
+        combine: (kernel, constants, programs, blocks of channels) that merges the splits, or None where the last
+            program does.
+        compiled: by which pointers are no multiples of 16 (0: none); empty in the interpreter.
+        counters: zeros for launches captured in a CUDA graph; None: a graph has to make its own.
+        workspaces: by stream: addresses of partial results, of their maxima and sums and of counters; and the memory.
+    """
+
+    spec: PageSpec
+    kernel: Any
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    arguments: Callable[..., tuple[Any, ...]]
+    pointers: Callable[[tuple[Any, ...]], tuple[int, ...]]
+    rows: int
+    blocks: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    columns: int
+    dim: int
+    tiles_per_page: int
+    min_tiles: int
+    max_splits: int
+    fixed_splits: int = 0
+    combine: tuple[Any, dict[str, Any], int, int] | None = None
+    compiled: dict[Any, Compiled] = field(default_factory=dict)
+    combined: Compiled | None = None
+    counters: torch.Tensor | None = None
+    workspaces: dict[int, tuple[int, int, int, Any]] = field(default_factory=dict)
+
+    def splits(self, width: int) -> int:
+        """Return the programs that share a row's pages, of which there are at most `width`."""
+        if self.fixed_splits:
+            return self.fixed_splits
+        return max(1, min(self.max_splits, width * self.tiles_per_page // self.min_tiles))
+
+    @property
+    def groups(self) -> int:
+        """Programs of one split; each has a counter."""
+        return self.rows * self.blocks
+
+    @property
+    def partial_results(self) -> int:
+        """float32 numbers of the partial results of as many splits as there may be."""
+        splits = self.fixed_splits or self.max_splits
+        return -(-self.groups * self.columns * splits * self.dim // ALIGNED) * ALIGNED
+
+    @property
+    def numbers(self) -> int:
+        """float32 numbers of the partial results with their maxima and sums behind them."""
+        splits = self.fixed_splits or self.max_splits
+        return self.partial_results + 2 * self.groups * self.columns * splits

@@ -20,6 +20,7 @@ import torch
 
 from ..errors import CacheMismatchError, KVCacheError
 from ..spec import reserved_pages, sealed_pages
+from .ahead import RoomAhead
 from .held_rows import HeldRows
 from .lockstep import Lockstep
 from .plan import RowPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
@@ -30,8 +31,8 @@ from .step import Row, SealJobs, Step
 class Store(Protocol):
     """A layer's tensors, as far as a step is concerned that is not in force yet."""
 
-    def make_room(self, num_ids: int, reserved: int) -> None:
-        """Make room for the page ids 0 .. num_ids - 1, and for so many `reserved` pages at least."""
+    def make_room(self, num_ids: int, reserved: int, ahead: int) -> None:
+        """Make room for the page ids 0 .. num_ids - 1 and `reserved` pages; `ahead` where that takes growing."""
         ...
 
 
@@ -45,6 +46,7 @@ class PageGroup(HeldRows):
         pool: page ids shared with other caches, in place of a pool of its own with `max_pages`.
     Attributes:
         stores: layer -> its tensors, of the layers that have any.
+        ahead: how far storage grows beyond need.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class PageGroup(HeldRows):
         if window is not None:
             self.reserve = min(self.reserve, window // page_size + 2)
         self.lockstep = Lockstep()
+        self.ahead = RoomAhead(self.pool)
         self._clear()
 
     @property
@@ -84,6 +87,7 @@ class PageGroup(HeldRows):
         self._padding_columns: int | None = None
         self.stores: dict[int, Store] = {}
         self._room = 0  # pages that room was made for
+        self.ahead.clear()
         self._tables.forget()
         self.lockstep.clear()
 
@@ -166,7 +170,7 @@ class PageGroup(HeldRows):
             self.pool.open_change()  # until it is closed, counts are those of rows that are not in force
             try:
                 step, rows, leaving = self._plan(op)
-                self._make_room(step.num_ids, step.reserved)
+                self._make_room(step.num_ids, step.reserved, step.ahead)
             except KVCacheError:
                 self._padding_seen = None  # of a forward that never was
                 self.pool.recount()
@@ -181,12 +185,11 @@ class PageGroup(HeldRows):
             self.lockstep.opening = False
             self.pool.close_change()
 
-    def _make_room(self, num_ids: int, reserved: int) -> None:
+    def _make_room(self, num_ids: int, reserved: int, ahead: int) -> None:
         """Let the tensors of all layers grow, one after the other, while the step can still be refused."""
-        room = max(num_ids, reserved)
-        if room > self._room:
+        if (room := max(num_ids, reserved)) > self._room:
             for store in self.stores.values():
-                store.make_room(num_ids, reserved)
+                store.make_room(num_ids, reserved, ahead)
             self._room = room
 
     def _plan(self, op: tuple) -> tuple[Step, tuple[Row, ...], tuple[tuple[int, ...], ...]]:
@@ -237,6 +240,7 @@ class PageGroup(HeldRows):
             first_jobs,
             jobs,
             reserved_pages(batch, self.reserve, self.pool.max_pages),
+            self.ahead.pages(self.sizes, rows, seen_after, self.pool.num_ids),
         )
         if leaving and len(self.pool.holders) == 1:
             # nobody else seals pages: their bytes change at the earliest one step later
@@ -248,7 +252,10 @@ class PageGroup(HeldRows):
     def check_append(self, batch: int, q_len: int) -> int:
         """Raise what appending `q_len` columns to `batch` rows would; return the pages that it takes."""
         self.lockstep.check_opened()
-        _, plans = self._plan_rows_of_append(batch, q_len)
+        return self._pages_of(self._plan_rows_of_append(batch, q_len)[1])
+
+    def _pages_of(self, plans: Sequence[RowPlan]) -> int:
+        """Return the pages that the plans take. Raises PagePoolExhaustedError."""
         count = sum(plan.first + plan.last for plan in plans)
         with self.pool.lock:
             self.pool.settle()
@@ -259,10 +266,15 @@ class PageGroup(HeldRows):
     def prepare_append(self, batch: int, q_len: int) -> None:
         """Raise what the append would, and make the room that it takes: for groups whose layers come later."""
         self.lockstep.check_done()
-        count = self.check_append(batch, q_len)
+        before, plans = self._plan_rows_of_append(batch, q_len)
+        count = self._pages_of(plans)
         reserved = reserved_pages(batch, self.reserve, self.pool.max_pages)
         if count:
-            self._make_room(self.pool.ids_after(count), reserved)
+            num_ids = self.pool.ids_after(count)
+            pairs = zip(before, plans, strict=True)
+            rows = [replace(row, exact=row.exact + plan.step.new) for row, plan in pairs]
+            ahead = self.ahead.pages(self.sizes, rows, self.seen + q_len, num_ids)
+            self._make_room(num_ids, reserved, ahead)
 
     def _plan_rows_of_append(self, batch: int, q_len: int) -> tuple[tuple[Row, ...], list[RowPlan]]:
         """Return the rows as they are found, and the plan of each."""

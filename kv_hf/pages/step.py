@@ -134,6 +134,7 @@ class Step:
     seal_first: SealJobs | None = None  # pages sealed before the new tokens arrive
     seal: SealJobs | None = None  # pages sealed behind them
     reserved: int = 0  # pages that storage shall have room for beyond need
+    ahead: int = 0  # pages to make room for where storage grows anyway and memory allows it
 
     _offsets: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, compare=False

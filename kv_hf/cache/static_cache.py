@@ -95,6 +95,9 @@ class StaticPagedCache(PagedCache):
     def _check_padding(self, mask: Any) -> None:
         check_padding_mask(mask, self.table.rows if self.table.started else 0, False)
 
+    def expect_length(self, end: int, prompt: int = 0) -> None:
+        """Nothing: all room is made at the first forward."""
+
     def end_recording(self) -> None:
         """Nothing to do: past recording is refused."""
 

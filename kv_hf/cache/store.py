@@ -139,10 +139,10 @@ class LayerStore:
             self._seal(step.seal, runs)
         return runs
 
-    def make_room(self, num_ids: int, reserved: int) -> None:
+    def make_room(self, num_ids: int, reserved: int, ahead: int = 0) -> None:
         """Make room for the page ids 0 .. num_ids - 1 before the step that hands them out is in force."""
         if max(num_ids, reserved) > self.pages.capacity:
-            self.pages.grow_ahead(max(page_capacity(num_ids), reserved))
+            self.pages.grow_ahead(max(page_capacity(num_ids), reserved), ahead)
 
     def grow(self, step: Step) -> None:
         """Make room for the pages of `step`, and for those that it reserves, where that was not done ahead."""
@@ -151,7 +151,7 @@ class LayerStore:
             return
         if needed > self.pages.capacity:
             with storing(), self.pages.lock:
-                self.pages.grow(max(page_capacity(step.num_ids), step.reserved))
+                self.pages.grow(max(page_capacity(step.num_ids), step.reserved), step.ahead)
         self._room = needed
 
     def _seal(self, jobs: SealJobs, tokens: Pair) -> None:

@@ -36,6 +36,7 @@ from .models import (
     use_paged_attention,
 )
 from .prefix import share_prefill
+from .room import expect_length
 from .static_generation import check_static_generation, is_assisted
 
 # options about layers and latents of one model, which mean nothing to its assistant
@@ -108,6 +109,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs, generation_config)
             _say_unused_store(given, *args, **kwargs)
+            _expect_length(self, given, model_kwargs, generation_config, *args, **kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
@@ -125,6 +127,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 cache.activate_past_recording()
             _make_ready(self, cache, model_kwargs, generation_config)
             _say_unused_store(cache, *args, **kwargs)
+            _expect_length(self, cache, model_kwargs, generation_config, *args, **kwargs)
             model_kwargs["past_key_values"] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -139,6 +142,21 @@ def _say_unused_store(cache: Any, generation_mode: Any, *args: Any, **kwargs: An
             "prefix_store assisted",
             "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
         )
+
+
+def _expect_length(
+    model: Any,
+    cache: Any,
+    model_kwargs: dict[str, Any],
+    generation_config: Any,
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """Tell the cache of the text's own tokens how long the text will be."""
+    own, _ = paged_halves(cache)
+    if own is not None:
+        expect_length(model, own, model_kwargs, generation_config, max_cache_length)
 
 
 def _check_given(model: Any, given: Any) -> None:

@@ -5,12 +5,14 @@ held by several of them, and freed when the last lets go.
 """
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import CacheMismatchError
 from ..spec import PageSpec
+from .blocks import Neighbours
 from .group import PageGroup
 from .pool import PagePool
 from .storage import PageStorage
@@ -27,7 +29,14 @@ class PageArena:
         self.max_pages = max_pages
         self.pools: dict[int | None, PagePool] = {}
         self.storages: dict[int, PageStorage] = {}
+        self.neighbours: dict[int, Neighbours] = {}
         self.lock = threading.RLock()
+
+    def grow_together(self, groups: Iterable[Sequence[int]]) -> None:
+        """Let the storages of each of `groups` grow in blocks; groups that are known already stay as they are."""
+        for layers in groups:
+            if not self.neighbours.keys() & set(layers):
+                self.neighbours.update(dict.fromkeys(layers, Neighbours(layers)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock."""
@@ -73,7 +82,10 @@ class PageArena:
 
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""
-        return PageStorage(spec, device)
+        storage = PageStorage(spec, device)
+        if layer_idx in self.neighbours:
+            self.neighbours[layer_idx].join(layer_idx, storage)
+        return storage
 
     @property
     def staging_bytes(self) -> int:
@@ -91,6 +103,8 @@ class PageArena:
             holders = [holder for pool in self.pools.values() for holder in pool.holders]
             if not self.num_held and not any(getattr(holder, "touched", 0) for holder in holders):
                 self.storages.clear()
+                for neighbours in self.neighbours.values():
+                    neighbours.forget()
                 for pool in self.pools.values():
                     pool.clear()
 

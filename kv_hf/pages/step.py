@@ -184,6 +184,7 @@ class Step:
         view: what the forward reads (append only).
         seal_first, seal: pages sealed before and behind the new tokens.
         reserved: pages that storage shall have room for beyond need.
+        ahead: pages to make room for where storage grows anyway and memory allows it.
     """
 
     op: tuple
@@ -198,6 +199,7 @@ class Step:
     seal_first: SealJobs | None = None
     seal: SealJobs | None = None
     reserved: int = 0
+    ahead: int = 0
 
     _moves: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
     _indices: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)

@@ -217,7 +217,7 @@ class LayerStore:
 
     def report_damage(self) -> None:
         """Warn once when keys or values of a sealed page were not finite."""
-        if bool(self.damaged):
+        if not self.damaged.is_meta and bool(self.damaged):
             warn_once(
                 "damaged",
                 f"Keys or values of layer {self.layer_idx} hold inf, nan or numbers beyond float16's range. They "

@@ -229,6 +229,34 @@ def write_pair(windows, new, starts, skips, jobs, fields, spec, damaged):
     return windows, fields, damaged
 
 
+def dense(kv, side):
+    """Write a side out in the worker; memory that the kernel leaves alone holds nan.
+
+    The interpreter cuts off where it turns float32 into bfloat16; here it rounds to even, as the GPUs do.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from kv_hf.kernels.triton.dense_launch import dense_side
+
+    builder = interpreter.InterpreterBuilder
+    cut = builder.create_fp_trunc
+
+    def rounded(self, x, wanted):
+        if wanted.scalar != tl.bfloat16 or x.dtype.scalar != tl.float32:
+            return cut(self, x, wanted)
+        bits = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.int16)
+        return type(x)(bits.numpy().view(np.uint16), tl.bfloat16)
+
+    builder.create_fp_trunc = rounded
+    torch.use_deterministic_algorithms(True)
+    try:
+        return dense_side(kv, side)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        builder.create_fp_trunc = cut
+
+
 # -- operators -----------------------------------------------------------------------------------------------------
 
 

@@ -221,6 +221,14 @@ def append(window, new, starts, skips):
     return window
 
 
+def write_pair(windows, new, starts, skips, jobs, fields, spec, damaged):
+    """Append and seal both sides in the worker; returns (windows, fields, damaged)."""
+    from kv_hf.kernels.triton import write_pair
+
+    write_pair.write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, {})
+    return windows, fields, damaged
+
+
 def dense(kv, side):
     """Write a side out in the worker; memory that the kernel leaves alone holds nan.
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -177,7 +177,8 @@ def _digest(*parts):
             found.update(str((part.shape, part.dtype)).encode())
             found.update(part.contiguous().flatten().view(torch.uint8).numpy())
         elif isinstance(part, PagedKV):
-            found.update(_digest(vars(part)))
+            held = (field.name for field in fields(part) if field.name not in ("hold", "launches"))
+            found.update(_digest({name: getattr(part, name) for name in held}))
         elif isinstance(part, dict):
             found.update(_digest(*part, *part.values()))
         else:

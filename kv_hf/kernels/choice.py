@@ -76,16 +76,18 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
 def load(name: str) -> Kernel:
     """Return implementation `name`; whether it can run is `why_not`'s to say."""
     if name == "triton":
-        from .triton import dense_launch
-        from .triton import library as operators
+        from .triton import dense_launch, launch, write_pair
+        from .triton import write as one_sided
 
         return Kernel(
             name,
-            operators.paged_attention,
-            operators.seal_pages,
-            operators.append_tokens,
+            launch.paged_attention,
+            one_sided.seal_pages,
+            one_sided.append_tokens,
             dense=dense_launch.dense_side,
             longest=64,
+            write_pair=write_pair.write_pair,
+            seal_pair=write_pair.seal_pair,
         )
     if name == "c":
         from .cpu import decode, seal, write

@@ -43,10 +43,12 @@ _launches: dict[tuple[str, str], dict[Any, Any]] = {}  # (spec, kernel) -> what 
 
 
 def traceable(kernel: Kernel) -> Kernel:
-    """Return `kernel` with functions that torch.compile takes whole: Triton's are operators already."""
-    if kernel.name == "triton":
-        return kernel
+    """Return `kernel` with functions that torch.compile takes whole; Triton's have operators of their own."""
     name = kernel.name
+    if name == "triton":
+        from .triton import library
+
+        return Kernel(name, library.paged_attention, library.seal_pages, library.append_tokens)
     return Kernel(name, partial(_attend, name), partial(_seal, name), partial(_append, name))
 
 

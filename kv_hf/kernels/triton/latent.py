@@ -21,6 +21,7 @@ from .words import (
     one_below_another,
     score_rope,
     side_by_side,
+    store_pieces,
     sum_of_parts,
     unpack_words,
 )
@@ -326,26 +327,17 @@ def latent_kernel(
             W_TILE, W_DTYPE, W_ROPE_DTYPE, PRECISION, CAUSAL, WINDOWED, MASK,
         )  # fmt: skip
 
-    seen = (total > 0)[None, :, None]
-    place = tl.arange(0, WIDE)[None, None, :]
+    seen = total > 0
     if num_splits == 1:
         norm = add_sink(best, total, sink_logits + head, SINKS)
         at = (row.to(tl.int64) * used + column) * RANK
-        for r in tl.static_range(RUNS):
-            channel = (tl.arange(0, CHUNKS)[:, None, None] * RUNS + r) * SIZE + place
-            inside = real[None, :, None] & (place < SIZE) & (channel < RANK)
-            result = tl.where(seen, acc[r] * norm[None, :, None], 0.0)
-            where = out + at[None, :, None] + channel
-            tl.store(where, result.to(out.dtype.element_ty), mask=inside)
+        store_pieces(out + at, acc, norm, seen, real, SIZE, RANK)
     else:
-        group = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        place_of = tl.arange(0, COLUMNS)
-        bests += (group * num_splits + split) * (2 * COLUMNS)
-        tl.store(bests + place_of, best)
-        tl.store(bests + COLUMNS + place_of, total)
-        partial += (group * num_splits + split) * (COLUMNS * RANK)
-        for r in tl.static_range(RUNS):
-            channel = (tl.arange(0, CHUNKS)[:, None, None] * RUNS + r) * SIZE + place
-            inside = real[None, :, None] & (place < SIZE) & (channel < RANK)
-            where = partial + (place_of * RANK)[None, :, None] + channel
-            tl.store(where, tl.where(seen, acc[r], 0.0), mask=inside)
+        place = tl.arange(0, COLUMNS)
+        slot = (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * num_splits + split
+        bests += slot * (2 * COLUMNS)
+        tl.store(bests + place, best)
+        tl.store(bests + COLUMNS + place, total)
+        unit = tl.full([COLUMNS], 1.0, tl.float32)
+        target = (slot * COLUMNS + place) * RANK
+        store_pieces(partial + target, acc, unit, seen, real, SIZE, RANK)

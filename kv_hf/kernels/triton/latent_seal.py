@@ -11,15 +11,14 @@ from .seal import MAGIC, _finite, _float8_bits, _ranges_over_channels, _ranges_o
 
 
 @triton.jit
-def latent_seal_kernel(
-    tokens,  # [rows, 1, slots, RANK]
-    row_stride,
+def seal_latent_page(
+    source,  # pointer to the page's first token
     slot_stride,
-    jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
-    codes,  # [pages, WORDS, RANK] int16
-    scale,  # [pages, PAGE / S_TOKENS, RANK / S_CHANNELS]
+    page,
+    codes,
+    scale,
     offset,
-    damaged,  # [] uint8, zero
+    damaged,
     PAGE: tl.constexpr,
     RANK: tl.constexpr,
     CODE: tl.constexpr,
@@ -33,15 +32,8 @@ def latent_seal_kernel(
     WIDE: tl.constexpr,
     R_TILE: tl.constexpr,
 ):
-    """Encode the page of one job. Grid: (jobs,). Tiles are W_TILE words by WIDE channels; R_TILE as in seal.py."""
-    job = tl.program_id(0)
-    row = tl.load(jobs + job * 3)
-    first = tl.load(jobs + job * 3 + 1)
-    page = tl.load(jobs + job * 3 + 2)
-    if page < 0:
-        return
+    """Encode one page. Tiles are W_TILE words by WIDE channels; R_TILE as in seal.py."""
     block = page.to(tl.int64)
-    source = tokens + row.to(tl.int64) * row_stride + first.to(tl.int64) * slot_stride
     codes += block * (WORDS * RANK)
     GROUPS: tl.constexpr = RANK // S_CHANNELS  # of a token
     scale += block * (PAGE // S_TOKENS * GROUPS)
@@ -90,3 +82,37 @@ def latent_seal_kernel(
             )
     any_bad = tl.max(tl.max(bad, 1), 0)
     tl.store(damaged, 1, mask=any_bad > 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["jobs", "damaged"])
+def latent_seal_kernel(
+    tokens,  # [rows, 1, slots, RANK]
+    row_stride,
+    slot_stride,
+    jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
+    codes,  # [pages, WORDS, RANK] int16
+    scale,  # [pages, PAGE / S_TOKENS, RANK / S_CHANNELS]
+    offset,
+    damaged,  # [] uint8, zero
+    PAGE: tl.constexpr,
+    RANK: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    CUT: tl.constexpr,
+    S_TOKENS: tl.constexpr,
+    S_CHANNELS: tl.constexpr,
+    WORDS: tl.constexpr,
+    W_TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    R_TILE: tl.constexpr,
+):
+    """Encode the page of one job. Grid: (jobs,)."""
+    job = jobs + tl.program_id(0) * 3
+    row, first, page = tl.load(job).to(tl.int64), tl.load(job + 1).to(tl.int64), tl.load(job + 2)
+    if page >= 0:
+        source = tokens + row * row_stride + first * slot_stride
+        seal_latent_page(
+            source, slot_stride, page, codes, scale, offset, damaged, PAGE, RANK, CODE, BITS, TOP, CUT, S_TOKENS,
+            S_CHANNELS, WORDS, W_TILE, WIDE, R_TILE,
+        )  # fmt: skip

@@ -115,16 +115,15 @@ def _ranges_over_channels(
 
 
 @triton.jit
-def seal_kernel(
-    tokens,  # [rows, HEADS, slots, DIM]
-    row_stride,
-    head_stride,
+def seal_page(
+    source,  # pointer to the page's first token of one kv head
     slot_stride,
-    jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
+    page,
+    head,
     codes,
     scale,
     offset,
-    damaged,  # [] uint8, zero
+    damaged,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
@@ -143,22 +142,13 @@ def seal_kernel(
     T_TILE: tl.constexpr,
     R_TILE: tl.constexpr,
 ):
-    """Encode the page of one (job, kv head). Grid: (jobs, HEADS).
+    """Encode one page of one kv head.
 
     Groups of scales and offsets are S_TOKENS x S_CHANNELS and O_TOKENS x O_CHANNELS (0 where there is no offset);
     BY_CHANNEL: whether ranges are over tokens. WIDTH: bytes (or numbers) of a token; tiles are T_TILE tokens by
     WIDE, and R_TILE what the ranges take at a time.
     """
-    job = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.load(jobs + job * 3)
-    first = tl.load(jobs + job * 3 + 1)
-    page = tl.load(jobs + job * 3 + 2)
-    if page < 0:
-        return
     block = page.to(tl.int64) * HEADS + head
-    source = tokens + row.to(tl.int64) * row_stride + head * head_stride
-    source += first.to(tl.int64) * slot_stride
     codes += block * (PAGE * WIDTH)
     if CODE != "none":
         scale += block * ((PAGE // S_TOKENS) * (DIM // S_CHANNELS))
@@ -220,3 +210,44 @@ def seal_kernel(
     if CODE != "none":
         any_bad = tl.max(tl.max(bad, 1), 0)
         tl.store(damaged, 1, mask=any_bad > 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["jobs", "damaged"])
+def seal_kernel(
+    tokens,  # [rows, HEADS, slots, DIM]
+    row_stride,
+    head_stride,
+    slot_stride,
+    jobs,  # [n, 3]: row, first slot, page; a negative page: nothing to do
+    codes,
+    scale,
+    offset,
+    damaged,  # [] uint8, zero
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    TOP: tl.constexpr,
+    CUT: tl.constexpr,
+    S_TOKENS: tl.constexpr,
+    S_CHANNELS: tl.constexpr,
+    O_TOKENS: tl.constexpr,
+    O_CHANNELS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    TOKEN_CONTIGUOUS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    T_TILE: tl.constexpr,
+    R_TILE: tl.constexpr,
+):
+    """Encode the page of one (job, kv head) of one side. Grid: (jobs, HEADS)."""
+    job = jobs + tl.program_id(0) * 3
+    head = tl.program_id(1)
+    row, first, page = tl.load(job).to(tl.int64), tl.load(job + 1).to(tl.int64), tl.load(job + 2)
+    if page >= 0:
+        source = tokens + row * row_stride + head * head_stride + first * slot_stride
+        seal_page(
+            source, slot_stride, page, head, codes, scale, offset, damaged, HEADS, PAGE, DIM, CODE, BITS, TOP, CUT,
+            S_TOKENS, S_CHANNELS, O_TOKENS, O_CHANNELS, BY_CHANNEL, TOKEN_CONTIGUOUS, WIDTH, WIDE, T_TILE, R_TILE,
+        )  # fmt: skip

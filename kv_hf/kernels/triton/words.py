@@ -271,3 +271,16 @@ def score_rope(
         k = unpack_words(x.to(tl.int16), CODE, 8, query.dtype, ISA)[0]
         product = tl.dot(query, tl.trans(k, (0, 2, 1)), input_precision=PRECISION)
         return scores + product * scale
+
+
+@triton.jit
+def store_pieces(pointers, acc, norm, seen, held, SIZE: tl.constexpr, RANK: tl.constexpr):
+    """Store runs of acc [chunks, columns, wide] times norm [columns], zeros where not `seen`, where `held`."""
+    CHUNKS: tl.constexpr = acc[0].shape[0]
+    place = tl.arange(0, acc[0].shape[2])[None, None, :]
+    for r in tl.static_range(len(acc)):
+        channel = (tl.arange(0, CHUNKS)[:, None, None] * len(acc) + r) * SIZE + place
+        inside = held[None, :, None] & (place < SIZE) & (channel < RANK)
+        result = tl.where(seen[None, :, None], acc[r] * norm[None, :, None], 0.0)
+        where = pointers[None, :, None] + channel
+        tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)

@@ -104,8 +104,9 @@ def append_tokens(
     """
     rows, heads, slots, dim = window.shape
     q_len = new.shape[2]
+    tokens = 1 if q_len == 1 else APPENDED
     with device.on_device(window):
-        append_kernel[(rows, heads, -(-q_len // APPENDED))](
+        append_kernel[(rows, heads, -(-q_len // tokens))](
             window, *window.stride()[:3], new, *new.stride()[:3], starts, skips, slots, q_len,
-            DIM=dim, WIDE=power_of_two(dim), TOKENS=min(APPENDED, power_of_two(q_len)), num_warps=4,
+            DIM=dim, WIDE=power_of_two(dim), TOKENS=tokens, num_warps=4,
         )  # fmt: skip

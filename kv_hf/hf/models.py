@@ -38,7 +38,7 @@ def why_not_pages(model: PreTrainedModel, attention: str = "auto") -> str | None
     """
     if attention_config(model.config)._attn_implementation == ATTENTION_NAME:
         return None
-    reason = _why_not_switched(model)
+    reason = _why_not_switched(model) or _why_not_shared(model)
     return reason or (None if attention == "auto" else "attention='keep' leaves it on another one")
 
 

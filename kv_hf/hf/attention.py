@@ -23,7 +23,7 @@ from .latent import (
     is_latent_attention,
     shrink_of,
 )
-from .lazy_mask import LazyMask
+from .lazy_mask import LazyMask, unless_changed
 from .models import wants_masks
 
 
@@ -94,6 +94,7 @@ def kv_hf_attention(
             attention_mask = attention_mask.dense()
         causal = is_causal(module, kwargs)
         attention_mask = _chosen(attention_mask, indices, query, key.shape[2], causal)
+    attention_mask = unless_changed(attention_mask)
     lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
     reason = None
     held = isinstance(view, KVView) and view.kv.spec.is_latent

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kv_hf.evaluation.host_steps import HostRun, HostShape, HostStep, gpu
+from kv_hf.evaluation.host_steps import HostRun, HostShape, gpu
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.formats import FORMAT_NAMES
 

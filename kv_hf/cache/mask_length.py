@@ -48,9 +48,10 @@ class MaskLength(int):
             single: the forward is of one token.
         Raises: CacheMismatchError where the mask shows columns that were left out as padding before.
         """
-        two = attention_mask is not None and attention_mask.ndim == 2
-        if two and not (self.skippable and self.watch.later(attention_mask, single)):
-            self._check_hidden(attention_mask)
+        if attention_mask is not None and attention_mask.ndim == 2:
+            later = self.skippable and self.watch.later(attention_mask, single)
+            if not later:
+                self._check_hidden(attention_mask)
         for group in self.groups:
             if attention_mask is None:
                 group.forget_padding()

@@ -160,7 +160,10 @@ class PagedCache(Savable, Copyable):
             if isinstance(self.arena, OffloadArena):
                 layers = self.paged_layers
                 make_room(self.arena, layers, self.groups, key_states, value_states)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.offloading:  # of whole layers, by transformers
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        else:
+            keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if self._dense_asked:  # flex_attention is traced: no handles
             view = view_behind(keys, values)
             if view is not None:

@@ -115,8 +115,10 @@ class LayerStore:
     def _write(self, step: Step, new: Pair, slots: int) -> Pair:
         """Append `new` to the windows in place, and seal what the step seals from them; return the windows."""
         keys, values = self.windows
+        windows = keys.tokens, values.tokens
         rows = new[0].shape[0]
-        windows = keys.fit(rows, slots), values.fit(rows, slots)
+        if windows[0].shape[::2] != (rows, slots) or windows[1].shape[::2] != (rows, slots):
+            windows = keys.fit(rows, slots), values.fit(rows, slots)
         assert step.view is not None
         self.pages.write_pair(
             self.kernel,

@@ -211,8 +211,8 @@ class HostRun:
 
     def sealed_pages(self) -> int:
         """Return the pages sealed so far, of the rows of a cache that grows."""
-        group = getattr(self.cache, "group", None)
-        return int(group.batch.counts.sum()) if hasattr(group, "batch") else 0
+        batch = getattr(getattr(self.cache, "group", None), "batch", None)
+        return 0 if batch is None else int(batch.counts.sum())
 
     def time(self) -> float:
         """Return the thread seconds of a step."""

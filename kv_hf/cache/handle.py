@@ -35,7 +35,7 @@ class KVView:
         self.kernel = kernel
         self.sliding_window = sliding_window  # tokens that a query sees, itself included
         self._kv = kv
-        self._layer = layer
+        self.layer = layer
         self._revision = revision
 
     @property
@@ -45,7 +45,7 @@ class KVView:
         return self._kv
 
     def _check(self) -> None:
-        if self._layer.revision != self._revision:
+        if self.layer.revision != self._revision:
             raise StaleHandleError(
                 "these keys and values belong to an earlier forward: the cache has changed since. Read them "
                 "before the next forward, or keep a copy (tensor.clone())"

@@ -10,7 +10,9 @@ import torch
 from ..spec import PageSpec
 
 
-@dataclass(slots=True, eq=False)  # not frozen: one is made per layer and step, and that would take three times as long
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: one is made per layer and step, and that would take three times as long
 class PagedKV:
     """The keys and values of one layer as one forward sees them; nobody changes one.
 

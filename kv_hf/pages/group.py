@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,7 +53,12 @@ class PageGroup(HeldRows):
         pool: page ids shared with other caches, in place of a pool of its own with `max_pages`.
     Attributes:
         stores: layer -> its tensors, of the layers that have any.
+        masked_step: the step whose attention has to be given a mask, as one was made that hides padding; -1: none.
+        watch: what looks at masks later, on devices that have to be waited for (cache/mask_watch.py).
     """
+
+    masked_step = -1
+    watch: Any = None
 
     def __init__(
         self,

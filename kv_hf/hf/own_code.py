@@ -21,6 +21,7 @@ def foreign_part(model: Any) -> str | None:
     remote code, a function put in its place), or where a hook of the user's may change its keyword arguments.
     """
     for name, module in without_adapters(model).named_modules():
+        kind: Any = type(module)
         forward = vars(module).get("forward")
         # accelerate puts a partial of its own function in the place of forward
         replaced = forward is not None and not hasattr(module, "_hf_hook")
@@ -28,8 +29,8 @@ def foreign_part(model: Any) -> str | None:
             not _known(getattr(module._forward_pre_hooks.get(number), "__module__", None))
             for number in module._forward_pre_hooks_with_kwargs
         )
-        if replaced or hooked or _is_foreign(type(module)):
-            return f"{type(module).__name__} ({name or 'the model itself'})"
+        if replaced or hooked or _is_foreign(kind):
+            return f"{kind.__name__} ({name or 'the model itself'})"
     return None
 
 

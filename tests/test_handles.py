@@ -279,3 +279,51 @@ def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_read
     append(cache, 1)
     cache.check_integrity()
     copied.check_integrity()
+
+
+WRITES = {
+    "whole": lambda keys: keys.mul_(0.5),
+    "slice": lambda keys: keys[:, :, 0].zero_(),
+    "setitem": lambda keys: keys.__setitem__((slice(None), slice(None), 2), 0.0),
+    "view of a view": lambda keys: keys.transpose(1, 2)[:, 3:].mul_(2.0),
+    "split": lambda keys: keys.split(1, 1)[0].zero_(),
+    "out": lambda keys: torch.add(keys.clone(), 1.0, out=keys),
+    "foreach": lambda keys: torch._foreach_mul_([keys], 2.0),
+    "shape": lambda keys: keys.unsqueeze_(0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::kv_hf.KVCacheWarning")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_writing_to_a_handle_or_a_view_of_it_is_refused(mode):
+    """The write went to a temporary tensor, so that the model ran on as if it had not been."""
+    with mode():
+        _, cache = filled_cache()
+        keys, values = cache.update(*new_states(), 0)
+        for handle in (keys, values):
+            before = handle.dense()
+            for write in WRITES.values():
+                with pytest.raises(kv_hf.UnsupportedModelError, match="read-only"):
+                    write(handle)
+            assert torch.equal(handle.dense(), before)
+
+
+@pytest.mark.filterwarnings("ignore::kv_hf.KVCacheWarning")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_of_a_handle_compute_as_tensors_and_copies_may_be_written_to(mode):
+    with mode():
+        keys, values = filled_cache()[1].update(*new_states(), 0)
+        dense, part = keys.dense(), keys[:, :, 3:]
+        assert (
+            torch.equal(part * 2, dense[:, :, 3:] * 2) and part.tolist() == dense[:, :, 3:].tolist()
+        )
+        assert not part.numpy().flags.writeable
+        query = torch.randn(2, 2, 1, 16)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        assert torch.equal(attend(query, part, part), attend(query, *[dense[:, :, 3:]] * 2))
+        repeated = keys[:, :, None].expand(-1, -1, 2, -1, -1).reshape(2, 4, -1, 16)
+        copies = (part.clone(), part + 0, torch.cat([part, part], 2), repeated)
+        for copy_ in (*copies, copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+            assert type(copy_) is torch.Tensor
+            copy_.zero_()
+        assert torch.equal(keys.dense(), dense)

@@ -112,6 +112,8 @@ class PagedCache(Savable, Copyable):
             self.release_when_gone()
         self._first_paged = self.paged_layers[0].layer_idx
         self._watch = MaskWatch()
+        for group in self.groups:
+            group.watch = self._watch
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
         self._masks_skippable = not is_chunked(decoder) and all(
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)

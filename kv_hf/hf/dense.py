@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..cache.handle import plain_tensor
 from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from .attention_source import facts_of
@@ -75,6 +76,7 @@ def dense_attention(
     """
     function = _function(module, kwargs)
     _check_read(module, kwargs, function)
+    key, value = plain_tensor(key), plain_tensor(value)
     if isinstance(mask, LazyMask):
         if function is sdpa_attention_forward and _only_causal(mask, query, key, kwargs):
             dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")

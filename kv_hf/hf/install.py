@@ -35,6 +35,7 @@ from .models import (
     restore_attention,
     use_paged_attention,
 )
+from .own_code import foreign_part
 from .prefix import share_prefill
 from .room import expect_length
 from .static_generation import check_static_generation, is_assisted
@@ -239,10 +240,24 @@ def _make_ready(
 def _learn_padding(
     model: Any, cache: PagedCache, model_kwargs: dict[str, Any], generation_config: Any
 ) -> None:
-    """Tell the cache the padding of generate()'s mask, for a first forward of as many columns and no others."""
+    """Tell the cache the padding of generate()'s mask, for a first forward of as many columns and no others.
+
+    Where code that is not transformers' own may change the mask on its way, nothing is told: padding is then stored, and
+    masked, like any token.
+    """
     of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
     mask = model_kwargs.get(of_text)
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool((mask != 0).all()):
+        return
+    foreign = foreign_part(model)
+    if foreign is None:
         columns = mask.shape[1]
         chunk = getattr(generation_config, "prefill_chunk_size", None)
         cache.learn_padding(mask, min(columns, chunk) if chunk else columns)
+        return
+    warn_once(
+        f"padding of {foreign}",
+        f"Left padding is stored like tokens: this model's attention is not 'kv_hf', and {foreign}, whose code is not transformers' "
+        "own, may change the mask that attention gets. It costs memory, and sink_tokens are then the first columns of a padded row; "
+        "cache.observe_padding(attention_mask) before generate() leaves the padding out",
+    )

@@ -11,11 +11,30 @@ from typing import Any
 import torch
 
 from ..errors import CacheMismatchError
-from ..spec import PageSpec
+from ..spec import PageSpec, SideSpec
 from .blocks import Neighbours
 from .group import PageGroup
 from .pool import PagePool
 from .storage import PageStorage
+
+
+def _difference(
+    held: PageSpec, there: torch.device, needed: PageSpec, here: torch.device
+) -> tuple[str, str]:
+    """Return in words what is held and what is needed instead, as far as they differ."""
+    pairs = [
+        (_words(one), _words(other)) for one, other in zip(held.sides, needed.sides, strict=False)
+    ]
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    if there != here or not differing:
+        differing.append((f"pages on {there}", f"pages on {here}"))
+    ours, theirs = zip(*differing, strict=True)
+    return " and ".join(ours), " and ".join(theirs)
+
+
+def _words(side: SideSpec) -> str:
+    dtype = str(side.dtype).removeprefix("torch.")
+    return f"{side.side} in {side.scheme.name} ({dtype}, {side.num_kv_heads} heads of {side.head_dim}, pages of {side.page_size})"
 
 
 class PageArena:
@@ -73,9 +92,11 @@ class PageArena:
         if found is not None and (found.spec, found.device) == (spec, device):
             return found
         if found is not None and (others or self.num_held):
+            ours, theirs = _difference(found.spec, found.device, spec, device)
             raise CacheMismatchError(
-                f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds "
-                f"{found.spec.keys} on {found.device}, this one needs {spec.keys} on {device}"
+                f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds {ours}, this "
+                f"one needs {theirs}. Use one prefix_store per dtype (torch.autocast gives keys or values another one) and device, "
+                "or call its clear() when no cache uses it"
             )
         self.storages[layer_idx] = self.make_storage(layer_idx, spec, device)
         return self.storages[layer_idx]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,7 +55,12 @@ class PageGroup(HeldRows):
     Attributes:
         stores: layer -> its tensors, of the layers that have any.
         ahead: how far storage grows beyond need.
+        masked_step: the step whose attention has to be given a mask, as one was made that hides padding; -1: none.
+        watch: what looks at masks later, on devices that have to be waited for (cache/mask_watch.py).
     """
+
+    masked_step = -1
+    watch: Any = None
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ SANITIZERS = {
             "tests/test_cpu_latent.py",
             "tests/test_cpu_bounds.py",
             "tests/test_cpu_outliers.py",
+            "tests/test_cpu_write.py",
         ),
         # Python keeps memory for the whole process, which is no leak; a test expects SIGSEGV; freed memory that is
         # held back would look like a leak to the test that watches the process's size
@@ -54,6 +55,7 @@ SANITIZERS = {
             "tests/test_threads.py",
             "tests/test_cpu_kernels.py",
             "tests/test_cpu_latent.py",
+            "tests/test_cpu_write.py",
             "-k",
             "thread and not fork",  # it does not know threads that start in a forked process
         ),

@@ -92,7 +92,7 @@ def attend_with_ptx(query, kv, *, isa, splits=2, **options):
     """The decode kernel as compiled for an NVIDIA GPU, its PTX carried out by `ptx`."""
     import triton.language as tl
 
-    from kv_hf.kernels.triton import launch
+    from kv_hf.kernels.triton import device, launch
     from kv_hf.kernels.triton.table import Launch
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
@@ -113,12 +113,12 @@ def attend_with_ptx(query, kv, *, isa, splits=2, **options):
 
     kept = tl.inline_asm_elementwise
     tl.inline_asm_elementwise = inline_asm
-    launch.target_isa, real = (lambda device: isa), launch.target_isa
+    device.target_isa, real = (lambda where: isa), device.target_isa
     try:
         return launch.paged_attention(query, kv, launch=Launch(1, 2, splits), **options)
     finally:
         tl.inline_asm_elementwise = kept
-        launch.target_isa = real
+        device.target_isa = real
 
 
 def unpack_every_byte(bits):
@@ -219,6 +219,34 @@ def append(window, new, starts, skips):
 
     append_tokens(window, new, starts, skips)
     return window
+
+
+def dense(kv, side):
+    """Write a side out in the worker; memory that the kernel leaves alone holds nan.
+
+    The interpreter cuts off where it turns float32 into bfloat16; here it rounds to even, as the GPUs do.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from kv_hf.kernels.triton.dense_launch import dense_side
+
+    builder = interpreter.InterpreterBuilder
+    cut = builder.create_fp_trunc
+
+    def rounded(self, x, wanted):
+        if wanted.scalar != tl.bfloat16 or x.dtype.scalar != tl.float32:
+            return cut(self, x, wanted)
+        bits = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.int16)
+        return type(x)(bits.numpy().view(np.uint16), tl.bfloat16)
+
+    builder.create_fp_trunc = rounded
+    torch.use_deterministic_algorithms(True)
+    try:
+        return dense_side(kv, side)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        builder.create_fp_trunc = cut
 
 
 # -- operators -----------------------------------------------------------------------------------------------------

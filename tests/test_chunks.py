@@ -1,10 +1,17 @@
 """Chunks of many queries on a filled cache read the pages in slices; the reference takes them whole."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
+from test_sliding import make as make_sliding
+from tiny_models import left_padded, make_model, tokens
+from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
+from kv_hf.cache.handle import KVView
+from kv_hf.hf import attention, causal, dense
 from kv_hf.kernels import choice, ops
 from kv_hf.kernels.cpu import library
 
@@ -67,3 +74,168 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
 
 def test_chunks_go_densely_where_slices_would_be_slower():
     assert choice.load("reference").longest == choice.load("sdpa").longest == 16
+
+
+# -- chunks that are written out ------------------------------------------------------------------------------------
+
+
+def pretend_fused(monkeypatch, flash=True):
+    """Let the CPU pass for a GPU whose fused kernels begin causality at the last key; count what they are given."""
+    taken = []
+    attend = causal.scaled_dot_product_attention
+
+    def noted(query, key, value, **options):
+        taken.append((query.shape[1] // key.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(causal, "takes_bias", lambda *tensors: True)
+    monkeypatch.setattr(causal, "can_use_flash_attention", lambda params: flash)
+    monkeypatch.setattr(causal, "can_use_efficient_attention", lambda params: True)
+    monkeypatch.setattr(causal, "scaled_dot_product_attention", noted)
+    return taken
+
+
+def count_masks(monkeypatch):
+    """Count the masks that are made."""
+    made = []
+    make = attention.sdpa_mask
+    monkeypatch.setattr(attention, "sdpa_mask", lambda *a, **k: made.append(1) or make(*a, **k))
+    return made
+
+
+@pytest.mark.parametrize(("flash", "given"), [(True, (3, True)), (False, (1, False))])
+def test_causal_attention_begins_at_the_last_key(monkeypatch, flash, given):
+    taken = pretend_fused(monkeypatch, flash)
+    query, key, value = torch.randn(2, 6, 50, 16), *torch.randn(2, 2, 2, 130, 16)
+    out = causal.causal_attention(query, key, value, scaling=0.3)
+    mask = torch.ones(50, 130, dtype=torch.bool).tril(80)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert out.is_contiguous()
+    assert taken == [given]
+
+
+def test_causal_attention_is_left_to_masks_without_fused_kernels(monkeypatch):
+    x = torch.randn(1, 2, 50, 16)
+    assert causal.causal_attention(x, x, x) is None
+    pretend_fused(monkeypatch, flash=False)
+    monkeypatch.setattr(causal, "can_use_efficient_attention", lambda params: False)
+    assert causal.causal_attention(x, x, x) is None
+
+
+def test_causal_attention_is_left_to_masks_under_a_dispatch_mode(monkeypatch):
+    """torch cannot make its bias while a mode such as a counter of operations is active."""
+    pretend_fused(monkeypatch)
+    x = torch.randn(1, 2, 50, 16)
+    with FlopCounterMode(display=False), pytest.warns(kv_hf.KVCacheWarning, match="no causal bias"):
+        assert causal.causal_attention(x, x, x) is None
+
+
+def test_causal_attention_leaves_casts_to_autocast(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    tensors = [SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32) for _ in range(3)]
+    assert causal.takes_bias(*tensors)
+    with monkeypatch.context() as within:
+        within.setattr(torch, "is_autocast_enabled", lambda kind: True)
+        within.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+        assert not causal.takes_bias(*tensors)
+    tensors[1].dtype = torch.float16
+    assert not causal.takes_bias(*tensors)
+
+
+def two_turns(model, stock, first, later, kernel="reference"):
+    """Logits of a long second turn, with pages and with DynamicCache."""
+    cache = kv_hf.PagedCache(model.config, page_size=16, kernel=kernel)
+    dynamic = transformers.DynamicCache(config=stock.config)
+    with torch.no_grad():
+        for inputs in (first, later):
+            found = model(**inputs, past_key_values=cache).logits
+            expected = stock(**inputs, past_key_values=dynamic).logits
+    return found, expected
+
+
+def turns(lengths, chunk=90):
+    first = left_padded(lengths)
+    ids = tokens(len(lengths), chunk, 7)
+    mask = torch.cat([first["attention_mask"], torch.ones_like(ids)], 1)
+    return first, {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_long_turns_need_no_mask_where_nothing_but_later_tokens_is_hidden(monkeypatch, flash):
+    model, stock = make_model("llama"), make_model("llama")
+    model.set_attn_implementation("kv_hf")
+    taken, made = pretend_fused(monkeypatch, flash), count_masks(monkeypatch)
+    found, expected = two_turns(model, stock, *turns([150, 150]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert len(taken) == model.config.num_hidden_layers
+    assert len(made) == 1  # the first turn's, which sdpa does without
+
+
+@pytest.mark.parametrize("lengths", [[150, 150], [150, 40]], ids=str)
+def test_long_turns_make_their_mask_once(monkeypatch, lengths):
+    """Without fused kernels, and where rows are padded, all layers share one mask."""
+    model, stock = make_model("llama"), make_model("llama")
+    model.set_attn_implementation("kv_hf")
+    if lengths[1] < 150:
+        taken = pretend_fused(monkeypatch)
+    made = count_masks(monkeypatch)
+    first, later = turns(lengths)
+    found, expected = two_turns(model, stock, first, later)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert len(made) == 2  # one for each forward
+    assert lengths[1] == 150 or not taken
+
+
+def test_long_turns_on_a_cpu_read_pages(monkeypatch):
+    """The C kernel takes any number of queries: nothing is written out."""
+    if library.missing():
+        pytest.skip(library.missing())
+    model, stock = make_model("llama"), make_model("llama")
+    model.set_attn_implementation("kv_hf")
+    monkeypatch.setattr(KVView, "dense", pytest.fail)
+    found, expected = two_turns(model, stock, *turns([150, 40]), kernel="auto")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_long_turns_make_one_mask_for_all_sliding_layers(monkeypatch):
+    """Layers with full attention do without, in the same forward."""
+    model, stock = make_sliding("gemma3", 40), make_sliding("gemma3", 40)
+    model.set_attn_implementation("kv_hf")
+    taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
+    found, expected = two_turns(model, stock, *turns([150]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert len(taken) == 2
+    assert len(made) == 3  # two of the first forward, the sliding layers' of the second
+
+
+def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
+    """What bends scores is no business of fused kernels."""
+    taken = pretend_fused(monkeypatch)
+    asked = []
+    real = dense.sdpa_attention_forward
+
+    def noted(module, query, key, value, mask, **kwargs):
+        asked.append(mask)
+        return real(module, query, key, value, mask, **kwargs)
+
+    monkeypatch.setattr(dense, "sdpa_attention_forward", noted)
+    model = make_model("llama")
+    model.set_attn_implementation("kv_hf")
+    cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference")
+    cache.update(*torch.randn(2, 1, 2, 100, 16), 0)
+    length, _ = cache.get_mask_sizes(70, 0)
+    mask = attention.kv_hf_mask(
+        batch_size=1, q_length=70, kv_length=length, q_offset=100, attention_mask=None
+    )
+    keys, values = cache.update(*torch.randn(2, 1, 2, 70, 16), 0)
+    bias = torch.randn(1, 4, 70, 170)
+    module = model.model.layers[0].self_attn
+    query = torch.randn(1, 4, 70, 16)
+    attention.kv_hf_attention(module, query, keys, values, mask, position_bias=bias)
+    assert not taken
+    assert asked[0].dtype == torch.bool
+    attention.kv_hf_attention(module, query, keys, values, mask)
+    assert len(taken) == 1

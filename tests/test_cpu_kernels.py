@@ -21,7 +21,7 @@ from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
 from kv_hf.kernels import choice, ops, packed, reference
 from kv_hf.kernels.cpu import decode, library, seal
 from kv_hf.kernels.error_bound import Rounding
-from kv_hf.spec import LANES, PageSpec
+from kv_hf.spec import LANES, PageFields, PageSpec
 
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
 ISAS = range(1 if library.missing() else library.isa() + 1)
@@ -65,6 +65,46 @@ def check(attend, query, kv, **options):
 def test_kernel_reads_every_pair_of_formats(attend, keys, values):
     kv = make_kv(keys, values, layout=LANES, poison=True)
     check(attend, make_query(kv, 3, 3, torch.float32), kv)
+
+
+@needs_library
+def test_kernel_of_another_step_uses_nothing_of_the_last():
+    """The packed arguments stay between calls; everything that they were packed from changes here, one by one."""
+    launches = {}
+    kv = make_kv("int4", layout=LANES)
+    query = make_query(kv, 2, 2, torch.float32)
+    mask = torch.rand(kv.rows, 1, 2, kv.seen, generator=torch.Generator().manual_seed(3)) > 0.3
+    apart = query.transpose(1, 2).contiguous().transpose(1, 2)
+    whole = {"key_pages": PageFields(kv.key_pages), "value_pages": PageFields(kv.value_pages)}
+    wide = replace(kv, window_keys=kv.window_keys.repeat(1, 1, 2, 1))
+    steps = [
+        (query, kv, {}),
+        (apart, kv, {}),
+        (query, replace(kv, **whole), {}),
+        (query, wide, {}),
+        (query, replace(kv, sink_tokens=2), {}),
+        (query, kv, {"softcap": 3.0}),
+        (query, kv, {"sliding_window": 20}),
+        (query, kv, {"mask": mask}),
+        (query, kv, {"mask": mask[:1]}),
+        (query, kv, {"mask": mask.half()}),
+        (query, kv, {"sink_logits": torch.ones(4)}),
+        (query.bfloat16(), kv, {}),
+        (query[:, :, :1], kv, {}),
+        (make_query(kv, 2, 3, torch.float32), kv, {}),
+        (query, make_kv("int4", layout=LANES, seed=1, shuffle=1), {}),
+        (query, make_kv("int4", "int8", layout=LANES), {}),
+        (query, kv, {}),
+    ]
+    for query, kv, options in steps:
+        expected = decode.paged_attention(
+            query, replace(kv, launches={}), softmax_scale=0.1, **options
+        )
+        shared = replace(kv, launches=launches)
+        assert torch.equal(
+            decode.paged_attention(query, shared, softmax_scale=0.1, **options), expected
+        )
+    assert list(launches) == ["c attend"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

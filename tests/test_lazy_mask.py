@@ -80,6 +80,16 @@ def test_lazy_mask_is_the_mask_when_somebody_computes_with_it():
     )
 
 
+def test_lazy_mask_is_made_once():
+    calls = []
+    mask = LazyMask(
+        (1, 1, 4, 9), torch.device("cpu"), lambda: calls.append(1) or torch.ones(1, 1, 4, 9).bool()
+    )
+    assert mask.dense() is mask.dense()
+    assert mask[:, :, 2:].dense().shape == (1, 1, 2, 9)
+    assert len(calls) == 1
+
+
 def test_mask_of_columns_that_a_sliding_layer_gave_back_is_refused():
     model = make_sliding("mistral", 20)
     model.set_attn_implementation("kv_hf")

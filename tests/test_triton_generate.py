@@ -1,20 +1,21 @@
 """Whole generation with the Triton kernels in the interpreter: the cache hands them what they expect."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from interpreter import call, needs_interpreter
-from tiny_models import left_padded, make_model
+from test_sliding import make as make_sliding
+from tiny_models import left_padded, make_model, tokens
 
 import kv_hf
 
 pytestmark = needs_interpreter
 
 
-def generate(name, kernel):
-    """Greedy tokens of a padded batch, the first layer's key codes, and the kernel used (runs in the worker).
-
-    The cache is made to believe that the CPU is a GPU: pages in layout "rows", kernels of Triton.
-    """
+@contextmanager
+def pages_of_a_gpu(kernel):
+    """Make the cache believe that the CPU is a GPU: pages in layout "rows", kernels of Triton where asked for."""
     from kv_hf.cache import layer_formats, paged_cache
     from kv_hf.kernels import choice
     from kv_hf.spec import ROWS
@@ -24,6 +25,14 @@ def generate(name, kernel):
         choice.why_not = lambda *_: None
     layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
     try:
+        yield
+    finally:
+        choice.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
+
+
+def generate(name, kernel):
+    """Greedy tokens of a padded batch, the first layer's key codes, and the kernel used (runs in the worker)."""
+    with pages_of_a_gpu(kernel):
         torch.manual_seed(0)
         model = make_model("llama")
         cache = kv_hf.PagedCache(model.config, keys=name, page_size=16, kernel=kernel)
@@ -36,8 +45,37 @@ def generate(name, kernel):
         )
         first = cache.layers[0].store
         return tokens, first.pages.keys.fields["codes"], first.kernel.name
+
+
+def long_turn(name, lengths, kernel):
+    """Logits of a second turn that is written out densely, and what was written out by what (runs in the worker)."""
+    from kv_hf.kernels.triton import dense_launch
+
+    written = []
+    launch = dense_launch.dense_kernel
+    dense_launch.dense_kernel = _Noted(launch, written)
+    try:
+        with pages_of_a_gpu(kernel), torch.no_grad():
+            model = make_sliding("gemma3", 24) if name == "gemma3" else make_model(name)
+            model.set_attn_implementation("kv_hf")
+            cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16, kernel=kernel)
+            inputs = left_padded(lengths)
+            model(**inputs, past_key_values=cache)
+            ids = tokens(len(lengths), 65, 7)
+            mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids)], 1)
+            logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+            return logits, written, [group.offset for group in cache.groups]
     finally:
-        choice.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
+        dense_launch.dense_kernel = launch
+
+
+class _Noted:
+    def __init__(self, kernel, written):
+        self.kernel, self.written = kernel, written
+
+    def __getitem__(self, grid):
+        self.written.append(grid)
+        return self.kernel[grid]
 
 
 @pytest.mark.parametrize(
@@ -51,3 +89,14 @@ def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
     assert torch.equal(tokens, expected)
     assert len(codes) > 3
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("llama", [37, 20]), ("gemma3", [60])])
+def test_long_turn_with_triton_gives_the_logits_of_the_reference(name, lengths):
+    """Not a bit differs: both write the same numbers out, with padding and with pages that a sliding layer gave back."""
+    logits, written, offsets = call(long_turn, name, lengths, "triton")
+    expected, by_reference, _ = long_turn(name, lengths, "reference")
+    assert torch.equal(logits, expected)
+    assert len(written) == {"llama": 4, "gemma3": 8}[name]
+    assert not by_reference
+    assert any(offsets) == (name == "gemma3")

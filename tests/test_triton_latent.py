@@ -279,7 +279,7 @@ def attend_with_ptx(query, kv, *, isa, **options):
     import triton.language as tl
     from interpreter import ptx
 
-    from kv_hf.kernels.triton import latent_launch
+    from kv_hf.kernels.triton import device, latent_launch
     from kv_hf.kernels.triton.table import Launch
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
@@ -292,12 +292,12 @@ def attend_with_ptx(query, kv, *, isa, **options):
             tiles.append(tl.core.tensor(type(args[0].handle)(tile, tl.float16), kind))
         return tl.tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
 
-    kept, real = tl.inline_asm_elementwise, latent_launch.target_isa
-    tl.inline_asm_elementwise, latent_launch.target_isa = inline_asm, lambda device: isa
+    kept, real = tl.inline_asm_elementwise, device.target_isa
+    tl.inline_asm_elementwise, device.target_isa = inline_asm, lambda where: isa
     try:
         return latent_launch.latent_attention(query, kv, launch=Launch(4, 2, 2), **options)
     finally:
-        tl.inline_asm_elementwise, latent_launch.target_isa = kept, real
+        tl.inline_asm_elementwise, device.target_isa = kept, real
 
 
 @needs_interpreter

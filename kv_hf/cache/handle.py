@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import StaleHandleError
 from ..kernels.choice import Kernel
-from ..kernels.dense import dense_side
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 
@@ -20,6 +19,8 @@ class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
     mla = "auto"  # CacheConfig.mla, of layers that hold latents
+    table: Any = None  # lengths on the device, of a preallocated cache (pages/static_table.py)
+    is_first = False  # whether the layer is the first of a preallocated cache
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class KVView:
 
     def dense(self, side: str) -> torch.Tensor:
         """Return "keys" or "values" as [rows, num_kv_heads, seen, head_dim]."""
-        return dense_side(self.kv, side)
+        return self.kernel.dense(self.kv, side)
 
 
 class KVHandle(torch.Tensor):
@@ -78,6 +79,21 @@ class KVHandle(torch.Tensor):
         handle.view_of_pages = view
         handle.side = side
         return handle
+
+    @classmethod
+    def pair(cls, view: KVView) -> "tuple[KVHandle, KVHandle]":
+        """Return the handles of both sides of a view that was made just now."""
+        kv = view._kv
+        keys, values = kv.spec.sides
+        rows, seen, device = kv.rows, kv.seen, kv.window_keys.device
+        make = torch.Tensor._make_wrapper_subclass
+        shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
+        first: Any = make(cls, shape, dtype=keys.dtype, device=device)
+        shape = (rows, values.num_kv_heads, seen, values.head_dim)
+        second: Any = make(cls, shape, dtype=values.dtype, device=device)
+        first.view_of_pages = second.view_of_pages = view
+        first.side, second.side = "keys", "values"
+        return first, second
 
     def dense(self) -> torch.Tensor:
         """Return the dense tensor behind this handle."""

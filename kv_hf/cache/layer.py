@@ -118,7 +118,7 @@ class PagedLayer(DynamicLayer):
             )
         assert step.view is not None
         view = self._view_of(store.kv(step.view, *runs, step.seen_after))
-        handles = KVHandle(view, "keys"), KVHandle(view, "values")
+        handles = KVHandle.pair(view)
         self._joined(step)
         return handles
 
@@ -302,7 +302,7 @@ class PagedLayer(DynamicLayer):
                 f"layer {self.layer_idx} is behind the other layers: read it outside of a forward"
             )
         keys, values = (window.tokens for window in self.store.windows)
-        return self.store.kv(group.view(group.rows), keys, values, self._seen)
+        return self.store.kv(group.view(), keys, values, self._seen)
 
     # -- inside --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..pages.group import PageGroup
+from .mask_watch import MaskWatch
 
 
 class MaskLength(int):
@@ -18,25 +19,39 @@ class MaskLength(int):
         groups: all page groups of the cache, which learn the left padding.
         skippable: whether the mask may be left out: the kernels of all layers that it is made for apply causality,
             left padding and their sliding window by themselves.
+        watch: compares masks with the padding that is known.
     """
 
     groups: Sequence[PageGroup]
     skippable: bool
+    watch: MaskWatch
 
-    def __new__(cls, length: int, groups: Sequence[PageGroup], skippable: bool) -> "MaskLength":
+    def __new__(
+        cls, length: int, groups: Sequence[PageGroup], skippable: bool, watch: MaskWatch
+    ) -> "MaskLength":
         """Make the length `length` that belongs to `groups`."""
         self = super().__new__(cls, length)
         self.groups = groups
         self.skippable = skippable
+        self.watch = watch
         return self
 
-    def observe(self, attention_mask: torch.Tensor | None) -> None:
+    @property
+    def padded(self) -> bool:
+        """Whether some row is known to begin with padding."""
+        return any(bool(group.batch.padding.any()) for group in self.groups)
+
+    def observe(self, attention_mask: torch.Tensor | None, single: bool = False) -> None:
         """Tell the groups which columns are left padding; None: there is no padding.
 
+        Args:
+            single: the forward is of one token.
         Raises: CacheMismatchError where the mask shows columns that were left out as padding before.
         """
         if attention_mask is not None and attention_mask.ndim == 2:
-            self._check_hidden(attention_mask)
+            later = self.skippable and self.watch.later(attention_mask, single)
+            if not later:
+                self._check_hidden(attention_mask)
         for group in self.groups:
             if attention_mask is None:
                 group.forget_padding()
@@ -45,39 +60,41 @@ class MaskLength(int):
 
     def _check_hidden(self, attention_mask: torch.Tensor) -> None:
         growing = (group for group in self.groups if isinstance(group, PageGroup))
-        group = next((group for group in growing if group.seen and group.rows), None)
+        group = next((group for group in growing if group.seen and len(group.batch)), None)
         if group is None:
             return
-        rows = group.rows
-        longest = min(max(row.padding for row in rows), attention_mask.shape[1], group.seen)
-        if not longest or attention_mask.shape[0] != len(rows):
+        padding = group.batch.padding
+        longest = min(int(padding.max()), attention_mask.shape[1], group.seen)
+        if not longest or attention_mask.shape[0] != len(padding):
             return
-        known = torch.tensor([row.padding for row in rows], device=attention_mask.device)
+        known = torch.from_numpy(padding.copy()).to(attention_mask.device)
         columns = torch.arange(longest, device=attention_mask.device)
         shown = attention_mask[:, :longest].bool() & (columns < known[:, None])
         if bool(shown.any()):
             row, column = shown.nonzero()[0].tolist()
             raise CacheMismatchError(
                 f"attention_mask shows column {column} of row {row}, which was hidden as left padding when the cache took it "
-                f"in, and was not stored (padding of that row: {rows[row].padding} columns). Pass the mask of the whole text so "
+                f"in, and was not stored (padding of that row: {padding[row]} columns). Pass the mask of the whole text so "
                 "far, with the same padding, or call cache.reset() and start again"
             )
 
-    def needs_no_mask(self, attention_mask: torch.Tensor | None) -> bool:
-        """Say whether `attention_mask` [rows, columns] hides nothing but the padding that the rows know."""
+    def needs_no_mask(self, attention_mask: torch.Tensor | None, single: bool = False) -> bool:
+        """Say whether `attention_mask` [rows, columns] hides nothing but the padding that the rows know.
+
+        Args:
+            single: the forward is of one token.
+        """
         if not self.skippable:
             return False
         group = next((group for group in self.groups if group.seen), None)
-        if group is None:
-            return False  # without earlier tokens attention gets plain tensors
         if attention_mask is None:
-            return True
-        padding = [row.padding for row in group.rows]
+            return group is not None
+        if group is None:  # without earlier tokens attention gets plain tensors
+            return False
+        padding = group.batch.padding
         if attention_mask.ndim != 2 or attention_mask.shape[0] != len(padding):
             return False
-        known = torch.tensor(padding, device=attention_mask.device)[:, None]
-        columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-        return torch.equal(attention_mask.bool(), columns >= known)
+        return self.watch.hides_padding_only(attention_mask, padding, single)
 
 
 def check_padding_mask(mask: Any, rows: int, late: bool) -> None:

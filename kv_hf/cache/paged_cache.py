@@ -1,5 +1,6 @@
 """The cache that transformers sees: a DynamicCache whose attention layers live in pages."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from .handle_layer import HandleLayer
 from .layer import PagedLayer
 from .layer_formats import planned_specs
 from .mask_length import MaskLength, check_padding_mask
+from .mask_watch import MaskWatch
 from .model_shape import (
     attention_config,
     decoder_config,
@@ -81,6 +83,8 @@ class PagedCache(Savable, Copyable):
         return self
 
     layer_class = PagedLayer
+    _last_updated = sys.maxsize  # layer of the last update
+    _dense_asked = False  # whether the model's attention is one that cannot be given handles
 
     def _build(self, config: Any, options: CacheConfig) -> None:
         if options.max_length is not None:
@@ -107,6 +111,7 @@ class PagedCache(Savable, Copyable):
         if options.prefix_store is not None:
             self.release_when_gone()
         self._first_paged = self.paged_layers[0].layer_idx
+        self._watch = MaskWatch()
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
         self._masks_skippable = not is_chunked(decoder) and all(
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)
@@ -143,6 +148,11 @@ class PagedCache(Savable, Copyable):
         """Append keys and values of one layer; see `PagedLayer.update` for what comes back."""
         if self.halfway:
             self.check_whole()
+        if (
+            layer_idx <= self._last_updated
+        ):  # a forward begins: asked once, which a config takes its time for
+            self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
+        self._last_updated = layer_idx
         if layer_idx <= self._first_paged:
             # find out now whether layers that come later will refuse; this layer's own group asks by itself
             own = getattr(self.layers[layer_idx], "group", None)
@@ -152,8 +162,11 @@ class PagedCache(Savable, Copyable):
             if isinstance(self.arena, OffloadArena):
                 layers = self.paged_layers
                 make_room(self.arena, layers, self.groups, key_states, value_states)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._attention_config._attn_implementation == "flex_attention":  # traced: no handles
+        if self.offloading:  # of whole layers, by transformers
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        else:
+            keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if self._dense_asked:  # flex_attention is traced: no handles
             view = view_behind(keys, values)
             if view is not None:
                 warn_dense("flex_attention")
@@ -172,12 +185,13 @@ class PagedCache(Savable, Copyable):
         answering = answering_layer(self.layers, layer_idx)
         length, offset = super().get_mask_sizes(query_length, answering)
         if self._attention_config._attn_implementation == ATTENTION_NAME:
-            return MaskLength(length, self.groups, self._masks_skippable), offset
+            return MaskLength(length, self.groups, self._masks_skippable, self._watch), offset
         return length, offset
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back; afterwards any batch size fits."""
         self.forget_origin()
+        self._watch.clear()
         self.halfway = True
         for layer in self.layers:
             layer.reset()

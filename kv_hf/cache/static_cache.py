@@ -15,6 +15,7 @@ from ..pages.static_table import WORKING, StaticTable
 from ..spec import MemoryReport
 from .layer_formats import LayerFormats, planned_specs
 from .mask_length import MaskLength, check_padding_mask
+from .mask_watch import MaskWatch
 from .model_shape import attention_config, decoder_config, latent_rank, page_sizes, signature
 from .paged_cache import PagedCache
 from .report import LayerReport
@@ -38,6 +39,7 @@ class StaticPagedCache(PagedCache):
         self._attention_config = attention_config(config)
         self._kept = {}
         self.arena = PageArena()  # of nobody's use: each layer has storage of its own
+        self._watch = MaskWatch()
         self._first_paged = -1  # no other group to ask before an update
         self.model_signature = signature(decoder)
         others = sorted({type(layer).__name__ for layer in self.layers} - {DynamicLayer.__name__})
@@ -110,11 +112,13 @@ class StaticPagedCache(PagedCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer."""
+        if not torch.compiler.is_compiling():
+            self.table.check_flag()
         length, offset = self.paged_layers[layer_idx].get_mask_sizes(query_length)
         # a single token comes after the prompt, whose mask has said it all
         learns = (query_length > 1 or not self.table.started) and not torch.compiler.is_compiling()
         if learns and self._attention_config._attn_implementation == ATTENTION_NAME:
-            return MaskLength(length, self.groups, False), offset
+            return MaskLength(length, self.groups, False, self._watch), offset
         return length, offset
 
     @property

@@ -138,7 +138,8 @@ class StaticPagedLayer(CacheLayerMixin):
         if compiling:
             return hand_over(self.store.traced(kv))
         view = KVView(kv, self, self.revision, self.store.base.kernel)
-        return KVHandle(view, "keys"), KVHandle(view, "values")
+        view.table, view.is_first = self.table, self.layer_idx == 0
+        return KVHandle.pair(view)
 
     def _joined(self) -> None:
         """Say that all work on the step is done: stopped before, the cache is of no use until reset()."""

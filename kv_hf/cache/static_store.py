@@ -5,9 +5,9 @@ import torch
 from ..errors import CacheOptionError
 from ..kernels.choice import Kernel
 from ..kernels.inputs import PagedKV
-from ..kernels.operators import traceable
+from ..kernels.operators import spec_name, traceable, write_pair
 from ..pages.static_table import StaticStep, StaticTable
-from ..pages.storage import PageStorage
+from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
 from ..spec import PageSpec
 from .store import LayerStore
@@ -48,11 +48,11 @@ class StaticStore:
             for window in self.base.windows:
                 shape = (table.rows, window.spec.num_kv_heads, table.slots, window.spec.head_dim)
                 window.tokens = torch.zeros(shape, dtype=window.spec.dtype, device=device)
-            self.damaged = torch.zeros((), dtype=torch.bool, device=device)
             self.hollow = tuple(
                 torch.full((), float("nan"), dtype=side.dtype, device=device) for side in spec.sides
             )
-        self.base.damaged = self.damaged
+        self.damaged = self.base.damaged
+        self.name = spec_name(spec)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -69,21 +69,40 @@ class StaticStore:
         Args:
             keys, values: [rows, num_kv_heads, q_len, head_dim], padding columns included.
         """
-        kernel, q_len, runs = traceable(self.base.kernel), keys.shape[2], []
-        for side, window, new in zip(
-            self.base.pages.sides, self.base.windows, (keys.detach(), values.detach()), strict=True
-        ):
-            run = window.tokens
-            if q_len > 1:
-                rows, heads, _, dim = run.shape
-                run = torch.cat([run, run.new_zeros(rows, heads, q_len, dim)], 2)
-            kernel.append(run, new, step.starts, step.skips)
-            self.damaged.logical_or_(kernel.seal(run, step.jobs, side.fields, side.spec))
-            if q_len > 1:
+        new, q_len = (keys.detach(), values.detach()), keys.shape[2]
+        own_keys, own_values = self.base.windows
+        if q_len == 1:
+            # one that fills its page leaves an empty tail: the next one is written over it
+            runs = own_keys.tokens, own_values.tokens
+        else:
+            runs = (
+                self._with_room(own_keys.tokens, q_len),
+                self._with_room(own_values.tokens, q_len),
+            )
+        self._write(runs, new, step)
+        if q_len > 1:
+            for window, run in zip(self.base.windows, runs, strict=True):
                 window.tokens.copy_(self._rest(run, step))
-            # a single token that fills its page leaves an empty tail: the next one is written over it
-            runs.append(run)
-        return runs[0], runs[1]
+        return runs
+
+    def _write(self, runs: Pair, new: Pair, step: StaticStep) -> None:
+        """Append `new` to `runs` and seal what is full: by one operator where a forward is traced."""
+        base = self.base
+        fields = base.pages.keys.fields, base.pages.values.fields
+        if torch.compiler.is_compiling():
+            write_pair(
+                base.kernel.name, self.name, runs, new, step.starts, step.skips, step.jobs, fields, self.damaged
+            )  # fmt: skip
+            return
+        base.kernel.write_pair(
+            runs, new, step.starts, step.skips, step.jobs, fields, base.spec, self.damaged, base.launches
+        )  # fmt: skip
+
+    @staticmethod
+    def _with_room(window: torch.Tensor, q_len: int) -> torch.Tensor:
+        """Return the window with room for `q_len` tokens behind it."""
+        rows, heads, _, dim = window.shape
+        return torch.cat([window, window.new_zeros(rows, heads, q_len, dim)], 2)
 
     def _rest(self, run: torch.Tensor, step: StaticStep) -> torch.Tensor:
         """Return what stays exact of `run`: the sinks, and the tail behind the pages that were sealed."""
@@ -113,6 +132,7 @@ class StaticStore:
             padding=self.table.padding,
             seen=self.table.max_length,
             sink_tokens=self.table.sink_tokens,
+            launches=self.base.launches,
         )
 
     def traced(self, kv: PagedKV) -> TracedView:
@@ -121,7 +141,8 @@ class StaticStore:
         keys, values = (
             scalar.expand(shape) for scalar, shape in zip(self.hollow, shapes, strict=True)
         )
-        return TracedView(kv, traceable(self.base.kernel), keys, values)
+        first = self.base.layer_idx == 0
+        return TracedView(kv, traceable(self.base.kernel), keys, values, self.table, first)
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Let row i continue the former row sources[i]: pages and windows are copied, in place."""

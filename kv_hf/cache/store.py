@@ -9,7 +9,7 @@ from ..kernels.choice import choose
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 from ..pages.step import SealJobs, Step, TableView
-from ..pages.storage import PageStorage, SideStorage
+from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
 from ..spec import page_capacity
 from .window import ExactWindow
@@ -38,20 +38,25 @@ class LayerStore:
         self.layer_idx = layer_idx
         self.pages = pages
         self.sink_tokens = sink_tokens
-        self.damaged: torch.Tensor | None = None
+        self.launches: dict[Any, Any] = {}
+        self._checked: tuple[Any, ...] = ()  # shapes, dtypes and devices that were found to fit
         self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
         with storing():
             self.windows = (ExactWindow(spec.keys, device), ExactWindow(spec.values, device))
+            self.damaged = torch.zeros(
+                (), dtype=torch.uint8, device=device
+            )  # 1: numbers were made finite
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
-        state = {name: value for name, value in vars(self).items() if name != "kernel"}
+        left_out = ("kernel", "launches", "_checked")
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**state, "at_home": self.windows[0].tokens.device == self.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""
         at_home = state.pop("at_home")
-        vars(self).update(state, _room=0)
+        vars(self).update(state, _room=0, launches={}, _checked=())
         if at_home:
             self.device = self.windows[0].tokens.device
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
@@ -68,7 +73,11 @@ class LayerStore:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise CacheMismatchError unless keys and values fit this layer and each other."""
+        seen = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+        if seen == self._checked:
+            return
         if self.fits(keys, values) and keys.shape[:3] == values.shape[:3]:
+            self._checked = seen
             return
         k, v = self.spec.sides
         raise CacheMismatchError(
@@ -77,40 +86,58 @@ class LayerStore:
             f"{values.dtype} values {tuple(values.shape)} on {keys.device}. Use one cache per model and dtype"
         )
 
-    def append(
-        self, step: Step, keys: torch.Tensor, values: torch.Tensor, slots: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, step: Step, keys: torch.Tensor, values: torch.Tensor, slots: int) -> Pair:
         """Write new tokens and seal pages; return, per side, the exact tokens that this forward reads.
 
         Args:
             keys, values: [rows, num_kv_heads, q_len, head_dim], padding columns included.
             slots: room of a row's window.
         """
-        keys, values = keys.detach(), values.detach()
-        if step.seal is None and step.seal_first is None and not step.rebuild:
+        new = keys, values
+        if keys.requires_grad or values.requires_grad:
+            new = keys.detach(), values.detach()
+        if step.seal is None and step.seal_first is None and step.fits:
             self.grow(step)
-            return (
-                self.windows[0].append(step, keys, slots, self.kernel.append),
-                self.windows[1].append(step, values, slots, self.kernel.append),
-            )
-        runs = []
+            return self._write(step, new, slots)
         with storing(), self.pages.lock:
             self.grow(step)
-            for side, window, new in zip(
-                self.pages.sides, self.windows, (keys, values), strict=True
-            ):
-                if step.seal_first is not None:
-                    self._seal(step.seal_first, window.tokens, side)
-                    window.drop_pages([row.sealed_first for row in step.rows], self.sink_tokens)
-                if not step.rebuild:
-                    runs.append(window.append(step, new, slots, self.kernel.append))
-                    continue
-                run = window.run(step, new)
-                if step.seal is not None:
-                    self._seal(step.seal, run, side)
-                window.keep_rest(step, run, slots, self.sink_tokens)
-                runs.append(run)
-        return runs[0], runs[1]
+            if step.seal_first is not None:
+                self._seal(step.seal_first, (self.windows[0].tokens, self.windows[1].tokens))
+                for window in self.windows:
+                    window.drop_pages(step, self.sink_tokens)
+            runs = self._write(step, new, slots) if step.fits else self._run(step, new)
+            if not step.fits or step.moves_rest:
+                for window, run in zip(self.windows, runs, strict=True):
+                    window.keep_rest(step, run, slots, self.sink_tokens)
+        self._look_for_damage()
+        return runs
+
+    def _write(self, step: Step, new: Pair, slots: int) -> Pair:
+        """Append `new` to the windows in place, and seal what the step seals from them; return the windows."""
+        keys, values = self.windows
+        windows = keys.tokens, values.tokens
+        rows = new[0].shape[0]
+        if windows[0].shape[::2] != (rows, slots) or windows[1].shape[::2] != (rows, slots):
+            windows = keys.fit(rows, slots), values.fit(rows, slots)
+        assert step.view is not None
+        self.pages.write_pair(
+            self.kernel,
+            windows,
+            new,
+            step.view.on(self.device),
+            step.seal,
+            self.damaged,
+            self.launches,
+        )
+        return windows
+
+    def _run(self, step: Step, new: Pair) -> Pair:
+        """Return the windows with `new` behind them, and seal what the step seals from that."""
+        keys, values = self.windows
+        runs = keys.run(step, new[0]), values.run(step, new[1])
+        if step.seal is not None:
+            self._seal(step.seal, runs)
+        return runs
 
     def make_room(self, num_ids: int, reserved: int, ahead: int = 0) -> None:
         """Make room for the page ids 0 .. num_ids - 1 before the step that hands them out is in force."""
@@ -127,8 +154,8 @@ class LayerStore:
                 self.pages.grow(max(page_capacity(step.num_ids), step.reserved), step.ahead)
         self._room = needed
 
-    def _seal(self, jobs: SealJobs, tokens: torch.Tensor, side: SideStorage) -> None:
-        self._note(self.pages.seal(self.kernel.seal, side, tokens, jobs))
+    def _seal(self, jobs: SealJobs, tokens: Pair) -> None:
+        self.pages.seal_pair(self.kernel, tokens, jobs, self.damaged, self.launches)
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.rows[i].source`."""
@@ -173,6 +200,7 @@ class LayerStore:
             seen=seen - table.offset,
             sink_tokens=self.sink_tokens,
             hold=pages.hold,
+            launches=self.launches,
         )
 
     def to(self, device: torch.device) -> None:
@@ -180,16 +208,16 @@ class LayerStore:
         self.pages.to(device)
         for window in self.windows:
             window.tokens = window.tokens.to(device)
+        self.damaged = self.damaged.to(device)
 
-    def _note(self, damaged: torch.Tensor) -> None:
-        """Remember that numbers had to be made finite; on the CPU say it at once, elsewhere when asked."""
-        self.damaged = damaged if self.damaged is None else self.damaged | damaged
-        if damaged.device.type == "cpu":
+    def _look_for_damage(self) -> None:
+        """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""
+        if self.damaged.device.type == "cpu":
             self.report_damage()
 
     def report_damage(self) -> None:
         """Warn once when keys or values of a sealed page were not finite."""
-        if self.damaged is not None and bool(self.damaged):
+        if bool(self.damaged):
             warn_once(
                 "damaged",
                 f"Keys or values of layer {self.layer_idx} hold inf, nan or numbers beyond float16's range. They "

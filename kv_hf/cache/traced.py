@@ -6,6 +6,7 @@ given that very pair. Whoever else reads a hollow tensor gets nan, not a plausib
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +23,8 @@ class TracedView:
     kernel: Kernel
     keys: torch.Tensor
     values: torch.Tensor
+    table: Any = None
+    is_first: bool = False
     sliding_window: None = None
 
 

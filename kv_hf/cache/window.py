@@ -1,6 +1,6 @@
 """The exact tokens of one layer: the first tokens and the open tail of each row, in the model's dtype."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -31,6 +31,11 @@ class ExactWindow:
                 if first is not None:
                     self.tokens[index, :, : first.shape[1]] = first
 
+    def fit(self, rows: int, slots: int) -> torch.Tensor:
+        """Make room for `slots` tokens of `rows` rows where there is not; return the window."""
+        self.tokens = self._resized(rows, slots)
+        return self.tokens
+
     def _resized(self, rows: int, slots: int) -> torch.Tensor:
         """Return the tokens in a tensor of at least these sizes; new slots are zero."""
         old = self.tokens
@@ -42,32 +47,14 @@ class ExactWindow:
         new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
         return new
 
-    def append(
-        self,
-        step: Step,
-        new: torch.Tensor,
-        slots: int,
-        append_tokens: Callable[..., None],
-    ) -> torch.Tensor:
-        """Write the new tokens behind each row's window, in place, and return the window.
+    def drop_pages(self, step: Step, sinks: int) -> None:
+        """Take the tokens of the pages sealed first out of each row, behind its sinks."""
 
-        `append_tokens` does it where rows differ, as reference.append_tokens.
-        """
-        self.tokens = self._resized(len(step.rows), slots)
-        if step.uniform is not None:
-            start, skip, count = step.uniform
-            self.tokens.narrow(2, start, count).copy_(new[:, :, skip:] if skip else new)
-        else:
-            append_tokens(self.tokens, new, *step.offsets(new.device))
-        return self.tokens
+        def place() -> torch.Tensor:
+            gone = [len(row.sealed_first) * self.spec.page_size for row in step.rows]
+            return _without(gone, sinks, self.tokens.shape[2], self.tokens.shape[2])
 
-    def drop_pages(self, pages: Sequence[Sequence[int]], sinks: int) -> None:
-        """Take the tokens of these many pages out of each row, behind its sinks, in place."""
-        for index, row_pages in enumerate(pages):
-            gone = len(row_pages) * self.spec.page_size
-            if gone:
-                rest = self.tokens[index, :, sinks + gone :].clone()
-                self.tokens[index, :, sinks : sinks + rest.shape[1]] = rest
+        self.tokens = _picked(self.tokens, step.index("drop", self.tokens.device, place))
 
     def run(self, step: Step, new: torch.Tensor) -> torch.Tensor:
         """Return each row's window with the new tokens behind it, left-aligned; the window is untouched.
@@ -76,27 +63,28 @@ class ExactWindow:
         """
         if all(row.exact_before == 0 and row.skip == 0 for row in step.rows):
             return new
-        longest = max(row.exact_before + row.new for row in step.rows)
-        out = new.new_zeros((new.shape[0], new.shape[1], longest, new.shape[3]))
-        for index, row in enumerate(step.rows):
-            end = row.exact_before + row.new
-            if row.exact_before:
-                out[index, :, : row.exact_before] = self.tokens[index, :, : row.exact_before]
-            out[index, :, row.exact_before : end] = new[index, :, row.skip :]
-        return out
+        slots = self.tokens.shape[2] if len(self.tokens) else 0
+        windows = self.tokens if slots else new[:, :, :0]
+
+        def place() -> torch.Tensor:
+            longest = max(row.exact_before + row.new for row in step.rows)
+            slot = torch.arange(longest)[None]
+            before, skip = torch.tensor([[row.exact_before, row.skip] for row in step.rows]).T
+            behind = slots + slot + (skip - before)[:, None]
+            found = torch.where(slot < before[:, None], slot, behind)
+            return _once(found.clamp(max=slots + new.shape[2] - 1))
+
+        both = torch.cat([windows, new], 2)
+        return _picked(both, step.index(("run", slots), new.device, place))
 
     def keep_rest(self, step: Step, run: torch.Tensor, slots: int, sinks: int) -> None:
         """Keep of `run` what the step did not seal: the sinks and the tail."""
-        kept = self.tokens.new_zeros((len(step.rows), run.shape[1], slots, run.shape[3]))
-        page_size = self.spec.page_size
-        for index, row in enumerate(step.rows):
-            head = min(sinks, row.exact_after)
-            behind = head + (row.passed + len(row.sealed)) * page_size
-            kept[index, :, :head] = run[index, :, :head]
-            kept[index, :, head : row.exact_after] = run[
-                index, :, behind : behind + row.exact_after - head
-            ]
-        self.tokens = kept
+
+        def place() -> torch.Tensor:
+            gone = [(row.passed + len(row.sealed)) * self.spec.page_size for row in step.rows]
+            return _without(gone, sinks, slots, run.shape[2])
+
+        self.tokens = _picked(run, step.index(("rest", run.shape[2]), run.device, place))
 
     def select_rows(self, step: Step) -> None:
         """Let row i continue the former row `step.rows[i].source`.
@@ -114,3 +102,23 @@ class ExactWindow:
         slots = max(self.tokens.shape[2], sinks + tokens.shape[1])  # a loaded window may be shorter
         self.tokens = self._resized(self.tokens.shape[0], slots)
         self.tokens[index, :, sinks : sinks + tokens.shape[1]] = tokens
+
+
+def _without(gone: Sequence[int], sinks: int, slots: int, held: int) -> torch.Tensor:
+    """Return [rows, slots]: where each slot's token lies in a run of `held` that loses `gone` tokens behind its sinks."""
+    slot = torch.arange(slots)[None]
+    lost = torch.tensor(gone)[:, None]
+    return _once(torch.where(slot < sinks, slot, slot + lost).clamp(max=held - 1))
+
+
+def _once(places: torch.Tensor) -> torch.Tensor:
+    """Return places [rows, slots], or [1, slots] where they are the same for all rows."""
+    return places[:1] if bool((places == places[:1]).all()) else places
+
+
+def _picked(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return tokens[b, :, places[b, s]] as [rows, heads, slots, head_dim]."""
+    if places.shape[0] == 1:
+        return tokens.index_select(2, places[0])
+    index = places[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
+    return tokens.gather(2, index)

@@ -18,6 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..cache.handle import view_behind
 from ..cache.paged_cache import PagedCache
 from ..hf.attention import kv_hf_attention
+from ..kernels.cpu.decode import paged_attention as c_attention
+from ..kernels.cpu.write import write_pair
 from ..kernels.ops import paged_attention
 from .oracle import Verdict, judge, judge_pages, worst
 from .shapes import AttentionShape
@@ -84,6 +86,7 @@ class Contender:
         verdict: runs a step and judges its results.
         nbytes: bytes of one layer that a step reads at least once.
         kernel: name of kv_hf's kernel, or None.
+        cache: the pages that it reads, or None.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Contender:
     nbytes: int
     kernel: str | None = None
     prepare: Callable[[], Any] = lambda: None
+    cache: PagedCache | None = None
 
 
 def _judged(work: Workload) -> list[int]:
@@ -164,6 +168,7 @@ def paged(
     whole = _cache_contender(work, f"paged_{name}", cache, kv_hf_attention)
     whole.kernel = cache.paged_layers[0].store.kernel.name  # type: ignore[union-attr]
     whole.nbytes = _read_bytes(cache)
+    whole.cache = cache
     views: list[Any] = []
 
     def prepare() -> None:
@@ -191,6 +196,53 @@ def paged(
 
     bare = Contender(f"kernel_{name}", "kernel", run, verdict, whole.nbytes, whole.kernel, prepare)
     return whole, bare
+
+
+def kernel_calls(work: Workload, whole: Contender) -> Contender:
+    """Return the C kernel's two calls of each layer, the newest token again and attention.
+
+    Args:
+        whole: the path through a PagedCache that these calls are a part of; its pages are read.
+    """
+    cache = whole.cache
+    assert cache is not None
+    views: list[Any] = []
+    newest: list[torch.Tensor] = []
+    skips, damaged = torch.zeros(work.batch, dtype=torch.int32), torch.zeros((), dtype=torch.uint8)
+    news = [(k[:, :, -1:], v[:, :, -1:]) for k, v in zip(work.keys, work.values, strict=True)]
+
+    def prepare() -> None:
+        layers = cache.paged_layers
+        before = [view.launches for view in views] or [{} for _ in layers]
+        views[:] = [
+            replace(layer.current_kv(), launches=kept)
+            for layer, kept in zip(layers, before, strict=True)
+        ]
+        newest[:] = [view.exact_lens - 1 for view in views]
+
+    def run() -> list[torch.Tensor]:
+        outs = []
+        for query, new, kv, starts in zip(work.queries, news, views, newest, strict=True):
+            windows, fields = (
+                (kv.window_keys, kv.window_values),
+                (kv.key_pages, kv.value_pages),
+            )
+            write_pair(windows, new, starts, skips, None, fields, kv.spec, damaged, kv.launches)
+            outs.append(c_attention(query, kv, softmax_scale=work.scale))
+        return outs
+
+    def verdict() -> Verdict:
+        prepare()
+        outs = run()
+        return worst(
+            [
+                judge_pages(outs[i][:, :, 0], work.queries[i][:, :, 0], views[i], work.scale)
+                for i in _judged(work)
+            ]
+        )
+
+    name = whole.name.replace("paged", "calls")
+    return Contender(name, "kernel", run, verdict, whole.nbytes, "c", prepare)
 
 
 def _cache_contender(

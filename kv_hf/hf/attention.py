@@ -12,6 +12,7 @@ from ..cache.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..kernels.ops import paged_attention
 from ..notices import warn_once
+from ..pages import moved
 from .dense import causal_mask, dense_attention, is_causal, unknown_arguments
 from .latent import (
     absorbed_query,
@@ -39,10 +40,10 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     may_skip = bool(kwargs.get("allow_is_causal_skip", True))
     hidden = False
     if isinstance(length, MaskLength):
-        length.observe(mask)
+        length.observe(mask, not several)
         kwargs["kv_length"] = int(length)
         one = not several and mask is None and kwargs.get("local_size") is None
-        hidden = may_skip and not one and length.needs_no_mask(mask)
+        hidden = may_skip and not one and length.needs_no_mask(mask, not several)
     made = None if hidden else sdpa_mask(*args, **kwargs)
     plain = made is None and may_skip and several and not torch.compiler.is_compiling()
     if not hidden and not plain:
@@ -51,7 +52,9 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
     certain = hidden or wants_masks(kwargs.get("config"))
-    return LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, not hidden, certain)
+    causal = hidden and kwargs.get("local_size") is None and not length.padded  # type: ignore[union-attr]
+    device = torch.device(kwargs.get("device", "cpu"))
+    return LazyMask(shape, device, make, not hidden, certain, causal)
 
 
 def kv_hf_attention(
@@ -108,6 +111,8 @@ def kv_hf_attention(
             reason = "no kernel knows a softcap for latents"
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            if view.table is not None and _knows_mask(view, query, attention_mask):
+                attention_mask = None
             out = paged_attention(
                 absorbed_query(module, query) if absorb else query,
                 view.kv,
@@ -143,7 +148,7 @@ def kv_hf_attention(
             key, value = expanded(module, key, value)
     if lazy is not None:
         left_out = lazy.plain and lazy.shape[-2:] == (query.shape[2], key.shape[2])
-        attention_mask = None if left_out else lazy.dense()
+        attention_mask = None if left_out else lazy
         # a model that says is_causal has perhaps concluded it from a mask that is not None (moonshine)
         if left_out and (lazy.certain or kwargs.get("is_causal") is not None):
             kwargs["is_causal"] = True
@@ -157,6 +162,21 @@ def kv_hf_attention(
         attention_mask,
         {"dropout": dropout, "scaling": scaling, **kwargs},
     )
+
+
+def _knows_mask(view: Any, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Say whether a preallocated cache knows by itself what `mask` hides from a single query.
+
+    On a device that has to be waited for, a mask without heads is taken to hide left padding and columns without a token
+    yet; that is compared there, once per step, and a wrong one is reported by a later forward.
+    """
+    if mask is None or query.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
+        return False
+    if moved.is_host(mask.device) or mask.shape[-1] != view.table.max_length:
+        return False
+    if view.is_first:
+        view.table.note_mask(mask)
+    return True
 
 
 def _chosen(

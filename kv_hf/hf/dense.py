@@ -12,6 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from .attention_source import facts_of
+from .causal import causal_attention
+from .lazy_mask import LazyMask
 
 # Arguments that reach an attention function and do not change the result of a forward without gradients: what a model
 # needs elsewhere and hands down with the rest. Read in transformers 5.17 and 5.23, where sdpa reads none of them either.
@@ -49,7 +51,8 @@ def unknown_arguments(kwargs: Mapping[str, Any]) -> list[str]:
     """
     nested = kwargs.get("kwargs")
     given = {**kwargs, **nested, "kwargs": None} if isinstance(nested, dict) else kwargs
-    return sorted(name for name in given if name not in HARMLESS and given[name] is not None)
+    unknown = [name for name in given if name not in HARMLESS and given[name] is not None]
+    return sorted(unknown) if unknown else unknown
 
 
 def dense_attention(
@@ -64,16 +67,33 @@ def dense_attention(
 
     Args:
         query: [batch, num_heads, q_len, head_dim]; key, value: [batch, num_kv_heads, kv_len, ..].
-        mask: None, or bool / additive float [batch, 1 or num_heads, q_len, kv_len].
+        mask: None, or bool / additive float [batch, 1 or num_heads, q_len, kv_len]; a lazy one is made only where sdpa
+            needs it.
         kwargs: all further arguments of the call (dropout, scaling, position_bias, softcap, ..).
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     Raises: UnsupportedModelError for an argument of the model's own that neither function reads.
     """
     function = _function(module, kwargs)
     _check_read(module, kwargs, function)
+    if isinstance(mask, LazyMask):
+        if function is sdpa_attention_forward and _only_causal(mask, query, key, kwargs):
+            dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+            out = causal_attention(query, key, value, dropout=dropout, scaling=scaling)
+            if out is not None:
+                return out, None
+        mask = mask.dense()
     if function is not sdpa_attention_forward:
         mask = _additive(mask, query, key, is_causal(module, kwargs))
     return function(module, query, key, value, mask, **kwargs)
+
+
+def _only_causal(
+    mask: LazyMask, query: torch.Tensor, key: torch.Tensor, kwargs: Mapping[str, Any]
+) -> bool:
+    """Say whether the newest queries see all tokens up to their own, and nothing else bends the scores."""
+    fits = mask.causal and mask.shape[-2:] == (query.shape[2], key.shape[2])
+    bent = kwargs.get("output_attentions") or set(unknown_arguments(kwargs)) - _ALL_READ
+    return fits and not bent
 
 
 def _function(

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class LazyMask(torch.Tensor):
-    """A bool mask [batch, 1, q_len, kv_len] that is made when somebody computes with it.
+    """A bool mask [batch, 1, q_len, kv_len] that is made when somebody computes with it, and then kept.
 
     Models hand it on to the attention function, which leaves it out where pages are read, or where sdpa needs none. A
     model that changes keys before its attention, or the mask itself, gets the mask that it would have had. It hides
@@ -19,11 +19,14 @@ class LazyMask(torch.Tensor):
         make: returns the mask.
         plain: sdpa would get None in its place, which there means causal from the first key on, in a causal module.
         certain: causal in any module: the mask stands for one that eager attention would have been given.
+        causal: it hides nothing but later tokens: query i of q_len sees all columns but the last q_len - 1 - i.
     """
 
     make: Callable[[], torch.Tensor | None]
     plain: bool
     certain: bool
+    causal: bool
+    _made: torch.Tensor | None
 
     # shape, dtype and device are then answered in C++ without coming back to Python
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -36,17 +39,20 @@ class LazyMask(torch.Tensor):
         make: Callable[[], torch.Tensor | None],
         plain: bool = False,
         certain: bool = True,
+        causal: bool = False,
     ) -> "LazyMask":
         """Stand for what `make()` returns."""
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.make, mask.plain, mask.certain = make, plain, certain
+        mask.make, mask.plain, mask.certain, mask.causal = make, plain, certain, causal
+        mask._made = None
         return mask
 
     def dense(self) -> torch.Tensor:
-        """Return the mask itself."""
-        made = self.make()
-        assert made is not None  # asked for without leave to skip it
-        return made
+        """Return the mask itself, the same tensor each time: the layers of a forward ask one after the other."""
+        if self._made is None:
+            self._made = self.make()
+        assert self._made is not None  # asked for without leave to skip it
+        return self._made
 
     def last_queries(self, start: int) -> "LazyMask":
         """Return the mask of the queries from `start` on."""
@@ -58,6 +64,7 @@ class LazyMask(torch.Tensor):
             lambda: self.dense()[..., start:, :],
             self.plain and not start,
             self.certain,
+            self.causal,
         )
 
     @classmethod
@@ -68,9 +75,8 @@ class LazyMask(torch.Tensor):
         device = kwargs.get("device")
         if func is torch.ops.aten._to_copy.default and device and not kwargs.get("dtype"):
             mask = args[0]  # accelerate's hooks move the inputs of layers on other devices
-            return cls(
-                tuple(mask.shape), device, lambda: mask.dense().to(device), mask.plain, mask.certain
-            )
+            kind = mask.plain, mask.certain, mask.causal
+            return cls(tuple(mask.shape), device, lambda: mask.dense().to(device), *kind)
         if func is torch.ops.aten.slice.Tensor:
             kept = _queries_kept(*args, **kwargs)
             if kept is not None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,8 +12,10 @@ from ..config import KERNEL_CHOICES
 from ..errors import CacheOptionError
 from ..notices import warn_once
 from ..spec import LANES, ROWS, PageSpec
-from . import packed, reference
+from . import packed, pairs, reference
 from .cpu import library
+from .dense import dense_side
+from .inputs import PagedKV
 
 NAMES = KERNEL_CHOICES[1:]  # without "auto"; the order in which "auto" tries them
 
@@ -22,14 +25,27 @@ class Kernel:
     """One implementation: its functions do what those of the same meaning in `reference` do.
 
     Attributes:
+        dense: writes one side of a layer out, as `dense.dense_side` does.
         longest: queries up to which reading the pages is better than writing one layer out for SDPA.
+        write_pair, seal_pair: as pairs.write_pair and pairs.seal_pair without their first arguments; made of `append`
+            and `seal` where none are given.
     """
 
     name: str
     attend: Callable[..., torch.Tensor]
     seal: Callable[..., torch.Tensor]
     append: Callable[..., None] = reference.append_tokens
+    dense: Callable[[PagedKV, str], torch.Tensor] = dense_side
     longest: int = 16
+    write_pair: Callable[..., None] = None  # type: ignore[assignment]
+    seal_pair: Callable[..., None] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.write_pair is None:
+            write = partial(pairs.write_pair, self.append, self.seal)
+            object.__setattr__(self, "write_pair", write)
+        if self.seal_pair is None:
+            object.__setattr__(self, "seal_pair", partial(pairs.seal_pair, self.seal))
 
 
 def layout_for(device: torch.device) -> str:
@@ -60,6 +76,7 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
 def load(name: str) -> Kernel:
     """Return implementation `name`; whether it can run is `why_not`'s to say."""
     if name == "triton":
+        from .triton import dense_launch
         from .triton import library as operators
 
         return Kernel(
@@ -67,12 +84,20 @@ def load(name: str) -> Kernel:
             operators.paged_attention,
             operators.seal_pages,
             operators.append_tokens,
+            dense=dense_launch.dense_side,
             longest=64,
         )
     if name == "c":
-        from .cpu import decode, seal
+        from .cpu import decode, seal, write
 
-        return Kernel(name, decode.paged_attention, seal.seal_pages, longest=sys.maxsize)
+        return Kernel(
+            name,
+            decode.paged_attention,
+            seal.seal_pages,
+            longest=sys.maxsize,
+            write_pair=write.write_pair,
+            seal_pair=write.seal_pair,
+        )
     if name == "sdpa":
         return Kernel(name, packed.paged_attention, reference.seal_pages)
     return Kernel("reference", reference.paged_attention, reference.seal_pages)

@@ -10,9 +10,11 @@ import torch
 from ..spec import PageSpec
 
 
-@dataclass(frozen=True)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: one is made per layer and step, and that would take three times as long
 class PagedKV:
-    """The keys and values of one layer as one forward sees them.
+    """The keys and values of one layer as one forward sees them; nobody changes one.
 
     Token t of row b lies in window slot t for t < sink_tokens, in its sealed pages for the next
     num_pages[b] * page_size tokens, and in the window from slot sink_tokens on behind them.

@@ -5,6 +5,7 @@ are in triton/library.py. Computes nothing itself: each operator calls the imple
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch.library import Library, register_fake
@@ -13,6 +14,7 @@ from ..formats import Scheme
 from ..spec import ROWS, PageSpec, SideSpec
 from .choice import Kernel, load
 from .inputs import PagedKV
+from .pairs import Fields, Pair
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _LIBRARY.define(
@@ -29,6 +31,15 @@ _LIBRARY.define(
 _LIBRARY.define(
     "cpu_append(Tensor(a!) window, Tensor new, Tensor starts, Tensor skips, str kernel) -> ()"
 )
+_LIBRARY.define(
+    "write_pair(Tensor(a!) window_keys, Tensor(b!) window_values, Tensor new_keys, Tensor new_values, Tensor starts, "
+    "Tensor skips, Tensor jobs, Tensor(c!) key_codes, Tensor(d!)? key_scale, Tensor(e!)? key_offset, "
+    "Tensor(f!) value_codes, Tensor(g!)? value_scale, Tensor(h!)? value_offset, Tensor(i!) damaged, str spec, "
+    "str kernel) -> ()"
+)
+
+_specs: dict[str, PageSpec] = {}  # by what they print, which says everything about them
+_launches: dict[tuple[str, str], dict[Any, Any]] = {}  # (spec, kernel) -> what the backend keeps
 
 
 def traceable(kernel: Kernel) -> Kernel:
@@ -37,6 +48,36 @@ def traceable(kernel: Kernel) -> Kernel:
         return kernel
     name = kernel.name
     return Kernel(name, partial(_attend, name), partial(_seal, name), partial(_append, name))
+
+
+def spec_name(spec: PageSpec) -> str:
+    """Return the name under which operators know `spec`; to be asked before a forward is traced."""
+    name = repr(spec)
+    _specs.setdefault(name, spec)
+    return name
+
+
+def write_pair(
+    kernel: str,
+    name: str,
+    windows: Pair,
+    new: Pair,
+    starts: torch.Tensor,
+    skips: torch.Tensor,
+    jobs: torch.Tensor,
+    fields: tuple[Fields, Fields],
+    damaged: torch.Tensor,
+) -> None:
+    """Append to both windows and seal pages from them as pairs.write_pair does, through one operator.
+
+    Args:
+        kernel: name of the implementation; name: of the spec, by `spec_name`.
+    """
+    keys, values = fields
+    torch.ops.kv_hf.write_pair(
+        *windows, *new, starts, skips, jobs, keys["codes"], keys.get("scale"), keys.get("offset"),
+        values["codes"], values.get("scale"), values.get("offset"), damaged, name, kernel,
+    )  # fmt: skip
 
 
 def stored_fields(
@@ -197,6 +238,36 @@ def _cpu_append(
     load(kernel).append(window, new, starts, skips)
 
 
+def _write_pair(
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    starts: torch.Tensor,
+    skips: torch.Tensor,
+    jobs: torch.Tensor,
+    key_codes: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    key_offset: torch.Tensor | None,
+    value_codes: torch.Tensor,
+    value_scale: torch.Tensor | None,
+    value_offset: torch.Tensor | None,
+    damaged: torch.Tensor,
+    spec: str,
+    kernel: str,
+) -> None:
+    fields = (
+        stored_fields(key_codes, key_scale, key_offset),
+        stored_fields(value_codes, value_scale, value_offset),
+    )
+    load(kernel).write_pair(
+        (window_keys, window_values), (new_keys, new_values), starts, skips, jobs, fields, _specs[spec], damaged,
+        _launches.setdefault((spec, kernel), {}),
+    )  # fmt: skip
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("write_pair", _write_pair, _device)
 for _name, _function in {
     "cpu_attend": _cpu_attend,
     "cpu_seal": _cpu_seal,
@@ -215,6 +286,11 @@ def _fake_attend(query, key_codes, *others):  # type: ignore[no-untyped-def]
 @register_fake("kv_hf::cpu_seal", lib=_LIBRARY)
 def _fake_seal(tokens, *others):  # type: ignore[no-untyped-def]
     return tokens.new_empty((), dtype=torch.bool)
+
+
+@register_fake("kv_hf::write_pair", lib=_LIBRARY)
+def _fake_write_pair(*tensors_and_names):  # type: ignore[no-untyped-def]
+    return None
 
 
 @register_fake("kv_hf::cpu_append", lib=_LIBRARY)

@@ -1,5 +1,6 @@
 """Validate the arguments of paged attention and call the chosen implementation."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +72,8 @@ def paged_attention(
             )
         mask = mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "sink_logits": sink_logits}
+    if kv.hold is nullcontext and q_len <= MAX_DECODE_QUERIES:
+        return kernel.attend(query, kv, mask=mask, sliding_window=sliding_window, **options)
     with kv.hold():
         if q_len <= MAX_DECODE_QUERIES or kernel.longest <= MAX_DECODE_QUERIES:
             return kernel.attend(query, kv, mask=mask, sliding_window=sliding_window, **options)

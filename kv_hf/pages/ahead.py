@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..row_pages import RowPages, page_capacity, page_peaks
+from .batch import Batch
 from .plan import RowSizes
 from .pool import PagePool
-from .step import Row
 
 LEAST_AHEAD = 1024  # columns
 MOST_AHEAD = 4096
@@ -62,11 +62,11 @@ class RoomAhead:
         """Begin with no page."""
         self._aim = 0
 
-    def pages(self, sizes: RowSizes, rows: Sequence[Row], seen: int, num_ids: int) -> int:
+    def pages(self, sizes: RowSizes, batch: Batch, seen: int, num_ids: int) -> int:
         """Return the pages to make room for where storage grows anyway; 0 where no length is expected.
 
         Args:
-            rows: as they are behind `seen` columns; of their pages, those that have ids already.
+            batch: the rows as they are behind `seen` columns; of their pages, those that have ids already.
             num_ids: ids that the step needs.
         """
         if self.expected is None:
@@ -74,7 +74,8 @@ class RoomAhead:
         if num_ids > self._aim:
             new = self.expected.target(seen) - seen
             of_row = RowPages(sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, sizes.window)
-            held = [(sizes.tokens(row), len(row.pages)) for row in rows]
+            tokens = sizes.all_tokens(batch).tolist()
+            held = list(zip(tokens, batch.counts.tolist(), strict=True))
             ids = max(num_ids, self.pool.ids_with(pages_to_come(of_row, held, new)))
             most = self.pool.max_pages
             self._aim = page_capacity(ids if most is None else min(ids, most))

@@ -14,18 +14,26 @@ has never been. Stopped while it is put into force, a few assignments, it is fou
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ..errors import CacheMismatchError, KVCacheError
 from ..spec import reserved_pages, sealed_pages
 from .ahead import RoomAhead
+from .batch import NO_ROWS, Batch
 from .held_rows import HeldRows
 from .lockstep import Lockstep
-from .plan import RowPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
+from .named_pages import NamedPages, PageNamer
+from .plan import AppendPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .pool import PagePool
-from .step import Row, SealJobs, Step
+from .step import Grown, PageIds, Row, SealJobs, Step
+
+# a step, the rows behind it, pages that no row holds then but its forward may read, and row -> pages before and after some
+# were appended to it
+Planned = tuple[Step, Batch, tuple[PageIds, ...], dict[int, Grown]]
 
 
 class Store(Protocol):
@@ -80,7 +88,8 @@ class PageGroup(HeldRows):
 
     def _clear(self) -> None:
         self.touched = False  # a layer has storage of the arena
-        self.rows, self._leaving = (), ()
+        self.batch, self._leaving = NO_ROWS, ()
+        self._grown: dict[int, Grown] = {}
         self.seen = 0
         self.confirmed = 0  # columns that a crop has left standing (past recording)
         self._padding_seen: list[int] | None = None
@@ -122,7 +131,7 @@ class PageGroup(HeldRows):
 
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""
-        return not self.rows or any(self.tokens(row) == 0 for row in self.rows)
+        return not len(self.batch) or not self.sizes.all_tokens(self.batch).all()
 
     def observe_padding(self, attention_mask: torch.Tensor, columns: int | None = None) -> None:
         """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding).
@@ -143,7 +152,7 @@ class PageGroup(HeldRows):
             self.pool.open_change()
             for row in rows:
                 self.pool.share(row.pages)
-            self.rows, self.seen = tuple(rows), seen
+            self.batch, self.seen = Batch.of(rows), seen
             self.pool.close_change()
 
     # -- steps -----------------------------------------------------------------------------------------
@@ -169,7 +178,7 @@ class PageGroup(HeldRows):
         with self.pool.lock:
             self.pool.open_change()  # until it is closed, counts are those of rows that are not in force
             try:
-                step, rows, leaving = self._plan(op)
+                step, batch, leaving, grown = self._plan(op)
                 self._make_room(step.num_ids, step.reserved, step.ahead)
             except KVCacheError:
                 self._padding_seen = None  # of a forward that never was
@@ -177,7 +186,8 @@ class PageGroup(HeldRows):
                 raise
             self.lockstep.opening = True
             self.lockstep.open(step)
-            self.rows, self.seen, self._leaving = rows, step.seen_after, leaving
+            self.batch, self.seen, self._leaving = batch, step.seen_after, leaving
+            self._grown = grown
             if op[0] == "crop":
                 self.confirmed = step.seen_after
             if op[0] == "rows" or not step.seen_after:
@@ -192,116 +202,107 @@ class PageGroup(HeldRows):
                 store.make_room(num_ids, reserved, ahead)
             self._room = room
 
-    def _plan(self, op: tuple) -> tuple[Step, tuple[Row, ...], tuple[tuple[int, ...], ...]]:
-        """Return the step, the rows behind it, and pages that no row holds then but its forward may read."""
+    def _plan(self, op: tuple) -> Planned:
+        """Return the step, the rows behind it, pages that no row holds then but its forward may read, and see Planned."""
         for held in self._leaving:
             self.pool.release(held)
         if op[0] == "append":
             return self._plan_append(op, op[1], op[2])
-        if op[0] == "rows":
-            return (*self._plan_rows(op, op[1:]), ())
-        return (*self._plan_crop(op, op[1]), ())
+        step, rows = self._plan_rows(op, op[1:]) if op[0] == "rows" else self._plan_crop(op, op[1])
+        return step, Batch.of(rows), (), {}
 
-    def _plan_append(
-        self, op: tuple, batch: int, q_len: int
-    ) -> tuple[Step, tuple[Row, ...], tuple[tuple[int, ...], ...]]:
-        before, plans = self._plan_rows_of_append(batch, q_len)
+    def _plan_append(self, op: tuple, batch: int, q_len: int) -> Planned:
+        before, plan = self._plan_rows_of_append(batch, q_len)
         seen_after = self.seen + q_len
-        ids = iter(self.pool.allocate(sum(plan.first + plan.last for plan in plans)))
-        steps, found, rows, leaving = [], [], [], []
-        for row, plan in zip(before, plans, strict=True):
-            sealed_first = tuple(next(ids) for _ in range(plan.first))
-            sealed = tuple(next(ids) for _ in range(plan.last))
-            row_step = replace(plan.step, sealed_first=sealed_first, sealed=sealed)
-            steps.append(row_step)
-            held = row.pages + sealed_first
-            found.append(Row(plan.padding, held, row_step.exact_before + row_step.new, row.dropped))
-            gone = plan.dropped - row.dropped - row_step.passed
-            if gone:
-                leaving.append(held[:gone])
-            kept = held[gone:] + sealed
-            rows.append(Row(plan.padding, kept, row_step.exact_after, plan.dropped, plan.ahead))
-        rebuild = any(step.sealed or step.passed for step in steps)
-        first_jobs, jobs = (
-            SealJobs.build(pages, self.page_size, self.sink_tokens, passed)
-            for pages, passed in (
-                ([step.sealed_first for step in steps], None),
-                ([step.sealed for step in steps], [step.passed for step in steps]),
-            )
-        )
+        pages = self._name_pages(before, plan)
+        found = replace(before, pages=pages.found)
+        moving = (plan.last + plan.passed > 0) & (plan.exact_after > self.sink_tokens)
+        fits = int(plan.exact_read.max()) <= self.slots
+        after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages.kept)
         step = Step(
             op,
-            tuple(steps),
             self.seen,
             seen_after,
-            rebuild or max(row.exact for row in found) > self.slots,
             self.pool.num_ids,
-            self.view(found, self.offset),
-            first_jobs,
-            jobs,
-            reserved_pages(batch, self.reserve, self.pool.max_pages),
-            self.ahead.pages(self.sizes, rows, seen_after, self.pool.num_ids),
+            partial(plan.steps, pages.first, pages.last),
+            rebuild=not fits or bool((plan.last + plan.passed).any()),
+            moves_rest=bool(moving.any()),
+            fits=fits,
+            view=self._view(
+                found, self.offset, plan.exact_read, plan.padding, plan.exact_before, plan.skip
+            ),
+            seal_first=SealJobs.build(pages.first, self.page_size, self.sink_tokens),
+            seal=SealJobs.build(pages.last, self.page_size, self.sink_tokens, plan.passed.tolist()),
+            reserved=reserved_pages(batch, self.reserve, self.pool.max_pages),
+            ahead=self.ahead.pages(self.sizes, after, seen_after, self.pool.num_ids),
         )
+        leaving = pages.leaving
         if leaving and len(self.pool.holders) == 1:
             # nobody else seals pages: their bytes change at the earliest one step later
-            for pages in leaving:
-                self.pool.release(pages)
-            leaving = []
-        return step, tuple(rows), tuple(leaving)
+            for held in leaving:
+                self.pool.release(held)
+            leaving = ()
+        return step, after, leaving, pages.grown
+
+    def _name_pages(self, before: Batch, plan: AppendPlan) -> NamedPages:
+        """Hand out page ids for what the append seals."""
+        gone = plan.dropped - before.dropped - plan.passed
+        changed = np.flatnonzero((plan.first > 0) | (plan.last > 0) | (gone > 0)).tolist()
+        if not changed:
+            return NamedPages.unchanged(before.pages)
+        ids = iter(self.pool.allocate(plan.num_pages))
+        namer = PageNamer(before.pages, ids)
+        for row in changed:
+            namer.change(row, int(plan.first[row]), int(plan.last[row]), int(gone[row]))
+        return namer.done()
 
     def check_append(self, batch: int, q_len: int) -> int:
         """Raise what appending `q_len` columns to `batch` rows would; return the pages that it takes."""
         self.lockstep.check_opened()
         return self._pages_of(self._plan_rows_of_append(batch, q_len)[1])
 
-    def _pages_of(self, plans: Sequence[RowPlan]) -> int:
-        """Return the pages that the plans take. Raises PagePoolExhaustedError."""
-        count = sum(plan.first + plan.last for plan in plans)
+    def _pages_of(self, plan: AppendPlan) -> int:
+        """Return the pages that an append takes. Raises PagePoolExhaustedError."""
         with self.pool.lock:
             self.pool.settle()
             freed = sum(self.pool.count(page) == 1 for pages in self._leaving for page in pages)
-            self.pool.check_room(count - freed)
-        return count
+            self.pool.check_room(plan.num_pages - freed)
+        return plan.num_pages
 
     def prepare_append(self, batch: int, q_len: int) -> None:
         """Raise what the append would, and make the room that it takes: for groups whose layers come later."""
         self.lockstep.check_done()
-        before, plans = self._plan_rows_of_append(batch, q_len)
-        count = self._pages_of(plans)
-        reserved = reserved_pages(batch, self.reserve, self.pool.max_pages)
-        if count:
+        before, plan = self._plan_rows_of_append(batch, q_len)
+        if count := self._pages_of(plan):
+            reserved = reserved_pages(batch, self.reserve, self.pool.max_pages)
             num_ids = self.pool.ids_after(count)
-            pairs = zip(before, plans, strict=True)
-            rows = [replace(row, exact=row.exact + plan.step.new) for row, plan in pairs]
-            ahead = self.ahead.pages(self.sizes, rows, self.seen + q_len, num_ids)
+            grown = replace(before, exact=before.exact + plan.new)
+            ahead = self.ahead.pages(self.sizes, grown, self.seen + q_len, num_ids)
             self._make_room(num_ids, reserved, ahead)
 
-    def _plan_rows_of_append(self, batch: int, q_len: int) -> tuple[tuple[Row, ...], list[RowPlan]]:
-        """Return the rows as they are found, and the plan of each."""
+    def _plan_rows_of_append(self, batch: int, q_len: int) -> tuple[Batch, AppendPlan]:
+        """Return the rows as they are found, and the plan of the append."""
         if batch < 1:
             raise CacheMismatchError("keys must have at least one row, got a batch of 0")
-        if self.rows and batch != len(self.rows):
+        if len(self.batch) and batch != len(self.batch):
             raise CacheMismatchError(
-                f"this cache holds a batch of {len(self.rows)} rows, got keys for {batch}; use a new cache, or "
+                f"this cache holds a batch of {len(self.batch)} rows, got keys for {batch}; use a new cache, or "
                 "reset() this one, for another batch size"
             )
         before = self._padded_rows(batch, q_len)
-        plans = [
-            plan_append(self.sizes, index, row, self.seen, q_len, self.confirmed)
-            for index, row in enumerate(before)
-        ]
-        return before, plans
+        return before, plan_append(self.sizes, before, self.seen, q_len, self.confirmed)
 
-    def _padded_rows(self, batch: int, q_len: int) -> tuple[Row, ...]:
+    def _padded_rows(self, batch: int, q_len: int) -> Batch:
         """Return the rows as the step finds them, with the padding that was learnt since."""
+        rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * batch)
+        empty = self.sizes.all_tokens(rows) == 0
+        if not empty.any():
+            return rows
         known = self._padding_seen
         fits = self.seen or self._padding_columns in (None, q_len)
         padding = known if known is not None and len(known) == batch and fits else [0] * batch
-        rows = self.rows or (Row(0, (), 0),) * batch
-        return tuple(
-            row if self.tokens(row) else replace(row, padding=max(self.seen, columns))
-            for row, columns in zip(rows, padding, strict=True)
-        )
+        learnt = np.maximum(self.seen, np.array(padding, dtype=np.int64))
+        return replace(rows, padding=np.where(empty, learnt, rows.padding))
 
     def _plan_rows(self, op: tuple, sources: Sequence[int]) -> tuple[Step, tuple[Row, ...]]:
         steps, rows = plan_rows(self.rows, sources)
@@ -313,7 +314,7 @@ class PageGroup(HeldRows):
         for index, row in enumerate(self.rows):
             if not uses[index]:
                 self.pool.release(row.pages)
-        return Step(op, steps, self.seen, self.seen, False, self.pool.num_ids), rows
+        return Step(op, self.seen, self.seen, self.pool.num_ids, partial(tuple, steps)), rows
 
     def check_crop(self, count: int) -> None:
         """Raise CacheMismatchError when a crop of `count` columns needs pages that left the sliding window."""
@@ -331,7 +332,7 @@ class PageGroup(HeldRows):
         for row, (_, kept) in zip(self.rows, planned, strict=True):
             self.pool.release(row.pages[len(kept.pages) :])
         steps, rows = (tuple(part) for part in zip(*planned, strict=True))
-        return Step(op, steps, self.seen, seen, False, self.pool.num_ids), rows
+        return Step(op, self.seen, seen, self.pool.num_ids, partial(tuple, steps)), rows
 
     def check_integrity(self) -> None:
         """Raise ValueError unless reference counts equal what the rows hold and lengths add up."""

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+from .batch import NO_ROWS, Batch, Numbers
 from .plan import RowSizes, check_sources
 from .pool import PagePool
-from .step import Row, TableView
+from .step import Grown, PageIds, Row, TableView
 from .tables import Tables
 
 
@@ -18,18 +19,26 @@ class HeldRows:
         sizes: the numbers that decide where the tokens of a row lie.
         pool: page ids, which other holders may share.
     Attributes:
-        rows: one for each sequence of the batch.
+        batch: the rows, one for each sequence.
     """
 
     def __init__(self, sizes: RowSizes, pool: PagePool) -> None:
         self.sizes = sizes
         self.pool = pool
-        self.rows: tuple[Row, ...] = ()
-        self._leaving: tuple[
-            tuple[int, ...], ...
-        ] = ()  # of no row, but the last forward may read them
+        self.batch = NO_ROWS
+        self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
+        self._grown: dict[int, Grown] = {}
         self._tables = Tables()
         pool.register(self)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows, one object each."""
+        return self.batch.rows
+
+    @rows.setter
+    def rows(self, rows: Sequence[Row]) -> None:
+        self.batch = Batch.of(rows)
 
     @property
     def page_size(self) -> int:
@@ -59,9 +68,10 @@ class HeldRows:
     @property
     def offset(self) -> int:
         """Columns in front of the first one that the next forward may see; 0 until a page was dropped."""
-        if not any(row.dropped for row in self.rows):
+        batch = self.batch
+        if self.window is None or not batch.dropped.any():
             return 0
-        return min(row.padding + row.dropped * self.page_size for row in self.rows)
+        return int((batch.padding + batch.dropped * self.page_size).min())
 
     def tokens(self, row: Row) -> int:
         """Return the real tokens of a row, those of dropped pages included."""
@@ -69,25 +79,39 @@ class HeldRows:
 
     def check_rows(self, sources: Sequence[int]) -> None:
         """Raise CacheMismatchError where rows cannot continue the former rows `sources`."""
-        if self.rows:
-            check_sources(len(self.rows), sources)
+        if len(self.batch):
+            check_sources(len(self.batch), sources)
 
-    def view(self, rows: Sequence[Row], offset: int | None = None) -> TableView:
-        """Return where the tokens of `rows` lie, as tensors on the CPU."""
-        return self._tables.view(rows, self.offset if offset is None else offset, self.page_size)
+    def view(self) -> TableView:
+        """Return where the tokens of the rows lie, as tensors on the CPU."""
+        return self._view(self.batch, self.offset, self.batch.exact, self.batch.padding)
+
+    def _view(
+        self, batch: Batch, offset: int, exact: Numbers, padding: Numbers, *rest: Numbers
+    ) -> TableView:
+        """Return where the tokens of `batch` lie, of which `exact` are in the window; `rest`: starts and skips.
+
+        Dropped pages are left out: a kernel that knows the sliding window reads the pages behind them as if they
+        followed the sinks. That hides the sinks too, as the first page held begins in or before the window.
+        """
+        tables = self._tables.show(batch.pages, self._grown)
+        hidden = padding
+        if self.window is not None:
+            hidden = padding + batch.dropped * self.page_size - offset
+        return TableView.build(tables, (batch.counts, exact, hidden, *rest), len(batch), offset)
 
     # -- holding -------------------------------------------------------------------------------------------
 
     def held_pages(self, pool: PagePool) -> list[tuple[int, ...]]:
         """Return the page ids that the rows hold (see PageHolder)."""
-        return [row.pages for row in self.rows] + [*self._leaving] if pool is self.pool else []
+        return [*self.batch.pages, *self._leaving] if pool is self.pool else []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy that holds no rows yet: pages are shared by `share_rows`, when the whole cache is copied."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        rest = {name: value for name, value in vars(self).items() if name != "rows"}
-        vars(copied).update(copy.deepcopy({**rest, "_leaving": ()}, memo), rows=())
+        rest = {name: value for name, value in vars(self).items() if name != "batch"}
+        vars(copied).update(copy.deepcopy({**rest, "_leaving": ()}, memo), batch=NO_ROWS)
         copied.pool.register(copied)
         return copied
 
@@ -95,9 +119,9 @@ class HeldRows:
         """Hold the rows of `source`, which this group is a copy of."""
         with self.pool.lock:
             self.pool.open_change()
-            self.rows = source.rows
-            for row in self.rows:
-                self.pool.share(row.pages)
+            self.batch = source.batch
+            for pages in self.batch.pages:
+                self.pool.share(pages)
             self.pool.close_change()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,15 +132,15 @@ class HeldRows:
     def let_go(self) -> None:
         """Hold nothing any more: for finalizers, which may run at any moment."""
         # nothing is called: neither another thread nor Ctrl-C comes between
-        self.rows, self._leaving, self.pool.holder_gone = (), (), True
+        self.batch, self._leaving, self.pool.holder_gone = NO_ROWS, (), True
 
     def replace_pages(self, index: int, pages: tuple[int, ...]) -> None:
         """Let row `index` hold `pages`, which contain the same tokens, in place of its own; between two steps."""
-        rows = list(self.rows)
+        held = list(self.batch.pages)
         with self.pool.lock:
             self.pool.open_change()
             self.pool.share(pages)
-            self.pool.release(rows[index].pages)
-            rows[index] = replace(rows[index], pages=pages)
-            self.rows = tuple(rows)
+            self.pool.release(held[index])
+            held[index] = pages
+            self.batch = replace(self.batch, pages=tuple(held))
             self.pool.close_change()

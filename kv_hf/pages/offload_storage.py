@@ -15,7 +15,7 @@ from .outside import OutsideMemory
 from .slab import Fields
 from .staging import SlotPlan, Staging
 from .step import SealJobs, TableView
-from .storage import PageStorage, ReadablePages, Seal, SideStorage
+from .storage import PageStorage, Pair, PairWriter, ReadablePages, SideStorage
 from .storing import storing
 
 if TYPE_CHECKING:
@@ -162,27 +162,51 @@ class OffloadedStorage(PageStorage):
     def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
         """Nothing: the arena has made room on the device and outside before the step (OffloadArena.settle)."""
 
-    def seal(
-        self, seal: Seal, side: SideStorage, tokens: torch.Tensor, jobs: SealJobs
-    ) -> torch.Tensor:
-        """Have the kernel `seal` write pages of `side`; return whether it had to make numbers finite."""
+    def write_pair(
+        self,
+        kernel: PairWriter,
+        windows: Pair,
+        new: Pair,
+        view: TableView,
+        jobs: SealJobs | None,
+        damaged: torch.Tensor,
+        launches: dict[Any, Any],
+    ) -> None:
+        """Have `kernel` append `new` to the windows, and seal pages from them, on the device or outside."""
+        inside = jobs if self.home is None else None
+        super().write_pair(kernel, windows, new, view, inside, damaged, launches)
+        if jobs is not None and inside is None:
+            self.seal_pair(kernel, windows, jobs, damaged, launches)
+
+    def seal_pair(
+        self,
+        kernel: PairWriter,
+        tokens: Pair,
+        jobs: SealJobs,
+        damaged: torch.Tensor,
+        launches: dict[Any, Any],
+    ) -> None:
+        """Have `kernel` seal pages of both sides, on the device or, some at a time, outside."""
         home = self.home
         if home is None:
-            return super().seal(seal, side, tokens, jobs)
-        index, staging = int(side is self.values), self.arena.staging(self.device)
+            super().seal_pair(kernel, tokens, jobs, damaged, launches)
+            return
+        staging = self.arena.staging(self.device)
         pages = jobs.jobs[:, 2].tolist()
-        damaged = torch.zeros((), dtype=torch.bool, device=self.device)
-        fields = scratch_fields(side.spec, min(SEAL_PAGES, len(pages)), self.device)
+        fields = tuple(
+            scratch_fields(side.spec, min(SEAL_PAGES, len(pages)), self.device)
+            for side in self.sides
+        )
         slots = torch.arange(SEAL_PAGES, dtype=torch.int32, device=self.device)
         for first in range(0, len(pages), SEAL_PAGES):
             some = jobs.on(self.device)[first : first + SEAL_PAGES].clone()
             some[:, 2] = slots[: len(some)]
-            damaged = damaged | seal(tokens, some, fields, side.spec)
+            kernel.seal_pair(tokens, some, fields, self.spec, damaged, {})
             for place, page, count in runs(pages[first : first + SEAL_PAGES]):
-                home.store(index, page, count, fields, place)
+                for index, own in enumerate(fields):
+                    home.store(index, page, count, own, place)
         staging.forget(self, pages)
         self.written = staging.lane.mark()
-        return damaged
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`; outside of the device they are fetched when read."""

@@ -10,9 +10,13 @@ Pages are dropped in sliding groups only: as soon as no later query can see a to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from ..errors import CacheMismatchError
-from .step import Row, RowStep
+from .batch import Batch, Numbers
+from .step import PageIds, Row, RowStep
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class RowSizes:
         """Return the real tokens of a row, dropped ones included."""
         return row.exact + (row.dropped + len(row.pages)) * self.page_size
 
+    def all_tokens(self, batch: Batch) -> Numbers:
+        """Return [rows], the real tokens of each row, dropped ones included."""
+        return batch.exact + (batch.dropped + batch.counts) * self.page_size
+
     def out_of_sight(self, padding: int, seen: int) -> int:
         """Return how many pages of a row, from its first on, no query at column `seen` or later can see."""
         if self.window is None:
@@ -52,60 +60,92 @@ class RowSizes:
         return max(0, seen - self.window + 1 - padding - self.sink_tokens) // self.page_size
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """An append to one row: what it does, how many page ids it takes, and what the row then holds.
+@dataclass(frozen=True, eq=False)
+class AppendPlan:
+    """An append to all rows: what it does, how many page ids it takes, and what the rows then hold; arrays [rows].
 
     Attributes:
-        step: the step, still without page ids.
+        padding, dropped, ahead: as in Row, behind the step.
+        exact_before, exact_after, skip, new, passed: as in RowStep.
         first, last: pages to seal before and behind the append.
-        padding: columns of padding afterwards.
-        dropped: pages that are dropped when the step ends.
-        ahead: tokens that the row then still holds beyond the columns seen.
     """
 
-    step: RowStep
-    first: int
-    last: int
-    padding: int
-    dropped: int
-    ahead: int
+    padding: Numbers
+    dropped: Numbers
+    ahead: Numbers
+    exact_before: Numbers
+    exact_after: Numbers
+    skip: Numbers
+    new: Numbers
+    passed: Numbers
+    first: Numbers
+    last: Numbers
+
+    @cached_property
+    def num_pages(self) -> int:
+        """Page ids that the append takes."""
+        return int(self.first.sum() + self.last.sum())
+
+    @cached_property
+    def exact_read(self) -> Numbers:
+        """[rows], exact tokens that the forward reads, its own included."""
+        return self.exact_before + self.new
+
+    def steps(self, first: Sequence[PageIds], last: Sequence[PageIds]) -> tuple[RowStep, ...]:
+        """Return the step of each row, whose pages are named `first` and `last`."""
+        columns = (self.exact_before, self.exact_after, self.skip, self.new, self.passed)
+        numbers = zip(*(column.tolist() for column in columns), strict=True)
+        return tuple(
+            RowStep(index, before, after, skip, new, sealed, None, sealed_first, passed)
+            for index, (sealed_first, sealed, (before, after, skip, new, passed)) in enumerate(
+                zip(first, last, numbers, strict=True)
+            )
+        )
 
 
-def plan_append(
-    sizes: RowSizes, index: int, row: Row, seen: int, q_len: int, confirmed: int
-) -> RowPlan:
-    """Plan the append of `q_len` columns to `row`.
+def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed: int) -> AppendPlan:
+    """Plan the append of `q_len` columns to all rows of `batch`.
 
     Behind the append every full page is sealed at once. While past recording is on, tokens may be taken
     back: then only confirmed ones are sealed, before the append, and others when the window would overflow.
 
     Args:
-        index: of the row in the batch.
-        row: the row as it is found.
+        batch: the rows as they are found.
         seen: columns before the append.
         confirmed: columns that a crop has left standing (past recording).
     """
-    seen_after = seen + q_len
-    padding = min(row.padding, seen_after)
-    skip = max(0, padding - seen, min(row.ahead, q_len))
+    size, seen_after = sizes.page_size, seen + q_len
+    padding = np.minimum(batch.padding, seen_after)
+    skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.ahead, q_len))
     new = q_len - skip
-    first = 0
+    exact = batch.exact
     if sizes.recording:
-        doubtful = min(row.exact, max(0, seen - max(confirmed, row.padding)))
-        first = max(0, row.exact - doubtful - sizes.held) // sizes.page_size
-    exact = row.exact - first * sizes.page_size
-    if sizes.recording:
-        last = max(0, -(-(exact + new - sizes.slots) // sizes.page_size))
+        doubtful = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
+        first = np.maximum(0, exact - doubtful - sizes.held) // size
+        exact = exact - first * size
+        last = np.maximum(0, -((sizes.slots - exact - new) // size))
     else:
-        last = max(0, exact + new - sizes.held) // sizes.page_size
-    before = row.dropped + len(row.pages) + first
-    horizon = min(seen_after, confirmed) if sizes.recording else seen_after
-    dropped = max(row.dropped, min(sizes.out_of_sight(padding, horizon), before + last))
-    passed = max(0, dropped - before)
-    after = exact + new - last * sizes.page_size
-    step = RowStep(index, exact, after, skip, new, passed=passed)
-    return RowPlan(step, first, last - passed, padding, dropped, max(0, row.ahead - q_len))
+        first = np.zeros_like(exact)
+        last = np.maximum(0, exact + new - sizes.held) // size
+    dropped, passed = batch.dropped, np.zeros_like(exact)
+    if sizes.window is not None:
+        before = dropped + batch.counts + first
+        horizon = min(seen_after, confirmed) if sizes.recording else seen_after
+        hidden = np.maximum(0, horizon - sizes.window + 1 - padding - sizes.sink_tokens) // size
+        dropped = np.maximum(dropped, np.minimum(hidden, before + last))
+        passed = np.maximum(0, dropped - before)
+    return AppendPlan(
+        padding=padding,
+        dropped=dropped,
+        ahead=np.maximum(0, batch.ahead - q_len),
+        exact_before=exact,
+        exact_after=exact + new - last * size,
+        skip=skip,
+        new=new,
+        passed=passed,
+        first=first,
+        last=last - passed,
+    )
 
 
 def check_sources(rows: int, sources: Sequence[int]) -> None:

@@ -11,7 +11,9 @@ import torch
 
 from ..errors import CacheMismatchError, InterruptedForwardError
 from ..spec import TABLE_DTYPE, sealed_pages
+from .device_flag import DeviceFlag
 
+OVERFULL, WRONG_MASK = 1, 2  # bits of the flag
 WORKING = -1  # as `turn`: a layer or the table itself is being changed
 
 
@@ -49,6 +51,7 @@ class StaticTable:
         step: the step in progress, from the first layer's begin() to the last layer's finish().
         turn: the layer that takes part next; 0 between steps, WORKING while one takes part, or after it was stopped there.
         known_columns: `seen` as a number, or None where compiled steps have moved it on.
+        flag: set on the device by steps that nobody waits for: OVERFULL, WRONG_MASK.
     """
 
     block_table: torch.Tensor
@@ -56,6 +59,7 @@ class StaticTable:
     exact_lens: torch.Tensor
     padding: torch.Tensor
     seen: torch.Tensor
+    flag: DeviceFlag
 
     def __init__(self, page_size: int, sink_tokens: int, max_length: int) -> None:
         self.page_size = page_size
@@ -79,7 +83,8 @@ class StaticTable:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the table."""
-        return self.block_table, self.num_pages, self.exact_lens, self.padding, self.seen
+        lengths = self.block_table, self.num_pages, self.exact_lens, self.padding, self.seen
+        return *lengths, self.flag.tensor
 
     def allocate(self, rows: int, device: torch.device) -> None:
         """Make the tensors of `rows` empty rows."""
@@ -89,6 +94,7 @@ class StaticTable:
             torch.zeros(rows, dtype=TABLE_DTYPE, device=device) for _ in range(3)
         )
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.flag = DeviceFlag(device)
         self.rows = rows
 
     def reset(self) -> None:
@@ -97,6 +103,7 @@ class StaticTable:
         if self.rows:
             for tensor in (self.num_pages, self.exact_lens, self.padding, self.seen):
                 tensor.zero_()
+            self.flag.clear()
         self.started = self.was_empty = False
         self._known_padding, self.known_columns = None, 0
         self.step = None
@@ -141,6 +148,28 @@ class StaticTable:
                 "cache is unchanged. Make it with a larger max_length"
             )
 
+    def check_flag(self) -> None:
+        """Raise CacheMismatchError for what earlier steps are known to have found wrong; waits for nothing."""
+        found = self.flag.look() if self.rows else 0
+        if found & OVERFULL:
+            raise CacheMismatchError(
+                f"max_length={self.max_length} was passed by an earlier compiled step, whose tokens are of no use; call "
+                "cache.reset() and start again, or make the cache with a larger max_length"
+            )
+        if found & WRONG_MASK:
+            raise CacheMismatchError(
+                "the attention_mask of an earlier step of one token did not show all columns behind the left padding, and "
+                "those alone. On this device such masks are compared without waiting, so that the step attended to what the "
+                "cache holds. Hide columns in the prompt's mask already; call cache.reset() and start again"
+            )
+
+    def note_mask(self, mask: torch.Tensor) -> None:
+        """Compare the mask [rows or 1, 1, 1, max_length] (bool) of the step in progress with what the rows hold."""
+        columns = torch.arange(self.max_length, device=mask.device)
+        held = (columns >= self.padding[:, None]) & (columns < self.seen)
+        wrong = (mask[:, 0, 0] != held).any()
+        self.flag.tensor.bitwise_or_(wrong.to(torch.int32) * WRONG_MASK)
+
     def columns(self) -> int:
         """Return the columns seen as a number; waits for the device where compiled steps have moved on."""
         if self.known_columns is None:
@@ -169,8 +198,11 @@ class StaticTable:
         if torch.compiler.is_compiling():
             self.known_columns = None
             room = self.seen + q_len <= self.max_length
-            # a constant: dynamo cannot put a number into it that differs from cache to cache
-            torch._assert_async(room, "kv_hf: max_length of the cache is reached")
+            if self.seen.device.type == "cpu":
+                # a constant: dynamo cannot put a number into it that differs from cache to cache
+                torch._assert_async(room, "kv_hf: max_length of the cache is reached")
+            else:  # there a failed assertion would make the whole device useless for this process
+                self.flag.tensor.bitwise_or_((~room).to(torch.int32) * OVERFULL)
         else:
             self.known_columns = self.columns() + q_len
         if not self.started:

@@ -1,10 +1,18 @@
 """What a step does to the rows of a batch, and where a forward then finds its tokens. Decides nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from .moved import moved
+
+PageIds = tuple[int, ...]
+Grown = tuple[PageIds, PageIds]  # what a row held before and after pages were appended to it
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,13 @@ class TableView:
     """Where a forward finds its tokens; tensors on the CPU, moved to a device once by `on`.
 
     Attributes:
-        block_table: [rows, max pages of a row], int32; entries past a row's last page are 0.
+        block_table: [rows, max pages of a row], int32; entries past a row's last page are 0, or of a later forward.
         num_pages: [rows], int32, sealed pages that the forward reads.
         exact_lens: [rows], int32, tokens in the window, the forward's own included.
         padding: [rows], int32, columns in front of the row's first held token, counted from `offset`.
         offset: columns in front of the first one that the forward may see (sliding windows), else 0.
+        starts, skips: [rows], int32, first free slot of the window, and leading new tokens that are not appended.
+        tables: the block table by device, as far as it was moved.
     """
 
     block_table: torch.Tensor
@@ -71,16 +81,56 @@ class TableView:
     exact_lens: torch.Tensor
     padding: torch.Tensor
     offset: int = 0
+    starts: torch.Tensor | None = None
+    skips: torch.Tensor | None = None
+    tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
+    _lengths: torch.Tensor | None = field(default=None, compare=False)
     _moved: dict[torch.device, "TableView"] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def build(
+        cls,
+        tables: dict[torch.device, torch.Tensor],
+        columns: Sequence[npt.ArrayLike],
+        rows: int,
+        offset: int,
+    ) -> "TableView":
+        """Return the view of `tables` with num_pages, exact_lens, padding (, starts, skips): one copy to a device moves all."""
+        aligned = -(-rows // 4) * 4  # each begins at a multiple of 16 bytes
+        lengths = np.zeros((len(columns), aligned), dtype=np.int32)
+        for place, column in enumerate(columns):
+            lengths[place, :rows] = column
+        packed = torch.from_numpy(lengths)
+        return cls._unpacked(tables, torch.device("cpu"), packed, rows, offset)
+
+    @classmethod
+    def _unpacked(
+        cls,
+        tables: dict[torch.device, torch.Tensor],
+        device: torch.device,
+        packed: torch.Tensor,
+        rows: int,
+        offset: int,
+    ) -> "TableView":
+        num_pages, exact_lens, padding, *rest = packed[:, :rows].unbind(0)
+        starts, skips = rest if rest else (None, None)
+        table = tables[device]
+        return cls(table, num_pages, exact_lens, padding, offset, starts, skips, tables, packed)
 
     def on(self, device: torch.device) -> "TableView":
         """Return this view with its tensors on `device` (moved once, then remembered)."""
         if device == self.block_table.device:
             return self
         if device not in self._moved:
-            names = ("block_table", "num_pages", "exact_lens", "padding")
-            moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-            self._moved[device] = TableView(**moved, offset=self.offset)
+            if device not in self.tables:
+                self.tables[device] = moved(self.block_table, device)
+            rows = self.num_pages.shape[0]
+            packed = self._lengths
+            if packed is None:
+                packed = torch.stack([self.num_pages, self.exact_lens, self.padding])
+            self._moved[device] = self._unpacked(
+                self.tables, device, moved(packed, device), rows, self.offset
+            )
         return self._moved[device]
 
 
@@ -116,38 +166,48 @@ class SealJobs:
         if device == self.jobs.device:
             return self.jobs
         if device not in self._moved:
-            self._moved[device] = self.jobs.to(device, non_blocking=True)
+            self._moved[device] = moved(self.jobs, device)
         return self._moved[device]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
-    """One change of the group, shared by all its layers."""
+    """One change of the group, shared by all its layers.
+
+    Attributes:
+        seen_before, seen_after: columns before and behind the step.
+        num_ids: ids handed out so far: pages that storage must have room for.
+        make_rows: returns what the step does to each row.
+        rebuild: pages are sealed or passed behind the forward, or the window has no room for its tokens.
+        moves_rest: tokens stay in the window that lie behind those that leave it.
+        fits: the window has room for the new tokens.
+        view: what the forward reads (append only).
+        seal_first, seal: pages sealed before and behind the new tokens.
+        reserved: pages that storage shall have room for beyond need.
+        ahead: pages to make room for where storage grows anyway, and memory allows it.
+    """
 
     op: tuple
-    rows: tuple[RowStep, ...]
     seen_before: int
     seen_after: int
-    rebuild: bool  # the window cannot be appended to in place: the forward's own tokens are sealed
-    num_ids: int  # ids handed out so far: pages that storage must have room for
-    view: TableView | None = None  # append only
-    seal_first: SealJobs | None = None  # pages sealed before the new tokens arrive
-    seal: SealJobs | None = None  # pages sealed behind them
-    reserved: int = 0  # pages that storage shall have room for beyond need
-    ahead: int = 0  # pages to make room for where storage grows anyway and memory allows it
+    num_ids: int
+    make_rows: Callable[[], tuple[RowStep, ...]]
+    rebuild: bool = False
+    moves_rest: bool = False
+    fits: bool = True
+    view: TableView | None = None
+    seal_first: SealJobs | None = None
+    seal: SealJobs | None = None
+    reserved: int = 0
+    ahead: int = 0
 
-    _offsets: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict, compare=False
-    )
     _moves: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
+    _indices: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)
 
-    def offsets(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return exact_before and skip of all rows, two int32 tensors on `device` (made once)."""
-        if device not in self._offsets:
-            both = torch.tensor([[row.exact_before, row.skip] for row in self.rows]).int()
-            both = both.to(device, non_blocking=True)
-            self._offsets[device] = (both[:, 0].contiguous(), both[:, 1].contiguous())
-        return self._offsets[device]
+    @cached_property
+    def rows(self) -> tuple[RowStep, ...]:
+        """What the step does to each row; made when somebody asks."""
+        return self.make_rows()
 
     def moves(self, device: torch.device, rows: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return (rows that change, the former rows that they continue), int64 tensors on `device` (made once).
@@ -158,15 +218,16 @@ class Step:
             pairs = [(index, row.source) for index, row in enumerate(self.rows)]
             if len(pairs) == rows:
                 pairs = [pair for pair in pairs if pair[0] != pair[1]]
-            moved = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-            self._moves[device] = moved.to(device, non_blocking=True)
+            table = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous()
+            self._moves[device] = moved(table, device)
         targets, sources = self._moves[device]
         return (targets if len(self.rows) == rows else None), sources
 
-    @cached_property
-    def uniform(self) -> tuple[int, int, int] | None:
-        """(exact_before, skip, new) where they are the same for all rows, else None."""
-        first = self.rows[0]
-        same = (first.exact_before, first.skip, first.new)
-        alike = all((row.exact_before, row.skip, row.new) == same for row in self.rows)
-        return same if alike else None
+    def index(
+        self, name: Any, device: torch.device, make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a tensor of this step, the same for all layers, on `device`; `make` makes it on the CPU, once."""
+        key = (name, device)
+        if key not in self._indices:
+            self._indices[key] = moved(make(), device)
+        return self._indices[key]

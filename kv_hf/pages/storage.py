@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,8 +14,21 @@ from . import blocks
 from .step import SealJobs, TableView
 from .storing import storing
 
-# tokens, jobs, fields, spec -> whether numbers had to be made finite
-Seal = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], SideSpec], torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
+
+
+class PairWriter(Protocol):
+    """What writes pages: see kernels/pairs.py for both functions."""
+
+    @property
+    def write_pair(self) -> Callable[..., None]:
+        """Append to both windows, and seal pages from them."""
+        ...
+
+    @property
+    def seal_pair(self) -> Callable[..., None]:
+        """Seal pages of both sides."""
+        ...
 
 
 class ReadablePages(NamedTuple):
@@ -178,11 +191,35 @@ class PageStorage:
         """Bytes of pages that live outside of the device."""
         return 0
 
-    def seal(
-        self, seal: Seal, side: SideStorage, tokens: torch.Tensor, jobs: SealJobs
-    ) -> torch.Tensor:
-        """Have the kernel `seal` write pages of `side`; return whether it had to make numbers finite."""
-        return seal(tokens, jobs.on(self.device), side.fields, side.spec)
+    def write_pair(
+        self,
+        kernel: PairWriter,
+        windows: Pair,
+        new: Pair,
+        view: TableView,
+        jobs: SealJobs | None,
+        damaged: torch.Tensor,
+        launches: dict[Any, Any],
+    ) -> None:
+        """Have `kernel` append `new` to the windows, and seal pages from them (see kernels/pairs.py)."""
+        assert view.starts is not None and view.skips is not None
+        table = None if jobs is None else jobs.on(self.device)
+        fields = self.keys.fields, self.values.fields
+        kernel.write_pair(
+            windows, new, view.starts, view.skips, table, fields, self.spec, damaged, launches
+        )
+
+    def seal_pair(
+        self,
+        kernel: PairWriter,
+        tokens: Pair,
+        jobs: SealJobs,
+        damaged: torch.Tensor,
+        launches: dict[Any, Any],
+    ) -> None:
+        """Have `kernel` seal pages of both sides from `tokens` (see kernels/pairs.py)."""
+        fields = self.keys.fields, self.values.fields
+        kernel.seal_pair(tokens, jobs.on(self.device), fields, self.spec, damaged, launches)
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`, in the view's order."""

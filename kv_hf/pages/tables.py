@@ -1,46 +1,103 @@
-"""Rows of a group as tensors that kernels read. Changes no row."""
+"""Block tables of a group on every device that reads them. New pages are written in place. Changes no row."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..spec import TABLE_DTYPE
-from .step import Row, TableView
+from .moved import moved
+from .step import Grown, PageIds, Row
+from .storing import storing
+
+Pages = tuple[PageIds, ...]
 
 
 def block_table(rows: Sequence[Row]) -> torch.Tensor:
     """Return the page ids of `rows` as [rows, most pages of a row], int32, filled up with 0."""
-    width = max((len(row.pages) for row in rows), default=0)
-    table = [list(row.pages) + [0] * (width - len(row.pages)) for row in rows]
-    return torch.tensor(table, dtype=TABLE_DTYPE).reshape(len(rows), width)
+    return _table([row.pages for row in rows])
+
+
+def _table(pages: Sequence[Sequence[int]]) -> torch.Tensor:
+    width = max(map(len, pages), default=0)
+    table = [[*row, *(0,) * (width - len(row))] for row in pages]
+    return torch.tensor(table, dtype=TABLE_DTYPE).reshape(len(pages), width)
 
 
 class Tables:
-    """Makes views of rows; pages change once per page_size tokens: between two changes the same table is handed out."""
+    """The block table of the last rows that were shown, on the CPU and where else it was asked for.
+
+    A page that is appended to a row is written into the table that is there: kernels of earlier steps read no further
+    than to the pages that the row had. A row that changed otherwise, or a wider table, makes new tensors.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[tuple[int, ...], ...], torch.Tensor, torch.Tensor] | None = None
+        self.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: where a pickle is read, tables are made anew."""
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.forget()
 
     def forget(self) -> None:
         """Drop the last table."""
-        self._last = None
+        self._pages: Pages | None = None
+        self._on: dict[torch.device, torch.Tensor] = {}
 
-    def view(self, rows: Sequence[Row], offset: int, page_size: int) -> TableView:
-        """Return where the tokens of `rows` lie, as tensors on the CPU.
+    def show(self, pages: Pages, grown: Mapping[int, Grown]) -> dict[torch.device, torch.Tensor]:
+        """Return the table of `pages` by device, at least the CPU's; others are made of that one when they are missing.
 
-        Dropped pages are left out: a kernel that knows the sliding window reads the pages behind them as if they
-        followed the sinks. That hides the sinks too, as the first page held begins in or before the window.
+        Args:
+            grown: row -> what it held before and after pages were appended to it, for rows of which that is known.
         """
-        pages = tuple(row.pages for row in rows)
-        last = self._last
-        if last is None or last[0] != pages:
-            counts = torch.tensor([len(row.pages) for row in rows], dtype=TABLE_DTYPE)
-            self._last = last = (pages, block_table(rows), counts)
-        skipped = [row.padding + row.dropped * page_size - offset for row in rows]
-        return TableView(
-            block_table=last[1],
-            num_pages=last[2],
-            exact_lens=torch.tensor([row.exact for row in rows], dtype=TABLE_DTYPE),
-            padding=torch.tensor(skipped, dtype=TABLE_DTYPE),
-            offset=offset,
-        )
+        old = self._pages
+        if old is pages:
+            return self._on
+        appended = self._appended(old, pages, grown)
+        self._pages = None  # stopped in the middle, the next table is made anew
+        with storing():
+            if appended is None:
+                self._on = {torch.device("cpu"): _table(pages)}
+            elif appended:
+                self._write(appended, max(map(len, pages)))
+        self._pages = pages
+        return self._on
+
+    def _write(self, entries: list[tuple[int, int, int]], width: int) -> None:
+        """Write (row, place, page id) into the tables, which shall have `width` columns."""
+        # always another object: who has renumbered the pages of a table knows it by that (staging.py)
+        self._on = {device: _widened(one, width)[:] for device, one in self._on.items()}
+        columns = torch.tensor(entries, dtype=torch.int64).T.contiguous()
+        for device, table in self._on.items():
+            row, place, page = moved(columns, device).unbind(0)
+            table.index_put_((row, place), page.to(TABLE_DTYPE))
+
+    @staticmethod
+    def _appended(
+        old: Pages | None, pages: Pages, grown: Mapping[int, Grown]
+    ) -> list[tuple[int, int, int]] | None:
+        """Return (row, place, page id) of what was appended to the rows that were shown last; None for other changes."""
+        if old is None or len(old) != len(pages):
+            return None
+        found = []
+        for row, (before, now) in enumerate(zip(old, pages, strict=True)):
+            if before is now:
+                continue
+            known = grown.get(row)
+            follows = known is not None and known[0] is before and known[1] is now
+            if not follows and now[: len(before)] != before:
+                return None
+            first = len(before)
+            found += [(row, place, page) for place, page in enumerate(now[first:], first)]
+        return found
+
+
+def _widened(table: torch.Tensor, width: int) -> torch.Tensor:
+    """Return `table` with at least `width` columns: itself, or a copy with zeros behind."""
+    if table.shape[1] >= width:
+        return table
+    wide = table.new_zeros((table.shape[0], width))
+    wide[:, : table.shape[1]] = table
+    return wide

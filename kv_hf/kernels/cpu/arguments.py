@@ -1,21 +1,51 @@
 """The argument blocks of native/kv_hf.h, packed from tensors."""
 
+import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 import torch
 
 from ...errors import CacheMismatchError
 from ...formats import Scheme
-from ...spec import LANES, PageSpec, SideSpec
+from ...spec import LANES, PageFields, PageSpec, SideSpec
 
 _FORMATS = {"int8": 3, "int4": 4, "int2": 5, "fp8": 6, "fp8_ds_mla": 6}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-SIDE_FIELDS = 16
-_NO_MEMORY, _NO_SUCH_PAGE = -1, -2  # enum Status
-DECODE_BLOCK = struct.Struct(f"={2 * SIDE_FIELDS + 31}q2d")
-SEAL_BLOCK = struct.Struct(f"={SIDE_FIELDS + 8}q1d")
+_NO_MEMORY, _NO_SUCH_PAGE, _NO_SUCH_SLOT = -1, -2, -3  # enum Status
+SIDE = 16  # fields of struct Side, of which the last four are pointers
+SEAL_BLOCK = struct.Struct(f"={SIDE + 8}q1d")
+
+pointer_of = torch.Tensor.data_ptr
+
+
+class Block:
+    """The memory of one argument block, kept between calls for the fields that stay.
+
+    Copies and pickles of a block are empty: tensors lie elsewhere there.
+
+    Attributes:
+        memory, address: the block itself.
+        layout: what the fields were packed from that are not packed at every call; None before the first.
+    """
+
+    __slots__ = ("address", "layout", "memory")
+
+    def __init__(self, fields: int) -> None:
+        self.memory = bytearray(8 * fields)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.layout: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Block, (len(self.memory) // 8,)
+
+
+def take_block(launches: MutableMapping[Any, Any], name: str, fields: int) -> Block:
+    """Return the block that is kept under `name`, which is put back behind a call; until then it is nobody else's."""
+    found = launches.pop(name, None)
+    return Block(fields) if found is None else found
 
 
 def unsupported(spec: PageSpec) -> str | None:
@@ -57,7 +87,7 @@ def _unsupported_groups(side: str, scheme: Scheme, spec: SideSpec) -> str | None
 def side_fields(
     spec: SideSpec, fields: Mapping[str, torch.Tensor], window: torch.Tensor
 ) -> tuple[int, ...]:
-    """Return the fields of struct Side: formats, pointers and strides of one side."""
+    """Return the fields of struct Side: formats, strides and pointers of one side."""
     scheme, codes = spec.scheme, fields["codes"]
     scale, offset = fields.get("scale"), fields.get("offset")
     row, head, slot, _ = window.stride()
@@ -68,27 +98,34 @@ def side_fields(
         spec.head_dim,
         groups[0],
         groups[1],
-        codes.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
-        0 if offset is None else offset.data_ptr(),
         DTYPES[spec.scale_dtype],
         codes.stride(1),
         0 if scale is None else scale.stride(1),
         0 if offset is None else offset.stride(1),
-        window.data_ptr(),
         dtype,
         row,
         head,
         slot,
+        codes.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if offset is None else offset.data_ptr(),
+        window.data_ptr(),
     )
 
 
 def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
     """Return the pages that every field of `sides` has room for; C reads and writes none beyond them."""
-    return min([tensor.shape[0] for fields in sides for tensor in fields.values()])
+    return min(
+        [
+            fields.room
+            if type(fields) is PageFields
+            else min([tensor.shape[0] for tensor in fields.values()])
+            for fields in sides
+        ]
+    )
 
 
-def raise_for(status: int, table: str, capacity: int) -> None:
+def raise_for(status: int, table: str, capacity: int, slots: int = 0) -> None:
     """Raise what a number of enum Status means, where a call returned one; `table` names the argument of page ids."""
     if status == _NO_MEMORY:
         raise MemoryError("no memory for the C kernel's intermediate results")
@@ -96,4 +133,9 @@ def raise_for(status: int, table: str, capacity: int) -> None:
         raise CacheMismatchError(
             f"{table} must name pages that there is room for, 0 to {capacity - 1}, and names another; the pages "
             "were not made for it"
+        )
+    if status == _NO_SUCH_SLOT:
+        raise CacheMismatchError(
+            f"starts, skips and jobs must name rows and slots of the windows, 0 to {slots - 1}, and name others; the "
+            "windows were not made for them"
         )

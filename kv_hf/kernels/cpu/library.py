@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 7  # KV_HF_ABI of native/kv_hf.h
+ABI = 8  # KV_HF_ABI of native/kv_hf.h
 ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")
 ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
 LIBRARY_VARIABLE = "KV_HF_LIBRARY"  # a file to load in place of the installed library: one built with sanitizers, say
@@ -46,9 +46,9 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
             )
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error}); install kv_hf again"
-    for name in ("kv_hf_decode", "kv_hf_decode_latent", "kv_hf_seal"):
+    for name in ("kv_hf_decode", "kv_hf_decode_latent", "kv_hf_seal", "kv_hf_write"):
         function = getattr(library, name)
-        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
+        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
     library.kv_hf_isa.restype = ctypes.c_int64
     asked, best = os.environ.get(ISA_VARIABLE), int(library.kv_hf_isa())
     if asked is not None and asked not in map(str, range(best + 1)):

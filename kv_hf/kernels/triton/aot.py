@@ -14,6 +14,8 @@ from ...spec import PageSpec, SideSpec
 from .append import append_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
+from .dense import dense_kernel
+from .dense_launch import dense_constants
 from .latent import latent_kernel
 from .latent_seal import latent_seal_kernel
 from .latent_variant import latent_constants
@@ -155,6 +157,19 @@ def compile_latent_seal(side: SideSpec, arch: str) -> Any:
     return compile_kernel(
         latent_seal_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False
     )
+
+
+def compile_dense(side: SideSpec, arch: str) -> Any:
+    """Compile the kernel that writes one side out densely for `arch`, as a launch would ask for it."""
+    types = dict.fromkeys(("out", "window"), "*" + element_type(side.dtype))
+    types |= {"codes": "*" + _pointee(side.fields["codes"][1])}
+    types |= dict.fromkeys(("scale", "offset"), "*" + element_type(side.scale_dtype))
+    strides = ("window_row", "window_head", "window_slot")
+    aligned = [*types, *strides]
+    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
+    types |= dict.fromkeys((*strides, "seen", "table_row", "sink_tokens"), "i32")
+    plain = dense_constants(side)
+    return compile_kernel(dense_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False)
 
 
 def compile_combine(

@@ -1,10 +1,13 @@
-"""What the launches need to know of the device that tensors lie on."""
+"""What the launches need to know of the device that tensors lie on. Call these through the module, which tests patch."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
 from .variant import HIP
+
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that CUDA keeps for each program
 
 
 def target_isa(device: torch.device) -> int:
@@ -15,6 +18,20 @@ def target_isa(device: torch.device) -> int:
         return HIP
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+@cache
+def shared_memory(device: torch.device) -> int | None:
+    """Return the bytes of shared memory that one program may take there, or None where nothing limits it."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return int(properties.shared_memory_per_block)
+    optin = getattr(
+        properties, "shared_memory_per_block_optin", None
+    )  # newer versions of torch have it
+    return int(optin or properties.shared_memory_per_multiprocessor - RESERVED)
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from ..inputs import PagedKV
+from . import device
 from .combine import combine_kernel
-from .device import on_device, target_isa
 from .latent import latent_kernel
 from .latent_variant import COLUMNS, COMBINED, latent_constants, launch_parameters, tile_tokens
 from .launch import triton_constants
@@ -33,7 +33,7 @@ def latent_attention(
     """
     rows, heads, q_len, _ = query.shape
     spec = kv.spec
-    isa = target_isa(query.device)
+    isa = device.target_isa(query.device)
     blocks = -(-heads * q_len // COLUMNS)
     if launch is None:
         tiles = kv.block_table.shape[1] * (kv.page_size // tile_tokens(spec))
@@ -66,7 +66,7 @@ def latent_attention(
     arguments = latent_arguments(
         query, kv, mask, sink_logits, partial, lse, softmax_scale, sliding_window
     )
-    with on_device(query):
+    with device.on_device(query):
         latent_kernel[(rows, blocks, splits)](
             *arguments, **triton_constants(plain), num_warps=launch.num_warps, enable_fp_fusion=True
         )

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from ..inputs import PagedKV
+from . import device
 from .combine import combine_kernel
 from .decode import decode_kernel
-from .device import on_device, target_isa
 from .table import Launch, launch_parameters
 from .variant import column_block, constants, power_of_two, tile_tokens
 
@@ -42,7 +42,7 @@ def paged_attention(
     spec = kv.spec
     heads = spec.keys.num_kv_heads
     group = num_heads // heads
-    isa = target_isa(query.device)
+    isa = device.target_isa(query.device)
     columns = column_block(spec, group, q_len, isa)
     blocks = -(-group * q_len // columns)
     tiles = kv.block_table.shape[1] * (kv.page_size // tile_tokens(spec))
@@ -78,7 +78,7 @@ def paged_attention(
         query, kv, mask, sink_logits, partial, lse, softmax_scale, softcap, sliding_window
     )
     grid = (rows, heads * blocks, splits)
-    with on_device(query):
+    with device.on_device(query):
         decode_kernel[grid](
             *arguments, **triton_constants(plain), num_warps=launch.num_warps, enable_fp_fusion=True
         )

@@ -215,13 +215,18 @@ def _seal_pages(
     )
 
 
+def refuse_cpu(name: str) -> None:
+    """Raise CacheOptionError where tensors on the CPU can be no kernel's."""
+    if not launch.interpreted():
+        raise CacheOptionError(
+            f"kv_hf.{name} needs a GPU, and its tensors are on the CPU; use another implementation, or set "
+            "TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
+        )
+
+
 def _on_cpu(name: str, function):  # type: ignore[no-untyped-def]
     def refuse(*args, **options):  # type: ignore[no-untyped-def]
-        if not launch.interpreted():
-            raise CacheOptionError(
-                f"kv_hf.{name} needs a GPU, and its tensors are on the CPU; use another implementation, or set "
-                "TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
-            )
+        refuse_cpu(name)
         return function(*args, **options)
 
     return refuse

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from ...spec import SideSpec
+from . import device
 from .append import append_kernel
-from .device import on_device
 from .latent_seal import latent_seal_kernel
 from .seal import seal_kernel
 from .variant import power_of_two
@@ -65,7 +65,7 @@ def seal_pages(
         if not spec.scheme.is_exact:
             codes = codes.view(torch.uint8)
         tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
-        with on_device(tokens):
+        with device.on_device(tokens):
             seal_kernel[(jobs.shape[0], spec.num_kv_heads)](
                 tokens, *tokens.stride()[:3], jobs.contiguous(), codes, fields.get("scale", codes),
                 fields.get("offset", codes), damaged, **seal_constants(spec), num_warps=4,
@@ -82,7 +82,7 @@ def _seal_latents(
     damaged: torch.Tensor,
 ) -> torch.Tensor:
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
-    with on_device(tokens):
+    with device.on_device(tokens):
         latent_seal_kernel[(jobs.shape[0],)](
             tokens, tokens.stride(0), tokens.stride(2), jobs.contiguous(), fields["codes"], fields["scale"],
             fields.get("offset", fields["scale"]), damaged, **latent_seal_constants(spec), num_warps=4,
@@ -104,7 +104,7 @@ def append_tokens(
     """
     rows, heads, slots, dim = window.shape
     q_len = new.shape[2]
-    with on_device(window):
+    with device.on_device(window):
         append_kernel[(rows, heads, -(-q_len // APPENDED))](
             window, *window.stride()[:3], new, *new.stride()[:3], starts, skips, slots, q_len,
             DIM=dim, WIDE=power_of_two(dim), TOKENS=min(APPENDED, power_of_two(q_len)), num_warps=4,

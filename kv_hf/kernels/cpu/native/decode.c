@@ -2,19 +2,20 @@
  * The arithmetic is in lanes.inc and attend.inc, compiled once for each instruction set. */
 #include "splits.h"
 
+#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define MAX_WORDS 256   /* words of a padded stretch of lanes at a time */
-#define WINDOW_TILE 64  /* exact tokens laid out at a time */
+#define WINDOW_TILE 64  /* exact tokens of a softmax step */
 #define LARGEST_INTEGER 32639 /* that integers.inc rounds a coefficient to: 127 * 256 + 127 */
 
 typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
-    int64_t weights, scales, tile_keys; /* floats of scratch */
+    int64_t weights, scales;  /* floats of scratch */
     int integers;             /* 16-bit queries: sums over codes may use integers */
     int8_t *bytes;
 } Sizes;
@@ -27,6 +28,8 @@ typedef struct {
     atomic_int *done, failed;
 } Call;
 
+typedef void (*Merge)(const Call *, int64_t row, int64_t head, int64_t splits);
+
 /* The pages of one head lie apart, a few kilobytes each: too short for the processor's own prefetching. */
 static void fetch(const void *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i);
@@ -37,27 +40,14 @@ static void fetch_scales(const Side *side, int64_t at) {
     if (side->offset) fetch((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2);
 }
 
-/* Token `slot` of the window, as floats. */
-static void load_floats(const Side *side, int64_t row, int64_t head, int64_t slot, float *to) {
+/* Token `slot` of a row and head of the window. */
+static const char *window_at(const Side *side, int64_t row, int64_t head, int64_t slot) {
     int64_t from = row * side->window_row + head * side->window_head + slot * side->window_slot;
-    const void *window = (const void *)side->window;
-    switch (side->window_dtype) {
-    case F32: memcpy(to, (const float *)window + from, side->dim * sizeof(float)); break;
-    case F16:
-        for (int64_t d = 0; d < side->dim; d++) to[d] = load_float(window, F16, from + d);
-        break;
-    default:
-        for (int64_t d = 0; d < side->dim; d++) to[d] = load_float(window, BF16, from + d);
-    }
+    return (const char *)side->window + from * (side->window_dtype == F32 ? 4 : 2);
 }
 
-/* Join the splits of one row and kv head. */
-static void merge(const Call *call, int64_t row, int64_t head, int64_t splits) {
-    const Decode *a = call->a;
-    int64_t queries = call->z.queries, dim = a->values.dim;
-    float *first = call->partials + (row * a->heads + head) * call->splits * call->partial_floats;
-    merge_splits(a, row, head * queries, queries, first, call->partial_floats, splits, dim, dim);
-}
+/* Bytes from one token of the window to the next. */
+static int64_t window_stride(const Side *side) { return side->window_slot * (side->window_dtype == F32 ? 4 : 2); }
 
 #define VNNI 0
 #if X86
@@ -95,8 +85,10 @@ END_TARGET
 
 #if X86
 static const Task tasks[NUM_ISAS] = {portable_task, avx2_task, avx512_task, vnni_task};
+static const Merge merges[NUM_ISAS] = {portable_merge, avx2_merge, avx512_merge, vnni_merge};
 #else
 static const Task tasks[NUM_ISAS] = {portable_task, portable_task, portable_task, portable_task};
+static const Merge merges[NUM_ISAS] = {portable_merge, portable_merge, portable_merge, portable_merge};
 #endif
 
 /* The best instruction set of this processor, as a number of enum Isa. */
@@ -119,11 +111,10 @@ int64_t kv_hf_decode(const Decode *a) {
     Sizes *z = &call.z;
     int64_t page = a->page_size;
     z->queries = a->group * a->q_len;
-    z->row = a->keys.dim;
-    z->lanes = largest_of(page, WINDOW_TILE);
-    z->weights = largest_of(z->queries * z->lanes, a->keys.dim);
+    z->row = (a->keys.dim + 15) / 16 * 16;
+    z->lanes = (largest_of(page, WINDOW_TILE) + 15) / 16 * 16;
+    z->weights = z->queries * z->lanes;
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
-    z->tile_keys = largest_of(a->keys.dim * WINDOW_TILE, z->scales); /* also where scales change places */
     z->integers = a->query_dtype != F32;
     for (int64_t row = 0; row < a->rows; row++) {
         Splits s = splits_of(((const int32_t *)a->num_pages)[row], ((const int32_t *)a->exact_lens)[row], page, 1);
@@ -131,8 +122,8 @@ int64_t kv_hf_decode(const Decode *a) {
     }
     call.partial_floats = z->queries * (a->values.dim + 2);
     call.partial_floats += -call.partial_floats & 15;
-    call.scratch_floats = 2 * z->queries * z->row + z->queries * z->lanes + z->weights + 2 * z->scales +
-                          z->tile_keys + a->values.dim * WINDOW_TILE + 2 * largest_of(a->keys.dim, page) + 64;
+    call.scratch_floats = 2 * z->queries * z->row + z->queries * z->lanes + z->weights + 3 * z->scales +
+                          2 * largest_of(a->keys.dim, page) + 64;
     int64_t pairs = a->rows * a->heads;
     call.splits = largest_of(call.splits, 1);
     call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
@@ -142,7 +133,7 @@ int64_t kv_hf_decode(const Decode *a) {
     for (int64_t i = 0; i < pairs; i++) atomic_init(call.done + i, 0);
     for (int64_t row = 0; row < a->rows; row++) /* rows without any token have no task that could write */
         if (((const int32_t *)a->num_pages)[row] + ((const int32_t *)a->exact_lens)[row] == 0)
-            for (int64_t head = 0; head < a->heads; head++) merge(&call, row, head, 0);
+            for (int64_t head = 0; head < a->heads; head++) merges[a->isa](&call, row, head, 0);
     kv_hf_parallel(tasks[a->isa], &call, pairs * call.splits, a->threads);
     return atomic_load(&call.failed);
 }

@@ -4,6 +4,7 @@
  * The arithmetic is in latent.inc and products.inc, compiled once for each instruction set. */
 #include "splits.h"
 
+#include <math.h>
 #include <stdatomic.h>
 
 #define TILE 64              /* tokens of a product */
@@ -57,11 +58,7 @@ static int64_t queries_of(const Latents *call, int64_t block) {
     return rest < call->block ? rest : call->block;
 }
 
-static void merge(const Latents *call, int64_t row, int64_t block, int64_t splits) {
-    float *first = call->partials + (row * call->blocks + block) * call->splits * call->partial_floats;
-    merge_splits(call->a, row, block * call->block, queries_of(call, block), first, call->partial_floats, splits,
-                 call->a->keys.dim, call->rank);
-}
+typedef void (*Merge)(const Latents *, int64_t row, int64_t block, int64_t splits);
 
 static int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
@@ -95,9 +92,12 @@ END_TARGET
 
 #if X86
 static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_avx2_task, latent_avx512_task, latent_avx512_task};
+static const Merge merges[NUM_ISAS] = {latent_portable_merge, latent_avx2_merge, latent_avx512_merge, latent_avx512_merge};
 #else
 static const Task tasks[NUM_ISAS] = {latent_portable_task, latent_portable_task, latent_portable_task,
                                      latent_portable_task};
+static const Merge merges[NUM_ISAS] = {latent_portable_merge, latent_portable_merge, latent_portable_merge,
+                                       latent_portable_merge};
 #endif
 
 /* Returns 0 or a number of enum Status. */
@@ -127,7 +127,7 @@ int64_t kv_hf_decode_latent(const Decode *a) {
     for (int64_t row = 0; row < a->rows; row++) { /* rows without any token have no task that could write */
         Splits s = latent_splits(&call, row);
         if (s.pages + s.window == 0)
-            for (int64_t block = 0; block < call.blocks; block++) merge(&call, row, block, 0);
+            for (int64_t block = 0; block < call.blocks; block++) merges[a->isa](&call, row, block, 0);
     }
     kv_hf_parallel(tasks[a->isa], &call, pairs * call.splits, a->threads);
     return atomic_load(&call.failed);

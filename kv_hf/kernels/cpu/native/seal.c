@@ -6,19 +6,13 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+#include "seal.h"
 #include "splits.h"
 
 #include <math.h>
-#include <stdatomic.h>
 
 #define LIMIT 65504.0f /* largest fp16 number */
 #define FLOAT8_MAX 448.0f
-
-typedef struct {
-    const Seal *a;
-    int64_t scratch_floats;
-    atomic_int damaged, failed;
-} SealCall;
 
 INLINE float round_to_half(float x) { return half_to_float(float_to_half(x)); }
 
@@ -58,18 +52,18 @@ END_TARGET
 #include "seal.inc"
 
 #if X86
-static const Task tasks[NUM_ISAS] = {seal_portable_task, seal_avx2_task, seal_avx512_task, seal_avx512_task};
+const Task kv_hf_seal_tasks[NUM_ISAS] = {seal_portable_task, seal_avx2_task, seal_avx512_task, seal_avx512_task};
 #else
-static const Task tasks[NUM_ISAS] = {seal_portable_task, seal_portable_task, seal_portable_task, seal_portable_task};
+const Task kv_hf_seal_tasks[NUM_ISAS] = {seal_portable_task, seal_portable_task, seal_portable_task, seal_portable_task};
 #endif
 
 /* Returns 1 when a number had to be made finite, else 0, or a number of enum Status: without a page, nothing was written. */
 int64_t kv_hf_seal(const Seal *a) {
-    SealCall call = {.a = a, .scratch_floats = 2 * a->page_size * a->side.dim + 4 * a->side.dim + 4 * a->page_size};
+    SealCall call = {.a = a, .scratch_floats = seal_floats(&a->side, a->page_size)};
     atomic_init(&call.damaged, 0);
     atomic_init(&call.failed, 0);
     for (int64_t i = 0; i < a->num_jobs; i++)
         if (((const int32_t *)a->jobs)[3 * i + 2] >= a->capacity) return NO_SUCH_PAGE;
-    kv_hf_parallel(tasks[a->isa], &call, a->num_jobs * a->heads, a->threads);
+    kv_hf_parallel(kv_hf_seal_tasks[a->isa], &call, a->num_jobs * a->heads, a->threads);
     return atomic_load(&call.failed) ? NO_MEMORY : atomic_load(&call.damaged);
 }

@@ -1,0 +1,57 @@
+"""Writing both sides of a step by one-sided functions: what backends without functions for pairs do."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..spec import PageSpec
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Fields = Mapping[str, torch.Tensor]
+
+
+def write_pair(
+    append: Callable[..., None],
+    seal: Callable[..., torch.Tensor],
+    windows: Pair,
+    new: Pair,
+    starts: torch.Tensor,
+    skips: torch.Tensor,
+    jobs: torch.Tensor | None,
+    fields: tuple[Fields, Fields] | None,
+    spec: PageSpec,
+    damaged: torch.Tensor,
+    launches: dict[Any, Any],
+) -> None:
+    """Append new tokens to both windows in place; where there are jobs, seal these pages from the windows.
+
+    Args:
+        append, seal: as reference.append_tokens and reference.seal_pages.
+        windows: keys and values, [rows, heads, slots, head_dim].
+        new: their new tokens, [rows, heads, q_len, head_dim].
+        starts, skips: [rows], int32: first free slot, and leading new tokens that are left out.
+        jobs: [n, 3], int32 (row, first slot, page id), or None.
+        fields: tensors of both sides' pages; None where there are no jobs.
+        damaged: uint8 scalar, set to 1 where numbers had to be made finite; never cleared, never read.
+        launches: what the backend keeps for this layer.
+    """
+    for window, tokens in zip(windows, new, strict=True):
+        append(window, tokens, starts, skips)
+    if jobs is not None:
+        assert fields is not None
+        seal_pair(seal, windows, jobs, fields, spec, damaged, launches)
+
+
+def seal_pair(
+    seal: Callable[..., torch.Tensor],
+    tokens: Pair,
+    jobs: torch.Tensor,
+    fields: tuple[Fields, Fields],
+    spec: PageSpec,
+    damaged: torch.Tensor,
+    launches: dict[Any, Any],
+) -> None:
+    """Seal pages of both sides from `tokens`; the arguments are those of `write_pair`."""
+    for side, own, pages in zip(spec.sides, tokens, fields, strict=True):
+        damaged.logical_or_(seal(own, jobs, pages, side))

@@ -1,0 +1,210 @@
+"""Write one side of a layer out densely, in one launch: what a long chunk of queries, or code that is not ours, reads.
+
+One program writes TILE columns of one (row, kv head). Knows nothing of attention; the bits are those of
+`kernels/dense.py`, which is the definition.
+"""
+
+import triton
+import triton.language as tl
+
+SCALE_MAX = tl.constexpr(65504.0)
+
+
+@triton.constexpr_function
+def within(GROUP, SIZE, WHOLE, RUN):
+    """Return whether blocks of SIZE places, cut from runs of RUN, each lie inside one group of GROUP."""
+    return GROUP == WHOLE or (GROUP % SIZE == 0 and RUN % SIZE == 0)
+
+
+@triton.jit
+def _number(x, RUN: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr):
+    """Return the numbers that the codes at place RUN of bytes or words `x` (int32) stand for, fp32."""
+    code = (x >> (RUN * BITS)) & ((1 << BITS) - 1)
+    if CODE == "signed":
+        code = (code ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
+    if CODE == "float8":  # float16 has the same subnormals, 8 exponents further down
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def _of_groups(
+    pointer,
+    first_token,
+    first_channel,
+    inside,
+    TALL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Load the scales (or offsets), one per TOKENS x CHANNELS, of TALL tokens and as many channels as `inside` has.
+
+    Returns: [TALL, W], or 1 in place of a size along which all are the same.
+    """
+    WIDE: tl.constexpr = inside.shape[0]
+    token = first_token + tl.arange(0, TALL)
+    column = (first_channel + tl.arange(0, WIDE)) // CHANNELS
+    if TOKENS % TALL == 0:
+        at = (first_token // TOKENS) * (DIM // CHANNELS) + column
+        factors = tl.load(pointer + at, mask=inside, other=0.0)[None, :]
+    elif within(CHANNELS, WIDE, DIM, WIDTH):
+        at = (token // TOKENS) * (DIM // CHANNELS) + first_channel // CHANNELS
+        factors = tl.load(pointer + at)[:, None]
+    else:
+        at = ((token // TOKENS) * (DIM // CHANNELS))[:, None] + column[None, :]
+        factors = tl.load(pointer + at, mask=inside[None, :], other=0.0)
+    return factors.to(tl.float32)
+
+
+@triton.jit
+def _write_part(
+    target,
+    room,
+    codes,
+    scale,
+    offset,
+    begin,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    S_TOKENS: tl.constexpr,
+    S_CHANNELS: tl.constexpr,
+    O_TOKENS: tl.constexpr,
+    O_CHANNELS: tl.constexpr,
+    TOKEN_CONTIGUOUS: tl.constexpr,
+    TOKEN_WORDS: tl.constexpr,
+    RUNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write TILE tokens of one page to `target`, the column of the page's first token; `room` columns are left there.
+
+    Args:
+        codes, scale, offset: of this page and head.
+        begin: the first token; of token words, the first word.
+    """
+    TALL: tl.constexpr = TILE // RUNS if TOKEN_WORDS else TILE
+    lane = begin + tl.arange(0, TALL)
+    for start in tl.static_range(0, WIDTH, WIDE):
+        place = start + tl.arange(0, WIDE)
+        inside = place < WIDTH
+        if TOKEN_CONTIGUOUS:
+            where = codes + lane[:, None] + (place * PAGE)[None, :]
+        else:
+            where = codes + (lane * WIDTH)[:, None] + place[None, :]
+        x = tl.load(where, mask=inside[None, :], other=0)
+        if CODE != "none":
+            x = x.to(tl.int32)
+        for run in tl.static_range(RUNS):
+            first = begin + (run * (PAGE // RUNS) if TOKEN_WORDS else 0)
+            channel = start + (0 if TOKEN_WORDS else run * WIDTH)
+            if CODE == "none":
+                y = x
+            else:
+                y = _number(x, run, CODE, BITS) * _of_groups(
+                    scale, first, channel, inside, TALL, S_TOKENS, S_CHANNELS, DIM, WIDTH
+                )
+                if O_TOKENS > 0:
+                    y = y + _of_groups(
+                        offset, first, channel, inside, TALL, O_TOKENS, O_CHANNELS, DIM, WIDTH
+                    )
+                if target.dtype.element_ty == tl.float16:
+                    # a scale rounded up may push the largest code just past float16's range
+                    y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
+            token = first + tl.arange(0, TALL)
+            held = (token < room)[:, None] & inside[None, :]
+            at = (token * DIM)[:, None] + (channel + tl.arange(0, WIDE))[None, :]
+            tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
+
+
+# tables may begin anywhere in a buffer that they share
+@triton.jit(
+    do_not_specialize=["seen", "table_row", "sink_tokens"],
+    do_not_specialize_on_alignment=["block_table", "num_pages", "exact_lens", "padding"],
+)
+def dense_kernel(
+    out,  # [rows, HEADS, seen, DIM]
+    seen,
+    codes,
+    scale,
+    offset,
+    block_table,
+    table_row,
+    num_pages,
+    window,  # [rows, HEADS, slots, DIM]
+    window_row,
+    window_head,
+    window_slot,
+    exact_lens,
+    padding,
+    sink_tokens,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    CODE: tl.constexpr,
+    BITS: tl.constexpr,
+    S_TOKENS: tl.constexpr,
+    S_CHANNELS: tl.constexpr,
+    O_TOKENS: tl.constexpr,
+    O_CHANNELS: tl.constexpr,
+    TOKEN_CONTIGUOUS: tl.constexpr,
+    TOKEN_WORDS: tl.constexpr,
+    RUNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    W_WIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write TILE columns of one (row, head). Grid: (seen / TILE rounded up, HEADS, rows).
+
+    The first programs of a row take the parts of its pages, the others its remaining columns: padding, window and what
+    is free. As TILE divides a page, a row's parts and its remaining columns fill the grid whatever its number of pages, so
+    that the host need not know it.
+
+    Groups of scales and offsets are S_TOKENS x S_CHANNELS and O_TOKENS x O_CHANNELS (0 where there is no offset). RUNS: codes
+    of a byte, or of a word where TOKEN_WORDS; WIDTH: bytes, words or numbers of a token. Tiles are WIDE places wide, those
+    of the window W_WIDE channels.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    pages = tl.load(num_pages + row)
+    exact = tl.load(exact_lens + row)
+    left = tl.load(padding + row)
+    sinks = tl.minimum(sink_tokens, exact)
+    out += (row.to(tl.int64) * HEADS + head) * seen * DIM
+    parts = pages * (PAGE // TILE)
+    if tile < parts:
+        page = tl.load(block_table + row.to(tl.int64) * table_row + tile // (PAGE // TILE))
+        block = page.to(tl.int64) * HEADS + head
+        first = left + sinks + (tile // (PAGE // TILE)) * PAGE
+        codes += block * (PAGE * WIDTH // (RUNS if TOKEN_WORDS else 1))
+        if CODE != "none":
+            scale += block * ((PAGE // S_TOKENS) * (DIM // S_CHANNELS))
+            if O_TOKENS > 0:
+                offset += block * ((PAGE // O_TOKENS) * (DIM // O_CHANNELS))
+        _write_part(
+            out + first.to(tl.int64) * DIM, seen - first, codes, scale, offset,
+            (tile % (PAGE // TILE)) * (TILE // RUNS if TOKEN_WORDS else TILE), PAGE, DIM, CODE, BITS, S_TOKENS,
+            S_CHANNELS, O_TOKENS, O_CHANNELS, TOKEN_CONTIGUOUS, TOKEN_WORDS, RUNS, WIDTH, WIDE, TILE,
+        )  # fmt: skip
+    else:
+        column = (tile - parts) * TILE + tl.arange(0, TILE)
+        behind = column >= left + sinks
+        slot = column - left
+        column = tl.where(behind, column + pages * PAGE, column)
+        source = window + row.to(tl.int64) * window_row + head * window_head
+        source += slot.to(tl.int64)[:, None] * window_slot
+        held = (slot >= 0) & (slot < exact)
+        target = out + column.to(tl.int64)[:, None] * DIM
+        for start in tl.static_range(0, DIM, W_WIDE):
+            channel = start + tl.arange(0, W_WIDE)
+            inside = (channel < DIM)[None, :]
+            x = tl.load(source + channel[None, :], mask=held[:, None] & inside, other=0.0)
+            tl.store(target + channel[None, :], x, mask=(column < seen)[:, None] & inside)

@@ -1,0 +1,279 @@
+"""One call of the C kernel that appends and seals both sides: the bytes and windows of the reference, or nothing at all."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import test_cpu_latent
+import torch
+from guarded import guarded
+from paged_inputs import DTYPES
+
+from kv_hf.errors import CacheMismatchError
+from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
+from kv_hf.kernels import reference
+from kv_hf.kernels.cpu import decode, library, write
+from kv_hf.spec import LANES, PageFields, PageSpec
+
+pytestmark = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
+ISAS = range(1 if library.missing() else library.isa() + 1)
+PAGE, SLOTS, PAGES = 16, 44, 6
+# first slot to write and padding of each row: some tokens, all columns, padding alone, up to the last slot
+STARTS, SKIPS = (5, 0, 30, 40), (1, 0, 5, 1)
+JOBS = [(0, 4, 2), (1, 0, 4), (2, 20, -1), (3, 28, 0), (3, 12, 5)]
+
+
+@pytest.fixture(params=ISAS, ids=lambda isa: library.ISA_NAMES[isa])
+def isa(request, monkeypatch):
+    monkeypatch.setattr(write, "isa", lambda: request.param)
+    return request.param
+
+
+def make_spec(keys="int4", values=None, dtype=torch.float32, dims=(64, 64)):
+    return PageSpec.build(
+        key_scheme(keys),
+        value_scheme(values or keys),
+        num_kv_heads=2,
+        key_dim=dims[0],
+        value_dim=dims[1],
+        page_size=PAGE,
+        dtype=dtype,
+        layout=LANES,
+    )
+
+
+class Inputs:
+    """Everything that a step writes: windows, new tokens, and storage with pages that nobody may touch."""
+
+    def __init__(self, spec, seed=0, place=torch.clone, q_len=5):
+        numbers = torch.Generator().manual_seed(seed)
+        rows, self.spec = len(STARTS), spec
+
+        def tokens(side, count):
+            shape = (rows, side.num_kv_heads, count, side.head_dim)
+            return place(torch.randn(shape, generator=numbers).to(side.dtype))
+
+        self.windows = tuple(tokens(side, SLOTS) for side in spec.sides)
+        self.new = tuple(tokens(side, q_len) for side in spec.sides)
+        self.starts, self.skips = (place(torch.tensor(x).int()) for x in (STARTS, SKIPS))
+        self.jobs = place(torch.tensor(JOBS).int())
+        self.fields = tuple(
+            PageFields(
+                {
+                    name: place(torch.full((PAGES, *shape), 3, dtype=kind))
+                    for name, (shape, kind) in side.fields.items()
+                }
+            )
+            for side in spec.sides
+        )
+        self.damaged = place(torch.zeros((), dtype=torch.uint8))
+        self.launches = {}
+
+    def by_reference(self):
+        """Do the step's work by the reference."""
+        sides = zip(self.windows, self.new, self.fields, self.spec.sides, strict=True)
+        for window, new, fields, side in sides:
+            reference.append_tokens(window, new, self.starts, self.skips)
+            self.damaged |= reference.seal_pages(window, self.jobs, fields, side)
+        return self
+
+    def by_pair(self, jobs=True):
+        """Do it by one call."""
+        write.write_pair(
+            self.windows,
+            self.new,
+            self.starts,
+            self.skips,
+            self.jobs if jobs else None,
+            self.fields,
+            self.spec,
+            self.damaged,
+            self.launches,
+        )
+        return self
+
+    @property
+    def written(self):
+        """All bytes that the step may write."""
+        stored = [tensor for fields in self.fields for tensor in fields.values()]
+        return [one.contiguous().view(torch.uint8) for one in (*self.windows, *stored)]
+
+
+def assert_equal(one, other):
+    assert bool(one.damaged) == bool(other.damaged)
+    for mine, wanted in zip(one.written, other.written, strict=True):
+        assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_write_pair_leaves_what_the_reference_leaves(isa, name, dtype):
+    for spec in (make_spec(name, dtype=dtype), make_spec(name, "int8", dtype, (128, 64))):
+        assert_equal(Inputs(spec).by_pair(), Inputs(spec).by_reference())
+
+
+@pytest.mark.parametrize("latent", ["exact", "int8", "int4", "fp8_ds_mla"])
+def test_write_pair_writes_latents(isa, latent):
+    for rope in (16, 0):
+        spec = test_cpu_latent.make_spec(latent, "int8" if rope else "exact", rank=128, rope=rope)
+        assert_equal(Inputs(spec).by_pair(), Inputs(spec).by_reference())
+
+
+def test_write_pair_of_another_step_uses_nothing_of_the_last(isa):
+    """The packed arguments stay; everything that they were packed from changes."""
+    spec = make_spec()
+    launches = {}
+    for seed, q_len in ((0, 5), (1, 5), (2, 5), (3, 1), (4, 5)):
+        one, other = Inputs(spec, seed, q_len=q_len), Inputs(spec, seed, q_len=q_len)
+        for inputs in (one, other):
+            inputs.skips.clamp_(max=q_len)
+            if seed == 2:  # another order in memory
+                inputs.new = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in one.new)
+                inputs.windows = tuple(
+                    x.repeat_interleave(2, 1)[:, ::2].transpose(0, 1).contiguous().transpose(0, 1)
+                    for x in inputs.windows
+                )
+        one.launches = launches
+        assert_equal(one.by_pair(), other.by_reference())
+    assert list(launches) == ["c write"]
+
+
+def test_write_pair_takes_tokens_whose_channels_lie_apart(isa):
+    one, other = Inputs(make_spec()), Inputs(make_spec())
+    one.new = tuple(x.transpose(2, 3).contiguous().transpose(2, 3) for x in one.new)
+    assert_equal(one.by_pair(), other.by_reference())
+
+
+def test_write_pair_without_jobs_touches_no_page(isa):
+    one, other = Inputs(make_spec()), Inputs(make_spec())
+    other.jobs = other.jobs[:0]
+    assert_equal(one.by_pair(jobs=False), other.by_reference())
+    assert_equal(one.by_pair(jobs=False), other)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 7e4])
+def test_write_pair_says_that_numbers_were_made_finite(isa, bad, side):
+    one, other = Inputs(make_spec()), Inputs(make_spec())
+    for inputs in (one, other):
+        inputs.new[side][1, 1, 2, 3] = bad
+    assert_equal(one.by_pair(), other.by_reference())
+    assert one.damaged == 1
+    clean = Inputs(make_spec())
+    one.new, one.windows = clean.new, clean.windows
+    assert one.by_pair().damaged == 1, "it is never cleared"
+
+
+def test_seal_pair_writes_the_bytes_of_the_reference(isa):
+    for name in FORMAT_NAMES:
+        one, other = Inputs(make_spec(name)), Inputs(make_spec(name))
+        tokens = tuple(x.transpose(2, 3).contiguous().transpose(2, 3) for x in one.windows)
+        write.seal_pair(tokens, one.jobs, one.fields, one.spec, one.damaged, {})
+        for window, fields, side in zip(other.windows, other.fields, other.spec.sides, strict=True):
+            reference.seal_pages(window, other.jobs, fields, side)
+        assert_equal(one, other)
+
+
+def test_write_pair_stays_inside_of_its_arguments(isa):
+    for name in FORMAT_NAMES:
+        spec = make_spec(name, dtype=torch.float16)
+        assert_equal(Inputs(spec, place=guarded).by_pair(), Inputs(spec).by_reference())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("starts", 3, 41), "0 to 43"),
+        (("starts", 0, -1), "0 to 43"),
+        (("skips", 0, 6), "0 to 43"),
+        (("skips", 2, -1), "0 to 43"),
+        (("jobs", (4, 0), 4), "0 to 43"),
+        (("jobs", (4, 0), -1), "0 to 43"),
+        (("jobs", (4, 1), 29), "0 to 43"),
+        (("jobs", (4, 1), -1), "0 to 43"),
+        (("jobs", (4, 2), PAGES), "jobs must name pages .* 0 to 5"),
+    ],
+)
+def test_write_pair_refuses_what_does_not_exist_before_it_writes(isa, change, says):
+    one, untouched = Inputs(make_spec()), Inputs(make_spec())
+    name, at, value = change
+    getattr(one, name)[at] = value
+    with pytest.raises(CacheMismatchError, match=says):
+        one.by_pair()
+    assert_equal(one, untouched)
+    one.starts, one.skips, one.jobs = untouched.starts, untouched.skips, untouched.jobs
+    assert_equal(one.by_pair(), untouched.by_reference())
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_write_pair_takes_the_least_room_of_all_fields(isa, side):
+    one, untouched = Inputs(make_spec()), Inputs(make_spec())
+    whole = one.fields[side]["scale"]
+    one.fields[side]["scale"] = whole[:5]
+    with pytest.raises(CacheMismatchError, match="0 to 4, and names another"):
+        one.by_pair()
+    one.fields[side]["scale"] = whole
+    assert_equal(one, untouched)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"new": lambda x: (x.new[0], x.new[1].half())}, "new values must be torch.float32"),
+        ({"new": lambda x: (x.new[0][:, :1], x.new[1])}, r"new keys must be .* \[4, 2, 5, 64\]"),
+        ({"new": lambda x: (x.new[0], x.new[1][:, :, 1:])}, r"new values .* \[4, 2, 5, 64\]"),
+        ({"starts": lambda x: x.starts.long()}, r"starts must be torch.int32 \[4\]"),
+        ({"skips": lambda x: x.skips[:3]}, r"skips must be torch.int32 \[4\]"),
+        (
+            {"windows": lambda x: (x.windows[0].double(), x.windows[1])},
+            "windows of keys must hold contiguous",
+        ),
+    ],
+)
+def test_write_pair_refuses_tensors_that_do_not_fit(change, says):
+    one, untouched = Inputs(make_spec()), Inputs(make_spec())
+    [(name, make)] = change.items()
+    good = getattr(one, name)
+    setattr(one, name, make(one))
+    with pytest.raises(CacheMismatchError, match=says):
+        one.by_pair()
+    setattr(one, name, good)
+    assert_equal(one, untouched)
+
+
+def test_packed_arguments_do_not_follow_a_copy():
+    """A copied cache has tensors of its own: the addresses of the original are none of its."""
+    one = Inputs(make_spec()).by_pair()
+    kept = one.launches["c write"]
+    for again in (copy.deepcopy(one.launches), pickle.loads(pickle.dumps(one.launches))):
+        block = again["c write"]
+        assert block.layout is None
+        assert block.address != kept.address
+        assert not any(block.memory)
+        other, wanted = Inputs(make_spec(), 7), Inputs(make_spec(), 7)
+        other.launches = again
+        assert_equal(other.by_pair(), wanted.by_reference())
+
+
+def test_threads_that_share_packed_arguments_do_not_mix_them():
+    spec = make_spec()
+    launches, failed = {}, []
+    wanted = [Inputs(spec, seed).by_reference() for seed in range(4)]
+
+    def run(seed):
+        try:
+            for _ in range(50):
+                one = Inputs(spec, seed)
+                one.launches = launches
+                assert_equal(one.by_pair(), wanted[seed])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert set(launches) == {write._NAME} != {decode._NAME}

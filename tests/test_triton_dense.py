@@ -1,0 +1,251 @@
+"""The kernel that writes a layer out densely, against its definition bit for bit; in the interpreter, and compiled."""
+
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+import transformers
+from interpreter import call, dense, needs_interpreter
+from paged_inputs import DTYPES, make_kv
+from test_chunks import pretend_fused
+from test_triton_latent import make_kv as make_latents
+from test_triton_latent import spec_of as latents_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kv_hf
+from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
+from kv_hf.hf import attention, causal
+from kv_hf.hf.lazy_mask import LazyMask
+from kv_hf.kernels.dense import dense_side
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+)
+
+
+def check(kv):
+    """Every bit of both sides is that of the definition."""
+    for side in ("keys", "values"):
+        expected, got = dense_side(kv, side), call(dense, kv, side)
+        assert got.dtype == expected.dtype
+        assert got.shape == expected.shape
+        assert torch.equal(got.contiguous().view(torch.uint8), expected.view(torch.uint8)), side
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_dense_kernel_writes_the_bits_of_the_definition(name, dtype):
+    rows = [(2, 11), (0, 3), (1, 4), (0, 0)]  # pages and exact tokens of each row
+    check(make_kv(name, rows=rows, dtype=dtype, key_dim=32, shuffle=1, poison=True, more_padding=5))
+
+
+GROUPS = {
+    "keys-of-16-tokens": {"page": 32, "key_group": 16},
+    "keys-of-8-tokens": {"key_group": 8},
+    "values-of-16-channels": {"value_group": 16},
+    "values-of-8-channels": {"value_group": 8},
+    "values-of-20-channels": {"key_dim": 80, "value_group": 20},
+    "odd-dim": {"key_dim": 24, "value_group": 24},
+    "wide": {"key_dim": 256},
+    "page-of-128": {"page": 128, "rows": [(1, 30)], "key_dim": 32},
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("name", ["int4", "int2"])
+def test_dense_kernel_takes_every_group(name, options):
+    check(make_kv(name, **{"rows": [(2, 7), (1, 2)], "heads": 1, "poison": True, **options}))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+def test_dense_kernel_writes_latents(name):
+    check(
+        make_latents(
+            name, rows=[(2, 11), (0, 3), (1, 4)], poison=True, padding=3, dtype=torch.bfloat16
+        )
+    )
+
+
+@needs_interpreter
+def test_dense_kernel_writes_latents_without_rope_keys():
+    check(make_latents("int4", rope_dim=0, page=32, tokens=16, rank=48))
+
+
+@needs_interpreter
+def test_dense_kernel_clamps_to_float16():
+    """A scale rounded up may push the largest code past float16's range."""
+    kv = make_kv("int8", rows=[(1, 0)], dtype=torch.float16)
+    kv.key_pages["scale"].fill_(600.0)
+    check(kv)
+    assert float(dense_side(kv, "keys").max()) == 65504.0
+
+
+@needs_interpreter
+def test_dense_kernel_leaves_free_columns_zero():
+    """A preallocated cache shows columns that hold no token yet."""
+    kv = make_kv("int4", rows=[(3, 9), (2, 5)], poison=True)
+    check(replace(kv, seen=kv.seen + 37))
+
+
+@needs_interpreter
+def test_dense_kernel_reads_windows_of_any_strides():
+    kv = make_kv("int8", rows=[(2, 9), (1, 5)])
+    by_slot = kv.window_keys.transpose(1, 2).contiguous().transpose(1, 2)
+    by_channel = kv.window_values.transpose(2, 3).contiguous().transpose(2, 3)
+    check(replace(kv, window_keys=by_slot, window_values=by_channel))
+
+
+@needs_triton
+def test_dense_constants_cut_tiles_that_fill_the_grid():
+    """A row's parts of pages and its other columns are TILE columns each, so that the grid needs no lengths."""
+    from kv_hf.kernels.triton.dense_launch import dense_constants
+
+    for name in FORMAT_NAMES:
+        for page in (16, 64, 256):
+            spec = make_kv(name, page=page, rows=[(1, 3)], slots=8).spec
+            for side in spec.sides:
+                plain = dense_constants(side)
+                assert page % plain["TILE"] == 0
+                assert plain["TILE"] * plain["WIDE"] * plain["RUNS"] <= 8192
+
+
+def spec_of(name, dim=128):
+    return make_kv(name, rows=[(1, 0)], key_dim=dim, heads=8, page=64, dtype=torch.bfloat16).spec
+
+
+@needs_triton
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_dense_kernel_compiles_to_wide_loads_and_stores(name, side):
+    """16 bytes at a time, without spills; products and sums are rounded one by one, as the definition's."""
+    from kv_hf.kernels.triton import aot, sass
+
+    kernel = aot.compile_dense(getattr(spec_of(name), side), "sm_90")
+    code = sass.read_cubin(kernel)
+    assert code.spills == 0
+    assert {op for op in code.whole if op.startswith("STG")} == {"STG.E.128"}
+    assert not any(op.startswith("LDG") and ".U8" in op for op in code.whole)
+    assert "fma" not in kernel.asm["ptx"]
+    assert name == "exact" or "cvt.rn.bf16" in kernel.asm["ptx"]
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx942"])
+def test_dense_kernel_compiles_for_other_gpus(arch):
+    from kv_hf.kernels.triton import aot
+
+    kind = "cubin" if arch.startswith("sm_") else "amdgcn"
+    for name in ("int4", "fp8"):
+        for side in spec_of(name).sides:
+            assert aot.compile_dense(side, arch).asm[kind]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["int4", "fp8_ds_mla"])
+def test_dense_kernel_of_latents_compiles_without_spills(name):
+    from kv_hf.kernels.triton import aot, sass
+
+    spec = latents_of(name, rank=512, rope_dim=64, page=64, dtype=torch.bfloat16)
+    for side in spec.sides:
+        assert sass.read_cubin(aot.compile_dense(side, "sm_90")).spills == 0
+
+
+# -- what a chunk launches -------------------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's operators that launch something, and those that wait for a device."""
+
+    VIEWS = (
+        "view",
+        "slice",
+        "select",
+        "detach",
+        "alias",
+        "expand",
+        "unsqueeze",
+        "transpose",
+        "new_empty",
+        "empty",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def pretend_attention(monkeypatch):
+    """Let the CPU pass for a GPU on which attention is one operator (torch makes no bias under a dispatch mode)."""
+    pretend_fused(monkeypatch)
+    monkeypatch.setattr(causal, "causal_lower_right", lambda *sizes: None)
+    fused = lambda query, *others, **options: torch.ops.aten.empty_like.default(query)  # noqa: E731
+    monkeypatch.setattr(causal, "scaled_dot_product_attention", fused)
+
+
+def long_turn(gpu, past, rows):
+    """Launches and operators of one layer's update, of its dense keys and values, and of its attention."""
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1
+    )
+    cache = kv_hf.PagedCache(config, keys="int4", page_size=16, kernel="triton")
+    padding = torch.arange(rows)[:, None] * 33
+    cache.observe_padding((torch.arange(past) >= padding).long())
+    cache.update(*torch.zeros(2, rows, 2, past, 64, dtype=torch.bfloat16), 0)
+    before = len(gpu.launches)
+    keys, values = cache.update(*torch.zeros(2, rows, 2, 100, 64, dtype=torch.bfloat16), 0)
+    with Operators() as written:
+        for side in ("keys", "values"):
+            keys.view_of_pages.dense(side)
+    query = torch.zeros(rows, 4, 100, 64, dtype=torch.bfloat16)
+    shape = (rows, 1, 100, past + 100)
+    mask = LazyMask(shape, query.device, pytest.fail, causal=True)
+    with Operators() as attended:
+        attention.kv_hf_attention(torch.nn.Module(), query, keys, values, mask)
+    return gpu.names()[before:], written.found, attended.found
+
+
+@needs_triton
+def test_dense_kernel_is_compiled_once_for_tables_anywhere():
+    """Block tables and lengths of other batches begin elsewhere, and texts have other lengths."""
+    from kv_hf.kernels.triton.dense_launch import dense_side as by_kernel
+    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+
+    def shifted(tensor, by):
+        return torch.cat([tensor.new_zeros(by), tensor.flatten()])[by:].view(tensor.shape)
+
+    with pretend_gpu() as gpu:
+        for by, rows in enumerate([[(3, 5)], [(1, 2), (2, 9)], [(8, 1), (0, 3), (1, 1)]]):
+            kv = make_kv("int4", rows=rows, dtype=torch.bfloat16)
+            names = ("block_table", "num_pages", "exact_lens", "padding")
+            moved = {name: shifted(getattr(kv, name), by) for name in names}
+            by_kernel(replace(kv, **moved), "keys")
+        assert gpu.variants == {"dense_kernel": 1}
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 3])
+def test_long_turns_launch_no_more_on_longer_texts(monkeypatch, rows):
+    """Nor do they wait for the device, whatever their rows hold."""
+    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+
+    pretend_attention(monkeypatch)
+    with pretend_gpu() as gpu, torch.no_grad():
+        short, long = (long_turn(gpu, past, rows) for past in (200, 3000))
+        assert gpu.variants["dense_kernel"] == 2  # keys and values
+    assert short == long
+    launches, written, attended = short
+    assert [name for name in launches if name == "dense_kernel"] == 4 * ["dense_kernel"]
+    assert launches[-2:] == 2 * ["dense_kernel"]
+    assert not written
+    assert attended == {"empty_like": 1, "clone": 1}  # attention, and its result made contiguous

@@ -55,6 +55,7 @@ class Text:
         spec = layer.formats.spec(num_kv_heads=8, key_dim=128, value_dim=128, dtype=torch.bfloat16)
         pages = self.cache.arena.storage(layer.layer_idx, spec, META, layer.group)
         store = LayerStore(layer.layer_idx, pages, layer.group.sink_tokens, "reference")
+        store.damaged = torch.zeros((), dtype=torch.uint8)  # nothing is sealed here
         for window in store.windows:
             shape = (self.rows, 8, layer.group.slots, 128)
             window.tokens = torch.zeros(shape, dtype=torch.bfloat16, device=META)

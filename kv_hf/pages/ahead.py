@@ -66,7 +66,7 @@ class RoomAhead:
         """Return the pages to make room for where storage grows anyway; 0 where no length is expected.
 
         Args:
-            rows: as they are behind `seen` columns; of their pages, those that have ids already.
+            batch: the rows as they are behind `seen` columns; of their pages, those that have ids already.
             num_ids: ids that the step needs.
         """
         if self.expected is None:

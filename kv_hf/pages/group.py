@@ -15,18 +15,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 
 from ..errors import CacheMismatchError, KVCacheError
 from ..spec import reserved_pages, sealed_pages
 from .ahead import RoomAhead
 from .batch import NO_ROWS, Batch
-from .held_rows import HeldRows
 from .lockstep import Lockstep
 from .named_pages import NamedPages, PageNamer
+from .padded_rows import PaddedRows
 from .plan import AppendPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .pool import PagePool
 from .step import Grown, PageIds, Row, SealJobs, Step
@@ -44,7 +43,7 @@ class Store(Protocol):
         ...
 
 
-class PageGroup(HeldRows):
+class PageGroup(PaddedRows):
     """Bookkeeping of the layers that share one block table.
 
     Args:
@@ -55,12 +54,7 @@ class PageGroup(HeldRows):
     Attributes:
         stores: layer -> its tensors, of the layers that have any.
         ahead: how far storage grows beyond need.
-        masked_step: the step whose attention has to be given a mask, as one was made that hides padding; -1: none.
-        watch: what looks at masks later, on devices that have to be waited for (cache/mask_watch.py).
     """
-
-    masked_step = -1
-    watch: Any = None
 
     def __init__(
         self,
@@ -114,10 +108,6 @@ class PageGroup(HeldRows):
         """Turn past recording off: full pages are sealed at once again."""
         self.sizes = replace(self.sizes, recording=False)
 
-    def forget_padding(self) -> None:
-        """Drop padding that was observed but not used yet (a forward without any mask follows)."""
-        self._padding_seen = None
-
     def confirm(self) -> None:
         """Declare all columns seen so far final (a crop that removes nothing)."""
         self.confirmed = self.seen
@@ -133,23 +123,6 @@ class PageGroup(HeldRows):
             self.end_recording()
             self.lockstep.opening = False
             self.pool.close_change()
-
-    def needs_padding(self) -> bool:
-        """True while some row has no real token yet, so that its padding is still to be learnt."""
-        return not len(self.batch) or not self.sizes.all_tokens(self.batch).all()
-
-    def observe_padding(self, attention_mask: torch.Tensor, columns: int | None = None) -> None:
-        """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding).
-
-        Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
-
-        Args:
-            columns: of the first forward, where the mask may be of other columns than the model then passes (virtual
-                tokens or an image are put in front): a forward of another length is taken to have no padding.
-        """
-        if attention_mask.ndim == 2 and self.needs_padding():
-            padded = attention_mask.to(torch.bool).cumsum(-1) == 0
-            self._padding_seen, self._padding_columns = padded.sum(-1).tolist(), columns
 
     def adopt(self, rows: Sequence[Row], seen: int) -> None:
         """Begin with rows whose pages others hold too, as if `seen` columns had gone through an empty group."""
@@ -271,8 +244,8 @@ class PageGroup(HeldRows):
         with self.pool.lock:
             self.pool.settle()
             freed = sum(self.pool.count(page) == 1 for pages in self._leaving for page in pages)
-            self.pool.check_room(count - freed)
-        return count
+            self.pool.check_room(plan.num_pages - freed)
+        return plan.num_pages
 
     def prepare_append(self, batch: int, q_len: int) -> None:
         """Raise what the append would, and make the room that it takes: for groups whose layers come later."""
@@ -297,17 +270,6 @@ class PageGroup(HeldRows):
             )
         before = self._padded_rows(batch, q_len)
         return before, plan_append(self.sizes, before, self.seen, q_len, self.confirmed)
-
-    def _padded_rows(self, batch: int, q_len: int) -> Batch:
-        """Return the rows as the step finds them, with the padding that was learnt since."""
-        rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * batch)
-        empty = self.sizes.all_tokens(rows) == 0
-        if not empty.any():
-            return rows
-        known = self._padding_seen if self.seen or self._padding_columns in (None, q_len) else None
-        padding = known if known is not None and len(known) == batch else [0] * batch
-        learnt = np.maximum(self.seen, np.array(padding, dtype=np.int64))
-        return replace(rows, padding=np.where(empty, learnt, rows.padding))
 
     def _plan_rows(self, op: tuple, sources: Sequence[int]) -> tuple[Step, tuple[Row, ...]]:
         steps, rows = plan_rows(self.rows, sources)

@@ -13,6 +13,7 @@ from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardErr
 from ..formats import ATTENTION_NAME
 from ..kernels.inputs import PagedKV
 from ..kernels.ops import MAX_DECODE_QUERIES
+from ..pages import moved
 from ..pages.static_table import WORKING, StaticTable
 from ..pages.storing import storing
 from ..spec import PageSpec
@@ -124,7 +125,7 @@ class StaticPagedLayer(CacheLayerMixin):
             forget()
             self._changes += 1
         runs = store.append(step, key_states, value_states)
-        if not compiling and self.device.type == "cpu":
+        if not compiling and moved.is_host(self.device):
             store.base.report_damage()
         read = (key_states, value_states)
         if not table.was_empty:

@@ -8,6 +8,7 @@ from ..errors import CacheMismatchError
 from ..kernels.choice import choose
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
+from ..pages import moved
 from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
@@ -212,7 +213,7 @@ class LayerStore:
 
     def _look_for_damage(self) -> None:
         """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""
-        if self.damaged.device.type == "cpu":
+        if moved.is_host(self.damaged.device):
             self.report_damage()
 
     def report_damage(self) -> None:

@@ -240,7 +240,6 @@ class PageGroup(PaddedRows):
 
     def _check_room(self, plan: AppendPlan) -> int:
         """Return the pages that the plan takes. Raises PagePoolExhaustedError."""
-        count = plan.num_pages
         with self.pool.lock:
             self.pool.settle()
             freed = sum(self.pool.count(page) == 1 for pages in self._leaving for page in pages)

@@ -103,13 +103,15 @@ def test_output_attentions_takes_the_dense_route():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_gradients_of_the_newest_tokens_flow_and_the_rest_is_said():
+def test_gradients_of_queries_flow_and_that_keys_and_values_get_none_is_said():
     model, cache = filled_cache("int4")
     model.set_attn_implementation("kv_hf")
-    with pytest.warns(kv_hf.KVCacheWarning, match="no gradients"):
+    with pytest.warns(kv_hf.KVCacheWarning, match="No gradient flows through the keys"):
         out = model(tokens(2, 1), past_key_values=cache).logits
     out.sum().backward()
-    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.grad.abs().sum() > 0
+    assert attention.k_proj.weight.grad is None and attention.v_proj.weight.grad is None
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,9 @@ class PagedLayer(DynamicLayer):
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_once(
                 "gradients",
-                "Cached keys and values carry no gradients: a backward pass reaches only the newest tokens. "
-                "Use torch.no_grad() for generation, or a DynamicCache for training through the cache",
+                "No gradient flows through the keys and values of a paged cache, not even those of the newest tokens: their "
+                "projections get none, and what comes before them lacks that part. Use torch.no_grad() for generation, or a "
+                "DynamicCache for training through the cache",
             )
         assert step.view is not None
         view = self._view_of(store.kv(step.view, *runs, step.seen_after))

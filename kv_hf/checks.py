@@ -7,6 +7,11 @@ from typing import Any
 from .errors import CacheOptionError
 from .printable import short
 
+# largest values of options
+MOST_PAGE_SIZE = 2**20
+MOST_TOKENS = 2**30  # tables are int32, and sums of two of these numbers fit
+MOST_BYTES = 2**62
+
 
 def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     """Raise CacheOptionError unless `value` is one of `choices`; the message lists them and the nearest."""

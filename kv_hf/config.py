@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .checks import check_choice, check_int, is_power_of_two
+from .checks import (
+    MOST_BYTES,
+    MOST_PAGE_SIZE,
+    MOST_TOKENS,
+    check_choice,
+    check_int,
+    is_power_of_two,
+)
 from .errors import CacheOptionError
 from .formats import (
     FORMAT_NAMES,
@@ -26,9 +33,6 @@ ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
 OFFLOAD_CHOICES = ("cpu", "disk")
 MLA_CHOICES = ("auto", "absorb", "expand")
-MOST_PAGE_SIZE = 2**20
-MOST_TOKENS = 2**30  # tables are int32, and sums of two of these numbers fit
-MOST_BYTES = 2**62
 KERNEL_CHOICES = ("auto", "triton", "c", "sdpa", "reference")
 
 

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .checks import check_choice, check_int, is_power_of_two
+from .checks import (
+    MOST_BYTES,
+    MOST_PAGE_SIZE,
+    MOST_TOKENS,
+    check_choice,
+    check_int,
+    is_power_of_two,
+)
 from .errors import CacheOptionError
 from .formats import (
     FORMAT_NAMES,
@@ -105,25 +112,25 @@ class CacheConfig:
         check_choice("kernel", self.kernel, KERNEL_CHOICES)
         check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
         self._check_latent()
-        check_int("page_size", self.page_size, 16)
+        check_int("page_size", self.page_size, 16, MOST_PAGE_SIZE)
         if not is_power_of_two(self.page_size):
             raise CacheOptionError(
                 f"page_size must be a power of two of at least 16, got {self.page_size}"
             )
         if self.key_group_size is not None:
-            check_int("key_group_size", self.key_group_size, 1)
+            check_int("key_group_size", self.key_group_size, 1, MOST_PAGE_SIZE)
             if self.page_size % self.key_group_size:
                 raise CacheOptionError(
                     f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
                 )
         if self.value_group_size is not None:
-            check_int("value_group_size", self.value_group_size, 1)
+            check_int("value_group_size", self.value_group_size, 1, MOST_PAGE_SIZE)
         self._check_groups()
-        check_int("sink_tokens", self.sink_tokens, 0)
-        check_int("recent_tokens", self.recent_tokens, 0)
-        check_int("reserve_tokens", self.reserve_tokens, 0)
+        check_int("sink_tokens", self.sink_tokens, 0, MOST_TOKENS)
+        check_int("recent_tokens", self.recent_tokens, 0, MOST_TOKENS)
+        check_int("reserve_tokens", self.reserve_tokens, 0, MOST_TOKENS)
         if self.max_pages is not None:
-            check_int("max_pages", self.max_pages, 1)
+            check_int("max_pages", self.max_pages, 1, MOST_TOKENS)
         if self.prefix_store is not None and self.max_pages is not None:
             raise CacheOptionError(
                 f"max_pages={self.max_pages} does not go with prefix_store, whose pages many caches share; bound it by "
@@ -157,7 +164,7 @@ class CacheConfig:
         """Raise CacheOptionError for a bad `max_length`, or for options of a cache that grows beside it."""
         if self.max_length is None:
             return
-        check_int("max_length", self.max_length, 1)
+        check_int("max_length", self.max_length, 1, MOST_TOKENS)
         for name, default in (
             ("recent_tokens", 0),
             ("reserve_tokens", 0),
@@ -180,7 +187,7 @@ class CacheConfig:
         if self.latent is not None:
             check_choice("latent", self.latent, LATENT_FORMAT_NAMES)
         if self.latent_group_size is not None:
-            check_int("latent_group_size", self.latent_group_size, 1)
+            check_int("latent_group_size", self.latent_group_size, 1, MOST_PAGE_SIZE)
             names = {self.latent or self.keys, *(sides.get("keys") for sides in self._overrides())}
             if not names & {"fp8", "int8"}:
                 raise CacheOptionError(
@@ -219,7 +226,7 @@ class CacheConfig:
         budgets = {"device_bytes": self.device_bytes, "device_pages": self.device_pages}
         given = {name: value for name, value in budgets.items() if value is not None}
         for name, value in given.items():
-            check_int(name, value, 1)
+            check_int(name, value, 1, MOST_BYTES if name == "device_bytes" else MOST_TOKENS)
         if len(given) > 1:
             raise CacheOptionError(
                 f"device_bytes and device_pages are two ways to give one budget, got both ({given})"

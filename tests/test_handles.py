@@ -103,13 +103,15 @@ def test_output_attentions_takes_the_dense_route():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_gradients_of_the_newest_tokens_flow_and_the_rest_is_said():
+def test_gradients_of_queries_flow_and_that_keys_and_values_get_none_is_said():
     model, cache = filled_cache("int4")
     model.set_attn_implementation("kv_hf")
-    with pytest.warns(kv_hf.KVCacheWarning, match="no gradients"):
+    with pytest.warns(kv_hf.KVCacheWarning, match="No gradient flows through the keys"):
         out = model(tokens(2, 1), past_key_values=cache).logits
     out.sum().backward()
-    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.grad.abs().sum() > 0
+    assert attention.k_proj.weight.grad is None and attention.v_proj.weight.grad is None
 
 
 @pytest.mark.parametrize(
@@ -327,3 +329,32 @@ def test_views_of_a_handle_compute_as_tensors_and_copies_may_be_written_to(mode)
             assert type(copy_) is torch.Tensor
             copy_.zero_()
         assert torch.equal(keys.dense(), dense)
+
+
+@pytest.mark.parametrize("padding", [0, 33])
+def test_layer_that_is_read_before_its_update_gives_what_it_holds(padding):
+    """A model may look at its own past first; layers in front of this one are a forward ahead then."""
+    model, read = make_model("llama", attn_implementation="kv_hf"), {}
+    caches = [kv_hf.PagedCache(model.config, page_size=16), DynamicCache(config=model.config)]
+
+    def look(module, args, kwargs):
+        held = kwargs["past_key_values"].layers[module.layer_idx]
+        if held.get_seq_length():
+            read.setdefault(id(kwargs["past_key_values"]), []).append((held.keys, held.values))
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
+    for start, end in ((0, 60), (60, 61), (61, 80), (80, 81)):
+        shown = (torch.arange(end) >= torch.tensor([[0], [padding]])).long()
+        for cache in caches:
+            with torch.no_grad():
+                given = {"attention_mask": shown, "past_key_values": cache}
+                if padding and start and cache is caches[0]:  # it is not stored: zeros, not numbers
+                    with pytest.raises(kv_hf.InterruptedForwardError, match="behind the other"):
+                        model(tokens(2, 90)[:, start:end], **given)
+                    return
+                model(tokens(2, 90)[:, start:end], **given)
+    ours, theirs = (read[id(cache)] for cache in caches)
+    assert len(ours) == len(theirs) == 6
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

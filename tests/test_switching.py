@@ -264,10 +264,18 @@ def test_every_shipped_attention_with_the_interface_passes_its_class_check():
         assert why_not_class(getattr(transformers, name)) is None
 
 
-def test_model_without_an_argument_for_a_cache_is_refused():
-    config = transformers.OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=2)
-    model = transformers.OpenAIGPTLMHeadModel(config).eval()
-    with pytest.raises(kv_hf.UnsupportedModelError, match="does not keep its keys and values"):
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"n_embd": 32, "n_layer": 1, "n_head": 2}, "OpenAIGPTLMHeadModel"),
+        ({"emb_dim": 32, "n_layers": 1, "n_heads": 2}, "FlaubertWithLMHeadModel"),
+    ],
+)
+def test_model_without_an_argument_for_a_cache_is_refused(config, name):
+    """Flaubert keeps its keys and values in a transformers Cache, but takes it under another name."""
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(vocab_size=97, **config)).eval()
+    with pytest.raises(kv_hf.UnsupportedModelError, match=f"no forward of {name} has.*past_key"):
         model.generate(tokens(1, 9), max_new_tokens=2, cache_implementation="paged_exact")
 
 

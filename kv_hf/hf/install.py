@@ -190,10 +190,15 @@ def _check_paged_cross(model: Any) -> None:
 def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderDecoderCache:
     name = generation_config.cache_implementation
     named = "mamba" in type(model).__name__.lower()
-    if named or not model._supports_default_dynamic_cache() or not _takes_a_cache(model):
+    if named or not model._supports_default_dynamic_cache():
         raise UnsupportedModelError(
             f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a "
             "transformers Cache, so that pages cannot hold them; leave cache_implementation out"
+        )
+    if not _takes_a_cache(model):
+        raise UnsupportedModelError(
+            f"cache_implementation={name!r}: no forward of {type(model).__name__} has the argument past_key_values, by which "
+            "generate() hands a cache over, so that pages would stay empty; leave cache_implementation out"
         )
     options = generation_config.cache_config
     if options is not None and not isinstance(options, dict):
@@ -212,7 +217,7 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
 
 
 def _takes_a_cache(model: Any) -> bool:
-    """Say whether any part of `model` has an argument for a cache: the first GPT, for one, computes all anew."""
+    """Say whether any part of `model` takes generate()'s cache: the first GPT has none, Flaubert calls its own `cache`."""
     return any(
         "past_key_values" in inspect.signature(part.forward).parameters
         for part in model.modules()

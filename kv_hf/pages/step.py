@@ -117,6 +117,14 @@ class TableView:
         table = tables[device]
         return cls(table, num_pages, exact_lens, padding, offset, starts, skips, tables, packed)
 
+    def before(self, seen: int) -> "TableView":
+        """Return where the tokens of a layer lie that has seen `seen` columns and has not appended this forward's."""
+        assert self.starts is not None
+        padding = self.padding.clamp(max=seen - self.offset)
+        return TableView(
+            self.block_table, self.num_pages, self.starts, padding, self.offset, tables=self.tables
+        )
+
     def on(self, device: torch.device) -> "TableView":
         """Return this view with its tensors on `device` (moved once, then remembered)."""
         if device == self.block_table.device:

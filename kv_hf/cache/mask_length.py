@@ -37,6 +37,11 @@ class MaskLength(int):
         return self
 
     @property
+    def preallocated(self) -> bool:
+        """Whether the cache is of the preallocated form."""
+        return not any(isinstance(group, PageGroup) for group in self.groups)
+
+    @property
     def padded(self) -> bool:
         """Whether some row is known to begin with padding."""
         return any(bool(group.batch.padding.any()) for group in self.groups)

@@ -45,10 +45,14 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         kwargs["kv_length"] = int(length)
         one = not several and mask is None and kwargs.get("local_size") is None
         hidden = may_skip and not one and length.needs_no_mask(mask, not several)
+        if length.preallocated and not several and not moved.is_host(kwargs["device"]):
+            # to find out whether it is needed would wait; _knows_mask leaves it out
+            kwargs["allow_is_causal_skip"] = False
     made = None if hidden else sdpa_mask(*args, **kwargs)
     plain = made is None and may_skip and several and not torch.compiler.is_compiling()
     if not hidden and not plain:
-        return vouch(made) if isinstance(length, MaskLength) else made
+        compared = isinstance(length, MaskLength) and (several or not length.preallocated)
+        return vouch(made) if compared else made
     shape = (kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"])
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})

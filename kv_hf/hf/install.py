@@ -60,7 +60,7 @@ def install() -> None:
     missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
     _set_names(tuple(known) + missing)
     if not _originals:
-        wraps = (_wrap, share_prefill, refuse_at_load, refuse_to_set)
+        wraps: tuple[Any, ...] = (_wrap, share_prefill, refuse_at_load, refuse_to_set)
         for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
             _originals[name] = getattr(owner, name)
             setattr(owner, name, wrap(_originals[name]))

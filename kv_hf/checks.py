@@ -27,17 +27,17 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
 
 
-def check_int(argument: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+def check_int(argument: str, value: Any, minimum: int, maximum: int = MOST_TOKENS) -> None:
     """Raise CacheOptionError unless `value` is an integer of at least `minimum` (True and False are none).
 
     Args:
-        maximum: largest value that is allowed; None for any.
+        maximum: largest value that is allowed.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise CacheOptionError(
             f"{argument} must be an integer of at least {minimum}, got {value!r}"
         )
-    if maximum is not None and value > maximum:
+    if value > maximum:
         raise CacheOptionError(
             f"{argument} must be an integer of at most {maximum}, got {short(value)}"
         )

@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .checks import (
-    MOST_BYTES,
-    MOST_PAGE_SIZE,
-    MOST_TOKENS,
-    check_choice,
-    check_int,
-    is_power_of_two,
-)
+from .checks import MOST_BYTES, MOST_PAGE_SIZE, check_choice, check_int, is_power_of_two
 from .errors import CacheOptionError
 from .formats import (
     FORMAT_NAMES,
@@ -126,11 +119,11 @@ class CacheConfig:
         if self.value_group_size is not None:
             check_int("value_group_size", self.value_group_size, 1, MOST_PAGE_SIZE)
         self._check_groups()
-        check_int("sink_tokens", self.sink_tokens, 0, MOST_TOKENS)
-        check_int("recent_tokens", self.recent_tokens, 0, MOST_TOKENS)
-        check_int("reserve_tokens", self.reserve_tokens, 0, MOST_TOKENS)
+        check_int("sink_tokens", self.sink_tokens, 0)
+        check_int("recent_tokens", self.recent_tokens, 0)
+        check_int("reserve_tokens", self.reserve_tokens, 0)
         if self.max_pages is not None:
-            check_int("max_pages", self.max_pages, 1, MOST_TOKENS)
+            check_int("max_pages", self.max_pages, 1)
         if self.prefix_store is not None and self.max_pages is not None:
             raise CacheOptionError(
                 f"max_pages={self.max_pages} does not go with prefix_store, whose pages many caches share; bound it by "
@@ -164,7 +157,7 @@ class CacheConfig:
         """Raise CacheOptionError for a bad `max_length`, or for options of a cache that grows beside it."""
         if self.max_length is None:
             return
-        check_int("max_length", self.max_length, 1, MOST_TOKENS)
+        check_int("max_length", self.max_length, 1)
         for name, default in (
             ("recent_tokens", 0),
             ("reserve_tokens", 0),
@@ -226,7 +219,7 @@ class CacheConfig:
         budgets = {"device_bytes": self.device_bytes, "device_pages": self.device_pages}
         given = {name: value for name, value in budgets.items() if value is not None}
         for name, value in given.items():
-            check_int(name, value, 1, MOST_BYTES if name == "device_bytes" else MOST_TOKENS)
+            check_int(name, value, 1, MOST_BYTES)
         if len(given) > 1:
             raise CacheOptionError(
                 f"device_bytes and device_pages are two ways to give one budget, got both ({given})"

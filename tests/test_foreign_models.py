@@ -115,6 +115,9 @@ NAMED = {
     "table": "TABLE = {'sdpa': 0.3}\n"
     + METHOD
     + "return TABLE.get(self.config._attn_implementation, 1.0)",
+    "table filled later": "TABLE = {}\nTABLE['s'] = lambda c: 0.3 if c._attn_implementation == 'sdpa' else 1.0\n"
+    + METHOD
+    + "return TABLE['s'](self.config)",
     "parameter": "def of(name): return 0.3 if name == 'sdpa' else 1.0\n"
     + METHOD
     + "return of(self.config._attn_implementation)",
@@ -205,6 +208,14 @@ def test_model_that_calls_its_attention_as_transformers_does_is_switched(written
     expected, found, _ = generate_both(model)
     assert torch.equal(expected, found)
     assert model.config._attn_implementation == "kv_hf"
+
+
+def test_code_beside_the_model_in_its_file_is_not_held_against_it(written):
+    beside = (
+        "\ndef unused(config, name):\n    return getattr(config, name) == config._attn_implementation\n"
+        "TABLE = {'first': lambda scaling: unused(scaling, 'x')}\n"
+    )
+    assert why_not_pages(with_attention(written(HEAD + beside).OwnAttention)) is None
 
 
 # -- eager attention and arguments -----------------------------------------------------------------------------

@@ -232,12 +232,24 @@ def _bound_by(statement: ast.stmt) -> Iterator[str]:
         yield statement.name
         return
     for node in ast.walk(statement):
-        if isinstance(node, ast.Name):  # a table that is added to, too: TABLE["sdpa"] = 0.3
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id
+        elif isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield from _root_of(node)  # TABLE["sdpa"] = 0.3
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield from _root_of(node.value.func)  # TABLE.update(sdpa=0.3)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.alias):
             yield (node.asname or node.name).split(".")[0]
+
+
+def _root_of(node: ast.expr) -> Iterator[str]:
+    """Yield "a" of a.b[c].d, and nothing where an expression begins otherwise."""
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield node.id
 
 
 def _content(cell: Any) -> Any:

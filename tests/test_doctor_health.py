@@ -241,7 +241,7 @@ def test_a_bad_isa_variable_is_broken(monkeypatch):
 
 
 def test_a_gpu_without_triton_is_broken(monkeypatch):
-    monkeypatch.setattr(support, "version", _none_installed)
+    monkeypatch.setattr(support, "installed_version", lambda: None)
     found = health.check_device(torch.device("cuda"))
     assert found.status == "broken" and "triton is not installed" in found.detail
     assert health.check_device(torch.device("cpu")).status == "ok"

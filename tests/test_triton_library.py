@@ -1,6 +1,7 @@
 """The kernels as operators of torch (tracing, compiling, refusing), their launch table, and where they can run."""
 
 import itertools
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -9,8 +10,16 @@ import torch
 from interpreter import call, compiled_step, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 
-from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
-from kv_hf.kernels.triton import support, table, variant
+from kv_hf.formats import (
+    FORMAT_NAMES,
+    LATENT_FORMAT_NAMES,
+    k_rope_name,
+    k_rope_scheme,
+    key_scheme,
+    latent_scheme,
+    value_scheme,
+)
+from kv_hf.kernels.triton import device, support, table, variant
 from kv_hf.kernels.triton.support import why_not
 from kv_hf.spec import LANES, PageSpec
 
@@ -29,6 +38,18 @@ def spec_of(name="int4", dim=128, page=64, dtype=torch.bfloat16, **options):
         page_size=page,
         dtype=dtype,
         **options,
+    )
+
+
+def latent_spec(name, dtype=torch.bfloat16, rank=512):
+    scheme = latent_scheme(name)
+    return PageSpec.build_latent(
+        scheme,
+        k_rope_scheme(k_rope_name(None, scheme), 64),
+        rank=rank,
+        rope_dim=64,
+        page_size=64,
+        dtype=dtype,
     )
 
 
@@ -114,20 +135,69 @@ def test_operators_declare_what_they_change():
 class Gpu:
     """What torch says of a GPU that is not here."""
 
-    def __init__(self, monkeypatch, capability=(9, 0), hip=None, triton="3.9.0", available=True):
+    def __init__(
+        self,
+        monkeypatch,
+        capability=(9, 0),
+        hip=None,
+        triton="3.9.0",
+        available=True,
+        shared=99 * 1024,
+    ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
         monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(support, "version", lambda name: triton)
+        monkeypatch.setattr(support, "installed_version", lambda: triton)
+        monkeypatch.setattr(device, "shared_memory", lambda where: shared)
 
 
 def test_why_not_has_nothing_against_a_gpu(monkeypatch):
     Gpu(monkeypatch)
     for name in FORMAT_NAMES:
         assert why_not("cuda", torch.bfloat16, spec_of(name), 16) is None
-    Gpu(monkeypatch, capability=(0, 0), hip="6.2")
+    Gpu(monkeypatch, capability=(0, 0), hip="6.2", shared=64 * 1024)
     assert why_not("cuda:1", torch.float32, spec_of()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_why_not_finds_tiles_for_every_size_in_the_smallest_shared_memory(monkeypatch, dim, dtype):
+    """99 KiB of an RTX 4090 hold every format and dtype; latents in 16 bits too, and in float32 what an H200 holds."""
+    Gpu(monkeypatch)
+    for name in FORMAT_NAMES:
+        assert why_not("cuda", dtype, spec_of(name, dim, dtype=dtype), 16) is None
+    for name in LATENT_FORMAT_NAMES:
+        if dtype == torch.float32 and name == "fp8_ds_mla":
+            continue
+        spec = latent_spec(name, dtype)
+        Gpu(monkeypatch)
+        assert (why_not("cuda", dtype, spec) is None) == (dtype != torch.float32)
+        Gpu(monkeypatch, shared=232448)
+        assert why_not("cuda", dtype, spec) is None
+
+
+def test_fewer_stages_are_taken_where_shared_memory_is_small():
+    spec, bf16 = spec_of("exact", 256), torch.bfloat16
+    assert table.launch_parameters(spec, 8, 90, bf16, 232448).num_stages == 3
+    assert table.launch_parameters(spec, 8, 90, bf16, 64 * 1024).num_stages == 2
+    assert table.launch_parameters(spec, 8, 90).num_stages == 3
+
+
+def test_installed_version_is_that_of_the_package_whatever_its_distribution_is_called(
+    monkeypatch, tmp_path
+):
+    """ROCm's wheels are pytorch-triton-rocm and triton-rocm."""
+    package = tmp_path / "triton"
+    package.mkdir()
+    (package / "__init__.py").write_text('"""isort:skip_file"""\n__version__ = \'3.7.1+rocm\'\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    support.installed_version.cache_clear()
+    try:
+        assert support.installed_version() == "3.7.1+rocm"
+    finally:
+        support.installed_version.cache_clear()
 
 
 WHY_NOT = {
@@ -142,6 +212,12 @@ WHY_NOT = {
     "old-gpu": ({}, {"capability": (7, 5)}, "8.0 or newer, and Some GPU has 7.5"),
     "no-gpu": ({}, {"available": False}, "sees no GPU"),
     "old-triton": ({}, {"triton": "3.5.1"}, "need triton 3.6 or newer, and 3.5.1"),
+    "shared-memory": (
+        {"spec": latent_spec("int8", torch.float32), "dtype": torch.float32},
+        {},
+        "take 172,032 bytes of shared memory for int8 pages of 512 channels in float32, and Some GPU has 101,376; "
+        "float16 and bfloat16 take less",
+    ),
 }
 
 
@@ -153,11 +229,7 @@ def test_why_not_names_the_reason(monkeypatch, changes, gpu, says):
 
 
 def test_why_not_says_when_triton_is_not_installed(monkeypatch):
-    def version(name):
-        raise support.PackageNotFoundError(name)
-
-    Gpu(monkeypatch)
-    monkeypatch.setattr(support, "version", version)
+    Gpu(monkeypatch, triton=None)
     assert "pip install 'kv_hf[gpu]'" in why_not("cuda", torch.bfloat16, spec_of())
 
 

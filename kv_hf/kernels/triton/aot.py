@@ -56,7 +56,7 @@ def compile_decode(
     Returns: Triton's compiled kernel: `.asm["cubin"]` or `.asm["amdgcn"]`, `.metadata.shared`.
     """
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
-    warps, stages = warps_and_stages(spec, column_block(spec, group, q_len, isa), isa)
+    warps, stages = warps_and_stages(spec, column_block(spec, group, q_len, isa), isa, query_dtype)
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
     plain = constants(
         spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps or warps,

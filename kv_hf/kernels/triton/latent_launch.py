@@ -62,7 +62,7 @@ def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launc
         strides=strides,
         columns=COLUMNS,
         dim=rank,
-        tiles_per_page=kv.page_size // tile_tokens(spec),
+        tiles_per_page=kv.page_size // tile_tokens(spec, call.query_dtype),
         min_tiles=MIN_TILES,
         max_splits=most_splits(call.rows * blocks),
         fixed_splits=chosen.num_splits,

@@ -10,7 +10,7 @@ import torch
 
 from ...spec import PageSpec
 from .table import Launch
-from .variant import BOOST, HIP, MIN_SIZE, element_type, power_of_two
+from .variant import BOOST, HIP, MIN_SIZE, element_type, in_float32, power_of_two
 
 COLUMNS = 16  # query rows of a program; more are further programs
 CHUNKS = 4  # of the rank: one for each warp
@@ -23,6 +23,8 @@ PROGRAMS = (
 )  # programs that fill a large GPU: each takes half of a multiprocessor's registers
 MAX_SPLITS = 256
 MIN_TILES = 4  # tiles that a split should have at least
+SCATTERED = 16 * 1024  # bytes of shared memory that reductions take, and RoPE keys
+FLOAT_CHANNEL = 440  # bytes of a channel where int4 and int2 are multiplied in float32
 COMBINED = 64  # channels that one program of the combining kernel takes,
 COMBINED_SPLITS = 64  # and splits that it reads at once
 
@@ -72,20 +74,21 @@ def token_stride(spec: PageSpec) -> int:
     return max(MIN_SIZE, spec.keys.page_size // places(spec))
 
 
-def tile_rows(spec: PageSpec) -> int:
+def tile_rows(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the rows of a tile, a part of a page."""
     rows = 32
-    if places(spec) > 2:  # more tokens than that leave no registers for their scores
-        rows = 16
+    # more tokens leave no registers for their scores, or no shared memory for their numbers in float32
+    if places(spec) > 2 or in_float32(spec, query_dtype):
+        rows = MIN_SIZE
     width = Chunks.of(spec).padded * (spec.keys.dtype.itemsize if places(spec) == 1 else 2)
     while rows > MIN_SIZE and rows * width > TILE_BYTES:
         rows //= 2
     return min(rows, token_stride(spec))
 
 
-def tile_tokens(spec: PageSpec) -> int:
+def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the tokens of a tile."""
-    return tile_rows(spec) * (spec.keys.page_size // token_stride(spec))
+    return tile_rows(spec, query_dtype) * (spec.keys.page_size // token_stride(spec))
 
 
 def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
@@ -94,10 +97,28 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
     As variant.compute_types: codes in float16, exact numbers in their own dtype, everything in float32 if anything is.
     """
     own = [element_type(side.dtype) for side in spec.sides]
-    if "fp32" in (*own, element_type(query_dtype)):
+    if in_float32(spec, query_dtype):
         return ("fp32",) * 4
     pages = ["fp16" if not s.scheme.is_exact else t for s, t in zip(spec.sides, own, strict=True)]
     return pages[0], pages[1], own[0], own[1]
+
+
+def shared_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
+    """Return the most bytes of shared memory that a program of the latent kernel takes (tests/test_triton_shared.py).
+
+    In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values.
+    """
+    padded, rope = Chunks.of(spec).padded, spec.values.head_dim
+    full = in_float32(spec, query_dtype)
+    rows = tile_rows(spec, query_dtype)
+    if isa == HIP:
+        return rows * padded * (4 if full else 2)
+    queries = COLUMNS * (padded + rope) * (4 if full else 2)
+    if not full:
+        return 32 * padded * 2 + queries + SCATTERED
+    if spec.keys.scheme.code == "unsigned":
+        return FLOAT_CHANNEL * padded
+    return 2 * tile_tokens(spec, query_dtype) * padded * 4 + queries + rows * rope * 4
 
 
 def latent_constants(
@@ -126,13 +147,13 @@ def latent_constants(
     code = latent.scheme.code
     boost = WEIGHT_BOOST if code == "unsigned" else BOOST[code]
     group = (latent.scheme.scale_group or (0, latent.head_dim))[0 if code == "unsigned" else 1]
-    tokens = tile_tokens(spec)
+    tokens = tile_tokens(spec, query_dtype)
     stride = token_stride(spec)
     step = min(4, latent.page_size // stride)  # places whose scores move the softmax at once
     return {
         "HEADS": heads, "CHUNK": q_len > 1, "COLUMNS": COLUMNS, "PAGE": latent.page_size,
         "RANK": latent.head_dim, "CODE": code, "BITS": latent.scheme.bits, "GROUP": group,
-        "WORDS": latent.page_size // places(spec), "STRIDE": stride, "ROWS": tile_rows(spec),
+        "WORDS": latent.page_size // places(spec), "STRIDE": stride, "ROWS": tile_rows(spec, query_dtype),
         "STEP": step, "SHARE": max(1, min(step, group // stride)) if code == "unsigned" else 1,
         "CHUNKS": cut.count, "RUNS": cut.runs, "SIZE": cut.size, "WIDE": cut.wide,
         "BOOST": 1.0 if exact else boost, "L_DTYPE": types[0],

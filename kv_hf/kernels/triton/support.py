@@ -1,11 +1,16 @@
 """Say whether the Triton kernels can serve a cache here, before anything is compiled; needs no Triton itself."""
 
-from importlib.metadata import PackageNotFoundError, version
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from packaging.version import Version
 
 from ...spec import ROWS, PageSpec
+from . import device as devices
+from . import latent_variant, variant
 from .latent_variant import MAX_PADDED, Chunks
 from .variant import MIN_SIZE
 
@@ -34,7 +39,12 @@ def why_not(
     device = torch.device(device)
     if device.type != "cuda":
         return f"the Triton kernels run on NVIDIA and AMD GPUs, and the cache is on {str(device)!r}"
-    return _why_not_sizes(dtype, spec, q_len) or _why_not_installed() or _why_not_gpu(device)
+    return (
+        _why_not_sizes(dtype, spec, q_len)
+        or _why_not_installed()
+        or _why_not_gpu(device)
+        or _why_not_shared(device, dtype, spec)
+    )
 
 
 def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None:
@@ -77,10 +87,21 @@ def _why_not_latents(spec: PageSpec) -> str | None:
     )
 
 
+@cache
+def installed_version() -> str | None:
+    """Return the version of the triton that would be imported, or None; its distribution has other names on ROCm."""
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None
+    found = re.search(
+        r"""^__version__ = ['"](.+?)['"]""", Path(spec.origin).read_text(), re.MULTILINE
+    )
+    return found.group(1) if found else None
+
+
 def _why_not_installed() -> str | None:
-    try:
-        installed = version("triton")
-    except PackageNotFoundError:
+    installed = installed_version()
+    if installed is None:
         return "triton is not installed; pip install 'kv_hf[gpu]'"
     if Version(installed) < Version(OLDEST_TRITON):
         return (
@@ -100,3 +121,20 @@ def _why_not_gpu(device: torch.device) -> str | None:
         need, have = (".".join(map(str, pair)) for pair in (OLDEST_CAPABILITY, capability))
         return f"the Triton kernels need compute capability {need} or newer, and {name} has {have}"
     return None
+
+
+def _why_not_shared(device: torch.device, dtype: torch.dtype, spec: PageSpec) -> str | None:
+    """Say so where not even the smallest tiles fit into the device's shared memory."""
+    have, isa = devices.shared_memory(device), devices.target_isa(device)
+    if spec.is_latent:
+        need = latent_variant.shared_bytes(spec, dtype, isa)
+    else:
+        need = variant.shared_bytes(spec, dtype, variant.MAX_COLUMNS, 1, isa)
+    if have is None or need <= have:
+        return None
+    formats = " and ".join(dict.fromkeys(side.scheme.name for side in spec.sides))
+    remedy = "; float16 and bfloat16 take less" if variant.in_float32(spec, dtype) else ""
+    return (
+        f"the Triton kernels take {need:,} bytes of shared memory for {formats} pages of {spec.keys.head_dim} channels in "
+        f"{str(dtype).removeprefix('torch.')}, and {torch.cuda.get_device_name(device)} has {have:,}{remedy}"
+    )

@@ -6,8 +6,10 @@ The warps and stages come from counting instructions and shared memory of ahead-
 
 from dataclasses import dataclass
 
+import torch
+
 from ...spec import PageSpec
-from .variant import HIP, tile_tokens
+from .variant import HIP, shared_bytes, tile_tokens
 
 PROGRAMS = (
     132 * 8
@@ -30,13 +32,24 @@ class Launch:
     num_splits: int = 0
 
 
-def launch_parameters(spec: PageSpec, columns: int, isa: int) -> Launch:
+def launch_parameters(
+    spec: PageSpec,
+    columns: int,
+    isa: int,
+    query_dtype: torch.dtype = torch.bfloat16,
+    shared: int | None = None,
+) -> Launch:
     """Choose the launch parameters of a decode step; splits by `most_splits`.
 
     Args:
         columns: query columns of a program; isa: compute capability * 10, or 0.
+        shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
     """
-    return Launch(*warps_and_stages(spec, columns, isa))
+    num_warps, num_stages = warps_and_stages(spec, columns, isa, query_dtype)
+    if shared is not None:
+        while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
+            num_stages -= 1
+    return Launch(num_warps, num_stages)
 
 
 def most_splits(programs: int) -> int:
@@ -44,14 +57,16 @@ def most_splits(programs: int) -> int:
     return max(1, min(MAX_SPLITS, PROGRAMS // programs))
 
 
-def warps_and_stages(spec: PageSpec, columns: int, isa: int) -> tuple[int, int]:
+def warps_and_stages(
+    spec: PageSpec, columns: int, isa: int, query_dtype: torch.dtype = torch.bfloat16
+) -> tuple[int, int]:
     """Return (num_warps, num_stages).
 
     Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads);
     four where the accumulators of 16 columns would not fit into two warps' registers.
     """
-    tile = tile_tokens(spec)
+    tile = tile_tokens(spec, query_dtype)
     dim = max(side.head_dim for side in spec.sides)
     packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
     if columns == 16 and dim > 128:

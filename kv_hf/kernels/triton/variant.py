@@ -13,6 +13,10 @@ MAX_TILE = 64  # tokens
 MIN_SIZE = 16  # a matrix product's smallest inner size
 MAX_COLUMNS = 16  # query columns of one program; more are spread over programs
 TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
+FLOAT_BYTES = 32 * 1024  # the same of numbers unpacked to float32
+W_TILE = 32  # most tokens of a tile of the window
+SCATTERED = 8 * 1024  # bytes of shared memory that lie between buffers, or that reductions take
+HIP_SCATTERED = 2 * 1024  # the same on AMD, beside exact numbers
 MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
@@ -40,16 +44,58 @@ def chunks(width: int, first: int = 0) -> tuple[tuple[int, int], ...]:
     return ((first, half), *rest)
 
 
-def tile_tokens(spec: PageSpec) -> int:
+def in_float32(spec: PageSpec, query_dtype: torch.dtype) -> bool:
+    """Return whether products are in float32: where queries, or numbers of either side, are."""
+    return torch.float32 in (query_dtype, *(side.dtype for side in spec.sides))
+
+
+def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the tokens of a tile: a page, a part of it, or a token group of the keys' scales."""
     tile = min(spec.keys.page_size, MAX_TILE)
     scheme = spec.keys.scheme
     if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] >= MIN_SIZE:
         tile = min(tile, scheme.scale_group[0])
     token_bytes = sum(side.head_dim * side.code_bits for side in spec.sides) // 8
-    while tile > MIN_SIZE and tile * token_bytes > TILE_BYTES:
+    most = TILE_BYTES
+    if in_float32(spec, query_dtype):  # unpacked numbers go through shared memory
+        token_bytes, most = sum(4 * side.head_dim for side in spec.sides), FLOAT_BYTES
+    while tile > MIN_SIZE and tile * token_bytes > most:
         tile //= 2
     return tile
+
+
+def _window_bytes(spec: PageSpec) -> int:
+    """Bytes of a token of the window in shared memory."""
+    return sum(power_of_two(side.head_dim) * side.dtype.itemsize for side in spec.sides)
+
+
+def window_tile(spec: PageSpec) -> int:
+    """Return the tokens of a tile of the window."""
+    return W_TILE if W_TILE * _window_bytes(spec) <= TILE_BYTES else MIN_SIZE
+
+
+def shared_bytes(
+    spec: PageSpec, query_dtype: torch.dtype, columns: int, stages: int, isa: int
+) -> int:
+    """Return the most bytes of shared memory that a program of the decode kernel takes.
+
+    Tiles on their way; one operand as it is multiplied, where codes are unpacked through shared memory (in float32, and
+    on AMD); two copies of the queries, and weights; later a tile of the window in their place. What compiled kernels
+    take is at most that (tests/test_triton_shared.py).
+    """
+    tile = tile_tokens(spec, query_dtype)
+    size = 4 if in_float32(spec, query_dtype) else 2
+    encoded = not all(side.scheme.is_exact for side in spec.sides)
+    widest = power_of_two(max(side.head_dim for side in spec.sides))
+    pages = max(1, stages - 1) * tile * sum(s.head_dim * s.code_bits for s in spec.sides) // 8
+    if encoded and (size == 4 or isa == HIP):
+        pages += tile * widest * size
+    window = window_tile(spec) * _window_bytes(spec)
+    if isa == HIP:
+        return max(pages + (0 if encoded else HIP_SCATTERED), window + HIP_SCATTERED)
+    queries = columns * widest * size
+    pages += 2 * queries + tile * columns * size
+    return max(pages, window + queries) + SCATTERED
 
 
 def column_block(spec: PageSpec, group: int, q_len: int, isa: int) -> int:
@@ -87,7 +133,7 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
     multiplied in their own dtype. float32 queries (or pages) are multiplied in float32.
     """
     window = [element_type(side.dtype) for side in spec.sides]
-    if "fp32" in (*window, element_type(query_dtype)):
+    if in_float32(spec, query_dtype):
         return ("fp32",) * 4
     pages = [
         own if s.scheme.is_exact else "fp16" for s, own in zip(spec.sides, window, strict=True)
@@ -144,7 +190,7 @@ def constants(
     Dtypes are given by name; `launch` and `aot` replace them by Triton's.
     """
     keys, values = spec.sides
-    tile = tile_tokens(spec)
+    tile = tile_tokens(spec, query_dtype)
     columns = column_block(spec, group, q_len, isa)
     merged = columns if q_len > 1 else min(columns, power_of_two(group))
     types = compute_types(spec, query_dtype)
@@ -154,7 +200,7 @@ def constants(
     boost = 1.0 if exact else BOOST[f"{code}{values.scheme.bits}" if code == "unsigned" else code]
     return {
         "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
-        "PAGE": keys.page_size, "TILE": tile, "W_TILE": 32,
+        "PAGE": keys.page_size, "TILE": tile, "W_TILE": window_tile(spec),
         "W_COST": max(1, round(16 / spec.bits_per_element)), "W_STAGES": 2,
         "K_CODE": keys.scheme.code, "K_BITS": keys.scheme.bits, "K_DIM": keys.head_dim,
         "K_WIDTH": keys.head_dim // keys.scheme.codes_per_byte,

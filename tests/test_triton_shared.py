@@ -1,0 +1,70 @@
+"""What a program takes of shared memory, said without compiling, against compiled kernels."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from kv_hf.formats import (
+    FORMAT_NAMES,
+    LATENT_FORMAT_NAMES,
+    k_rope_name,
+    k_rope_scheme,
+    key_scheme,
+    latent_scheme,
+    value_scheme,
+)
+from kv_hf.kernels.triton import latent_variant, table, variant
+from kv_hf.spec import PageSpec
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+)
+BF16, FP32 = torch.bfloat16, torch.float32
+SMALLEST = 99 * 1024  # an RTX 4090's; 64 KiB on AMD
+QUICK = {("sm_90", "int8", 64, BF16, 1), ("gfx942", "int8", 256, BF16, 1)}
+
+
+def variants():
+    for arch in ("sm_90", "gfx942"):
+        for name in FORMAT_NAMES:
+            for dim in (16, 64, 96, 128, 256):
+                for dtype in (BF16, FP32):
+                    for q_len in (1, 3) if dtype == BF16 else (1,):
+                        given = (arch, name, dim, dtype, q_len)
+                        yield pytest.param(*given, marks=() if given in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("arch", "name", "dim", "dtype", "q_len"), variants())
+def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype, q_len):
+    from kv_hf.kernels.triton import aot
+
+    spec = PageSpec.build(
+        key_scheme(name), value_scheme(name, 16 if dim % 32 else None), num_kv_heads=8, key_dim=dim, value_dim=dim,
+        page_size=64, dtype=dtype,
+    )  # fmt: skip
+    isa = 90 if arch == "sm_90" else variant.HIP
+    columns = variant.column_block(spec, 4, q_len, isa)
+    stages = table.launch_parameters(spec, columns, isa, dtype).num_stages
+    said = variant.shared_bytes(spec, dtype, columns, stages, isa)
+    taken = aot.compile_decode(spec, arch, query_dtype=dtype, q_len=q_len).metadata.shared
+    assert taken <= said <= (SMALLEST if arch == "sm_90" else 64 * 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("rank", [256, 512])
+@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank, dtype):
+    from kv_hf.kernels.triton import aot
+
+    if name == "fp8_ds_mla" and dtype == FP32:
+        pytest.skip("fp8_ds_mla is of 16-bit models")
+    scheme = latent_scheme(name)
+    spec = PageSpec.build_latent(
+        scheme, k_rope_scheme(k_rope_name(None, scheme), 64), rank=rank, rope_dim=64, page_size=64, dtype=dtype
+    )  # fmt: skip
+    said = latent_variant.shared_bytes(spec, dtype, 90 if arch == "sm_90" else variant.HIP)
+    taken = aot.compile_latent(spec, arch, query_dtype=dtype).metadata.shared
+    assert taken <= said <= (232448 if arch == "sm_90" else 64 * 1024)

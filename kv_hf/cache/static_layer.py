@@ -88,7 +88,7 @@ class StaticPagedLayer(CacheLayerMixin):
             )
         store = StaticStore(self.layer_idx, spec, self.table, self.kernel)
         self.dtype, self.device, self.batch_size = key_states.dtype, device, rows
-        shared = self.table.tensors if self.layer_idx == 0 else ()
+        shared = (*self.table.tensors, self.table.flag.tensor) if self.layer_idx == 0 else ()
         for tensor in (*store.tensors, *shared):
             torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True

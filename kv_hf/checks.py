@@ -5,6 +5,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from .errors import CacheOptionError
+from .printable import short
+
+# largest values of options
+MOST_PAGE_SIZE = 2**20
+MOST_TOKENS = 2**30  # tables are int32, and sums of two of these numbers fit
+MOST_BYTES = 2**62
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
@@ -21,11 +27,19 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
 
 
-def check_int(argument: str, value: Any, minimum: int) -> None:
-    """Raise CacheOptionError unless `value` is an integer of at least `minimum` (True and False are none)."""
+def check_int(argument: str, value: Any, minimum: int, maximum: int = MOST_TOKENS) -> None:
+    """Raise CacheOptionError unless `value` is an integer of at least `minimum` (True and False are none).
+
+    Args:
+        maximum: largest value that is allowed.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise CacheOptionError(
             f"{argument} must be an integer of at least {minimum}, got {value!r}"
+        )
+    if value > maximum:
+        raise CacheOptionError(
+            f"{argument} must be an integer of at most {maximum}, got {short(value)}"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .checks import check_choice, check_int, is_power_of_two
+from .checks import MOST_BYTES, MOST_PAGE_SIZE, check_choice, check_int, is_power_of_two
 from .errors import CacheOptionError
 from .formats import (
     FORMAT_NAMES,
@@ -105,19 +105,19 @@ class CacheConfig:
         check_choice("kernel", self.kernel, KERNEL_CHOICES)
         check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
         self._check_latent()
-        check_int("page_size", self.page_size, 16)
+        check_int("page_size", self.page_size, 16, MOST_PAGE_SIZE)
         if not is_power_of_two(self.page_size):
             raise CacheOptionError(
                 f"page_size must be a power of two of at least 16, got {self.page_size}"
             )
         if self.key_group_size is not None:
-            check_int("key_group_size", self.key_group_size, 1)
+            check_int("key_group_size", self.key_group_size, 1, MOST_PAGE_SIZE)
             if self.page_size % self.key_group_size:
                 raise CacheOptionError(
                     f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
                 )
         if self.value_group_size is not None:
-            check_int("value_group_size", self.value_group_size, 1)
+            check_int("value_group_size", self.value_group_size, 1, MOST_PAGE_SIZE)
         self._check_groups()
         check_int("sink_tokens", self.sink_tokens, 0)
         check_int("recent_tokens", self.recent_tokens, 0)
@@ -180,7 +180,7 @@ class CacheConfig:
         if self.latent is not None:
             check_choice("latent", self.latent, LATENT_FORMAT_NAMES)
         if self.latent_group_size is not None:
-            check_int("latent_group_size", self.latent_group_size, 1)
+            check_int("latent_group_size", self.latent_group_size, 1, MOST_PAGE_SIZE)
             names = {self.latent or self.keys, *(sides.get("keys") for sides in self._overrides())}
             if not names & {"fp8", "int8"}:
                 raise CacheOptionError(
@@ -219,7 +219,7 @@ class CacheConfig:
         budgets = {"device_bytes": self.device_bytes, "device_pages": self.device_pages}
         given = {name: value for name, value in budgets.items() if value is not None}
         for name, value in given.items():
-            check_int(name, value, 1)
+            check_int(name, value, 1, MOST_BYTES)
         if len(given) > 1:
             raise CacheOptionError(
                 f"device_bytes and device_pages are two ways to give one budget, got both ({given})"

@@ -221,3 +221,35 @@ def _latent_block(rows: Rows, title: str, config: Any) -> str:
         "per token:"
     )
     return f"{head}\n\n{table(lines)}"
+
+
+def host_table(rows: Rows) -> str:
+    """Return what a decode step costs the host, beside DynamicCache, of the newest row of each setting."""
+    found = {(row["format"], row["setting"]): row for row in rows if row["kind"] == "host_step"}
+    if not found:
+        return "No run has been recorded yet."
+    lines = [
+        [
+            "step",
+            "format",
+            "plain, us",
+            "sealing, us",
+            "DynamicCache, us",
+            "launches, plain",
+            "sealing",
+            "waits",
+        ]
+    ]
+    for (name, setting), row in found.items():
+        times = [row[f"{which}_us_per_layer"] for which in ("paged", "sealing", "dynamic")]
+        lines.append(
+            [
+                setting,
+                f"`{name}`",
+                *("" if time is None else f"{time:.0f}" for time in times),
+                str(row["launches_plain"]),
+                str(row["launches_sealing"]),
+                str(row["synchronisations"]),
+            ]
+        )
+    return table(lines)

@@ -23,6 +23,7 @@ COMPILED = (
     "codec",
     "cpu_kernels",
     "cpu_latent",
+    "cpu_write",
     "doctor_self_test",
     "error_bound",
     "latent_fallbacks",

@@ -30,6 +30,7 @@ DOCUMENTS = [
     ("mla.md", "mla", "mla.jsonl", docs_tables.latent_table),
     ("mla_accuracy.md", "mla_accuracy", "mla_accuracy.jsonl", eval_tables.latent_accuracy_table),
     ("model_families.md", "families", "model_families.jsonl", family_tables.families_table),
+    ("kernels_gpu.md", "host", "host.jsonl", docs_tables.host_table),
     ("offload.md", "offload", "offload.jsonl", docs_tables.offload_table),
     ("transformers_suites.md", "suites", "transformers_suites.jsonl", docs_tables.suites_table),
 ]

@@ -45,6 +45,31 @@ def test_bad_cache_config_is_refused_before_generation(model, config, words):
     still_works(model)
 
 
+@pytest.mark.parametrize("number", [2**70, 10**5000], ids=["2**70", "10**5000"])
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("page_size", {}),
+        ("key_group_size", {"keys": "int4"}),
+        ("value_group_size", {"values": "int4"}),
+        ("sink_tokens", {}),
+        ("recent_tokens", {}),
+        ("reserve_tokens", {}),
+        ("max_pages", {}),
+        ("max_length", {}),
+        ("device_bytes", {"offload": "cpu"}),
+        ("device_pages", {"offload": "cpu"}),
+        ("latent_group_size", {"latent": "int8"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_numbers_beyond_any_memory_are_refused(name, others, number):
+    with pytest.raises(
+        kv_hf.CacheOptionError, match=f"{name} must be an integer of at most [0-9]+, got"
+    ):
+        kv_hf.CacheConfig(**others, **{name: number})
+
+
 def test_unknown_cache_implementation_lists_ours(model):
     with pytest.raises(ValueError, match="paged_int3.*paged_int4"):
         model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int3")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paged_inputs import make_kv
 from tiny_models import make_config, make_model
 from transformers import DynamicCache, StaticCache
 
@@ -12,13 +13,21 @@ import kv_hf
 from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
 from kv_hf.evaluation.compare_steps import compare_steps, ms_per_1k_tokens
 from kv_hf.evaluation.decode_contenders import Workload, layers_for, paged, stock
-from kv_hf.evaluation.oracle import judge
+from kv_hf.evaluation.oracle import (
+    Verdict,
+    decoded_tokens,
+    judge,
+    judge_pages,
+    softmax_attention,
+)
 from kv_hf.evaluation.rows import latest_run
 from kv_hf.evaluation.scaling import growth, left_padding, ragged_steps
 from kv_hf.evaluation.shapes import SHAPES, AttentionShape, random_config
 from kv_hf.evaluation.timing import Budget, copy_bandwidth, interleave, quantile, spread
 from kv_hf.formats import FORMAT_NAMES
 from kv_hf.kernels.choice import layout_for
+from kv_hf.kernels.cpu import library
+from kv_hf.spec import LANES
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 CPU = torch.device("cpu")
@@ -308,6 +317,73 @@ def test_growth_holds_what_was_predicted():
     assert row["kv_bytes"] == row["predicted_bytes"]
     assert row["step_ms_n"] == 70
     assert 0 <= row["slowest_step"] < 70
+
+
+STEP = [
+    "--shapes",
+    "tiny",
+    "--context",
+    "16",
+    "70",
+    "--batch",
+    "2",
+    "--dtype",
+    "float32",
+    "--rounds",
+    "1",
+]
+
+
+def bench_step(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench_step
+
+    monkeypatch.setitem(bench_step.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(bench_step.LAYERS, "tiny", 2)
+    return bench_step
+
+
+def test_step_script_records_a_row_for_each_contender(monkeypatch, tmp_path):
+    out = tmp_path / "steps.jsonl"
+    args = [*STEP, "--formats", "exact", "int4", "--record", "--out", str(out)]
+    assert bench_step(monkeypatch).main(args) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    names = ["dynamic", "paged_exact", "paged_int4"]
+    if not library.missing():
+        names += ["calls_exact", "calls_int4"]
+    assert sorted(row["contender"] for row in rows) == sorted(2 * names)
+    assert {row["context"] for row in rows} == {16, 70}
+    for row in rows:
+        assert row["ratio_to_dynamic"] > 0 and row["thread_ms_min"] > 0
+
+
+def test_step_script_refuses_a_wrong_kernel_and_writes_nothing(monkeypatch, tmp_path):
+    script = bench_step(monkeypatch)
+    right = script.paged
+
+    def wrong(*args, **options):
+        whole, bare = right(*args, **options)
+        whole.verdict = lambda: Verdict(1.0, 0.5)
+        return whole, bare
+
+    monkeypatch.setattr(script, "paged", wrong)
+    out = tmp_path / "steps.jsonl"
+    assert script.main([*STEP, "--formats", "int4", "--record", "--out", str(out)]) == 1
+    assert not out.exists()
+
+
+def test_oracle_takes_errors_that_sums_of_offsets_explain_and_no_others():
+    kv = make_kv("int4", layout=LANES, rows=[(5, 11)])
+    query = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(0))
+    scale = 64**-0.5
+    tokens = [decoded_tokens(kv, side, 0) for side in ("keys", "values")]
+    right = softmax_attention(query[0], *tokens, scale)
+    beyond = 1.5 * judge(right, query[0], *tokens, scale).budget  # of plain torch
+    assert not judge(right + beyond, query[0], *tokens, scale).ok
+    assert judge_pages((right + beyond)[None], query, kv, scale).ok
+    assert not judge_pages((right + 100 * beyond)[None], query, kv, scale).ok
+    right[0, 0] = float("nan")
+    assert not judge_pages(right[None], query, kv, scale).ok
 
 
 def test_scaling_mode_records_both_kinds(scripts, tmp_path):

@@ -103,13 +103,15 @@ def test_output_attentions_takes_the_dense_route():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_gradients_of_the_newest_tokens_flow_and_the_rest_is_said():
+def test_gradients_of_queries_flow_and_that_keys_and_values_get_none_is_said():
     model, cache = filled_cache("int4")
     model.set_attn_implementation("kv_hf")
-    with pytest.warns(kv_hf.KVCacheWarning, match="no gradients"):
+    with pytest.warns(kv_hf.KVCacheWarning, match="No gradient flows through the keys"):
         out = model(tokens(2, 1), past_key_values=cache).logits
     out.sum().backward()
-    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.weight.grad.abs().sum() > 0
+    assert attention.k_proj.weight.grad is None and attention.v_proj.weight.grad is None
 
 
 @pytest.mark.parametrize(
@@ -279,3 +281,80 @@ def test_dropped_pages_of_a_shared_pool_are_not_written_while_their_forward_read
     append(cache, 1)
     cache.check_integrity()
     copied.check_integrity()
+
+
+WRITES = {
+    "whole": lambda keys: keys.mul_(0.5),
+    "slice": lambda keys: keys[:, :, 0].zero_(),
+    "setitem": lambda keys: keys.__setitem__((slice(None), slice(None), 2), 0.0),
+    "view of a view": lambda keys: keys.transpose(1, 2)[:, 3:].mul_(2.0),
+    "split": lambda keys: keys.split(1, 1)[0].zero_(),
+    "out": lambda keys: torch.add(keys.clone(), 1.0, out=keys),
+    "foreach": lambda keys: torch._foreach_mul_([keys], 2.0),
+    "shape": lambda keys: keys.unsqueeze_(0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::kv_hf.KVCacheWarning")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_writing_to_a_handle_or_a_view_of_it_is_refused(mode):
+    """The write went to a temporary tensor, so that the model ran on as if it had not been."""
+    with mode():
+        _, cache = filled_cache()
+        keys, values = cache.update(*new_states(), 0)
+        for handle in (keys, values):
+            before = handle.dense()
+            for write in WRITES.values():
+                with pytest.raises(kv_hf.UnsupportedModelError, match="read-only"):
+                    write(handle)
+            assert torch.equal(handle.dense(), before)
+
+
+@pytest.mark.filterwarnings("ignore::kv_hf.KVCacheWarning")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_of_a_handle_compute_as_tensors_and_copies_may_be_written_to(mode):
+    with mode():
+        keys, values = filled_cache()[1].update(*new_states(), 0)
+        dense, part = keys.dense(), keys[:, :, 3:]
+        assert (
+            torch.equal(part * 2, dense[:, :, 3:] * 2) and part.tolist() == dense[:, :, 3:].tolist()
+        )
+        assert not part.numpy().flags.writeable
+        query = torch.randn(2, 2, 1, 16)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        assert torch.equal(attend(query, part, part), attend(query, *[dense[:, :, 3:]] * 2))
+        repeated = keys[:, :, None].expand(-1, -1, 2, -1, -1).reshape(2, 4, -1, 16)
+        copies = (part.clone(), part + 0, torch.cat([part, part], 2), repeated)
+        for copy_ in (*copies, copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+            assert type(copy_) is torch.Tensor
+            copy_.zero_()
+        assert torch.equal(keys.dense(), dense)
+
+
+@pytest.mark.parametrize("padding", [0, 33])
+def test_layer_that_is_read_before_its_update_gives_what_it_holds(padding):
+    """A model may look at its own past first; layers in front of this one are a forward ahead then."""
+    model, read = make_model("llama", attn_implementation="kv_hf"), {}
+    caches = [kv_hf.PagedCache(model.config, page_size=16), DynamicCache(config=model.config)]
+
+    def look(module, args, kwargs):
+        held = kwargs["past_key_values"].layers[module.layer_idx]
+        if held.get_seq_length():
+            read.setdefault(id(kwargs["past_key_values"]), []).append((held.keys, held.values))
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
+    for start, end in ((0, 60), (60, 61), (61, 80), (80, 81)):
+        shown = (torch.arange(end) >= torch.tensor([[0], [padding]])).long()
+        for cache in caches:
+            with torch.no_grad():
+                given = {"attention_mask": shown, "past_key_values": cache}
+                if padding and start and cache is caches[0]:  # it is not stored: zeros, not numbers
+                    with pytest.raises(kv_hf.InterruptedForwardError, match="behind the other"):
+                        model(tokens(2, 90)[:, start:end], **given)
+                    return
+                model(tokens(2, 90)[:, start:end], **given)
+    ours, theirs = (read[id(cache)] for cache in caches)
+    assert len(ours) == len(theirs) == 6
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from test_sliding import make as make_sliding
-from tiny_models import COMMON, left_padded, shared_model, tokens
+from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.hf.lazy_mask import LazyMask
@@ -112,3 +112,70 @@ def test_padding_of_a_forward_that_was_refused_is_forgotten():
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
     cache.update(*torch.randn(2, 2, 2, 9, 16), 0)
     assert [row.padding for row in cache.group.rows] == [0, 0]
+
+
+WRITES = {
+    "slice": lambda mask: mask.__setitem__((..., slice(3, None, 7)), False),
+    "masked_fill_": lambda mask: mask.masked_fill_(torch.arange(mask.shape[-1]) % 7 == 3, False),
+    "view": lambda mask: mask[:, :, :].transpose(2, 3)[:, :, 3::7].zero_(),
+    "and": lambda mask: mask.__iand__(torch.arange(mask.shape[-1]) % 7 != 3),
+    "out": lambda mask: torch.mul(mask.clone(), torch.arange(mask.shape[-1]) % 7 != 3, out=mask),
+    "queries": lambda mask: mask[:, :, 0:].masked_fill_(
+        torch.arange(mask.shape[-1]) % 7 == 3, False
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES)
+def test_lazy_mask_keeps_what_is_written_to_it(write, mode):
+    made = torch.ones(1, 1, 4, 9).bool().tril(5).expand(2, 1, 4, 9)
+    expected = made & (torch.arange(9) % 7 != 3)
+    with mode():
+        mask = LazyMask(tuple(made.shape), made.device, lambda: made)
+        last, moved = mask[:, :, 2:], mask.moved(made.device)
+        assert torch.equal(last.dense(), made[:, :, 2:]) and not mask.changed
+        WRITES[write](mask)
+        assert mask.changed and last.changed and not moved.changed
+        assert torch.equal(mask.dense(), expected) and torch.equal(mask & True, expected)
+        assert torch.equal(last.dense(), expected[:, :, 2:]) and torch.equal(moved.dense(), made)
+
+
+def test_lazy_mask_refuses_another_shape_in_place():
+    mask = LazyMask((1, 1, 2, 3), torch.device("cpu"), lambda: torch.ones(1, 1, 2, 3).bool())
+    with pytest.raises(kv_hf.UnsupportedModelError, match="shape of an attention_mask in place"):
+        mask.squeeze_(0)
+    assert mask.masked_fill_(mask, False) is mask
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_models_that_write_to_their_mask_equal_dynamic_cache(write):
+    """Such writes went to a temporary mask, and attention left out the mask that it was given."""
+
+    def hide(module, args, kwargs):
+        if kwargs["attention_mask"] is not None:
+            WRITES[write](kwargs["attention_mask"])
+
+    stock, ours = shared_model("llama"), make_model("llama", attn_implementation="kv_hf")
+    caches = [
+        transformers.DynamicCache(config=stock.config),
+        kv_hf.PagedCache(ours.config, page_size=16),
+    ]
+    inputs = left_padded([60, 40])
+    found = []
+    for model, cache in zip((stock, ours), caches, strict=True):
+        hooks = [
+            layer.self_attn.register_forward_pre_hook(hide, with_kwargs=True)
+            for layer in model.model.layers
+        ]
+        seen = 0
+        for columns in (48, 58, 59):
+            ids, mask = inputs["input_ids"][:, seen:columns], inputs["attention_mask"][:, :columns]
+            with torch.no_grad():
+                logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+            found.append(logits if seen else logits[:, -1:])
+            seen = columns
+        for hook in hooks:
+            hook.remove()
+    for a, b in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)

@@ -1,5 +1,7 @@
 """kv_hf.evaluation.families: tiny models of every family, and that the walk finds what is wrong."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -12,7 +14,7 @@ from kv_hf.evaluation.families.build import ROLES, build_config, build_model, fa
 from kv_hf.evaluation.families.examine import BLUNT, examine, sensitivity
 from kv_hf.evaluation.families.inputs import build_subject
 from kv_hf.evaluation.families.shrink import HEADS, VOCABULARY, kept_layers
-from kv_hf.evaluation.families.subject import Subject
+from kv_hf.evaluation.families.subject import STOCK, Subject
 from kv_hf.evaluation.families.walk import _Running, context, walk
 
 # family -> role, attention at the end, operations that are not equal with a reason of transformers' own; each of these
@@ -130,11 +132,14 @@ def test_after_finds_a_model_that_the_switch_changed():
 # verdicts of made-up operations
 
 
-def told(monkeypatch: pytest.MonkeyPatch, **by_kind) -> str:
+def told(monkeypatch: pytest.MonkeyPatch, attention: str = "sdpa", **by_kind) -> str:
     """Return the verdict where each kind of cache gives this outcome; an exception is raised."""
+    config = SimpleNamespace(_attn_implementation=attention)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: config))
+    monkeypatch.setattr(verdict, "looks_ahead", lambda subject, kind: None)
 
     def operation(subject, kind):
-        found = by_kind["dynamic" if kind == "dynamic" else "none" if kind == "none" else "paged"]
+        found = by_kind["paged" if kind not in STOCK else kind]
         found = found() if callable(found) else found
         if isinstance(found, Exception):
             raise found
@@ -144,7 +149,7 @@ def told(monkeypatch: pytest.MonkeyPatch, **by_kind) -> str:
         }
 
     monkeypatch.setitem(operations.OPERATIONS, "made_up", operation)
-    return verdict.compare(None, "made_up")["verdict"]
+    return verdict.compare(SimpleNamespace(unswitched=model), "made_up")["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -167,12 +172,35 @@ def told(monkeypatch: pytest.MonkeyPatch, **by_kind) -> str:
     ids=str,
 )
 def test_compare_verdict(monkeypatch, dynamic, paged, none, expected):
-    assert told(monkeypatch, dynamic=dynamic, paged=paged, none=none) == expected
+    assert told(monkeypatch, dynamic=dynamic, paged=paged, none=none, eager=dynamic) == expected
+
+
+@pytest.mark.parametrize(
+    ("paged", "eager", "expected"),
+    [
+        (2.0, 2.0, "broken"),
+        (2.0, 1.0, "DIFFERS"),
+        (2.0, 1.9, "DIFFERS"),
+        (1.0, 2.0, "equal"),
+        (2.0, ValueError("no eager attention"), "DIFFERS"),
+    ],
+    ids=str,
+)
+def test_compare_asks_eager_attention_where_pages_differ_from_sdpa(
+    monkeypatch, paged, eager, expected
+):
+    assert told(monkeypatch, dynamic=1.0, paged=paged, none=1.0, eager=eager) == expected
+
+
+def test_compare_has_no_second_attention_to_ask_where_the_model_is_eager(monkeypatch):
+    found = {"dynamic": 1.0, "paged": 2.0, "none": 1.0, "eager": 2.0}
+    assert told(monkeypatch, attention="eager", **found) == "DIFFERS"
 
 
 def test_compare_calls_a_family_broken_that_differs_from_itself(monkeypatch):
     drawn = iter((1.0, 3.0))
-    assert told(monkeypatch, dynamic=lambda: next(drawn), paged=2.0, none=1.0) == "broken"
+    found = told(monkeypatch, dynamic=lambda: next(drawn), paged=2.0, none=1.0, eager=1.0)
+    assert found == "broken"
 
 
 def test_distance_ignores_logits_behind_a_token_that_differs():

@@ -12,7 +12,7 @@ from tiny_models import make_model, shared_model, tokens
 from torch import nn
 
 import kv_hf
-from kv_hf.cache.model_state import model_state
+from kv_hf.cache.model_state import drops_numbers, model_state
 from kv_hf.cache.weights import WHOLE, Weight, digests, fingerprint, sample, weights_of
 
 ROWS = [SYSTEM + words(9, 2)]
@@ -186,12 +186,46 @@ def test_autocast_has_prefixes_of_its_own():
         cast = store.bind_model(model)
         run(model, ROWS, store)
     assert store.bind_model(model) != cast
-    with pytest.raises(kv_hf.CacheMismatchError, match="dtype"):
+    held, needed = (rf"values in exact \({dtype}, 2 heads" for dtype in ("bfloat16", "float32"))
+    with pytest.raises(kv_hf.CacheMismatchError, match=f"holds {held}.*needs {needed}.*autocast"):
         run(model, ROWS, store)
     gc.collect()
     store.clear()
     check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
     assert store.stats().rows_hit == 0
+
+
+def test_a_hook_on_all_modules_has_prefixes_of_its_own():
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    every = nn.modules.module
+
+    def double(module, given, out):
+        return out * 1.5 if isinstance(module, nn.Linear) else None
+
+    before = store.bind_model(model)
+    for register in (every.register_module_forward_hook, every.register_module_forward_pre_hook):
+        handle = register(double if register.__name__.endswith("forward_hook") else lambda *_: None)
+        try:
+            assert store.bind_model(model) != before
+            run(model, ROWS, store)
+        finally:
+            handle.remove()
+    check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
+    assert store.bind_model(model) == before and store.stats().rows_hit == 0
+
+
+def test_dropout_that_is_a_number_is_not_shared_in_training():
+    """Llama's attention_dropout is no module: pages filled under it were found again in eval mode."""
+    model, store = make_model("llama", attention_dropout=0.5).train(), kv_hf.PrefixStore()
+    training = model_state(model).space
+    with pytest.warns(kv_hf.KVCacheWarning, match="drops numbers at random"):
+        run(model, ROWS, store)
+    model.eval()
+    assert model_state(model).space != training
+    check(run(model, ROWS, store), model.generate(**batch(ROWS), **KEPT))
+    assert store.stats().rows_hit == 0
+    model.model.layers[0].self_attn.train()
+    assert drops_numbers(model) and not drops_numbers(make_model("llama").train())
 
 
 def test_dropout_in_training_is_not_shared_and_says_so():

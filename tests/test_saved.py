@@ -500,6 +500,31 @@ def test_fingerprint_reads_every_kind_of_tensor():
     assert identity.identity(make_model("llama"))["weights"]["samples"].isalnum()
 
 
+def test_file_of_a_model_with_other_rotary_frequencies_is_refused(tmp_path):
+    """They are no part of a checkpoint, and may be written to all the same."""
+    model = make_model("llama")
+    cache, _ = filled(model, {"input_ids": tokens(1, 40)})
+    cache.save(tmp_path / "cache", model)
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies.mul_(1 + 1e-6)  # another device
+    kv_hf.PagedCache.load(tmp_path / "cache", model)
+    frequencies.mul_(0.5)
+    with pytest.raises(kv_hf.CacheFileError, match="model.rotary_emb.inv_freq differs"):
+        kv_hf.PagedCache.load(tmp_path / "cache", model)
+
+
+def test_buffers_that_follow_the_length_of_the_text_or_are_named_by_one_model_only_are_passed_over():
+    model = make_model("llama")
+    older = {name: part for name, part in identity.identity(model).items() if name != "buffers"}
+    identity.check_identity(older, model)
+    identity.check_identity({**older, "buffers": {"other": [1.0]}}, model)
+    for wrong in ([], {"model.rotary_emb.inv_freq": ["1"]}):
+        with pytest.raises(container.RefusedError, match="buffer"):
+            identity.check_identity({**older, "buffers": wrong}, model)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not identity.identity(make_model("llama", rope_parameters=rope))["buffers"]
+
+
 def test_parameters_that_cannot_be_read_are_passed_over(saved):
     """A model whose weights are offloaded has meta tensors: it is known by the others."""
     model = make_model("llama")

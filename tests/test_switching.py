@@ -16,6 +16,7 @@ import kv_hf
 from kv_hf.hf import attention_source
 from kv_hf.hf.attention_source import digest, facts_of, outcome
 from kv_hf.hf.models import why_not_by_source, why_not_class, why_not_pages
+from kv_hf.pages import moved
 
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 GEMMA4 = {
@@ -263,10 +264,18 @@ def test_every_shipped_attention_with_the_interface_passes_its_class_check():
         assert why_not_class(getattr(transformers, name)) is None
 
 
-def test_model_without_an_argument_for_a_cache_is_refused():
-    config = transformers.OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=2)
-    model = transformers.OpenAIGPTLMHeadModel(config).eval()
-    with pytest.raises(kv_hf.UnsupportedModelError, match="does not keep its keys and values"):
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"n_embd": 32, "n_layer": 1, "n_head": 2}, "OpenAIGPTLMHeadModel"),
+        ({"emb_dim": 32, "n_layers": 1, "n_heads": 2}, "FlaubertWithLMHeadModel"),
+    ],
+)
+def test_model_without_an_argument_for_a_cache_is_refused(config, name):
+    """Flaubert keeps its keys and values in a transformers Cache, but takes it under another name."""
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(vocab_size=97, **config)).eval()
+    with pytest.raises(kv_hf.UnsupportedModelError, match=f"no forward of {name} has.*past_key"):
         model.generate(tokens(1, 9), max_new_tokens=2, cache_implementation="paged_exact")
 
 
@@ -370,6 +379,125 @@ def test_mask_that_shows_what_was_left_out_as_padding_is_refused():
         whole = torch.cat([inputs["attention_mask"], torch.ones(2, 1).long()], 1)
         model(tokens(2, 1), attention_mask=whole, past_key_values=cache)
     cache.check_integrity()
+
+
+SHOWN = {
+    "none": None,
+    "bool": torch.ones(2, 1, 1, 61, dtype=torch.bool),
+    "float": torch.zeros(2, 1, 1, 61),
+    "one row": torch.zeros(1, 4, 1, 61),
+    "chunk": torch.ones(2, 1, 5, 65, dtype=torch.bool).tril(60),
+}
+
+
+def padded_cache(model, **options):
+    model.set_attn_implementation("kv_hf")
+    cache, inputs = kv_hf.PagedCache(model.config, page_size=16, **options), left_padded([60, 9])
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    return cache, inputs["attention_mask"]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 80}], ids=str)
+@pytest.mark.parametrize("shown", SHOWN)
+def test_other_masks_that_show_what_was_left_out_as_padding_are_refused(shown, options):
+    """With DynamicCache they attend to the padding, which pages do not have: logits differed without a word."""
+    model = make_model("llama")
+    cache, known = padded_cache(model, **options)
+    mask = SHOWN[shown]
+    new = tokens(2, 5 if shown == "chunk" else 1)
+    if options and mask is not None:
+        mask = torch.nn.functional.pad(
+            mask, (0, 80 - mask.shape[-1]), value=0 if mask.dtype == torch.bool else -1e4
+        )
+    with torch.no_grad(), pytest.raises(kv_hf.CacheMismatchError, match="51.*reset"):
+        model(
+            new,
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=torch.arange(60, 60 + new.shape[1])[None],
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("new", [1, 5])
+def test_4d_masks_that_hide_padding_equal_the_2d_mask(new, dtype):
+    model = make_model("llama")
+    (first, known), (second, _) = padded_cache(model), padded_cache(model)
+    whole = torch.cat([known, torch.ones(2, new).long()], 1)
+    mask = whole[:, None, None].bool() & torch.ones(new, 60 + new).bool().tril(60)
+    if dtype != torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(dtype).min)
+    with torch.no_grad():
+        expected = model(tokens(2, new), attention_mask=whole, past_key_values=first).logits
+        found = model(tokens(2, new), attention_mask=mask, past_key_values=second).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_4d_masks_of_single_tokens_are_compared_one_forward_late_on_a_device(monkeypatch):
+    model = make_model("llama")
+    cache, known = padded_cache(model)
+    monkeypatch.setattr(moved, "is_host", lambda device: False)
+    for step, hidden in enumerate((51, 51, 0)):
+        mask = torch.ones(2, 1, 1, 61 + step, dtype=torch.bool)
+        mask[1, ..., :hidden] = False
+        with torch.no_grad():
+            model(tokens(2, 1), attention_mask=mask, past_key_values=cache)
+    with torch.no_grad(), pytest.raises(kv_hf.CacheMismatchError, match="one forward late"):
+        model(tokens(2, 1), attention_mask=mask[..., :1].expand(2, 1, 1, 64), past_key_values=cache)
+
+
+def test_attention_that_drops_the_mask_of_a_padded_text_is_refused():
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}),
+            with_kwargs=True,
+        )
+    options = {"max_new_tokens": 4, "cache_implementation": "paged_exact"}
+    with pytest.raises(kv_hf.CacheMismatchError, match="no attention_mask reached the attention"):
+        model.generate(**left_padded([60, 9]), **options)
+    model.generate(tokens(2, 60), **options)
+
+
+def _ignore(original):
+    return lambda *args, attention_mask=None, **kwargs: original(*args, **kwargs)
+
+
+def _show(original):
+    def forward(*args, attention_mask=None, **kwargs):
+        return original(*args, attention_mask=torch.ones_like(attention_mask), **kwargs)
+
+    return forward
+
+
+@pytest.mark.parametrize("edit", [_ignore, _show])
+def test_kept_attention_stores_padding_where_foreign_code_may_change_the_mask(edit):
+    """Its padding was left out as generate()'s mask said, and then attended to: 29 of 60 tokens were others."""
+    model, inputs = make_model("llama"), left_padded([60, 9, 33])
+    model.forward = edit(model.forward)
+    options = {**GREEDY, "max_new_tokens": 8}
+    expected = model.generate(**inputs, **options)
+    kept = {
+        "cache_implementation": "paged_exact",
+        "cache_config": {"attention": "keep", "page_size": 16},
+    }
+    with pytest.warns(
+        kv_hf.KVCacheWarning, match="padding is stored like tokens.*LlamaForCausalLM"
+    ):
+        found = model.generate(**inputs, **options, **kept)
+    assert torch.equal(expected.sequences, found.sequences)
+    assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]
+
+
+def test_kept_attention_of_transformers_own_code_leaves_padding_out():
+    model, inputs = make_model("llama"), left_padded([60, 9, 33])
+    kept = {
+        "cache_implementation": "paged_exact",
+        "cache_config": {"attention": "keep", "page_size": 16},
+    }
+    found = model.generate(**inputs, **GREEDY, max_new_tokens=2, **kept)
+    assert [row.padding for row in found.past_key_values.group.rows] == [0, 51, 27]
 
 
 def test_mask_of_moonshine_means_causal_although_it_is_there():

@@ -1,6 +1,6 @@
 """Which layers of a model are paged, in which groups, and where their pages live."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from transformers.cache_utils import DynamicIndexedLayer
@@ -67,11 +67,20 @@ def page_layers(
             indexed = type(layers[index]) is DynamicIndexedLayer
             latent_class = IndexedLatentLayer if indexed else LatentLayer
             made[index] = latent_class(index, *rest, options=options, config=config)
+    arena.grow_together(_alike(made[index] for index in paged))
     ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
     for group in ordered:
         others = (peer for peer in ordered if peer is not group)
         group.lockstep.peers = tuple(peer.lockstep for peer in others)
     return made, ordered, arena
+
+
+def _alike(layers: Iterable[PagedLayer]) -> list[list[int]]:
+    """Return the positions of layers that see the same tokens in pages of the same formats, in order."""
+    found: dict[Any, list[int]] = {}
+    for layer in layers:
+        found.setdefault((id(layer.group), layer.formats), []).append(layer.layer_idx)
+    return list(found.values())
 
 
 def _new_group(window: int | None, options: CacheConfig, arena: PageArena) -> PageGroup:

@@ -1,18 +1,20 @@
 """Lazy keys and values: tensors with a shape but no storage, which `update()` hands to attention.
 
 The paged attention function takes the pages behind a pair of handles. Any other code that computes with a
-handle gets a correct dense tensor, with one warning about its price.
+handle gets a correct dense tensor, with one warning about its price. What it writes would be lost with that tensor: writing
+to a handle, or to a view of one, is an error.
 """
 
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import StaleHandleError
+from ..errors import StaleHandleError, UnsupportedModelError
 from ..kernels.choice import Kernel
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
+from .operators import returns_views, written_by
 
 
 class KVView:
@@ -33,7 +35,7 @@ class KVView:
         self.kernel = kernel
         self.sliding_window = sliding_window  # tokens that a query sees, itself included
         self._kv = kv
-        self._layer = layer
+        self.layer = layer
         self._revision = revision
 
     @property
@@ -43,7 +45,7 @@ class KVView:
         return self._kv
 
     def _check(self) -> None:
-        if self._layer.revision != self._revision:
+        if self.layer.revision != self._revision:
             raise StaleHandleError(
                 "these keys and values belong to an earlier forward: the cache has changed since. Read them "
                 "before the next forward, or keep a copy (tensor.clone())"
@@ -103,9 +105,7 @@ class KVHandle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        warn_dense(str(func))
-        args, kwargs = tree_map_only(cls, cls.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return _read(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"KVHandle({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -115,6 +115,78 @@ class KVHandle(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dense().__reduce_ex__(protocol)
+
+
+class KVPart(torch.Tensor):
+    """A view of what a handle stands for (`keys[:, :, 2:]`): an ordinary tensor but that nobody writes to it.
+
+    Whatever is computed from it is an ordinary tensor, views of it are such parts again.
+    """
+
+    plain: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor) -> "KVPart":
+        """Share the memory of `plain`."""
+        part: KVPart = torch.Tensor._make_subclass(cls, plain)
+        part.plain = plain
+        return part
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _read(func, args, kwargs or {})
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array that shares the memory and refuses writes."""
+        array = self.plain.numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the numbers as nested lists."""
+        return self.plain.tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.plain.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the ordinary tensor of a view of a handle, anything else as it is."""
+    return tensor.plain if isinstance(tensor, KVPart) else tensor
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator on what handles and views of them stand for. Raises UnsupportedModelError where it writes to them."""
+    for tensor in written_by(func, args, kwargs):
+        if isinstance(tensor, (KVHandle, KVPart)):
+            raise UnsupportedModelError(
+                f"{func} writes to keys or values that a paged cache handed out. They are read-only: pages would not take the "
+                "change over. Change a copy (keys = keys.clone()), or use a DynamicCache for this model"
+            )
+    if any(isinstance(one, KVHandle) for one in tree_leaves((args, kwargs))):
+        warn_dense(str(func))
+    args, kwargs = tree_map_only(KVHandle, KVHandle.dense, (args, kwargs))
+    args, kwargs = tree_map_only(KVPart, plain_tensor, (args, kwargs))
+    found = func(*args, **kwargs)
+    if not returns_views(func):
+        return found
+    read = {_memory(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+    # reshape() and to() copy where they must, and may come here before they are taken apart (inference mode)
+    return tree_map_only(torch.Tensor, lambda x: KVPart(x) if _memory(x) in read else x, found)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def warn_dense(reader: str) -> None:

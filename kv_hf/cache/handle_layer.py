@@ -17,7 +17,7 @@ class LayerView(KVView):
         assert layer.store is not None
         self.kernel = layer.store.kernel
         self.sliding_window = layer.window
-        self._layer = layer
+        self.layer = layer
         self._revision = layer.revision
         self._gathered: PagedKV | None = None
 
@@ -26,15 +26,15 @@ class LayerView(KVView):
         """The pages. Raises StaleHandleError when the layer has moved on, InterruptedForwardError when it is behind."""
         self._check()
         if self._gathered is None:
-            self._gathered = self._layer.current_kv()
+            self._gathered = self.layer.current_kv()
         return self._gathered
 
     def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
         """Return shape, dtype and device of one side."""
-        spec = getattr(self._layer.spec, side)
-        seen = self._layer.get_seq_length()
-        shape = torch.Size((self._layer.rows_held, spec.num_kv_heads, seen, spec.head_dim))
-        return shape, spec.dtype, self._layer.device
+        spec = getattr(self.layer.spec, side)
+        seen = self.layer.get_seq_length()
+        shape = torch.Size((self.layer.rows_held, spec.num_kv_heads, seen, spec.head_dim))
+        return shape, spec.dtype, self.layer.device
 
 
 class HandleLayer(PagedLayer):

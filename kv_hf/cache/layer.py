@@ -14,6 +14,7 @@ from ..pages.group import PageGroup
 from ..pages.step import Step
 from ..pages.storage import PageStorage
 from ..spec import PageSpec
+from .before_step import before_step
 from .compat import CROP_TAKES_LENGTHS
 from .handle import KVHandle, KVView, check_unchanged
 from .layer_formats import LayerFormats
@@ -113,8 +114,9 @@ class PagedLayer(DynamicLayer):
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_once(
                 "gradients",
-                "Cached keys and values carry no gradients: a backward pass reaches only the newest tokens. "
-                "Use torch.no_grad() for generation, or a DynamicCache for training through the cache",
+                "No gradient flows through the keys and values of a paged cache, not even those of the newest tokens: their "
+                "projections get none, and what comes before them lacks that part. Use torch.no_grad() for generation, or a "
+                "DynamicCache for training through the cache",
             )
         assert step.view is not None
         view = self._view_of(store.kv(step.view, *runs, step.seen_after))
@@ -332,11 +334,11 @@ class PagedLayer(DynamicLayer):
         if not self._seen:  # a crop took everything: as DynamicCache, tensors without tokens
             window = self.store.windows[0 if side == "keys" else 1].tokens
             return window[:, :, :0].clone()
-        dense = self._view_of(self.current_kv()).dense(side)
+        dense = self._view_of(before_step(self) or self.current_kv()).dense(side)
         if self.window is None:
             return dense
         # with past recording transformers' layer keeps the tokens that a crop may take back on top
-        doubtful = self.group.seen - self.group.confirmed if self.group.recording else 0
+        doubtful = self._seen - self.group.confirmed if self.group.recording else 0
         return dense[:, :, max(0, dense.shape[2] - self.window + 1 - doubtful) :]
 
     def _view_of(self, kv: PagedKV) -> KVView:

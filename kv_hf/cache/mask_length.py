@@ -37,6 +37,11 @@ class MaskLength(int):
         return self
 
     @property
+    def preallocated(self) -> bool:
+        """Whether the cache is of the preallocated form."""
+        return not any(isinstance(group, PageGroup) for group in self.groups)
+
+    @property
     def padded(self) -> bool:
         """Whether some row is known to begin with padding."""
         return any(bool(group.batch.padding.any()) for group in self.groups)
@@ -48,15 +53,33 @@ class MaskLength(int):
             single: the forward is of one token.
         Raises: CacheMismatchError where the mask shows columns that were left out as padding before.
         """
-        if attention_mask is not None and attention_mask.ndim == 2:
+        if attention_mask is None:
+            self._check_unpadded()
+        elif attention_mask.ndim == 2:
             later = self.skippable and self.watch.later(attention_mask, single)
             if not later:
                 self._check_hidden(attention_mask)
         for group in self.groups:
             if attention_mask is None:
                 group.forget_padding()
-            else:
-                group.observe_padding(attention_mask)
+                continue
+            group.observe_padding(attention_mask)
+            if isinstance(group, PageGroup):
+                hides = bool(group.batch.padding.any())
+                group.masked_step = group.epoch + 1 if hides else -1
+
+    def _check_unpadded(self) -> None:
+        """Raise CacheMismatchError where a forward without any mask would see padding that was not stored."""
+        for group in self.groups:
+            if not isinstance(group, PageGroup) or not group.seen:
+                continue
+            padding = group.batch.padding
+            if (padding > group.offset).any():
+                raise CacheMismatchError(
+                    f"attention_mask is None, but the rows begin with {padding.tolist()} columns of left padding, which was "
+                    "hidden when the cache took it in, and was not stored: without a mask they would be attended to. Pass the "
+                    "mask [batch, columns] of the whole text so far, or call cache.reset() and start again"
+                )
 
     def _check_hidden(self, attention_mask: torch.Tensor) -> None:
         growing = (group for group in self.groups if isinstance(group, PageGroup))

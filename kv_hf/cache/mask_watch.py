@@ -8,6 +8,12 @@ from ..errors import CacheMismatchError
 from ..pages import moved
 from ..pages.batch import Numbers
 
+NOT_ALL_SHOWN = (
+    "the attention_mask of an earlier forward of one token did not show all columns behind the left padding. On this device "
+    "such masks are compared without waiting, one forward late, so that tokens that it hid were attended to. Hide columns in "
+    "the prompt's mask already, or pass a 4D mask; call cache.reset() and start again"
+)
+
 
 class MaskWatch:
     """Compares 2D masks with the left padding that a group knows.
@@ -30,7 +36,7 @@ class MaskWatch:
     def clear(self) -> None:
         """Forget what was asked and what is trusted."""
         self._trusted = False
-        self._asked: list[tuple[torch.Tensor, Any]] = []
+        self._asked: list[tuple[torch.Tensor, Any, str]] = []
         self._padding: tuple[bytes, torch.Tensor] | None = None
 
     def later(self, mask: torch.Tensor, single: bool) -> bool:
@@ -47,27 +53,26 @@ class MaskWatch:
         if not self.later(mask, single):
             self._trusted = bool(same)
             return self._trusted
-        answer, event = same.to("cpu", non_blocking=True), None
-        if mask.device.type == "cuda":
-            answer = torch.empty_like(same, device="cpu", pin_memory=True)
-            answer.copy_(same, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(mask.device))
-        self._asked.append((answer, event))
+        self.ask(same, NOT_ALL_SHOWN)
         return True
+
+    def ask(self, right: torch.Tensor, message: str) -> None:
+        """Look at `right` (bool scalar on a device) in a later forward; where it is False then, raise with `message`."""
+        answer, event = right.to("cpu", non_blocking=True), None
+        if right.device.type == "cuda":
+            answer = torch.empty_like(right, device="cpu", pin_memory=True)
+            answer.copy_(right, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(right.device))
+        self._asked.append((answer, event, message))
 
     def look(self) -> None:
         """Look at the answers that are there. Raises CacheMismatchError for a mask that hid or showed something else."""
         while self._asked and (self._asked[0][1] is None or self._asked[0][1].query()):
-            answer, _ = self._asked.pop(0)
+            answer, _, message = self._asked.pop(0)
             if not bool(answer):
                 self.clear()
-                raise CacheMismatchError(
-                    "the attention_mask of an earlier forward of one token did not show all columns behind the left "
-                    "padding. On this device such masks are compared without waiting, one forward late, so that tokens "
-                    "that it hid were attended to. Hide columns in the prompt's mask already, or pass a 4D mask; call "
-                    "cache.reset() and start again"
-                )
+                raise CacheMismatchError(message)
 
     def _same(self, mask: torch.Tensor, padding: Numbers) -> torch.Tensor:
         key = padding.tobytes()

@@ -1,7 +1,7 @@
 """What a model's config says about its cache, before any key is seen."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import UnsupportedModelError
@@ -138,3 +138,16 @@ def page_sizes(config: Any) -> dict[str, Any] | None:
             return None
         head_dim = hidden // num_heads
     return {"num_kv_heads": 1, "key_dim": head_dim, "value_dim": head_dim}
+
+
+def rotates_by_length(config: Any) -> bool:
+    """Say whether keys depend on how long the text is that they are computed in (dynamic NTK, longrope)."""
+    config = config.get_text_config(decoder=True)
+    found = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while found:
+        given = found.pop()
+        if isinstance(given, Mapping):
+            if given.get("rope_type", given.get("type")) in ("dynamic", "longrope"):
+                return True
+            found += given.values()
+    return False

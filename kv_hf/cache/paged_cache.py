@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose, layout_for
+from ..pages.ahead import Expected
 from ..pages.offload import OffloadArena
 from ..spec import MemoryReport
 from .build import page_layers
@@ -110,6 +112,8 @@ class PagedCache(Savable, Copyable):
             self.release_when_gone()
         self._first_paged = self.paged_layers[0].layer_idx
         self._watch = MaskWatch()
+        for group in self.groups:
+            group.watch = self._watch
         # a mask is made once for all layers of a kind: it is left out only where the kernels read all of them
         self._masks_skippable = not is_chunked(decoder) and all(
             isinstance(layer, PagedLayer) or linear or is_dummy(layer)
@@ -163,7 +167,8 @@ class PagedCache(Savable, Copyable):
         if self.offloading:  # of whole layers, by transformers
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         else:
-            keys, values = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+            layer: Any = self.layers[layer_idx]
+            keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if self._dense_asked:  # flex_attention is traced: no handles
             view = view_behind(keys, values)
             if view is not None:
@@ -297,6 +302,23 @@ class PagedCache(Savable, Copyable):
         if attention_mask is not None:
             for group in self.groups:
                 group.observe_padding(attention_mask, columns)
+
+    def expect_length(self, end: int, prompt: int = 0) -> None:
+        """Say how long the text will be, so that storage grows in few steps: generate() does so on a GPU.
+
+        Where storage grows, it then makes room for the prompt and as many columns ahead as there are (at least 1,024, and
+        at most 4,096 or an eighth of those that there are), but not beyond the end. A text may end earlier or later.
+        Without effect on pages that may leave the device, and where `max_length` made all room at once.
+
+        Args:
+            end, prompt: columns of the whole text and of its prompt, padding and what is cached already included.
+        Raises: CacheOptionError for anything but numbers of at least 0.
+        """
+        check_int("end", end, 0)
+        check_int("prompt", prompt, 0)
+        if not isinstance(self.arena, OffloadArena):
+            for group in self.groups:
+                group.ahead.expected = Expected(prompt, end)
 
     @property
     def bits_per_element(self) -> float:

@@ -328,7 +328,7 @@ class PrefixStore:
     def clear(self) -> None:
         """Let go of all pages; caches that hold some keep them.
 
-        Call it after changes that cannot be seen: single numbers of a large weight written through `.data`, and code
+        Call it after changes that cannot be seen: less than a row or column of a large weight written through `.data`, and code
         or attributes of the model that are replaced.
         """
         if self._tree is not None:

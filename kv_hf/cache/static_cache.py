@@ -10,6 +10,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose
+from ..pages import moved
 from ..pages.arena import PageArena
 from ..pages.static_table import WORKING, StaticTable
 from ..spec import MemoryReport
@@ -95,6 +96,9 @@ class StaticPagedCache(PagedCache):
     def _check_padding(self, mask: Any) -> None:
         check_padding_mask(mask, self.table.rows if self.table.started else 0, False)
 
+    def expect_length(self, end: int, prompt: int = 0) -> None:
+        """Nothing: all room is made at the first forward."""
+
     def end_recording(self) -> None:
         """Nothing to do: past recording is refused."""
 
@@ -112,10 +116,13 @@ class StaticPagedCache(PagedCache):
         if not torch.compiler.is_compiling():
             self.table.check_flag()
         length, offset = self.paged_layers[layer_idx].get_mask_sizes(query_length)
+        if torch.compiler.is_compiling():
+            return length, offset
         # a single token comes after the prompt, whose mask has said it all
-        learns = (query_length > 1 or not self.table.started) and not torch.compiler.is_compiling()
-        if learns and self._attention_config._attn_implementation == ATTENTION_NAME:
-            return MaskLength(length, self.groups, False, self._watch), offset
+        learns = query_length > 1 or not self.table.started
+        known = learns or not moved.is_host(self.table.seen.device)
+        if known and self._attention_config._attn_implementation == ATTENTION_NAME:
+            return MaskLength(length, self.groups if learns else (), False, self._watch), offset
         return length, offset
 
     @property

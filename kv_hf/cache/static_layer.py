@@ -13,6 +13,7 @@ from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardErr
 from ..formats import ATTENTION_NAME
 from ..kernels.inputs import PagedKV
 from ..kernels.ops import MAX_DECODE_QUERIES
+from ..pages import moved
 from ..pages.static_table import WORKING, StaticTable
 from ..pages.storing import storing
 from ..spec import PageSpec
@@ -87,7 +88,7 @@ class StaticPagedLayer(CacheLayerMixin):
             )
         store = StaticStore(self.layer_idx, spec, self.table, self.kernel)
         self.dtype, self.device, self.batch_size = key_states.dtype, device, rows
-        shared = self.table.tensors if self.layer_idx == 0 else ()
+        shared = (*self.table.tensors, self.table.flag.tensor) if self.layer_idx == 0 else ()
         for tensor in (*store.tensors, *shared):
             torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
@@ -124,7 +125,7 @@ class StaticPagedLayer(CacheLayerMixin):
             forget()
             self._changes += 1
         runs = store.append(step, key_states, value_states)
-        if not compiling and self.device.type == "cpu":
+        if not compiling and moved.is_host(self.device):
             store.base.report_damage()
         read = (key_states, value_states)
         if not table.was_empty:

@@ -8,6 +8,7 @@ from ..errors import CacheMismatchError
 from ..kernels.choice import choose
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
+from ..pages import moved
 from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
@@ -73,12 +74,16 @@ class LayerStore:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise CacheMismatchError unless keys and values fit this layer and each other."""
-        seen = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
-        if seen == self._checked:
-            return
-        if self.fits(keys, values) and keys.shape[:3] == values.shape[:3]:
-            self._checked = seen
-            return
+        if torch.compiler.is_compiling():  # what was seen before would become a guard of the compiled step
+            if self.fits(keys, values) and keys.shape[:3] == values.shape[:3]:
+                return
+        else:
+            seen = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+            if seen == self._checked:
+                return
+            if self.fits(keys, values) and keys.shape[:3] == values.shape[:3]:
+                self._checked = seen
+                return
         k, v = self.spec.sides
         raise CacheMismatchError(
             f"layer {self.layer_idx} of this cache holds {k.num_kv_heads} kv heads of {k.head_dim} ({k.dtype} keys) and "
@@ -139,10 +144,10 @@ class LayerStore:
             self._seal(step.seal, runs)
         return runs
 
-    def make_room(self, num_ids: int, reserved: int) -> None:
+    def make_room(self, num_ids: int, reserved: int, ahead: int = 0) -> None:
         """Make room for the page ids 0 .. num_ids - 1 before the step that hands them out is in force."""
         if max(num_ids, reserved) > self.pages.capacity:
-            self.pages.grow_ahead(max(page_capacity(num_ids), reserved))
+            self.pages.grow_ahead(max(page_capacity(num_ids), reserved), ahead)
 
     def grow(self, step: Step) -> None:
         """Make room for the pages of `step`, and for those that it reserves, where that was not done ahead."""
@@ -151,7 +156,7 @@ class LayerStore:
             return
         if needed > self.pages.capacity:
             with storing(), self.pages.lock:
-                self.pages.grow(max(page_capacity(step.num_ids), step.reserved))
+                self.pages.grow(max(page_capacity(step.num_ids), step.reserved), step.ahead)
         self._room = needed
 
     def _seal(self, jobs: SealJobs, tokens: Pair) -> None:
@@ -212,12 +217,12 @@ class LayerStore:
 
     def _look_for_damage(self) -> None:
         """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""
-        if self.damaged.device.type == "cpu":
+        if moved.is_host(self.damaged.device):
             self.report_damage()
 
     def report_damage(self) -> None:
         """Warn once when keys or values of a sealed page were not finite."""
-        if bool(self.damaged):
+        if not self.damaged.is_meta and bool(self.damaged):
             warn_once(
                 "damaged",
                 f"Keys or values of layer {self.layer_idx} hold inf, nan or numbers beyond float16's range. They "

@@ -186,16 +186,20 @@ def paged(
 
     def verdict() -> Verdict:
         prepare()
-        outs = run()
-        return worst(
-            [
-                judge_pages(outs[i][:, :, 0], work.queries[i][:, :, 0], views[i], work.scale)
-                for i in _judged(work)
-            ]
-        )
+        return _verdict_of(work, run(), views)
 
     bare = Contender(f"kernel_{name}", "kernel", run, verdict, whole.nbytes, whole.kernel, prepare)
     return whole, bare
+
+
+def _verdict_of(work: Workload, outs: list[torch.Tensor], views: list[Any]) -> Verdict:
+    """Judge the results of all layers on these pages."""
+    return worst(
+        [
+            judge_pages(outs[i][:, :, 0], work.queries[i][:, :, 0], views[i], work.scale)
+            for i in _judged(work)
+        ]
+    )
 
 
 def kernel_calls(work: Workload, whole: Contender) -> Contender:
@@ -233,13 +237,7 @@ def kernel_calls(work: Workload, whole: Contender) -> Contender:
 
     def verdict() -> Verdict:
         prepare()
-        outs = run()
-        return worst(
-            [
-                judge_pages(outs[i][:, :, 0], work.queries[i][:, :, 0], views[i], work.scale)
-                for i in _judged(work)
-            ]
-        )
+        return _verdict_of(work, run(), views)
 
     name = whole.name.replace("paged", "calls")
     return Contender(name, "kernel", run, verdict, whole.nbytes, "c", prepare)

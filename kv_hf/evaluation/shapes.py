@@ -71,6 +71,7 @@ SHAPES = {
     "smollm2": AttentionShape(9, 3, 64),
     "qwen2.5-7b": AttentionShape(28, 4, 128),
     "llama-70b-layer": AttentionShape(64, 8, 128),
+    "tiny": AttentionShape(4, 2, 16),  # for tests and for trying the scripts out
 }
 
 _LONG = {"max_position_embeddings": 1 << 20, "tie_word_embeddings": False}
@@ -162,6 +163,18 @@ _RANDOM: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "qk_rope_head_dim": 8,
             "v_head_dim": 16,
             "first_k_dense_replace": 8,  # no layer has experts
+        },
+    ),
+    # cheap in float32, with heads as real models have them
+    "small": (
+        LlamaConfig,
+        {
+            "vocab_size": 512,
+            "hidden_size": 512,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
         },
     ),
     "tiny": (

@@ -8,6 +8,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..cache.handle import KVView, view_behind
 from ..cache.mask_length import MaskLength
+from ..cache.shown_padding import check_shown, vouch
 from ..cache.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..kernels.ops import paged_attention
@@ -23,7 +24,7 @@ from .latent import (
     is_latent_attention,
     shrink_of,
 )
-from .lazy_mask import LazyMask
+from .lazy_mask import LazyMask, unless_changed
 from .models import wants_masks
 
 
@@ -44,10 +45,14 @@ def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         kwargs["kv_length"] = int(length)
         one = not several and mask is None and kwargs.get("local_size") is None
         hidden = may_skip and not one and length.needs_no_mask(mask, not several)
+        if length.preallocated and not several and not moved.is_host(kwargs["device"]):
+            # to find out whether it is needed would wait; _knows_mask leaves it out
+            kwargs["allow_is_causal_skip"] = False
     made = None if hidden else sdpa_mask(*args, **kwargs)
     plain = made is None and may_skip and several and not torch.compiler.is_compiling()
     if not hidden and not plain:
-        return made
+        compared = isinstance(length, MaskLength) and (several or not length.preallocated)
+        return vouch(made) if compared else made
     shape = (kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"])
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
@@ -94,7 +99,10 @@ def kv_hf_attention(
             attention_mask = attention_mask.dense()
         causal = is_causal(module, kwargs)
         attention_mask = _chosen(attention_mask, indices, query, key.shape[2], causal)
+    attention_mask = unless_changed(attention_mask)
     lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
+    if lazy is None and isinstance(view, KVView):
+        check_shown(view, attention_mask, query.shape[2])
     reason = None
     held = isinstance(view, KVView) and view.kv.spec.is_latent
     latents = held and is_latent_attention(module)  # else keys that merely have the size of latents

@@ -15,8 +15,9 @@ from types import ModuleType
 
 import torch
 
+from .attention_calls import calls_of, gets_attention, last_name
+
 NAME_OF_ATTENTION = "_attn_implementation"
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _REGISTRY = "_FUNCTIONS"  # tables of attention and mask functions by name
 # what a model compares the name with where it masks by itself, and hands the choice to other attentions as `indices`
 _MASKED_BY_THE_MODEL = frozenset({"eager", "sdpa"})
@@ -65,6 +66,7 @@ class Facts:
         joins_mask: gets its attention function from AttentionInterface, and adds columns to the mask before.
         arguments: keywords of its calls of the attention function, beside those that come in as **kwargs.
         comparisons: places that ask for the attention's name.
+        opened: hands its attention function other arguments than those that it names or got as **kwargs.
     """
 
     updates_cache: bool = False
@@ -73,6 +75,7 @@ class Facts:
     joins_mask: bool = False
     arguments: frozenset[str] = frozenset()
     comparisons: tuple[Comparison, ...] = ()
+    opened: bool = False
 
     def __or__(self, other: "Facts") -> "Facts":
         return Facts(
@@ -82,6 +85,7 @@ class Facts:
             self.joins_mask or other.joins_mask,
             self.arguments | other.arguments,
             self.comparisons + other.comparisons,
+            self.opened or other.opened,
         )
 
 
@@ -102,11 +106,20 @@ def source_of(module: ModuleType) -> Source | None:
         return None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     classes = {
-        node.name: {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+        node.name: {item.name: item for item in _methods(node)}
         for node in tree.body
         if isinstance(node, ast.ClassDef)
     }
     return Source(functions, classes)
+
+
+def _methods(node: ast.AST) -> Iterator[ast.FunctionDef]:
+    """Yield the functions in the body of a class, those under an if or try included."""
+    for item in ast.iter_child_nodes(node):
+        if isinstance(item, ast.FunctionDef):
+            yield item
+        elif isinstance(item, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            yield from _methods(item)
 
 
 @functools.cache
@@ -176,6 +189,8 @@ def _constant(node: ast.expr) -> tuple[str, ...] | None:
         return None
     if value is None:
         return ()
+    if not isinstance(value, str | tuple | list | set | dict):
+        return None  # a number: len(name) == 4
     found = (value,) if isinstance(value, str) else tuple(value)
     return found if all(isinstance(one, str) for one in found) else None
 
@@ -207,7 +222,7 @@ def _facts(function: ast.FunctionDef, where: str) -> Facts:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = {target.id for target in targets if isinstance(target, ast.Name)}
-            if _gets_attention(node.value):
+            if gets_attention(node.value):
                 attention |= names
             elif isinstance(node.value, ast.Attribute) and node.value.attr == NAME_OF_ATTENTION:
                 aliases |= names
@@ -219,18 +234,18 @@ def _facts(function: ast.FunctionDef, where: str) -> Facts:
         for keyword in call.keywords
         if keyword.arg
     )
-    called = {_last_name(call.func) for call in calls}
+    called = {last_name(call.func) for call in calls}
     comparisons = tuple(
         Comparison(where, ast.unparse(node), node, _is_honoured(node, function, arguments))
         for node in ast.walk(function)
         if isinstance(node, ast.expr) and _is_question(node, aliases)
     )
-    reads = any(_gets_attention(node) for node in ast.walk(function))
+    reads = any(gets_attention(node) for node in ast.walk(function))
     named = _names(function) | {
         node.arg for node in ast.walk(function) if isinstance(node, ast.arg)
     }
     joins = any(
-        _last_name(call.func) in ("cat", "pad") and "attention_mask" in _names(call)
+        last_name(call.func) in ("cat", "pad") and "attention_mask" in _names(call)
         for call in calls
     )
     return Facts(
@@ -241,6 +256,7 @@ def _facts(function: ast.FunctionDef, where: str) -> Facts:
         reads and joins,
         arguments,
         comparisons,
+        calls_of(function).opened,
     )
 
 
@@ -248,25 +264,12 @@ def _names(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
-def _last_name(node: ast.expr) -> str | None:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else None
-
-
-def _gets_attention(node: ast.AST) -> bool:
-    """Say whether a node itself gets an attention function: ALL_ATTENTION_FUNCTIONS.get_interface(..) or [..]."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in ("get_interface", "get") and _INTERFACE in ast.unparse(node.func)
-    return isinstance(node, ast.Subscript) and _last_name(node.value) == _INTERFACE
-
-
 def _is_update(call: ast.Call) -> bool:
     """Say whether a call hands keys and values to a cache: x.update(keys, values, layer_idx, ..).
 
     Convolutions over audio hand their caches one tensor, or other things behind it.
     """
-    if _last_name(call.func) != "update" or len(call.args) < 2:
+    if last_name(call.func) != "update" or len(call.args) < 2:
         return False
     if len(call.args) == 2:
         return any(keyword.arg == "layer_idx" for keyword in call.keywords)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..cache.handle import plain_tensor
 from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from .attention_source import facts_of
@@ -75,6 +76,7 @@ def dense_attention(
     """
     function = _function(module, kwargs)
     _check_read(module, kwargs, function)
+    key, value = plain_tensor(key), plain_tensor(value)
     if isinstance(mask, LazyMask):
         if function is sdpa_attention_forward and _only_causal(mask, query, key, kwargs):
             dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
@@ -103,10 +105,10 @@ def _function(
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         return sdpa_attention_forward
-    asked = set(unknown_arguments(kwargs)) - _ALL_READ - _parameters(sdpa_attention_forward)
+    asked = set(unknown_arguments(kwargs)) - _ALL_READ - parameters(sdpa_attention_forward)
     if kwargs.get("output_attentions") or asked & _ASK_FOR_EAGER:
         return eager
-    return eager if asked & _parameters(eager) else sdpa_attention_forward
+    return eager if asked & parameters(eager) else sdpa_attention_forward
 
 
 def _check_read(
@@ -116,19 +118,23 @@ def _check_read(
 
     What only comes through from further out is dropped by transformers' functions as well, whatever the cache.
     """
-    unknown = set(unknown_arguments(kwargs)) - _ALL_READ - _parameters(function)
+    unknown = set(unknown_arguments(kwargs)) - _ALL_READ - parameters(function)
     if function is not sdpa_attention_forward:
         unknown -= _ASK_FOR_EAGER  # gpt_oss, for one, reads its sinks from the module
     if not unknown:
         return
     kind: Any = type(module)
     facts = facts_of(kind)
-    lost = sorted(unknown & facts.arguments) if facts is not None else []
+    own: frozenset[str] = frozenset() if facts is None else facts.arguments
+    if facts is not None and facts.opened and not kind.__module__.startswith("transformers."):
+        own |= unknown  # they came in a dict: each may be of the module's own
+    lost = sorted(unknown & own)
     lost = [name for name in lost if f'"{name}"' not in _text(function)]
     if lost:
         raise UnsupportedModelError(
             f'{type(module).__name__} passes {", ".join(lost)} to its attention, which neither "{ATTENTION_NAME}" nor '
-            f"{function.__name__} reads: the result would be another one. Use model.set_attn_implementation('sdpa')"
+            f"{function.__name__} reads: the result would be another one. Use model.set_attn_implementation('sdpa'), and "
+            "cache_config={'attention': 'keep'}, with which generate() leaves it there"
         )
 
 
@@ -141,7 +147,8 @@ def _text(function: Callable[..., Any]) -> str:
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+def parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the parameters of a function."""
     return frozenset(inspect.signature(function).parameters)
 
 

@@ -35,7 +35,9 @@ from .models import (
     restore_attention,
     use_paged_attention,
 )
+from .own_code import foreign_part
 from .prefix import share_prefill
+from .room import expect_length
 from .static_generation import check_static_generation, is_assisted
 
 # options about layers and latents of one model, which mean nothing to its assistant
@@ -58,7 +60,7 @@ def install() -> None:
     missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
     _set_names(tuple(known) + missing)
     if not _originals:
-        wraps = (_wrap, share_prefill, refuse_at_load, refuse_to_set)
+        wraps: tuple[Any, ...] = (_wrap, share_prefill, refuse_at_load, refuse_to_set)
         for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
             _originals[name] = getattr(owner, name)
             setattr(owner, name, wrap(_originals[name]))
@@ -108,6 +110,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs, generation_config)
             _say_unused_store(given, *args, **kwargs)
+            _expect_length(self, given, model_kwargs, generation_config, *args, **kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
             generation_config.cache_implementation = None
@@ -125,6 +128,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 cache.activate_past_recording()
             _make_ready(self, cache, model_kwargs, generation_config)
             _say_unused_store(cache, *args, **kwargs)
+            _expect_length(self, cache, model_kwargs, generation_config, *args, **kwargs)
             model_kwargs["past_key_values"] = cache
             return None
         return original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -139,6 +143,21 @@ def _say_unused_store(cache: Any, generation_mode: Any, *args: Any, **kwargs: An
             "prefix_store assisted",
             "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
         )
+
+
+def _expect_length(
+    model: Any,
+    cache: Any,
+    model_kwargs: dict[str, Any],
+    generation_config: Any,
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """Tell the cache of the text's own tokens how long the text will be."""
+    own, _ = paged_halves(cache)
+    if own is not None:
+        expect_length(model, own, model_kwargs, generation_config, max_cache_length)
 
 
 def _check_given(model: Any, given: Any) -> None:
@@ -171,10 +190,15 @@ def _check_paged_cross(model: Any) -> None:
 def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderDecoderCache:
     name = generation_config.cache_implementation
     named = "mamba" in type(model).__name__.lower()
-    if named or not model._supports_default_dynamic_cache() or not _takes_a_cache(model):
+    if named or not model._supports_default_dynamic_cache():
         raise UnsupportedModelError(
             f"cache_implementation={name!r}: {type(model).__name__} does not keep its keys and values in a "
             "transformers Cache, so that pages cannot hold them; leave cache_implementation out"
+        )
+    if not _takes_a_cache(model):
+        raise UnsupportedModelError(
+            f"cache_implementation={name!r}: no forward of {type(model).__name__} has the argument past_key_values, by which "
+            "generate() hands a cache over, so that pages would stay empty; leave cache_implementation out"
         )
     options = generation_config.cache_config
     if options is not None and not isinstance(options, dict):
@@ -193,7 +217,7 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
 
 
 def _takes_a_cache(model: Any) -> bool:
-    """Say whether any part of `model` has an argument for a cache: the first GPT, for one, computes all anew."""
+    """Say whether any part of `model` takes generate()'s cache: the first GPT has none, Flaubert calls its own `cache`."""
     return any(
         "past_key_values" in inspect.signature(part.forward).parameters
         for part in model.modules()
@@ -221,10 +245,24 @@ def _make_ready(
 def _learn_padding(
     model: Any, cache: PagedCache, model_kwargs: dict[str, Any], generation_config: Any
 ) -> None:
-    """Tell the cache the padding of generate()'s mask, for a first forward of as many columns and no others."""
+    """Tell the cache the padding of generate()'s mask, for a first forward of as many columns and no others.
+
+    Where code that is not transformers' own may change the mask on its way, nothing is told: padding is then stored, and
+    masked, like any token.
+    """
     of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
     mask = model_kwargs.get(of_text)
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool((mask != 0).all()):
+        return
+    foreign = foreign_part(model)
+    if foreign is None:
         columns = mask.shape[1]
         chunk = getattr(generation_config, "prefill_chunk_size", None)
         cache.learn_padding(mask, min(columns, chunk) if chunk else columns)
+        return
+    warn_once(
+        f"padding of {foreign}",
+        f"Left padding is stored like tokens: this model's attention is not 'kv_hf', and {foreign}, whose code is not transformers' "
+        "own, may change the mask that attention gets. It costs memory, and sink_tokens are then the first columns of a padded row; "
+        "cache.observe_padding(attention_mask) before generate() leaves the padding out",
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..cache.model_shape import attention_config
@@ -15,12 +16,16 @@ from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..notices import say_once, warn_once
 from .attention_source import Facts, classes_of, facts_of, is_modeling
+from .foreign import why_not_as_called, why_not_foreign
+from .replaced import is_native, why_not_registered
 
 _switched: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
 # set_attn_implementation goes from config to config: another thread must not run a model that is half switched
 _switching = threading.RLock()
 # configs of models that know no sdpa, by id: their modules may call themselves not causal, as eager goes by the mask alone
 _eager: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+# models and parts of models made since kv_hf came in: those that share a config share the name of their attention
+_made: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
 # whether the model at hand was looked at as a whole, so that its classes need not be
 _proved: ContextVar[bool] = ContextVar("proved", default=False)
 
@@ -33,7 +38,7 @@ def why_not_pages(model: PreTrainedModel, attention: str = "auto") -> str | None
     """
     if attention_config(model.config)._attn_implementation == ATTENTION_NAME:
         return None
-    reason = _why_not_switched(model)
+    reason = _why_not_switched(model) or _why_not_shared(model)
     return reason or (None if attention == "auto" else "attention='keep' leaves it on another one")
 
 
@@ -48,7 +53,7 @@ def use_paged_attention(model: PreTrainedModel) -> None:
         if current == ATTENTION_NAME:
             return
         own = type(model).__name__
-        reason = _why_not_switched(model)
+        reason = _why_not_switched(model) or _why_not_shared(model)
         if reason is None:
             _set_attention(model, ATTENTION_NAME)
             if attention_config(model.config)._attn_implementation != ATTENTION_NAME:
@@ -78,7 +83,35 @@ def _why_not_switched(model: PreTrainedModel) -> str | None:
     if current not in ("sdpa", None) and not default_eager:
         return f"somebody set it to {current!r}; model.set_attn_implementation('kv_hf') reads the pages instead"
     # the whole part is switched, models inside of it too
-    return why_not_by_source(frozenset(map(type, decoder.modules())), current or "sdpa")
+    modules, before = list(decoder.modules()), current or "sdpa"
+    kinds = frozenset(map(type, modules))
+    return (
+        why_not_registered(kinds, before)
+        or why_not_by_source(kinds, before)
+        or why_not_foreign(modules, _around(decoder, model), before)
+    )
+
+
+def _why_not_shared(model: PreTrainedModel) -> str | None:
+    """Return why another model of the same config object must not be switched along, or None where it may be."""
+    configs = (model.config, attention_config(model.config))
+    own = {id(module) for module in model.modules()}
+    for other in list(_made):
+        if id(other) not in own and any(other.config is config for config in configs):
+            reason = _why_not_switched(other)
+            if reason is not None:
+                return f"it shares its config with another {type(other).__name__}, and {reason}"
+    return None
+
+
+def _around(part: PreTrainedModel, model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the modules of `model` that contain `part`."""
+    name = next(name for name, module in model.named_modules() if module is part)
+    return [
+        module
+        for around, module in model.named_modules()
+        if module is not part and (not around or f"{name}.".startswith(f"{around}."))
+    ]
 
 
 def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -121,7 +154,12 @@ def why_not_class(cls: type[PreTrainedModel]) -> str | None:
     read = {kind.__name__: facts_of(kind) for kind in kinds}
     found = {name: facts for name, facts in read.items() if facts is not None}
     caches = any(facts.updates_cache for facts in found.values())
-    return _objection(found, "sdpa" if cls._supports_sdpa else "eager") if caches else None
+    current = "sdpa" if cls._supports_sdpa else "eager"
+    if not caches:
+        return None
+    return _objection(found, current) or (
+        None if is_native(cls) else why_not_as_called(kinds, current)
+    )
 
 
 def _objection(found: Mapping[str, Facts], current: str) -> str | None:
@@ -155,6 +193,8 @@ def refuse_at_load(original: Callable[..., str]) -> Callable[..., str]:
 
     @functools.wraps(original)
     def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        with _switching:
+            _made.add(self)
         if requested == ATTENTION_NAME:
             kind: Any = type(self)
             if not _proved.get():

@@ -1,6 +1,6 @@
 """Prompts that share a prefix skip its prefill: what happens before and behind generate()'s first forward."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from transformers.generation.utils import GenerationMixin
 from ..cache.adapters import adapters_of
 from ..cache.compat import CHUNKS_BEHIND_A_CACHE
 from ..cache.encoder_decoder import paged_halves
+from ..cache.model_shape import rotates_by_length
+from ..cache.model_state import drops_numbers
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheMismatchError
 from ..notices import warn_once
@@ -210,24 +212,9 @@ def more_than_tokens(model: Any) -> str | None:
         return "adapter_names, task_ids or activated LoRA give rows adapters of their own"
     if adapters.virtual:
         return f"virtual tokens stand in front of the prompt ({adapters.virtual})"
-    if model.training and any(
-        isinstance(part, torch.nn.Dropout) and part.p for part in model.modules()
-    ):
+    if drops_numbers(model):
         return "the model is in training mode and drops numbers at random"
     return None
-
-
-def rotates_by_length(config: Any) -> bool:
-    """Say whether keys depend on how long the text is that they are computed in (dynamic NTK, longrope)."""
-    config = config.get_text_config(decoder=True)
-    found = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
-    while found:
-        given = found.pop()
-        if isinstance(given, Mapping):
-            if given.get("rope_type", given.get("type")) in ("dynamic", "longrope"):
-                return True
-            found += given.values()
-    return False
 
 
 def _last_logit(model: Any) -> dict[str, int]:

@@ -36,6 +36,8 @@ def write_pair(
         damaged: uint8 scalar, set to 1 where numbers had to be made finite; never cleared, never read.
         launches: what the backend keeps for this layer.
     """
+    if windows[0].is_meta:  # which hold nothing, and whose lengths cannot be read
+        return
     for window, tokens in zip(windows, new, strict=True):
         append(window, tokens, starts, skips)
     if jobs is not None:
@@ -53,5 +55,7 @@ def seal_pair(
     launches: dict[Any, Any],
 ) -> None:
     """Seal pages of both sides from `tokens`; the arguments are those of `write_pair`."""
+    if damaged.is_meta:
+        return
     for side, own, pages in zip(spec.sides, tokens, fields, strict=True):
         damaged.logical_or_(seal(own, jobs, pages, side))

@@ -5,15 +5,36 @@ held by several of them, and freed when the last lets go.
 """
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import CacheMismatchError
-from ..spec import PageSpec
+from ..spec import PageSpec, SideSpec
+from .blocks import Neighbours
 from .group import PageGroup
 from .pool import PagePool
 from .storage import PageStorage
+
+
+def _difference(
+    held: PageSpec, there: torch.device, needed: PageSpec, here: torch.device
+) -> tuple[str, str]:
+    """Return in words what is held and what is needed instead, as far as they differ."""
+    pairs = [
+        (_words(one), _words(other)) for one, other in zip(held.sides, needed.sides, strict=False)
+    ]
+    differing = [pair for pair in pairs if pair[0] != pair[1]]
+    if there != here or not differing:
+        differing.append((f"pages on {there}", f"pages on {here}"))
+    ours, theirs = zip(*differing, strict=True)
+    return " and ".join(ours), " and ".join(theirs)
+
+
+def _words(side: SideSpec) -> str:
+    dtype = str(side.dtype).removeprefix("torch.")
+    return f"{side.side} in {side.scheme.name} ({dtype}, {side.num_kv_heads} heads of {side.head_dim}, pages of {side.page_size})"
 
 
 class PageArena:
@@ -27,7 +48,14 @@ class PageArena:
         self.max_pages = max_pages
         self.pools: dict[int | None, PagePool] = {}
         self.storages: dict[int, PageStorage] = {}
+        self.neighbours: dict[int, Neighbours] = {}
         self.lock = threading.RLock()
+
+    def grow_together(self, groups: Iterable[Sequence[int]]) -> None:
+        """Let the storages of each of `groups` grow in blocks; groups that are known already stay as they are."""
+        for layers in groups:
+            if not self.neighbours.keys() & set(layers):
+                self.neighbours.update(dict.fromkeys(layers, Neighbours(layers)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock."""
@@ -64,16 +92,21 @@ class PageArena:
         if found is not None and (found.spec, found.device) == (spec, device):
             return found
         if found is not None and (others or self.num_held):
+            ours, theirs = _difference(found.spec, found.device, spec, device)
             raise CacheMismatchError(
-                f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds "
-                f"{found.spec.keys} on {found.device}, this one needs {spec.keys} on {device}"
+                f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds {ours}, this "
+                f"one needs {theirs}. Use one prefix_store per dtype (torch.autocast gives keys or values another one) and device, "
+                "or call its clear() when no cache uses it"
             )
         self.storages[layer_idx] = self.make_storage(layer_idx, spec, device)
         return self.storages[layer_idx]
 
     def make_storage(self, layer_idx: int, spec: PageSpec, device: torch.device) -> PageStorage:
         """Make the storage of a layer."""
-        return PageStorage(spec, device)
+        storage = PageStorage(spec, device)
+        if layer_idx in self.neighbours:
+            self.neighbours[layer_idx].join(layer_idx, storage)
+        return storage
 
     @property
     def staging_bytes(self) -> int:
@@ -91,6 +124,8 @@ class PageArena:
             holders = [holder for pool in self.pools.values() for holder in pool.holders]
             if not self.num_held and not any(getattr(holder, "touched", 0) for holder in holders):
                 self.storages.clear()
+                for neighbours in self.neighbours.values():
+                    neighbours.forget()
                 for pool in self.pools.values():
                     pool.clear()
 

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import DeviceBudgetError
 from ..spec import PageSpec
-from .home import carved_bytes
+from .slab import carved_bytes
 
 SEAL_PAGES = 8  # pages of one side that are encoded at a time on their way outside
 

@@ -18,14 +18,14 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from ..errors import CacheMismatchError, KVCacheError
 from ..spec import reserved_pages, sealed_pages
+from .ahead import RoomAhead
 from .batch import NO_ROWS, Batch
-from .held_rows import HeldRows
 from .lockstep import Lockstep
 from .named_pages import NamedPages, PageNamer
+from .padded_rows import PaddedRows
 from .plan import AppendPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .pool import PagePool
 from .step import Grown, PageIds, Row, SealJobs, Step
@@ -38,12 +38,12 @@ Planned = tuple[Step, Batch, tuple[PageIds, ...], dict[int, Grown]]
 class Store(Protocol):
     """A layer's tensors, as far as a step is concerned that is not in force yet."""
 
-    def make_room(self, num_ids: int, reserved: int) -> None:
-        """Make room for the page ids 0 .. num_ids - 1, and for so many `reserved` pages at least."""
+    def make_room(self, num_ids: int, reserved: int, ahead: int) -> None:
+        """Make room for the page ids 0 .. num_ids - 1 and `reserved` pages; `ahead` where that takes growing."""
         ...
 
 
-class PageGroup(HeldRows):
+class PageGroup(PaddedRows):
     """Bookkeeping of the layers that share one block table.
 
     Args:
@@ -53,6 +53,7 @@ class PageGroup(HeldRows):
         pool: page ids shared with other caches, in place of a pool of its own with `max_pages`.
     Attributes:
         stores: layer -> its tensors, of the layers that have any.
+        ahead: how far storage grows beyond need.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PageGroup(HeldRows):
         if window is not None:
             self.reserve = min(self.reserve, window // page_size + 2)
         self.lockstep = Lockstep()
+        self.ahead = RoomAhead(self.pool)
         self._clear()
 
     @property
@@ -93,6 +95,7 @@ class PageGroup(HeldRows):
         self._padding_columns: int | None = None
         self.stores: dict[int, Store] = {}
         self._room = 0  # pages that room was made for
+        self.ahead.clear()
         self._tables.forget()
         self.lockstep.clear()
 
@@ -104,10 +107,6 @@ class PageGroup(HeldRows):
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again."""
         self.sizes = replace(self.sizes, recording=False)
-
-    def forget_padding(self) -> None:
-        """Drop padding that was observed but not used yet (a forward without any mask follows)."""
-        self._padding_seen = None
 
     def confirm(self) -> None:
         """Declare all columns seen so far final (a crop that removes nothing)."""
@@ -124,23 +123,6 @@ class PageGroup(HeldRows):
             self.end_recording()
             self.lockstep.opening = False
             self.pool.close_change()
-
-    def needs_padding(self) -> bool:
-        """True while some row has no real token yet, so that its padding is still to be learnt."""
-        return not len(self.batch) or not self.sizes.all_tokens(self.batch).all()
-
-    def observe_padding(self, attention_mask: torch.Tensor, columns: int | None = None) -> None:
-        """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding).
-
-        Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
-
-        Args:
-            columns: of the first forward, where the mask may be of other columns than the model then passes (virtual
-                tokens or an image are put in front): a forward of another length is taken to have no padding.
-        """
-        if attention_mask.ndim == 2 and self.needs_padding():
-            padded = attention_mask.to(torch.bool).cumsum(-1) == 0
-            self._padding_seen, self._padding_columns = padded.sum(-1).tolist(), columns
 
     def adopt(self, rows: Sequence[Row], seen: int) -> None:
         """Begin with rows whose pages others hold too, as if `seen` columns had gone through an empty group."""
@@ -175,7 +157,7 @@ class PageGroup(HeldRows):
             self.pool.open_change()  # until it is closed, counts are those of rows that are not in force
             try:
                 step, batch, leaving, grown = self._plan(op)
-                self._make_room(step.num_ids, step.reserved)
+                self._make_room(step.num_ids, step.reserved, step.ahead)
             except KVCacheError:
                 self._padding_seen = None  # of a forward that never was
                 self.pool.recount()
@@ -191,28 +173,28 @@ class PageGroup(HeldRows):
             self.lockstep.opening = False
             self.pool.close_change()
 
-    def _make_room(self, num_ids: int, reserved: int) -> None:
+    def _make_room(self, num_ids: int, reserved: int, ahead: int) -> None:
         """Let the tensors of all layers grow, one after the other, while the step can still be refused."""
-        room = max(num_ids, reserved)
-        if room > self._room:
+        if (room := max(num_ids, reserved)) > self._room:
             for store in self.stores.values():
-                store.make_room(num_ids, reserved)
+                store.make_room(num_ids, reserved, ahead)
             self._room = room
 
     def _plan(self, op: tuple) -> Planned:
-        """Return the step, the rows behind it, pages that no row holds then but its forward may read, and see Planned."""
+        """Plan the step; see Planned."""
         for held in self._leaving:
             self.pool.release(held)
         if op[0] == "append":
             return self._plan_append(op, op[1], op[2])
-        step, rows = self._plan_rows(op, op[1:]) if op[0] == "rows" else self._plan_crop(op, op[1])
-        return step, Batch.of(rows), (), {}
+        planned = self._plan_rows(op, op[1:]) if op[0] == "rows" else self._plan_crop(op, op[1])
+        return planned[0], Batch.of(planned[1]), (), {}
 
     def _plan_append(self, op: tuple, batch: int, q_len: int) -> Planned:
         before, plan = self._plan_rows_of_append(batch, q_len)
         seen_after = self.seen + q_len
         pages = self._name_pages(before, plan)
         found = replace(before, pages=pages.found)
+        after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages.kept)
         moving = (plan.last + plan.passed > 0) & (plan.exact_after > self.sink_tokens)
         fits = int(plan.exact_read.max()) <= self.slots
         step = Step(
@@ -230,6 +212,7 @@ class PageGroup(HeldRows):
             seal_first=SealJobs.build(pages.first, self.page_size, self.sink_tokens),
             seal=SealJobs.build(pages.last, self.page_size, self.sink_tokens, plan.passed.tolist()),
             reserved=reserved_pages(batch, self.reserve, self.pool.max_pages),
+            ahead=self.ahead.pages(self.sizes, after, seen_after, self.pool.num_ids),
         )
         leaving = pages.leaving
         if leaving and len(self.pool.holders) == 1:
@@ -237,7 +220,6 @@ class PageGroup(HeldRows):
             for held in leaving:
                 self.pool.release(held)
             leaving = ()
-        after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages.kept)
         return step, after, leaving, pages.grown
 
     def _name_pages(self, before: Batch, plan: AppendPlan) -> NamedPages:
@@ -246,8 +228,7 @@ class PageGroup(HeldRows):
         changed = np.flatnonzero((plan.first > 0) | (plan.last > 0) | (gone > 0)).tolist()
         if not changed:
             return NamedPages.unchanged(before.pages)
-        ids = iter(self.pool.allocate(plan.num_pages))
-        namer = PageNamer(before.pages, ids)
+        namer = PageNamer(before.pages, iter(self.pool.allocate(plan.num_pages)))
         for row in changed:
             namer.change(row, int(plan.first[row]), int(plan.last[row]), int(gone[row]))
         return namer.done()
@@ -255,20 +236,27 @@ class PageGroup(HeldRows):
     def check_append(self, batch: int, q_len: int) -> int:
         """Raise what appending `q_len` columns to `batch` rows would; return the pages that it takes."""
         self.lockstep.check_opened()
-        count = self._plan_rows_of_append(batch, q_len)[1].num_pages
+        return self._check_room(self._plan_rows_of_append(batch, q_len)[1])
+
+    def _check_room(self, plan: AppendPlan) -> int:
+        """Return the pages that the plan takes. Raises PagePoolExhaustedError."""
         with self.pool.lock:
             self.pool.settle()
             freed = sum(self.pool.count(page) == 1 for pages in self._leaving for page in pages)
-            self.pool.check_room(count - freed)
-        return count
+            self.pool.check_room(plan.num_pages - freed)
+        return plan.num_pages
 
     def prepare_append(self, batch: int, q_len: int) -> None:
         """Raise what the append would, and make the room that it takes: for groups whose layers come later."""
         self.lockstep.check_done()
-        count = self.check_append(batch, q_len)
+        before, plan = self._plan_rows_of_append(batch, q_len)
+        count = self._check_room(plan)
         reserved = reserved_pages(batch, self.reserve, self.pool.max_pages)
         if count:
-            self._make_room(self.pool.ids_after(count), reserved)
+            num_ids = self.pool.ids_after(count)
+            after = replace(before, exact=before.exact + plan.new)
+            ahead = self.ahead.pages(self.sizes, after, self.seen + q_len, num_ids)
+            self._make_room(num_ids, reserved, ahead)
 
     def _plan_rows_of_append(self, batch: int, q_len: int) -> tuple[Batch, AppendPlan]:
         """Return the rows as they are found, and the plan of the append."""
@@ -281,18 +269,6 @@ class PageGroup(HeldRows):
             )
         before = self._padded_rows(batch, q_len)
         return before, plan_append(self.sizes, before, self.seen, q_len, self.confirmed)
-
-    def _padded_rows(self, batch: int, q_len: int) -> Batch:
-        """Return the rows as the step finds them, with the padding that was learnt since."""
-        rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * batch)
-        empty = self.sizes.all_tokens(rows) == 0
-        if not empty.any():
-            return rows
-        known = self._padding_seen
-        fits = self.seen or self._padding_columns in (None, q_len)
-        padding = known if known is not None and len(known) == batch and fits else [0] * batch
-        learnt = np.maximum(self.seen, np.array(padding, dtype=np.int64))
-        return replace(rows, padding=np.where(empty, learnt, rows.padding))
 
     def _plan_rows(self, op: tuple, sources: Sequence[int]) -> tuple[Step, tuple[Row, ...]]:
         steps, rows = plan_rows(self.rows, sources)

@@ -7,47 +7,16 @@ An extent holds, one after the other, the fields of both sides (`SideSpec.fields
 never move: growing adds one.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..spec import PageFields, PageSpec, SideSpec
-from .outside import ALIGNMENT, OutsideMemory
+from .outside import OutsideMemory
+from .slab import Fields, carve, carved_bytes
 
-Fields = dict[str, torch.Tensor]
 SMALLEST_EXTENT = 8  # pages
-
-
-@functools.lru_cache(maxsize=256)
-def fields_of(spec: PageSpec) -> tuple[tuple[int, tuple[int, ...], torch.dtype], ...]:
-    """Return (bytes of one page, shape, dtype) of every field, keys before values."""
-    return tuple(
-        (torch.Size(shape).numel() * dtype.itemsize, shape, dtype)
-        for side in spec.sides
-        for shape, dtype in side.fields.values()
-    )
-
-
-def carved_bytes(spec: PageSpec, pages: int) -> int:
-    """Return the bytes that `carve` needs for `pages` pages."""
-    return sum(_aligned(pages * nbytes) for nbytes, _, _ in fields_of(spec))
-
-
-def carve(raw: torch.Tensor, spec: PageSpec, pages: int) -> tuple[Fields, Fields]:
-    """Lay the fields of `pages` pages into the uint8 tensor `raw`; return those of keys and of values."""
-    found, start = [], 0
-    for nbytes, shape, dtype in fields_of(spec):
-        size = pages * nbytes
-        found.append(raw[start : start + size].view(dtype).view(pages, *shape))
-        start += _aligned(size)
-    names = [tuple(side.fields) for side in spec.sides]
-    split = len(names[0])
-    return (
-        dict(zip(names[0], found[:split], strict=True)),
-        dict(zip(names[1], found[split:], strict=True)),
-    )
 
 
 def runs(pages: Iterable[int]) -> list[tuple[int, int, int]]:
@@ -60,10 +29,6 @@ def runs(pages: Iterable[int]) -> list[tuple[int, int, int]]:
         else:
             found.append((place, page, 1))
     return found
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

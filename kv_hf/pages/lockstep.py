@@ -70,6 +70,11 @@ class Lockstep:
         self._begun = set()
         self._done = set()
 
+    @property
+    def begun(self) -> set[int]:
+        """Layers that have joined the last step."""
+        return self._begun
+
     def join(self, layer: int) -> Step:
         """Note that `layer` begins its own work on the last step; return the step."""
         self._begun.add(layer)

@@ -3,9 +3,9 @@
 import torch
 
 
-def is_host(device: torch.device) -> bool:
+def is_host(device: torch.device | str) -> bool:
     """Say whether numbers on `device` can be read without waiting for anything."""
-    return device.type == "cpu"
+    return torch.device(device).type == "cpu"
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,11 +15,11 @@ from ..errors import CacheOptionError
 from ..spec import PageSpec
 from .arena import PageArena
 from .device_budget import Demand, DeviceBudget, Split
-from .home import carved_bytes
 from .lane import Lane, lane_for
 from .mapped_file import MappedFile
 from .offload_storage import OffloadedStorage
 from .outside import OutsideMemory
+from .slab import carved_bytes
 from .staging import SlotPlan, Staging
 from .step import TableView
 from .storage import PageStorage
@@ -64,7 +64,7 @@ class OffloadArena(PageArena):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but memory, buffers and the lock: they are made anew where the pickle is read."""
-        names = ("max_pages", "place", "budget", "folder", "pools", "storages")
+        names = ("max_pages", "place", "budget", "folder", "pools", "storages", "neighbours")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

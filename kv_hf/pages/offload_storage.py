@@ -10,8 +10,9 @@ import torch
 from ..quant.codec import decode
 from ..spec import PageSpec, SideSpec
 from .device_budget import SEAL_PAGES
-from .home import Fields, Home, runs, scratch_fields
+from .home import Home, runs, scratch_fields
 from .outside import OutsideMemory
+from .slab import Fields
 from .staging import SlotPlan, Staging
 from .step import SealJobs, TableView
 from .storage import PageStorage, Pair, PairWriter, ReadablePages, SideStorage
@@ -148,8 +149,8 @@ class OffloadedStorage(PageStorage):
             ]:  # an earlier call may have been stopped in front of this
                 side.fields = scratch_fields(side.spec, 0, self.device)
 
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` pages; pages may leave the device for it."""
+    def grow(self, capacity: int, ahead: int = 0) -> None:
+        """Make room for `capacity` pages, and for no more `ahead`; pages may leave the device for it."""
         with self.lock, storing():
             if not self.arena.settled(self.layer_idx, capacity):
                 self.arena.settle({self.layer_idx: capacity})
@@ -158,7 +159,7 @@ class OffloadedStorage(PageStorage):
             else:
                 super().grow(capacity)
 
-    def grow_ahead(self, capacity: int) -> None:
+    def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
         """Nothing: the arena has made room on the device and outside before the step (OffloadArena.settle)."""
 
     def write_pair(

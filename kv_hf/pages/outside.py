@@ -6,7 +6,8 @@ never move, so that nothing is copied when it does.
 
 import torch
 
-ALIGNMENT = 64  # bytes, of every piece and of every field in it
+from .slab import ALIGNMENT
+
 SMALLEST_REGION = 1 << 20
 
 

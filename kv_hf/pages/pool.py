@@ -142,7 +142,11 @@ class PagePool:
         """Return `num_ids` as it will be when `count` more pages are handed out."""
         with self.lock:
             self.settle()
-            return len(self._counts) + max(0, count - len(self._free))
+            return self.ids_with(count)
+
+    def ids_with(self, count: int) -> int:
+        """Return what `ids_after` does, in the middle of a change."""
+        return len(self._counts) + max(0, count - len(self._free))
 
     def share(self, pages: Iterable[int]) -> None:
         """Add one holder to each page."""

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from ..spec import TABLE_DTYPE, PageSpec
-from .home import Fields, Home, carve, carved_bytes, runs
+from .home import Home, runs
 from .lane import Lane
+from .slab import Fields, carve, carved_bytes
 from .step import TableView
 from .storing import storing
 

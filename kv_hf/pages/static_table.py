@@ -82,9 +82,8 @@ class StaticTable:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of the table."""
-        lengths = self.block_table, self.num_pages, self.exact_lens, self.padding, self.seen
-        return *lengths, self.flag.tensor
+        """Block table and lengths."""
+        return self.block_table, self.num_pages, self.exact_lens, self.padding, self.seen
 
     def allocate(self, rows: int, device: torch.device) -> None:
         """Make the tensors of `rows` empty rows."""

@@ -117,6 +117,14 @@ class TableView:
         table = tables[device]
         return cls(table, num_pages, exact_lens, padding, offset, starts, skips, tables, packed)
 
+    def before(self, seen: int) -> "TableView":
+        """Return where the tokens of a layer lie that has seen `seen` columns and has not appended this forward's."""
+        assert self.starts is not None
+        padding = self.padding.clamp(max=seen - self.offset)
+        return TableView(
+            self.block_table, self.num_pages, self.starts, padding, self.offset, tables=self.tables
+        )
+
     def on(self, device: torch.device) -> "TableView":
         """Return this view with its tensors on `device` (moved once, then remembered)."""
         if device == self.block_table.device:
@@ -184,6 +192,7 @@ class Step:
         view: what the forward reads (append only).
         seal_first, seal: pages sealed before and behind the new tokens.
         reserved: pages that storage shall have room for beyond need.
+        ahead: pages to make room for where storage grows anyway and memory allows it.
     """
 
     op: tuple
@@ -198,6 +207,7 @@ class Step:
     seal_first: SealJobs | None = None
     seal: SealJobs | None = None
     reserved: int = 0
+    ahead: int = 0
 
     _moves: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False)
     _indices: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..notices import warn_once
 from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
+from . import blocks
 from .step import SealJobs, TableView
 from .storing import storing
 
@@ -102,12 +104,18 @@ class SideStorage:
 
 
 class PageStorage:
-    """Both sides of one layer's pages."""
+    """Both sides of one layer's pages.
+
+    Attributes:
+        neighbours: the layers that this one grows with, and its own position; None where it grows alone.
+    """
 
     def __init__(self, spec: PageSpec, device: torch.device) -> None:
         self.spec = spec
         self.device = device
-        self.lock = threading.RLock()  # held while pages are written or storage grows
+        self.neighbours: tuple[blocks.Neighbours, int] | None = None
+        self._wishes = True  # False: memory was too short for more than a step needs
+        self.lock: Any = threading.RLock()  # held while pages are written or storage grows
         self.keys = SideStorage(spec.keys, device)
         self.values = SideStorage(spec.values, device)
 
@@ -118,6 +126,9 @@ class PageStorage:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.lock = threading.RLock()
+        if self.neighbours is not None:
+            neighbours, layer = self.neighbours
+            neighbours.join(layer, self)
 
     @property
     def sides(self) -> tuple[SideStorage, SideStorage]:
@@ -129,18 +140,41 @@ class PageStorage:
         """Pages that there is room for in every field of both sides."""
         return min(self.keys.capacity, self.values.capacity)
 
-    def grow(self, capacity: int) -> None:
+    def grow(self, capacity: int, ahead: int = 0) -> None:
         """Make room for `capacity` pages on both sides, or on none where memory is short.
 
         Nothing of the old is given up before all of the new is there: for a moment the layer's pages exist twice.
-        """
-        keys, values = self.keys.grown(capacity), self.values.grown(capacity)
-        self.keys.fields, self.values.fields = keys, values
 
-    def grow_ahead(self, capacity: int) -> None:
-        """Make room for `capacity` pages before a step that needs them is in force."""
+        Args:
+            ahead: pages to make room for instead, where that is more and there is memory for it.
+        """
+        if ahead > capacity and self._wishes:
+            try:
+                return self._grow(ahead)
+            except (torch.OutOfMemoryError, MemoryError):
+                self._wishes = False
+                warn_once(
+                    "room ahead",
+                    f"There is no memory for the {ahead:,} pages per layer that the expected length of the text takes: "
+                    "storage grows step by step, as the text does, and may still run out of memory",
+                )
+        self._grow(capacity)
+
+    def _grow(self, capacity: int) -> None:
+        if self.neighbours is not None and blocks.in_blocks(self.device):
+            neighbours, layer = self.neighbours
+            if neighbours.holds(layer, self):
+                return neighbours.grow(layer, capacity)
+        self.take_over((self.keys.grown(capacity), self.values.grown(capacity)))
+
+    def take_over(self, sides: tuple[PageFields, PageFields]) -> None:
+        """Hold these fields of keys and of values from now on, which contain the pages so far."""
+        self.keys.fields, self.values.fields = sides
+
+    def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
+        """Make room as `grow` does before a step that needs it is in force."""
         with storing(), self.lock:
-            self.grow(capacity)
+            self.grow(capacity, ahead)
 
     def check_integrity(self) -> None:
         """Raise ValueError unless all fields of both sides have room for equally many pages."""

@@ -111,7 +111,9 @@ def settle_generation(model: Any) -> None:
     if config.pad_token_id is None or config.pad_token_id < 0:
         config.pad_token_id = 0
     if model.config.is_encoder_decoder and config.decoder_start_token_id is None:
-        config.decoder_start_token_id = config.pad_token_id
+        # not the padding where there is another: without a cache T5Gemma hides every padding token that it is given
+        start = config.bos_token_id
+        config.decoder_start_token_id = config.pad_token_id if start is None else start
 
 
 def twin(model: Any, seed: int = 1, noise: float = 0.02) -> Any:

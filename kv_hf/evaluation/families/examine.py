@@ -61,10 +61,12 @@ def quantized(subject: Subject, exact_pages: dict[str, Any]) -> dict[str, Any]:
     """Return whether the logits of 8-bit pages are finite, and near those of DynamicCache.
 
     Args:
-        exact_pages: the verdict on `forwards`, which is that on quantized pages where it is not "equal".
+        exact_pages: the verdict on `forwards`, which is that on quantized pages where exact ones are equal to nothing. Where
+            they are equal to eager attention alone, quantized pages are compared with that.
     """
-    exact = outcome(subject, "forwards", "dynamic")
-    if exact_pages["verdict"] != "equal" or isinstance(exact, Exception):
+    as_eager = "ours_to_eager" in exact_pages
+    exact = outcome(subject, "forwards", "eager" if as_eager else "dynamic")
+    if isinstance(exact, Exception) or not (as_eager or exact_pages["verdict"] == "equal"):
         return dict(exact_pages)
     found = outcome(subject, "forwards", QUANTIZED)
     if isinstance(found, Exception):

@@ -119,7 +119,7 @@ def keep(subject: Subject, kind: str) -> Outcome:
     """A model whose attention stays as it is: pages are written out for it."""
     stock = kind in STOCK
     more = options(kind) if stock else options(kind, attention="keep")
-    model = subject.unswitched if stock else subject.kept
+    model = subject.of(kind) if stock else subject.kept
     return generated(model, subject.inputs(subject.text()), **more)
 
 

@@ -29,12 +29,17 @@ _GEMMA4 = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+# all of its layers take the keys of another model; given as a whole, so that no rule shrinks it
 _DRAFT_OF_GEMMA4 = {
     **_GEMMA4,
     "num_kv_shared_layers": 6,
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 200,
 }
+_DRAFT = {"gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_DRAFT_OF_GEMMA4}}}
 _QWEN4 = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -180,7 +185,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         for half in ("encoder", "decoder")
     },
     "mellum": {**_MIXED, "mlp_layer_types": ["sparse"] * 3},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_DRAFT_OF_GEMMA4}},
+    **_DRAFT,
     "minimax_m3_vl_text": {
         "num_hidden_layers": 3,
         "layer_types": [_FULL, "minimax_m3_sparse", "minimax_m3_sparse"],
@@ -247,5 +252,16 @@ FIRST: dict[str, dict[str, Any]] = {
         "decoder": {"model_type": "gpt2", **_CROSS},
     },
     "perception_lm": {"vision_config": {**_SIGLIP, "model_args": {"embed_dim": 64}}},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_DRAFT_OF_GEMMA4}},
+    **_DRAFT,
+    # transformers 5.17 wants their parts to be named, or has defaults that do not fit
+    **{
+        name: {
+            "text_encoder": {"model_type": "t5"},
+            "audio_encoder": {"model_type": "encodec"},
+            "decoder": {"model_type": f"{name}_decoder"},
+        }
+        for name in ("musicgen", "musicgen_melody")
+    },
+    "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"}},
+    "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}},
 }

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ PAGE_SIZE = 16
 # with 4 sinks and pages of 16 tokens, rows of these lengths seal a page within the new tokens
 LENGTHS = (158, 37, 93)
 NEW_TOKENS = 10
-STOCK = ("dynamic", "none")  # kinds of cache without a part of kv_hf
+# kinds of cache without a part of kv_hf; "eager" is DynamicCache in a model whose attention is the plainest there is
+STOCK = ("dynamic", "eager", "none")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -41,7 +43,21 @@ class Subject:
 
     def of(self, kind: str) -> Any:
         """Return the model for a kind of cache: what is expected comes from one that kv_hf has never touched."""
+        if kind == "eager":
+            return self.eager
         return self.unswitched if kind in STOCK else self.model
+
+    @cached_property
+    def eager(self) -> Any:
+        """A copy whose text model attends in plain operations, transformers' own: what sdpa has to agree with.
+
+        Towers and encoders beside it keep their attention, as they do where kv_hf switches a model.
+        """
+        model = copy.deepcopy(self.unswitched)
+        text = model.config.get_text_config(decoder=True)
+        parts = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
+        model.set_attn_implementation({parts[0]: "eager"} if parts else "eager")
+        return model
 
     def text(self, rows: int = 2, length: int = LENGTHS[0], seed: int = 0) -> torch.Tensor:
         """Return token ids [rows, length] without special ids."""
@@ -92,7 +108,7 @@ def options(kind: str, **more: Any) -> dict[str, Any]:
     """Return what generate() is asked for to use a kind of cache: dynamic, none, or a name of kv_hf."""
     if kind == "none":
         return {"use_cache": False}
-    if kind == "dynamic":
+    if kind in STOCK:
         return {}
     return {"cache_implementation": kind, "cache_config": {"page_size": PAGE_SIZE, **more}}
 
@@ -100,7 +116,7 @@ def options(kind: str, **more: Any) -> dict[str, Any]:
 def new_cache(model: Any, kind: str) -> Any:
     """Return an empty cache of a kind for forward() calls and for several turns."""
     encoder_decoder = bool(model.config.is_encoder_decoder)
-    if kind == "dynamic":
+    if kind in STOCK:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         if encoder_decoder:
             return EncoderDecoderCache(cache, DynamicCache())

@@ -87,6 +87,9 @@ def compare(subject: Subject, operation: str) -> dict[str, Any]:
             "distance": away,
             "message": "DynamicCache differs from itself in a second run",
         }
+    two_answers = against_eager(subject, operation, stock, ours)
+    if two_answers is not None:
+        return {"verdict": "broken", "distance": away, **two_answers}
     reference = outcome(subject, operation, "none")
     if isinstance(reference, Exception):
         return {
@@ -103,6 +106,49 @@ def compare(subject: Subject, operation: str) -> dict[str, Any]:
     # transformers' own cache is off, and pages not much further
     broken = found["stock_to_uncached"] > max(TOLERANCE, found["ours_to_uncached"] / 2)
     return {"verdict": "broken" if broken else "DIFFERS", **found}
+
+
+def against_eager(
+    subject: Subject, operation: str, stock: Outcome, ours: Outcome
+) -> dict[str, Any] | None:
+    """Return the evidence where transformers gives one answer with sdpa and another one, which is that of pages, with eager.
+
+    A copy of the model that kv_hf has never touched runs the operation again, with `DynamicCache` and eager attention.
+    Returns: figures and a message, or None: nothing of that kind speaks for pages.
+    """
+    attention = subject.unswitched.config.get_text_config(decoder=True)._attn_implementation
+    eager = None if attention == "eager" else outcome(subject, operation, "eager")
+    if eager is None or isinstance(eager, Exception):
+        return None
+    near, far = distance(eager, ours), distance(eager, stock)
+    if near > TOLERANCE or not same_tokens(eager, ours):
+        return None
+    message = f"DynamicCache gives one answer with {attention!r} and another one, which is that of pages, with 'eager'"
+    ahead, plain = (looks_ahead(subject, kind) for kind in ("dynamic", "eager"))
+    if ahead is not None and plain is not None and ahead > TOLERANCE >= plain:
+        message += (
+            f"; with {attention!r} later tokens move earlier logits, by {ahead:.2g} of the largest"
+        )
+    return {"stock_to_eager": far, "ours_to_eager": near, "message": message}
+
+
+def looks_ahead(subject: Subject, kind: str) -> float | None:
+    """Return how far later tokens move earlier logits, in parts of the largest logit; None where forward() raises.
+
+    In a causal model they do not. One forward without a cache is asked, with the attention of `kind`.
+    """
+    ids = subject.text(1)
+    half = ids.shape[1] // 2
+    other = torch.cat([ids[:, :half], ids[:, half:].flip(1)], 1)
+    try:
+        with torch.no_grad():
+            a, b = (
+                subject.of(kind)(**subject.inputs(one), use_cache=False).logits[:, :half].float()
+                for one in (ids, other)
+            )
+    except Exception:
+        return None
+    return distance({"logits": a}, {"logits": b})
 
 
 def _stock_raised(

@@ -117,9 +117,7 @@ def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
     """Return the pages that every field of `sides` has room for; C reads and writes none beyond them."""
     return min(
         [
-            fields.room
-            if type(fields) is PageFields
-            else min([tensor.shape[0] for tensor in fields.values()])
+            fields.room if type(fields) is PageFields else min(map(len, fields.values()))
             for fields in sides
         ]
     )

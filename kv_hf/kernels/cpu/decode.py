@@ -95,12 +95,16 @@ def paged_attention(
         options = softmax_scale, softcap or 0.0
         _pack_shapes(block, kv, query, out_strides, mask, sliding_window or 0, options)
         block.layout = layout
-    capacity = capacity_of(keys, values)
+    if type(keys) is PageFields and type(values) is PageFields:
+        room, other = keys.room, values.room
+        capacity = room if room < other else other
+    else:
+        capacity = capacity_of(keys, values)
     _POINTERS.pack_into(
         block.memory,
         _AT_POINTERS,
         table.data_ptr(),
-        table.stride(0),
+        table.stride()[0],
         kv.num_pages.data_ptr(),
         kv.exact_lens.data_ptr(),
         kv.padding.data_ptr(),

@@ -3,7 +3,7 @@
 #include "splits.h"
 
 #define APPEND_BYTES 0x20000 /* that one thread copies sooner than another one is woken up */
-#define SEAL_NUMBERS 0x8000  /* likewise, that one thread encodes */
+#define SEAL_NUMBERS 0x1000  /* likewise, that one thread encodes */
 
 typedef struct {
     const Write *a;

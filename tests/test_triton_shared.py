@@ -32,7 +32,8 @@ def variants():
                 for dtype in (BF16, FP32):
                     for q_len in (1, 3) if dtype == BF16 else (1,):
                         given = (arch, name, dim, dtype, q_len)
-                        yield pytest.param(*given, marks=() if given in QUICK else pytest.mark.slow)
+                        marks = () if given in QUICK else pytest.mark.slow
+                        yield pytest.param(*given, marks=marks, id="-".join(map(str, given)))
 
 
 @pytest.mark.parametrize(("arch", "name", "dim", "dtype", "q_len"), variants())

@@ -74,7 +74,9 @@ class LayerStore:
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Raise CacheMismatchError unless keys and values fit this layer and each other."""
-        if torch.compiler.is_compiling():  # what was seen before would become a guard of the compiled step
+        if (
+            torch.compiler.is_compiling()
+        ):  # what was seen before would become a guard of the compiled step
             if self.fits(keys, values) and keys.shape[:3] == values.shape[:3]:
                 return
         else:

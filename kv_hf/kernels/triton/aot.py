@@ -22,9 +22,11 @@ from .latent_seal import latent_seal_kernel
 from .latent_variant import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
 from .latent_variant import warps_and_stages as latent_warps_and_stages
 from .seal import seal_kernel
+from .seal_pair import seal_pair_kernel
 from .table import warps_and_stages
 from .variant import HIP, column_block, constants, element_type, power_of_two
 from .write import latent_seal_constants, seal_constants
+from .write_pair import pair_constants
 
 STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
            "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
@@ -56,8 +58,9 @@ def compile_decode(
     Returns: Triton's compiled kernel: `.asm["cubin"]` or `.asm["amdgcn"]`, `.metadata.shared`.
     """
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
-    warps, stages = warps_and_stages(spec, column_block(spec, group, q_len, isa), isa, query_dtype)
     mask = "none" if mask_dtype is None else "bool" if mask_dtype == torch.bool else "float"
+    columns = column_block(spec, group, q_len, isa)
+    warps, stages = warps_and_stages(spec, columns, isa, query_dtype, mask)
     plain = constants(
         spec, query_dtype=query_dtype, group=group, q_len=q_len, isa=isa, num_warps=num_warps or warps,
         num_stages=num_stages or stages, mask=mask, softcap=softcap, sliding_window=sliding_window, sinks=sinks,
@@ -166,6 +169,22 @@ def compile_latent_seal(side: SideSpec, arch: str) -> Any:
     return compile_kernel(
         latent_seal_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False
     )
+
+
+def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
+    """Compile the kernel that seals both sides for `arch`, as a launch would ask for it."""
+    types = {"jobs": "*i32", "damaged": "*u8"}
+    aligned = []
+    for side, prefix in zip(spec.sides, ("", "value_"), strict=True):
+        pointers = {"tokens": side.dtype, "codes": side.fields["codes"][1]}
+        pointers |= {"scale": side.scale_dtype, "offset": side.scale_dtype}
+        types |= {prefix + name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
+        strides = [f"{prefix}{name}" for name in ("row", "head", "slot")]
+        strides = strides if prefix else [f"{name}_stride" for name in strides]
+        types |= dict.fromkeys(strides, "i32")
+        aligned += [*(prefix + name for name in pointers), *strides]
+    kernel, plain = seal_pair_kernel, pair_constants(spec)
+    return compile_kernel(kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False)
 
 
 def compile_dense(side: SideSpec, arch: str) -> Any:

@@ -38,7 +38,7 @@ def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launc
     group = call.heads // heads
     columns = column_block(spec, group, call.q_len, isa)
     blocks = heads * -(-group * call.q_len // columns)
-    chosen = launch or launch_parameters(spec, columns, isa, call.query_dtype, shared)
+    chosen = launch or launch_parameters(spec, columns, isa, call.query_dtype, shared, call.mask)
     plain = constants(
         spec,
         query_dtype=call.query_dtype,

@@ -14,7 +14,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver as triton_driver
-from triton.runtime import jit
+from triton.runtime.jit import JITFunction
 
 from ...spec import ROWS
 from .. import choice
@@ -86,11 +86,13 @@ def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Itera
 def _forget_compiled() -> list[Any]:
     """Forget what the kernels were compiled for, and return it; other packages' kernels are left alone."""
     found: list[Any] = []
-    for function in list(jit._triton_jit_function_registry.values()):
-        if function.module.startswith("kv_hf."):
-            for known, *_ in function.device_caches.values():
-                found += known.values()
-            function.device_caches.clear()
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("kv_hf."):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    for known, *_ in function.device_caches.values():
+                        found += known.values()
+                    function.device_caches.clear()
     compiler.max_shared_mem.cache_clear()
     return found
 

@@ -112,7 +112,8 @@ def shared_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
     full = in_float32(spec, query_dtype)
     rows = tile_rows(spec, query_dtype)
     if isa == HIP:
-        return rows * padded * (4 if full else 2)
+        both = full and spec.keys.scheme.code in ("signed", "float8")  # places of a word
+        return rows * padded * (4 if full else 2) * (2 if both else 1)
     queries = COLUMNS * (padded + rope) * (4 if full else 2)
     if not full:
         return 32 * padded * 2 + queries + SCATTERED

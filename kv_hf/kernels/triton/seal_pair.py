@@ -7,6 +7,12 @@ from .latent_seal import seal_latent_page
 from .seal import seal_page
 
 
+@triton.constexpr_function
+def item(SIDE, i):
+    """Return compile-time argument `i`."""
+    return SIDE[i]
+
+
 @triton.jit
 def _seal_side(
     tokens,
@@ -29,14 +35,16 @@ def _seal_side(
         source = tokens + row * row_stride + head * head_stride + first * slot_stride
         if WORDS:
             seal_latent_page(
-                source, slot_stride, page, codes, scale, offset, damaged, SIDE[0], SIDE[1], SIDE[2], SIDE[3], SIDE[4],
-                SIDE[5], SIDE[6], SIDE[7], SIDE[8], SIDE[9], SIDE[10], SIDE[11],
+                source, slot_stride, page, codes, scale, offset, damaged, item(SIDE, 0), item(SIDE, 1),
+                item(SIDE, 2), item(SIDE, 3), item(SIDE, 4), item(SIDE, 5), item(SIDE, 6), item(SIDE, 7),
+                item(SIDE, 8), item(SIDE, 9), item(SIDE, 10), item(SIDE, 11),
             )  # fmt: skip
         else:
             seal_page(
-                source, slot_stride, page, head, codes, scale, offset, damaged, SIDE[0], SIDE[1], SIDE[2], SIDE[3],
-                SIDE[4], SIDE[5], SIDE[6], SIDE[7], SIDE[8], SIDE[9], SIDE[10], SIDE[11], SIDE[12], SIDE[13], SIDE[14],
-                SIDE[15], SIDE[16],
+                source, slot_stride, page, head, codes, scale, offset, damaged, item(SIDE, 0), item(SIDE, 1),
+                item(SIDE, 2), item(SIDE, 3), item(SIDE, 4), item(SIDE, 5), item(SIDE, 6), item(SIDE, 7),
+                item(SIDE, 8), item(SIDE, 9), item(SIDE, 10), item(SIDE, 11), item(SIDE, 12), item(SIDE, 13),
+                item(SIDE, 14), item(SIDE, 15), item(SIDE, 16),
             )  # fmt: skip
 
 

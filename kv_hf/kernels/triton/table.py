@@ -38,14 +38,16 @@ def launch_parameters(
     isa: int,
     query_dtype: torch.dtype = torch.bfloat16,
     shared: int | None = None,
+    mask: str = "none",
 ) -> Launch:
     """Choose the launch parameters of a decode step; splits by `most_splits`.
 
     Args:
         columns: query columns of a program; isa: compute capability * 10, or 0.
         shared: bytes of shared memory that a program may take: fewer stages where they are few; None: any number.
+        mask: "none", "bool" or "float".
     """
-    num_warps, num_stages = warps_and_stages(spec, columns, isa, query_dtype)
+    num_warps, num_stages = warps_and_stages(spec, columns, isa, query_dtype, mask)
     if shared is not None:
         while num_stages > 1 and shared_bytes(spec, query_dtype, columns, num_stages, isa) > shared:
             num_stages -= 1
@@ -58,20 +60,27 @@ def most_splits(programs: int) -> int:
 
 
 def warps_and_stages(
-    spec: PageSpec, columns: int, isa: int, query_dtype: torch.dtype = torch.bfloat16
+    spec: PageSpec,
+    columns: int,
+    isa: int,
+    query_dtype: torch.dtype = torch.bfloat16,
+    mask: str = "none",
 ) -> tuple[int, int]:
     """Return (num_warps, num_stages).
 
     Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
-    memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads);
-    four where the accumulators of 16 columns would not fit into two warps' registers.
+    memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
+    where nothing else wants its registers: at 128 channels a mask does. Four where the accumulators of 16 columns
+    would not fit into two warps' registers.
     """
     tile = tile_tokens(spec, query_dtype)
     dim = max(side.head_dim for side in spec.sides)
     packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
     if columns == 16 and dim > 128:
         num_warps = 4
-    elif tile == 16 or (packed and columns == 8 and (dim < 128 or (dim == 128 and tile == 32))):
+    elif tile == 16 or (
+        packed and columns == 8 and (dim < 128 or (dim == 128 and (tile == 32 or mask == "none")))
+    ):
         num_warps = 1
     else:
         num_warps = 2

@@ -16,7 +16,7 @@ TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie i
 FLOAT_BYTES = 32 * 1024  # the same of numbers unpacked to float32
 W_TILE = 32  # most tokens of a tile of the window
 SCATTERED = 8 * 1024  # bytes of shared memory that lie between buffers, or that reductions take
-HIP_SCATTERED = 2 * 1024  # the same on AMD, beside exact numbers
+HIP_SCATTERED = 16 * 1024  # what reductions take on AMD, in place of tiles
 MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
@@ -91,10 +91,12 @@ def shared_bytes(
     if encoded and (size == 4 or isa == HIP):
         pages += tile * widest * size
     window = window_tile(spec) * _window_bytes(spec)
+    weights = columns * size  # of a token
     if isa == HIP:
-        return max(pages + (0 if encoded else HIP_SCATTERED), window + HIP_SCATTERED)
+        pages += 0 if encoded else tile * weights
+        return max(pages, window + window_tile(spec) * weights, HIP_SCATTERED)
     queries = columns * widest * size
-    pages += 2 * queries + tile * columns * size
+    pages += 2 * queries + tile * weights
     return max(pages, window + queries) + SCATTERED
 
 

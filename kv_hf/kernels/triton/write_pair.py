@@ -216,10 +216,7 @@ def _seal_plan(spec: PageSpec) -> WritePlan:
     return WritePlan(
         spec=spec,
         kernel=seal_pair_kernel,
-        constants={
-            "KEYS": side_constants(keys), "VALUES": side_constants(values) if values.head_dim else (),
-            "WORDS": keys.token_words,
-        },
+        constants=pair_constants(spec),
         options={"num_warps": 4, "enable_fp_fusion": False},
         places=SEAL_TENSORS,
         pointers=itemgetter(*SEAL_TENSORS[:-2]),
@@ -228,8 +225,18 @@ def _seal_plan(spec: PageSpec) -> WritePlan:
     )  # fmt: skip
 
 
-def side_constants(spec: SideSpec) -> tuple[Any, ...]:
-    """Return the compile-time arguments of one side of the kernel that seals both, in their order."""
+def pair_constants(spec: PageSpec) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that seals both sides."""
+    keys, values = spec.sides
+    return {
+        "KEYS": _side_constants(keys),
+        "VALUES": _side_constants(values) if values.head_dim else (),
+        "WORDS": keys.token_words,
+    }
+
+
+def _side_constants(spec: SideSpec) -> tuple[Any, ...]:
+    """Return those of one side in their order."""
     named = latent_seal_constants(spec) if spec.token_words else seal_constants(spec)
     kernel = seal_latent_page if spec.token_words else seal_page
     return tuple(named[name] for name in kernel.arg_names[-len(named) :])

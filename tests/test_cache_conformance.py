@@ -385,11 +385,11 @@ def test_storage_grows_one_layer_at_a_time_before_the_step(monkeypatch):
     append(paged, states(2, 17, 0))
     old, grow = [], PageStorage.grow
 
-    def watched(storage, capacity):
+    def watched(storage, capacity, ahead=0):
         assert not any(tensor() is not None for tensor in old)
         assert paged.get_seq_length() == 17
         old.extend(weakref.ref(x) for side in storage.sides for x in side.fields.values())
-        grow(storage, capacity)
+        grow(storage, capacity, ahead)
 
     monkeypatch.setattr(PageStorage, "grow", watched)
     parts = states(2, 40, 1)

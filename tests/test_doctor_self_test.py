@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,15 +52,13 @@ def shifted_page(query, kv, **options):
     """Read the page behind the right one in the last row."""
     table = kv.block_table.clone()
     table[-1] = table[0, 1]
-    return reference.paged_attention(
-        query, type(kv)(**{**vars(kv), "block_table": table}), **options
-    )
+    return reference.paged_attention(query, replace(kv, block_table=table), **options)
 
 
 def lost_token(query, kv, **options):
     """Leave out the last exact token of each row."""
     lens = kv.exact_lens - 1
-    return reference.paged_attention(query, type(kv)(**{**vars(kv), "exact_lens": lens}), **options)
+    return reference.paged_attention(query, replace(kv, exact_lens=lens), **options)
 
 
 def nan(query, kv, **options):

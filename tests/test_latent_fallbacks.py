@@ -291,9 +291,14 @@ def test_handles_of_an_earlier_forward_are_refused():
         return found
 
     cache.update = keep
+    seen = cache.get_seq_length()
+    mask = (
+        torch.arange(seen + 2) >= torch.tensor([[row.padding] for row in cache.group.rows])
+    ).long()
     with torch.no_grad():
-        for seed in (1, 2):
-            model(tokens(2, 1, seed=seed), past_key_values=cache)
+        for more in (1, 2):
+            ids = tokens(2, 1, seed=more)
+            model(ids, attention_mask=mask[:, : seen + more], past_key_values=cache)
     assert module.expand_kv(*kept[2])[0] is kept[2][0]
     with pytest.raises(kv_hf.StaleHandleError):
         module.expand_kv(*kept[0])

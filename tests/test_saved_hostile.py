@@ -429,5 +429,7 @@ def test_any_forgery_is_refused_or_harmless(saved, model, path, data):
         rows = len(loaded.group.rows)
         if max(loaded.options.recent_tokens, loaded.options.reserve_tokens) < 1000:
             with torch.no_grad():
-                model(tokens(rows, 3), past_key_values=loaded)
+                padding = torch.tensor([[row.padding] for row in loaded.group.rows])
+                mask = (torch.arange(loaded.get_seq_length() + 3) >= padding).long()
+                model(tokens(rows, 3), attention_mask=mask, past_key_values=loaded)
             loaded.check_integrity()

@@ -394,6 +394,7 @@ def with_triton(name, kernel):
     from kv_hf.kernels import choice
     from kv_hf.spec import ROWS
 
+    before = graphs()  # of other tests in this worker
     kept = choice.why_not, layer_formats.layout_for, paged_cache.layout_for
     if kernel == "triton":
         choice.why_not = lambda *_: None
@@ -410,7 +411,7 @@ def with_triton(name, kernel):
         )
         assert cache.table.num_pages.tolist() == [1, 0]  # sealed by a compiled step
         store = cache.layers[0].store.base
-        return out, store.pages.keys.fields["codes"], store.kernel.name, graphs()
+        return out, store.pages.keys.fields["codes"], store.kernel.name, graphs() - before
     finally:
         choice.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
         torch._dynamo.reset()

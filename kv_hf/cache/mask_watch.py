@@ -6,6 +6,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..pages import moved
+from ..pages.awaited import Awaited
 from ..pages.batch import Numbers
 
 NOT_ALL_SHOWN = (
@@ -36,7 +37,7 @@ class MaskWatch:
     def clear(self) -> None:
         """Forget what was asked and what is trusted."""
         self._trusted = False
-        self._asked: list[tuple[torch.Tensor, Any, str]] = []
+        self._asked: list[tuple[Awaited, str]] = []
         self._padding: tuple[bytes, torch.Tensor] | None = None
 
     def later(self, mask: torch.Tensor, single: bool) -> bool:
@@ -58,19 +59,16 @@ class MaskWatch:
 
     def ask(self, right: torch.Tensor, message: str) -> None:
         """Look at `right` (bool scalar on a device) in a later forward; where it is False then, raise with `message`."""
-        answer, event = right.to("cpu", non_blocking=True), None
-        if right.device.type == "cuda":
-            answer = torch.empty_like(right, device="cpu", pin_memory=True)
-            answer.copy_(right, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(right.device))
-        self._asked.append((answer, event, message))
+        self._asked.append((Awaited(right), message))
 
     def look(self) -> None:
         """Look at the answers that are there. Raises CacheMismatchError for a mask that hid or showed something else."""
-        while self._asked and (self._asked[0][1] is None or self._asked[0][1].query()):
-            answer, _, message = self._asked.pop(0)
-            if not bool(answer):
+        while self._asked:
+            answer = self._asked[0][0].look()
+            if answer is None:
+                return
+            _, message = self._asked.pop(0)
+            if not answer:
                 self.clear()
                 raise CacheMismatchError(message)
 

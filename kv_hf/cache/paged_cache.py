@@ -150,9 +150,8 @@ class PagedCache(Savable, Copyable):
         """Append keys and values of one layer; see `PagedLayer.update` for what comes back."""
         if self.halfway:
             self.check_whole()
-        if (
-            layer_idx <= self._last_updated
-        ):  # a forward begins: asked once, which a config takes its time for
+        if layer_idx <= self._last_updated:
+            # a forward begins: asked once, as a config of transformers takes its time to answer
             self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
         self._last_updated = layer_idx
         if layer_idx <= self._first_paged:

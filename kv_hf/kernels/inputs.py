@@ -10,9 +10,8 @@ import torch
 from ..spec import PageSpec
 
 
-@dataclass(
-    slots=True, eq=False
-)  # not frozen: one is made per layer and step, and that would take three times as long
+# not frozen, which would make it slower to make: there is one per layer and step
+@dataclass(slots=True, eq=False)
 class PagedKV:
     """The keys and values of one layer as one forward sees them; nobody changes one.
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from . import moved
+from .awaited import Awaited
 
 
 class DeviceFlag:
@@ -16,7 +17,7 @@ class DeviceFlag:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros((), dtype=torch.int32, device=device)
-        self._asked: tuple[torch.Tensor, Any] | None = None
+        self._asked: Awaited | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but a question of this process."""
@@ -33,15 +34,9 @@ class DeviceFlag:
             return int(self.tensor)
         found = 0
         if self._asked is not None:
-            answer, event = self._asked
-            if event is not None and not event.query():
+            answer = self._asked.look()
+            if answer is None:
                 return 0
-            found = int(answer.numpy())
-        answer = torch.empty((), dtype=torch.int32, pin_memory=self.tensor.device.type == "cuda")
-        answer.copy_(self.tensor, non_blocking=True)
-        event = None
-        if self.tensor.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.tensor.device))
-        self._asked = answer, event
+            found = answer
+        self._asked = Awaited(self.tensor)
         return found

@@ -4,6 +4,7 @@ Operators take tensors, numbers and strings; the specs are rebuilt from the tens
 are in triton/library.py. Computes nothing itself: each operator calls the implementation that it is told to.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,6 @@ _LIBRARY.define(
     "str key_code, int key_bits, str value_code, int value_bits, str layout, str kernel) -> Tensor"
 )
 _LIBRARY.define(
-    "cpu_seal(Tensor tokens, Tensor jobs, Tensor(a!) codes, Tensor(b!)? scale, Tensor(c!)? offset, str side, "
-    "int page_size, str code, int bits, float clip, str layout, str kernel) -> Tensor"
-)
-_LIBRARY.define(
-    "cpu_append(Tensor(a!) window, Tensor new, Tensor starts, Tensor skips, str kernel) -> ()"
-)
-_LIBRARY.define(
     "write_pair(Tensor(a!) window_keys, Tensor(b!) window_values, Tensor new_keys, Tensor new_values, Tensor starts, "
     "Tensor skips, Tensor jobs, Tensor(c!) key_codes, Tensor(d!)? key_scale, Tensor(e!)? key_offset, "
     "Tensor(f!) value_codes, Tensor(g!)? value_scale, Tensor(h!)? value_offset, Tensor(i!) damaged, str spec, "
@@ -43,13 +37,12 @@ _launches: dict[tuple[str, str], dict[Any, Any]] = {}  # (spec, kernel) -> what 
 
 
 def traceable(kernel: Kernel) -> Kernel:
-    """Return `kernel` with functions that torch.compile takes whole; Triton's have operators of their own."""
-    name = kernel.name
-    if name == "triton":
-        from .triton import library
+    """Return `kernel` with an `attend` that torch.compile takes whole; tokens are written by `write_pair`."""
+    if kernel.name != "triton":
+        return replace(kernel, attend=partial(_attend, kernel.name))
+    from .triton import library
 
-        return Kernel(name, library.paged_attention, library.seal_pages, library.append_tokens)
-    return Kernel(name, partial(_attend, name), partial(_seal, name), partial(_append, name))
+    return replace(kernel, attend=library.paged_attention)
 
 
 def spec_name(spec: PageSpec) -> str:
@@ -138,27 +131,6 @@ def _attend(
     return out.transpose(1, 2)
 
 
-def _seal(
-    kernel: str,
-    tokens: torch.Tensor,
-    jobs: torch.Tensor,
-    fields: dict[str, torch.Tensor],
-    spec: SideSpec,
-) -> torch.Tensor:
-    scheme = spec.scheme
-    damaged: torch.Tensor = torch.ops.kv_hf.cpu_seal(
-        tokens, jobs, fields["codes"], fields.get("scale"), fields.get("offset"),
-        spec.side, spec.page_size, scheme.code, scheme.bits, scheme.clip, spec.layout, kernel,
-    )  # fmt: skip
-    return damaged
-
-
-def _append(
-    kernel: str, window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor
-) -> None:
-    torch.ops.kv_hf.cpu_append(window, new, starts, skips, kernel)
-
-
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
@@ -215,31 +187,6 @@ def _cpu_attend(
     return out.transpose(1, 2).contiguous()
 
 
-def _cpu_seal(
-    tokens: torch.Tensor,
-    jobs: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    side: str,
-    page_size: int,
-    code: str,
-    bits: int,
-    clip: float,
-    layout: str,
-    kernel: str,
-) -> torch.Tensor:
-    fields = stored_fields(codes, scale, offset)
-    spec = stored_side(side, fields, page_size, tokens, code, bits, clip, layout)
-    return load(kernel).seal(tokens, jobs, fields, spec)
-
-
-def _cpu_append(
-    window: torch.Tensor, new: torch.Tensor, starts: torch.Tensor, skips: torch.Tensor, kernel: str
-) -> None:
-    load(kernel).append(window, new, starts, skips)
-
-
 def _write_pair(
     window_keys: torch.Tensor,
     window_values: torch.Tensor,
@@ -270,12 +217,7 @@ def _write_pair(
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("write_pair", _write_pair, _device)
-for _name, _function in {
-    "cpu_attend": _cpu_attend,
-    "cpu_seal": _cpu_seal,
-    "cpu_append": _cpu_append,
-}.items():
-    _LIBRARY.impl(_name, _function, "CPU")
+_LIBRARY.impl("cpu_attend", _cpu_attend, "CPU")
 
 
 @register_fake("kv_hf::cpu_attend", lib=_LIBRARY)
@@ -285,16 +227,6 @@ def _fake_attend(query, key_codes, *others):  # type: ignore[no-untyped-def]
     return query.new_empty(rows, q_len, num_heads, window_values.shape[-1])
 
 
-@register_fake("kv_hf::cpu_seal", lib=_LIBRARY)
-def _fake_seal(tokens, *others):  # type: ignore[no-untyped-def]
-    return tokens.new_empty((), dtype=torch.bool)
-
-
 @register_fake("kv_hf::write_pair", lib=_LIBRARY)
 def _fake_write_pair(*tensors_and_names):  # type: ignore[no-untyped-def]
-    return None
-
-
-@register_fake("kv_hf::cpu_append", lib=_LIBRARY)
-def _fake_append(window, new, starts, skips, kernel):  # type: ignore[no-untyped-def]
     return None

@@ -144,5 +144,5 @@ bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole st
 plots: $(VENV)/.bench ## draw results/*.jsonl into results/plots/
 	$(BIN)/python scripts/plots.py
 
-clean: ## remove the virtual environments
-	rm -rf $(VENV) $(OLDEST_VENV)
+clean: ## remove the virtual environments and the built documentation
+	rm -rf $(VENV) $(OLDEST_VENV) site

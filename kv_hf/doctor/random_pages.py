@@ -84,7 +84,7 @@ def make_case(spec: PageSpec, seed: int = 0) -> Case:
 
 
 def empty_fields(side: SideSpec, pages: int) -> dict[str, torch.Tensor]:
-    """Return storage of a side on the CPU, full of what no kernel may read: nan and nonsense."""
+    """Return storage of a side [pages, *shape of the field in a page] on the CPU, full of what no kernel may read."""
     fields = {}
     for name, (shape, dtype) in side.fields.items():
         filler = float("nan") if dtype.is_floating_point else 0x7F

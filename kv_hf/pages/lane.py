@@ -28,7 +28,7 @@ class Lane(Protocol):
         ...
 
     def keep(self, target: torch.Tensor) -> None:
-        """Let the memory of `target` not be used again before the copies into it are done, though it be dropped."""
+        """Keep the memory of `target` [any shape] from being used again before the copies into it are done, even if it is dropped."""
         ...
 
     def wait(self) -> None:

@@ -92,7 +92,7 @@ class StaticTable:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Block table and lengths."""
+        """Return the block table [rows, pages_per_row], num_pages, exact_lens and padding [rows], all int32, and seen [], int64."""
         return self.block_table, self.num_pages, self.exact_lens, self.padding, self.seen
 
     def allocate(self, rows: int, device: torch.device) -> None:

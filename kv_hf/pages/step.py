@@ -95,7 +95,12 @@ class TableView:
         rows: int,
         offset: int,
     ) -> "TableView":
-        """Return the view of `tables` with num_pages, exact_lens, padding (, starts, skips): one copy to a device moves all."""
+        """Return the view of `tables` with its lengths side by side, so that one copy to a device moves all of them.
+
+        Args:
+            tables: the block table [rows, max pages], int32, by device; the CPU's at least.
+            columns: num_pages, exact_lens, padding and, for an append, starts and skips; each [rows], integers.
+        """
         aligned = -(-rows // 4) * 4  # each begins at a multiple of 16 bytes
         lengths = np.zeros((len(columns), aligned), dtype=np.int32)
         for place, column in enumerate(columns):
@@ -170,7 +175,7 @@ class SealJobs:
         return cls(torch.tensor(jobs, dtype=torch.int32)) if jobs else None
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the jobs on `device` (moved once, then remembered)."""
+        """Return the jobs [n, 3] on `device` (moved once, then remembered)."""
         if device == self.jobs.device:
             return self.jobs
         if device not in self._moved:
@@ -218,7 +223,7 @@ class Step:
         return self.make_rows()
 
     def moves(self, device: torch.device, rows: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return (rows that change, the former rows that they continue), int64 tensors on `device` (made once).
+        """Return (rows that change, the former rows that they continue), [n] and int64 each, on `device` (made once).
 
         The first is None where the batch had another number of rows: then all rows are new.
         """
@@ -234,7 +239,7 @@ class Step:
     def index(
         self, name: Any, device: torch.device, make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a tensor of this step, the same for all layers, on `device`; `make` makes it on the CPU, once."""
+        """Return a tensor of this step [any shape], the same for all layers, on `device`; `make` makes it on the CPU, once."""
         key = (name, device)
         if key not in self._indices:
             self._indices[key] = moved(make(), device)

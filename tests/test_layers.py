@@ -23,6 +23,7 @@ LAYERS = [
     {"row_pages", "spec"},
     {"quant"},
     {"kernels", "pages"},
+    {"bridge"},
     {"cache"},
     {"hf"},
     {"evaluation", "gqa", "planner", "doctor"},

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from ..bridge.handle import KVView
 from ..config import CacheConfig
 from ..errors import CacheOptionError, InterruptedForwardError
 from ..kernels.inputs import PagedKV
 from ..pages.step import Step
 from .compat import SPARSE_MODELS_CACHE_LATENTS
-from .handle import KVView
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from ..bridge.handle import KVHandle, KVView, check_unchanged
 from ..errors import InterruptedForwardError
 from ..kernels.inputs import PagedKV
 from ..notices import warn_once
@@ -16,7 +17,6 @@ from ..pages.storage import PageStorage
 from ..spec import PageSpec
 from .before_step import before_step
 from .compat import CROP_TAKES_LENGTHS
-from .handle import KVHandle, KVView, check_unchanged
 from .layer_formats import LayerFormats
 from .store import LayerStore
 from .window import ExactWindow, chosen_rows

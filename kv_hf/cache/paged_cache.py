@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from ..bridge.handle import view_behind, warn_dense
+from ..bridge.mask_length import MaskLength, check_padding_mask
+from ..bridge.mask_watch import MaskWatch
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
@@ -18,12 +21,9 @@ from ..spec import MemoryReport
 from .build import page_layers
 from .compat import is_dummy
 from .copies import Copyable
-from .handle import view_behind, warn_dense
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
 from .layer_formats import planned_specs
-from .mask_length import MaskLength, check_padding_mask
-from .mask_watch import MaskWatch
 from .model_shape import (
     attention_config,
     decoder_config,

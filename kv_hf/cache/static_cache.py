@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ..bridge.mask_length import MaskLength, check_padding_mask
+from ..bridge.mask_watch import MaskWatch
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
@@ -15,8 +17,6 @@ from ..pages.arena import PageArena
 from ..pages.static_table import WORKING, StaticTable
 from ..spec import MemoryReport
 from .layer_formats import LayerFormats, planned_specs
-from .mask_length import MaskLength, check_padding_mask
-from .mask_watch import MaskWatch
 from .model_shape import attention_config, decoder_config, latent_rank, page_sizes, signature
 from .paged_cache import PagedCache
 from .report import LayerReport

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..bridge.handle import KVHandle, KVView
+from ..bridge.traced import forget, hand_over
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..formats import ATTENTION_NAME
 from ..kernels.inputs import PagedKV
@@ -17,10 +19,8 @@ from ..pages import moved
 from ..pages.static_table import WORKING, StaticTable
 from ..pages.storing import storing
 from ..spec import PageSpec
-from .handle import KVHandle, KVView
 from .layer_formats import LayerFormats
 from .static_store import StaticStore
-from .traced import forget, hand_over
 
 MAKES_TENSORS = (
     "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "

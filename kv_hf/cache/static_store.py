@@ -2,6 +2,7 @@
 
 import torch
 
+from ..bridge.traced import TracedView
 from ..errors import CacheOptionError
 from ..kernels.choice import Kernel
 from ..kernels.inputs import PagedKV
@@ -11,7 +12,6 @@ from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
 from ..spec import PageSpec
 from .store import LayerStore
-from .traced import TracedView
 
 
 def check_static_kernel(kernel: Kernel, device: torch.device) -> None:

@@ -17,7 +17,7 @@ class PaddedRows(HeldRows):
     Attributes:
         seen: columns so far, padding included.
         masked_step: the step whose attention has to be given a mask, as one was made that hides padding; -1: none.
-        watch: what looks at masks later, on devices that have to be waited for (cache/mask_watch.py).
+        watch: what looks at masks later, on devices that have to be waited for (bridge/mask_watch.py).
     """
 
     masked_step = -1

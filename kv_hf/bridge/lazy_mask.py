@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..cache.operators import changes_shape, returns_views, written_by
 from ..errors import UnsupportedModelError
+from .operators import changes_shape, returns_views, written_by
 
 
 class LazyMask(torch.Tensor):

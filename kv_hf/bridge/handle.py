@@ -226,6 +226,16 @@ def warn_dense(reader: str) -> None:
     )
 
 
+def warn_gradients() -> None:
+    """Say once that a backward pass ends at the cache."""
+    warn_once(
+        "gradients",
+        "No gradient flows through the keys and values of a paged cache, not even those of the newest tokens: their "
+        "projections get none, and what comes before them lacks that part. Use torch.no_grad() for generation, or a "
+        "DynamicCache for training through the cache",
+    )
+
+
 def check_unchanged(side: str, held: torch.Tensor | None, value: Any) -> None:
     """Accept what is `held` already (code that copies a cache writes clones back), refuse anything else."""
     if (

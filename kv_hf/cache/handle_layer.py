@@ -15,6 +15,10 @@ class HandleLayer(PagedLayer):
     attention_of: Any = None  # the config that names the model's attention
     _view: LayerView | None = None
 
+    def read_by(self, config: Any) -> None:
+        """Note the `config` that names the attention by which `keys` and `values` are read."""
+        self.attention_of = config
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave the view out: it refers to tensors and a kernel of this process."""
         return {name: value for name, value in vars(self).items() if name != "_view"}

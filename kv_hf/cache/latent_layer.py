@@ -10,7 +10,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, InterruptedForwardError
 from ..kernels.inputs import PagedKV
 from ..pages.step import Step
-from .compat import SPARSE_MODELS_CACHE_LATENTS
+from .compat import SPARSE_MODELS_CACHE_LATENTS, removed_by_crop
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
 
@@ -157,9 +157,7 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         """Remove the newest tokens; see `PagedLayer.crop`."""
         super().crop(tokens_to_remove)
         if self.store is None:  # it reads the latents of another layer (mistral_large4)
-            count = int(tokens_to_remove)
-            left = count if count > 0 else max(0, self._indexed + count)
-            self._indexed = min(self._indexed, left)
+            self._indexed -= min(self._indexed, removed_by_crop(tokens_to_remove, self._indexed))
 
     def _cut(self, step: Step) -> None:
         super()._cut(step)

@@ -115,10 +115,11 @@ class StaticPagedLayer(CacheLayerMixin):
         store, table = self.store, self.table
         assert store is not None
         store.base.check(key_states, value_states)
-        table.check_turn(self.layer_idx)
         if self.layer_idx == 0:
+            table.check_turn(0)
             table.begin(key_states.shape[0], key_states.shape[2])
-        table.turn = WORKING
+        else:
+            table.take_turn(self.layer_idx)
         step = table.step
         assert step is not None
         if not compiling:
@@ -147,7 +148,7 @@ class StaticPagedLayer(CacheLayerMixin):
         if self.is_last:
             self.table.finish()
         else:
-            self.table.turn = self.layer_idx + 1
+            self.table.give_turn(self.layer_idx + 1)
 
     def get_seq_length(self) -> Any:
         """Return the columns seen, padding included: 0, or once there are some a scalar tensor on the device."""

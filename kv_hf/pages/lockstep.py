@@ -32,6 +32,10 @@ class Lockstep:
         self._members: set[int] | None = None
         self.epoch = 0
 
+    def walk_with(self, others: Iterable["Lockstep"]) -> None:
+        """Refuse, from now on, a step that the other groups of the cache have not taken."""
+        self.peers = tuple(others)
+
     def resume(self, members: Iterable[int]) -> None:
         """Stand behind a first step in which the layers `members` took part."""
         self.clear()

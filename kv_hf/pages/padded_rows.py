@@ -26,6 +26,14 @@ class PaddedRows(HeldRows):
     _padding_seen: list[int] | None
     _padding_columns: int | None
 
+    def watch_masks(self, watch: Any) -> None:
+        """Have `watch` look at the masks of forwards that are compared later."""
+        self.watch = watch
+
+    def note_mask(self, hides: bool, step: int) -> None:
+        """Note that the mask of step number `step` was made: whether it `hides` padding, and attention must get one."""
+        self.masked_step = step if hides else -1
+
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""
         return not len(self.batch) or not self.sizes.all_tokens(self.batch).all()

@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -694,7 +695,7 @@ def test_file_of_an_earlier_version_loads_and_is_written_again_as_it_is(tmp_path
     model = counted_model()
     loaded = kv_hf.PagedCache.load(BEFORE, model)
     loaded.check_integrity()
-    assert [len(row.pages) for row in loaded.group.rows] == [3, 1]
+    assert [len(row.pages) for row in loaded.group.rows] == [3, 2]
     before = safetensors.torch.load_file(BEFORE)
     assert torch.equal(loaded.token_ids, before["token_ids"])
     loaded.save(tmp_path / "again", model, loaded.token_ids)
@@ -728,10 +729,11 @@ def test_state_is_of_one_moment_and_of_one_model():
     model = shared_model("llama")
     cache, text = filled(model, left_padded([40, 20]))
     held = cache.state()
-    with pytest.raises(
-        kv_hf.CacheMismatchError, match="layers .* of this state hold pages of other"
-    ):
+    with pytest.raises(kv_hf.CacheMismatchError, match="a model with head_dim"):
         kv_hf.PagedCache.from_state(make_model("llama", head_dim=8).config, held)
+    other = replace(held, options=replace(held.options, keys="int4"))
+    with pytest.raises(kv_hf.CacheMismatchError, match="of this state hold pages of other"):
+        kv_hf.PagedCache.from_state(model.config, other)
     go_on(model, cache, text, steps=2)
     with pytest.raises(kv_hf.StaleHandleError, match="this state belongs to an earlier forward"):
         kv_hf.PagedCache.from_state(model.config, held)

@@ -20,7 +20,6 @@ from .operators import returns_views, written_by
 class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
-    mla = "auto"  # CacheConfig.mla, of layers that hold latents
     table: Any = None  # lengths on the device, of a preallocated cache (pages/static_table.py)
     is_first = False  # whether the layer is the first of a preallocated cache
 
@@ -37,6 +36,11 @@ class KVView:
         self._kv = kv
         self.layer = layer
         self._revision = revision
+
+    @property
+    def mla(self) -> str:
+        """CacheConfig.mla, of a layer that holds latents."""
+        return getattr(self.layer, "mla", "auto")
 
     @property
     def kv(self) -> PagedKV:

@@ -150,7 +150,10 @@ class CacheBase(Savable, DynamicCache):
 
     def check_model(self, config: Any) -> None:
         """Raise CacheMismatchError when this cache was built for a model of other sizes."""
-        theirs = signature(decoder_config(config))
+        self.check_signature(signature(decoder_config(config)))
+
+    def check_signature(self, theirs: Mapping[str, Any]) -> None:
+        """Raise CacheMismatchError when this cache was built for a model of other sizes than `theirs`."""
         differing = [name for name, value in self.model_signature.items() if value != theirs[name]]
         if differing:
             name = differing[0]

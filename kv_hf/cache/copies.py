@@ -68,6 +68,7 @@ class Copyable(CacheBase):
         pages = {id(group): held_pages(group.rows) for group in self.groups}
         return CacheState(
             portable(self.options),
+            self.model_signature,
             tuple(group.state() for group in self.groups),
             tuple(
                 LayerState.of(index, layer.store.spec, numbers[id(layer.group)], layer.store.device)
@@ -121,6 +122,7 @@ class Copyable(CacheBase):
         return cache
 
     def _take_over(self, state: CacheState) -> None:
+        self.check_signature(state.signature)
         windows = [group.window for group in self.groups]
         claimed = [group.window for group in state.groups]
         if windows != claimed:

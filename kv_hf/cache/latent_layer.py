@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from ..bridge.handle import KVView
 from ..config import CacheConfig
 from ..errors import CacheOptionError, InterruptedForwardError
-from ..kernels.inputs import PagedKV
 from ..pages.step import Step
 from .compat import SPARSE_MODELS_CACHE_LATENTS, removed_by_crop
 from .handle_layer import HandleLayer
@@ -57,11 +55,6 @@ class LatentLayer(PagedLayer):
         """What the layer's pages hold, for reports."""
         latent = self._caches_latents if self.spec is None else self.spec.is_latent
         return "paged latents" if latent else "paged"
-
-    def _view_of(self, kv: PagedKV) -> KVView:
-        view = super()._view_of(kv)
-        view.mla = self.mla
-        return view
 
 
 class IndexedLatentLayer(LatentLayer, HandleLayer):

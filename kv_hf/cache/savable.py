@@ -53,6 +53,10 @@ class Savable:
         self.computed_by = self.prefix_spaces = ()
         self.from_file = False
 
+    def keep_token_ids(self, token_ids: torch.Tensor | None) -> None:
+        """Keep the token ids that came with a state."""
+        self.token_ids = token_ids
+
     def save(
         self, path: str | os.PathLike[str], model: Any, token_ids: torch.Tensor | None = None
     ) -> None:
@@ -89,7 +93,7 @@ class Savable:
         """
         with opened_state(path, model, device, kernel) as (state, token_ids):
             cache = cls.from_state(model.config, state)
-            cache.token_ids = token_ids
+            cache.keep_token_ids(token_ids)
         return cache
 
     def state(self) -> CacheState:

@@ -92,6 +92,7 @@ class CacheState:
 
     Attributes:
         options: of the cache, without those of PLACEMENT.
+        signature: sizes of the model that the cache was built for (model_shape.signature).
         groups: full attention first, as in PagedCache.groups.
         layers: those that hold something.
         tensors: their pages and exact tokens. Those of a cache are its own, not copies: they raise StaleHandleError once
@@ -100,6 +101,7 @@ class CacheState:
     """
 
     options: CacheConfig
+    signature: Mapping[str, Any]
     groups: tuple[GroupState, ...]
     layers: tuple[LayerState, ...]
     tensors: StateTensors
@@ -146,8 +148,7 @@ class LiveTensors:
         differing = [i for i in own.keys() | theirs.keys() if own.get(i) != theirs.get(i)]
         if differing:
             raise CacheMismatchError(
-                f"layers {sorted(differing)} of this state hold pages of other formats or sizes than those of this model would; a "
-                "state goes on with the model that it is of"
+                f"layers {sorted(differing)} of this state hold pages of other formats or sizes than its options and this model give"
             )
 
     def pages(self, layer: int, side: str, field: str) -> Iterator[tuple[int, torch.Tensor]]:

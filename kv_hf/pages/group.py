@@ -117,12 +117,12 @@ class PageGroup(PaddedRows):
         """Give back all pages and forget rows, lengths and padding."""
         with self.pool.lock:
             self.pool.open_change()
-            self.lockstep.opening = True
+            self.lockstep.begin_opening()
             for held in self.held_pages(self.pool):
                 self.pool.release(held)
             self._clear()
             self.end_recording()
-            self.lockstep.opening = False
+            self.lockstep.end_opening()
             self.pool.close_change()
 
     def join(self, layer: int, store: Store) -> None:
@@ -194,7 +194,7 @@ class PageGroup(PaddedRows):
                 self._padding_seen = None  # of a forward that never was
                 self.pool.recount()
                 raise
-            self.lockstep.opening = True
+            self.lockstep.begin_opening()
             self.lockstep.open(step)
             self.batch, self.seen, self._leaving = batch, step.seen_after, leaving
             self._grown = grown
@@ -202,7 +202,7 @@ class PageGroup(PaddedRows):
                 self.confirmed = step.seen_after
             if op[0] == "rows" or not step.seen_after:
                 self._padding_seen = None
-            self.lockstep.opening = False
+            self.lockstep.end_opening()
             self.pool.close_change()
 
     def _make_room(self, num_ids: int, reserved: int, ahead: int) -> None:

@@ -89,6 +89,14 @@ class Lockstep:
         """Note that the work of `layer` on the last step is done."""
         self._done.add(layer)
 
+    def begin_opening(self) -> None:
+        """Note that a step, or a reset, is being put into force; not reached `end_opening`, it was interrupted there."""
+        self.opening = True
+
+    def end_opening(self) -> None:
+        """Note that it is in force as a whole."""
+        self.opening = False
+
     def check_opened(self) -> None:
         """Raise InterruptedForwardError where the last step was not put into force as a whole."""
         if self.opening:

@@ -239,6 +239,10 @@ class OffloadedStorage(PageStorage):
         staging.forget(self, pages)
         self.written = staging.lane.mark()
 
+    def read_by(self, plan: SlotPlan) -> None:
+        """Note the plan by which kernels read the pages."""
+        self.plan = plan
+
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`; outside of the device they are fetched when read."""
         with self.lock:

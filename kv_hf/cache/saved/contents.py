@@ -99,7 +99,12 @@ class SavedGroup:
 
     def group(self, ids: Sequence[int]) -> GroupState:
         """Return the group, whose rows hold the pages `ids`. Raises RefusedError unless these are all num_pages, no other."""
-        if sorted(set(ids)) != list(range(self.num_pages)):
+        held = set(ids)  # a file may claim any number: no list of so many is made
+        if (
+            len(held) != self.num_pages
+            or min(held, default=0)
+            or max(held, default=-1) >= len(held)
+        ):
             raise RefusedError(f"its rows do not hold the pages 0 .. {self.num_pages - 1}")
         found, first = [], 0
         for padding, exact, dropped, count in zip(

@@ -15,6 +15,7 @@ from ...errors import CacheFileError, CacheOptionError
 from ...pages.storing import storing
 from ...printable import short
 from ..adapters import adapters_of
+from ..model_shape import decoder_config, signature
 from ..state import PLACEMENT, CacheState, LayerPages
 from .container import RefusedError, check_entries, check_held
 from .contents import TOKEN_IDS, Contents, page_ids_name, tables, tensor_name, tensors
@@ -79,6 +80,7 @@ def _read(
     check_held(file.entries, tables(contents))
     state = CacheState(
         options,
+        signature(decoder_config(model.config)),  # the same in the file, as its identity is
         tuple(
             saved.group(file.tensor(page_ids_name(number)).tolist())
             for number, saved in enumerate(contents.groups)

@@ -13,6 +13,7 @@ from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
 from ..spec import page_capacity
+from .state import StateTensors, codes_from_rows
 from .window import ExactWindow
 
 
@@ -214,8 +215,19 @@ class LayerStore:
         """Move all tensors to `device`."""
         self.pages.to(device)
         for window in self.windows:
-            window.tokens = window.tokens.to(device)
+            window.to(device)
         self.damaged = self.damaged.to(device)
+
+    def fill(self, tensors: StateTensors, num_pages: int) -> None:
+        """Take over the `num_pages` pages and the exact tokens that another layer left, some pages at a time."""
+        self.pages.grow(page_capacity(num_pages))
+        for side, window in zip(self.pages.sides, self.windows, strict=True):
+            name = side.spec.side
+            for field in side.fields:
+                for first, piece in tensors.pages(self.layer_idx, name, field):
+                    codes = field == "codes"
+                    side.put(first, field, codes_from_rows(piece, side.spec) if codes else piece)
+            window.hold(tensors.window(self.layer_idx, name))
 
     def _look_for_damage(self) -> None:
         """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""

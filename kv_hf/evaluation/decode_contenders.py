@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..cache.handle import view_behind
+from ..bridge.handle import view_behind
 from ..cache.paged_cache import PagedCache
 from ..hf.attention import kv_hf_attention
 from ..kernels.cpu.decode import paged_attention as c_attention

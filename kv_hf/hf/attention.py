@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from ..cache.handle import KVView, view_behind
-from ..cache.mask_length import MaskLength
-from ..cache.shown_padding import check_shown, vouch
-from ..cache.traced import TracedView, taken
+from ..bridge.handle import KVView, view_behind
+from ..bridge.lazy_mask import LazyMask, unless_changed
+from ..bridge.mask_length import MaskLength
+from ..bridge.shown_padding import check_shown, vouch
+from ..bridge.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..kernels.ops import paged_attention
 from ..notices import warn_once
@@ -24,7 +25,6 @@ from .latent import (
     is_latent_attention,
     shrink_of,
 )
-from .lazy_mask import LazyMask, unless_changed
 from .models import wants_masks
 
 

@@ -9,7 +9,7 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "files", "home", "notices", "printable", "records", "version"},
+    {"errors", "extras", "files", "home", "notices", "printable", "records", "version"},
     {
         "cache_names",
         "checks",

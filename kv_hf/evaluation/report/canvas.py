@@ -9,10 +9,10 @@ import textwrap
 from typing import Any
 
 from ...extras import extra
-from .markup import Markup, escape
 
 with extra("eval", "the report"):
     import matplotlib
+    from markupsafe import Markup, escape
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -138,9 +138,11 @@ class PageFields(dict[str, torch.Tensor]):
 
     Attributes:
         room: pages that there is room for in every one of them.
+        mark: an object that stands for these very tensors: another one as soon as a field is replaced.
     """
 
     room = 0
+    mark: object = None
 
     def __init__(self, fields: Mapping[str, torch.Tensor]) -> None:
         super().__init__(fields)
@@ -152,6 +154,7 @@ class PageFields(dict[str, torch.Tensor]):
 
     def _measure(self) -> None:
         self.room = min(tensor.shape[0] for tensor in self.values())
+        self.mark = object()
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,7 @@ def _options(cache: "PagedCache") -> dict[str, Any]:
     options = {field.name: getattr(cache.options, field.name) for field in fields(cache.options)}
     # where pages lie, and with whom they are shared, is a matter of this process
     options.update(dict.fromkeys(PLACEMENT))
+    del options["cuda_graph"]  # how steps are launched
     if options["layers"] is not None:
         options["layers"] = {
             str(span): dict(formats) if isinstance(formats, Mapping) else formats

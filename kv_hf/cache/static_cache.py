@@ -23,6 +23,8 @@ from .state import CacheState
 from .static_layer import StaticPagedLayer, refused
 from .static_store import check_static_kernel
 
+HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads")
+
 
 class StaticPagedCache(CacheBase):
     """A paged cache whose tensors never move, so that torch.compile and CUDA graphs can hold a decode step.
@@ -35,6 +37,7 @@ class StaticPagedCache(CacheBase):
             raise CacheOptionError("StaticPagedCache needs max_length; use PagedCache without it")
         decoder = self._describe(config, options)
         self.arena = PageArena()  # of nobody's use: each layer has storage of its own
+        self.captured = False  # whether generate() runs its decode steps as a CUDA graph
         others = sorted({type(layer).__name__ for layer in self.layers} - {DynamicLayer.__name__})
         if others or not self.layers or latent_rank(decoder) is not None:
             kind = ", ".join(others) or "latent attention"
@@ -146,6 +149,17 @@ class StaticPagedCache(CacheBase):
             formats = [layer.formats for layer in self.paged_layers]
             for spec in planned_specs(page_sizes(self._config), formats, dtype):
                 check_static_kernel(choose(self.options.kernel, device, spec), device)
+
+    def bytes_of(self, rows: int, dtype: torch.dtype) -> int | None:
+        """Return the most bytes that pages and exact windows of a batch of `rows` take; None where the config does not say."""
+        formats = [layer.formats for layer in self.paged_layers]
+        specs = planned_specs(page_sizes(self._config), formats, dtype)  # of one head
+        named = (self.model_signature.get(name) for name in HEAD_COUNTS)
+        heads = next((count for count in named if isinstance(count, int)), None)
+        if not specs or heads is None:
+            return None
+        pages, slots = rows * self.table.pages_per_row, self.table.slots
+        return heads * sum(pages * one.page_bytes + one.window_bytes(rows, slots) for one in specs)
 
     def memory(self) -> MemoryReport:
         """Return the bytes of all tensors that this cache holds, by part; waits for the device."""

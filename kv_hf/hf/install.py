@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
+from ..cache.base import CacheBase
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.latent_layer import LatentLayer
 from ..cache.model_shape import attention_config, is_encoder_decoder
@@ -202,7 +203,7 @@ def _check_paged_cross(model: Any) -> None:
 
 def _new_cache(
     model: Any, generation_config: Any, asked: Generation
-) -> PagedCache | PagedEncoderDecoderCache:
+) -> CacheBase | PagedEncoderDecoderCache:
     name = generation_config.cache_implementation
     named = "mamba" in type(model).__name__.lower()
     if named or not model._supports_default_dynamic_cache():

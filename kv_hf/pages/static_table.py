@@ -196,6 +196,15 @@ class StaticTable:
                 "half-way; call reset() and start again"
             )
 
+    def take_turn(self, layer: int) -> None:
+        """Let `layer` take part now: WORKING, until it gives the turn on. Raises as `check_turn` does."""
+        self.check_turn(layer)
+        self.turn = WORKING
+
+    def give_turn(self, layer: int) -> None:
+        """Let `layer` take part next."""
+        self.turn = layer
+
     def begin(self, rows: int, q_len: int) -> None:
         """Plan the step that appends `q_len` columns, and move all lengths on; `turn` is left to the layers.
 

@@ -4,7 +4,7 @@
     model.generate(**inputs, cache_implementation="paged_int4")
 
 Importing registers the names paged_exact, paged_fp8, paged_int8, paged_int4 and paged_int2 with
-transformers, and an attention implementation "kv_hf"; `uninstall()` takes them back.
+transformers, and an attention implementation "kv_hf"; `uninstall()` removes them.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -69,7 +69,7 @@ class KVView:
 
 
 class LayerView(KVView):
-    """What a layer holds now; nothing is gathered before somebody computes with it."""
+    """The keys or values that a layer holds now; nothing is gathered before some code computes with them."""
 
     def __init__(self, layer: Any) -> None:
         self.kernel = layer.store.kernel

@@ -1,4 +1,4 @@
-"""A mask that nobody may need: kernels hide by themselves what it would hide, other code gets it when it asks."""
+"""A causal mask built only on demand. The kernels apply causality themselves, so most steps never build it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +61,7 @@ class LazyMask(torch.Tensor):
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written to the mask, or may have."""
+        """Return whether some code has written to the mask, or may have."""
         return (self if self.whole is None else self.whole)._own is not None
 
     def dense(self) -> torch.Tensor:

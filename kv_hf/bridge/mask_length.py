@@ -38,12 +38,12 @@ class MaskLength(int):
 
     @property
     def preallocated(self) -> bool:
-        """Whether the cache is of the preallocated form."""
+        """Return whether the cache is of the preallocated form."""
         return not any(isinstance(group, PageGroup) for group in self.groups)
 
     @property
     def padded(self) -> bool:
-        """Whether some row is known to begin with padding."""
+        """Return whether some row is known to begin with padding."""
         return any(bool(group.batch.padding.any()) for group in self.groups)
 
     def observe(self, attention_mask: torch.Tensor | None, single: bool = False) -> None:

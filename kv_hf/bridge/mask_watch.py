@@ -1,4 +1,4 @@
-"""Whether the masks of single-token steps say what the cache knows, found out without waiting for the device."""
+"""The comparison of single-token masks with the cache's padding, without waiting for the device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How a layer tells the attention function, while torch.compile traces a forward, what it shall read.
+"""The way from a layer's pages to the attention function while torch.compile traces a forward.
 
 A lazy handle cannot be traced. A traced layer returns a pair of hollow tensors instead (the right shape, nan
 everywhere, no memory) and leaves its pages here; the attention function, which is called next, takes them if it is

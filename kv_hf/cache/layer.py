@@ -212,7 +212,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def kind(self) -> str:
-        """What the pages hold, for reports."""
+        """Return the kind of the pages, for reports."""
         return "paged"
 
     @property
@@ -292,7 +292,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether this layer has taken part in all steps of its group."""
+        """Return whether this layer has taken part in all steps of its group."""
         return self._epoch == self.group.epoch and not self.group.lockstep.opening
 
     def current_kv(self) -> PagedKV:

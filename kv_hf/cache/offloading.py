@@ -1,4 +1,4 @@
-"""What a cache does ahead of a forward when its pages may live outside of the device."""
+"""Preparations for a forward if the cache's pages may live outside of the device."""
 
 from collections.abc import Sequence
 from typing import Any

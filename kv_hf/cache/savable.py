@@ -1,4 +1,4 @@
-"""What a cache knows of its origin, and the way of its state into a file and back."""
+"""A cache's knowledge of its origin, and the way of its state into a file and back."""
 
 import os
 from typing import Any, Self

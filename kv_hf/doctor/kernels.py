@@ -15,7 +15,7 @@ from ..spec import PageSpec
 
 @dataclass(frozen=True)
 class FormatReport:
-    """Which kernel reads pages of one format.
+    """The kernel that reads pages of one format.
 
     Attributes:
         format: exact, fp8, int8, int4 or int2.

@@ -20,7 +20,7 @@ UNUSED = 1  # pages that nobody holds, full of nan and nonsense
 
 @dataclass(frozen=True)
 class Case:
-    """What one format is tried out on, all of it on the CPU.
+    """The data that one format is tested on, all of it on the CPU.
 
     Attributes:
         tokens: of each side, the tokens whose pages are sealed: [1, num_kv_heads, pages * page_size, head_dim].

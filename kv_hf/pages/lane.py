@@ -7,7 +7,7 @@ import torch
 
 
 class Lane(Protocol):
-    """Where pages are copied to the device.
+    """The order of copies to the device and kernels: a copy stream, or none.
 
     Attributes:
         buffers: staging buffers that make sense: two where a copy can run while the other one is read.

@@ -156,7 +156,7 @@ class OffloadedStorage(PageStorage):
 
     @property
     def home(self) -> Home | None:
-        """Where the pages live outside; None while they are on the device."""
+        """Return the host pages; None while the pages are on the device."""
         return self.keys.home
 
     @property

@@ -21,7 +21,7 @@ WORKING = -1  # as `turn`: a layer or the table itself is being changed
 
 @dataclass(frozen=True)
 class StaticStep:
-    """What one forward does to every row; all tensors int32, on the device.
+    """The change of every row in one forward; all tensors int32, on the device.
 
     Attributes:
         starts, skips: [rows], first free slot of the window, and leading new tokens that are padding.
@@ -40,7 +40,7 @@ class StaticStep:
 
 @dataclass(frozen=True)
 class Lengths:
-    """What a step moves on: tensors on the device, and the columns as Python knows them."""
+    """The state that a step changes: tensors on the device, and the columns as Python knows them."""
 
     tensors: tuple[torch.Tensor, ...]
     columns: int | None

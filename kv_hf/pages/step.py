@@ -1,4 +1,4 @@
-"""What a step does to the rows of a batch, and where a forward then finds its tokens. Decides nothing."""
+"""The result of planning a step: changes of rows, and the places of a forward's tokens. Decides nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowStep:
-    """What a step does to one row.
+    """The change of one row in a step.
 
     Attributes:
         source: index of the row that this row continues.
@@ -64,7 +64,7 @@ class RowStep:
 
 @dataclass(frozen=True)
 class TableView:
-    """Where a forward finds its tokens; tensors on the CPU, moved to a device once by `on`.
+    """The places of a forward's tokens; tensors on the CPU, moved to a device once by `on`.
 
     Attributes:
         block_table: [rows, max pages of a row], int32; entries past a row's last page are 0, or of a later forward.
@@ -219,7 +219,7 @@ class Step:
 
     @cached_property
     def rows(self) -> tuple[RowStep, ...]:
-        """What the step does to each row; made when somebody asks."""
+        """Return the change of each row; made at the first call."""
         return self.make_rows()
 
     def moves(self, device: torch.device, rows: int) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
 class PairWriter(Protocol):
-    """What writes pages: see kernels/pairs.py for both functions."""
+    """A backend's functions that write pages; kernels/pairs.py documents both."""
 
     @property
     def write_pair(self) -> Callable[..., None]:

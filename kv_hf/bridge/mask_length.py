@@ -50,6 +50,7 @@ class MaskLength(int):
         """Tell the groups which columns are left padding; None: there is no padding.
 
         Args:
+            attention_mask: [rows, columns], 0 in columns of padding; masks of four dimensions tell the groups nothing.
             single: the forward is of one token.
         Raises: CacheMismatchError where the mask shows columns that were left out as padding before.
         """

@@ -36,7 +36,7 @@ _waiting = _Waiting()
 
 
 def hand_over(view: TracedView) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave `view` for the attention function; return the pair that stands for it."""
+    """Leave `view` for the attention function; return the pair [rows, num_kv_heads, columns, head_dim] that stands for it."""
     _waiting.view = view
     return view.keys, view.values
 
@@ -47,7 +47,7 @@ def forget() -> None:
 
 
 def taken(keys: torch.Tensor, values: torch.Tensor) -> TracedView | None:
-    """Return the view that was left, or None when no traced layer left one.
+    """Return the view that was left with this pair [rows, num_kv_heads, columns, head_dim], or None when no traced layer left one.
 
     Raises: UnsupportedModelError when the pair given is made of the one that stands for it.
     """

@@ -37,7 +37,7 @@ class LatentLayer(PagedLayer):
         super().__init__(layer_idx, *args)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Learn shapes, dtype and device; see what the model caches.
+        """Learn shapes, dtype and device, and whether the model caches latents [rows, 1, q_len, rank] or the keys of its heads.
 
         Raises: CacheOptionError where options about latents were given and there are none.
         """

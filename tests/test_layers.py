@@ -14,6 +14,7 @@ LAYERS = [
         "cache_names",
         "checks",
         "config",
+        "config_layers",
         "config_numbers",
         "field_names",
         "formats",

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..formats import IMPLEMENTATIONS
+from ..formats import cache_names
 from .cache_kinds import cache_kind
 from .decode_steps import Decoding, random_prompt
 
@@ -52,7 +52,7 @@ def gate(model: Any, kernel: str = "auto") -> list[GateResult]:
         tokens.append(dynamic.token)
         right.append(dynamic.step().double())
     results = []
-    for name in IMPLEMENTATIONS:
+    for name in cache_names():
         against, expected = "dynamic", right
         if name != "paged_exact":
             against, expected = "reference", _logits(model, name, "reference", prompt, tokens)

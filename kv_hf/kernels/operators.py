@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake
 
-from ..formats import Scheme
+from ..formats import Scheme, format_of_code
 from ..spec import ROWS, PageSpec, SideSpec
 from .choice import Kernel, load
 from .inputs import PagedKV
@@ -48,7 +48,10 @@ def traceable(kernel: Kernel) -> Kernel:
 def spec_name(spec: PageSpec) -> str:
     """Return the name under which operators know `spec`; to be asked before a forward is traced."""
     name = repr(spec)
-    _specs.setdefault(name, spec)
+    if (
+        _specs.get(name) != spec
+    ):  # another format may have been registered under the name of one that is gone
+        _specs[name] = spec
     return name
 
 
@@ -100,8 +103,8 @@ def stored_side(
         for name, tensor in fields.items()
         if name != "codes"
     }
-    name = {"none": "exact", "float8": "fp8"}.get(code, f"int{bits}")
-    scheme = Scheme(name, code, bits, groups.get("scale"), groups.get("offset"), clip)
+    own = format_of_code(code, bits)
+    scheme = Scheme(own.name, code, bits, groups.get("scale"), groups.get("offset"), clip, 16, own)
     return SideSpec(side, scheme, heads, dim, page_size, exact.dtype, layout)
 
 

@@ -1,6 +1,6 @@
 """The kernel of every format on one device, and why not another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -89,6 +89,7 @@ def spec_of(
         options = CacheConfig(latent=name, page_size=page_size)
     else:
         options = CacheConfig.from_options(PREFIX + name, {"page_size": page_size})
+        options = replace(options, layers=None, recipe=None)  # of no model's layers in particular
     formats = LayerFormats.of(options, 0, 1, key_dim if latent else None)
     return formats.spec(
         num_kv_heads=num_kv_heads,

@@ -31,6 +31,7 @@ from .contents import (
 from .files import SavedFile
 from .group_state import restore
 from .identity import check_identity
+from .registered import check_registered
 from .save import FORMAT, PLACEMENT, VERSION, check_model_argument, group_numbers, rows_spec
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def _read(
 ) -> Cache:
     _check_format(file.metadata)
     file.check_sum()
+    check_registered(file.metadata)
     contents = Contents.parse(file.metadata["cache"])
     check_identity(contents.model, model)
     adapters = adapters_of(model)

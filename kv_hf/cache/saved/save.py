@@ -37,6 +37,7 @@ from .contents import (
 )
 from .files import PIECE, Source, write
 from .identity import identity
+from .registered import registered_formats
 
 if TYPE_CHECKING:
     from ..paged_cache import PagedCache
@@ -89,7 +90,13 @@ def save_cache(
     try:
         write(
             Path(path),
-            {"format": FORMAT, "version": VERSION, **_versions(), "cache": contents.encode()},
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                **_versions(),
+                **registered_formats(kv.spec for kv in held.values()),
+                "cache": contents.encode(),
+            },
             sources,
         )
     except RefusedError as error:

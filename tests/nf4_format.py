@@ -34,7 +34,8 @@ class NF4(kv_hf.Format):
         groups = split(numbers, scheme.scale_group)
         scale = groups.abs().amax((-3, -1)).to(scheme.scale_dtype)
         middles = ((LEVELS[1:] + LEVELS[:-1]) / 2).to(numbers.device)
-        codes = torch.bucketize(groups / over_groups(divisor(scale)), middles)
+        steps = groups / over_groups(divisor(scale))
+        codes = torch.bucketize(steps.contiguous(), middles)
         return join(codes.to(torch.uint8)), scale, None
 
     def decode(self, codes, scale, offset, scheme):

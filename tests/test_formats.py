@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -24,7 +25,16 @@ from kv_hf.errors import CacheFileError, CacheOptionError
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.harness.caches import harness_cache
 from kv_hf.evaluation.recommend.cost import Budget
-from kv_hf.formats import base, format_names, get_format, key_scheme, named, native_names, plugins
+from kv_hf.formats import (
+    base,
+    format_names,
+    get_format,
+    key_scheme,
+    named,
+    native_names,
+    plugins,
+    registry,
+)
 from kv_hf.formats.base import Format
 from kv_hf.kernels.choice import choose, layout_for
 from kv_hf.kernels.cpu import library
@@ -329,6 +339,43 @@ def test_recommend_measures_a_registered_format(nf4, model):
     assert any(one.format == "nf4" for one in found.sensitivities)
 
 
+class Counted(dict):
+    """Formats by name, and how often anybody asked for one."""
+
+    asked = 0
+
+    def __getitem__(self, name):
+        self.asked += 1
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.asked += 1
+        return super().get(name, default)
+
+    def items(self):
+        self.asked += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])
+def test_decode_steps_ask_the_registry_for_nothing(nf4, model, monkeypatch, kernel):
+    """Schemes hold their format: a step costs no look-up, also where pages are sealed and decoded in torch."""
+    counted = Counted(base.FORMATS)
+    monkeypatch.setattr(base, "FORMATS", counted)
+    monkeypatch.setattr(registry, "FORMATS", counted)
+    keys = "int4" if kernel == "auto" else "nf4"
+    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=16, kernel=kernel)
+    assert counted.asked
+    prompt = tiny_models.tokens(1, PROMPT)
+    with torch.no_grad():
+        for columns in (prompt[:, :40], prompt[:, 40:41]):
+            model(columns, past_key_values=cache)
+        counted.asked = 0
+        for column in prompt[:, 41:].split(1, 1):
+            model(column, past_key_values=cache)
+    assert counted.asked == 0
+
+
 # -- registration ------------------------------------------------------------------------------------------------------
 
 
@@ -611,3 +658,16 @@ def test_an_installed_format_is_there_on_the_command_line(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "paged_nf4" in done.stdout
+
+
+def test_docs_add_a_format_works_as_written(capsys):
+    """The page shows this folder's nf4_format.py, and then what can be done with it."""
+    text = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+    shown, used = re.findall(
+        r"^```python\n(.*?)^```", text.partition("## Add a format")[2], re.M | re.S
+    )
+    assert shown == Path(nf4_format.__file__).read_text()
+    before = kv_hf.cache_names()
+    exec(compile(used, "docs/formats.md", "exec"), {})
+    assert "MemoryReport(payload=" in capsys.readouterr().out
+    assert kv_hf.cache_names() == before

@@ -39,6 +39,7 @@ from kv_hf.formats.base import Format
 from kv_hf.kernels.choice import choose, layout_for
 from kv_hf.kernels.cpu import library
 from kv_hf.kernels.operators import spec_name
+from kv_hf.planner.explore.page import page_data
 from kv_hf.quant.codec import decode, encode
 from kv_hf.recipe import Recipe
 from kv_hf.spec import PageSpec
@@ -290,6 +291,9 @@ def test_plan_and_its_command_know_a_registered_format(nf4, capsys):
     assert rows["paged_int2"] < rows["paged_nf4"] < rows["paged_int4"] < rows["paged_k8v4"]
     assert cli.main(["memory", "llama-3.1-8b", "--cache", "paged_nf4:keys=int8", "paged_k8v4"]) == 0
     assert "paged_nf4:keys=int8" in capsys.readouterr().out
+    data = json.loads(json.dumps(page_data([])))  # what the planner's page is made of
+    assert data["formats"]["values"]["nf4"]["scale_group"] == [1, 0]
+    assert "nf4" in data["format_names"] and "nf4" not in data["latent_format_names"]
 
 
 def test_evaluation_knows_a_registered_format(nf4, model):
@@ -552,6 +556,20 @@ def test_register_cache_gives_options_a_name(named_cache, model):
     assert torch.equal(named_out.sequences, spelt_out.sequences)
     with pytest.raises(KeyError):
         kv_hf.IMPLEMENTATIONS[named_cache]  # which has formats, not a format
+
+
+def test_register_cache_names_a_recipe(model, tmp_path):
+    Recipe(("int8", "int4"), ("int4", "int2"), {"page_size": 16}).save(tmp_path / "recipe.json")
+    kv_hf.register_cache("paged_recipe", recipe=str(tmp_path / "recipe.json"))
+    try:
+        cache = kv_hf.PagedCache.from_implementation(model.config, "paged_recipe")
+        assert [one.formats.names for one in cache.paged_layers] == [
+            ("int8", "int4"),
+            ("int4", "int2"),
+        ]
+        assert cache.options.page_size == 16
+    finally:
+        kv_hf.unregister_cache("paged_recipe")
 
 
 def test_paged_k8v4_is_int8_keys_and_int4_values(model):

@@ -31,7 +31,7 @@ for _format in FORMATS.values():
 
 def format_names(side: str = "keys") -> tuple[str, ...]:
     """Return the names of all formats that may be used for one of base.SIDES, the shipped ones first."""
-    return tuple(name for name, found in FORMATS.items() if side in found.sides)
+    return tuple(name for name, found in list(FORMATS.items()) if side in found.sides)
 
 
 def format_of_code(code: str, bits: int) -> Format:
@@ -41,7 +41,7 @@ def format_of_code(code: str, bits: int) -> Format:
 
 def readers_of(option: str) -> tuple[str, ...]:
     """Return the formats that have groups whose size `option` sets."""
-    return tuple(name for name, found in FORMATS.items() if found.reads(option))
+    return tuple(name for name, found in list(FORMATS.items()) if found.reads(option))
 
 
 def native_names(side: str = "keys") -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def native_names(side: str = "keys") -> tuple[str, ...]:
 
 def is_registered(kind: type) -> bool:
     """Say whether the format of exactly this class is known."""
-    return any(type(found) is kind for found in FORMATS.values())
+    return any(type(found) is kind for found in list(FORMATS.values()))
 
 
 def is_shipped(name: str) -> bool:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 
-from ...formats import get_format, is_shipped
+from ...formats import is_shipped
 from ...formats.base import FORMATS
 from ...printable import short
 from ...spec import PageSpec
@@ -14,9 +14,9 @@ ENTRY = "formats"  # of the metadata; a file of shipped formats has none
 
 def registered_formats(specs: Iterable[PageSpec]) -> dict[str, str]:
     """Return the metadata that say which registered formats pages of `specs` have; none for shipped ones."""
-    names = {side.scheme.name for spec in specs for side in spec.sides}
-    versions = {name: get_format(name).version for name in sorted(names) if not is_shipped(name)}
-    return {ENTRY: json.dumps(versions)} if versions else {}
+    found = {side.scheme.format for spec in specs for side in spec.sides}
+    versions = {one.name: one.version for one in found if not is_shipped(one.name)}
+    return {ENTRY: json.dumps(versions, sort_keys=True)} if versions else {}
 
 
 def check_registered(metadata: Mapping[str, str]) -> None:

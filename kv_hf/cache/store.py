@@ -16,7 +16,6 @@ from ..spec import page_capacity
 from .state import StateTensors, codes_from_rows
 from .window import ExactWindow
 
-
 _NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
 

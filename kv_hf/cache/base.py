@@ -5,6 +5,7 @@ Decides nothing about storage: growing.py and static_cache.py do, which are sibl
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -16,12 +17,14 @@ from ..config import CacheConfig
 from ..errors import CacheMismatchError
 from ..kernels.choice import choose, layout_for
 from ..pages.arena import PageArena
+from ..printable import short
 from ..spec import MemoryReport
 from .layer_formats import planned_specs
 from .model_shape import attention_config, decoder_config, page_sizes, signature
 from .prefix_store import PrefixStore
 from .report import LayerReport
 from .savable import Savable
+from .state import CacheState, LayerPages, in_rows
 
 
 class CacheBase(Savable, DynamicCache):
@@ -198,6 +201,80 @@ class CacheBase(Savable, DynamicCache):
         if attention_mask is not None:
             for group in self.groups:
                 group.observe_padding(attention_mask, columns)
+
+    # -- states: what goes into a file, or into another cache -------------------------------------------------
+
+    @classmethod
+    def from_state(
+        cls,
+        config: Any,
+        state: CacheState,
+        *,
+        kernel: str | None = None,
+        max_length: int | None = None,
+    ) -> Self:
+        """Build a cache of the same model that goes on, bit by bit, as the one would have that gave `state`.
+
+        Args:
+            config: the model's config.
+            kernel: as in CacheConfig, in place of the state's.
+            max_length: as in CacheConfig: None makes a cache that grows, whatever the one was like that gave the state.
+        Raises: CacheMismatchError, or another ValueError, where the state does not fit the model or itself: before pages or
+            windows are allocated.
+        """
+        asked = replace(state.options, max_length=max_length, kernel=kernel or state.options.kernel)
+        cache = cls.from_options(config, asked)
+        cache.take_over(state)
+        return cache
+
+    def take_over(self, state: CacheState) -> None:
+        """Hold what another cache held: done once, by `from_state`."""
+        self.check_signature(state.signature)
+        pages = self._pages_of(state)
+        state.tensors.check(pages)
+        self._take_over(state, pages)
+        self.computed_by, self.from_file = state.computed_by, True
+
+    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
+        raise NotImplementedError
+
+    def _pages_of(self, state: CacheState) -> dict[int, LayerPages]:
+        """Return what the pages of the state's layers are like here. Raises CacheMismatchError for other layers or groups."""
+        windows = [group.window for group in self.groups]
+        claimed = [group.window for group in state.groups]
+        if windows != claimed:
+            raise CacheMismatchError(
+                f"its groups have the windows {short(claimed)}, this model's {windows}"
+            )
+        paged = {layer.layer_idx: layer for layer in self.paged_layers}
+        found = {}
+        for one in state.layers:
+            layer = paged.get(one.layer)
+            if layer is None:
+                raise CacheMismatchError(
+                    f"it holds layer {one.layer}, which is no paged layer of this model"
+                )
+            if not one.value_dim and layer.formats.latent is None:
+                raise CacheMismatchError(f"it holds layer {one.layer} with values of no channels")
+            spec = layer.formats.spec(
+                num_kv_heads=one.num_kv_heads,
+                key_dim=one.key_dim,
+                value_dim=one.value_dim,
+                dtype=one.key_dtype,
+                value_dtype=one.value_dtype,
+            )
+            found[one.layer] = LayerPages(in_rows(spec), self._group_number(layer))
+        held = {one.group for one in found.values()}
+        empty = [window for number, window in enumerate(windows) if number not in held]
+        if empty:
+            raise CacheMismatchError(f"it holds no layer of the groups with windows {empty}")
+        return found
+
+    def _group_number(self, layer: Any) -> int:
+        """Return the place of a layer's group."""
+        return 0
+
+    # -- what it tells about itself ----------------------------------------------------------------------------
 
     @property
     def bits_per_element(self) -> float:

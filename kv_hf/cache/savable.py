@@ -81,6 +81,7 @@ class Savable:
         model: Any,
         device: torch.device | str | None = None,
         kernel: str | None = None,
+        max_length: int | None = None,
     ) -> Self:
         """Read what `save` wrote. The cache goes on bit by bit as the saved one would have.
 
@@ -88,11 +89,12 @@ class Savable:
             model: the model that it was saved with.
             device: where the layers go; None: where those of `model` are.
             kernel: as in CacheConfig, in place of the saved one.
+            max_length: as in CacheConfig; files do not keep it.
         Raises: CacheFileError for a damaged, foreign or forged file and for another model, before pages or windows
             are allocated; OSError where it cannot be opened.
         """
         with opened_state(path, model, device, kernel) as (state, token_ids):
-            cache = cls.from_state(model.config, state)
+            cache = cls.from_state(model.config, state, kernel=kernel, max_length=max_length)
             cache.keep_token_ids(token_ids)
         return cache
 
@@ -101,7 +103,14 @@ class Savable:
         raise NotImplementedError
 
     @classmethod
-    def from_state(cls, config: Any, state: CacheState, kernel: str | None = None) -> Self:
+    def from_state(
+        cls,
+        config: Any,
+        state: CacheState,
+        *,
+        kernel: str | None = None,
+        max_length: int | None = None,
+    ) -> Self:
         """Build a cache that goes on as the one would have that gave `state`."""
         raise NotImplementedError
 

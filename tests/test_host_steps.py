@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(
 
 def counted(steps=70, **options):
     """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
-    from kv_hf.evaluation.host_steps import HostRun, HostShape, gpu
+    from measure.speed.host_steps import HostRun, HostShape, gpu
 
     with gpu() as fake:
         shape = HostShape(layers=2, heads=8, kv_heads=2)

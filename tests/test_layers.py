@@ -9,7 +9,7 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "files", "home", "notices", "printable", "records", "version"},
+    {"errors", "extras", "files", "home", "notices", "printable", "records", "version"},
     {
         "cache_names",
         "checks",
@@ -78,6 +78,7 @@ def test_module_imports_point_down(path):
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_outside_packages_are_imported_where_they_belong(path):
     for names in imports(path):
+        assert names[0] != "measure", f"{path} imports scripts/measure, which no wheel carries"
         if names[0] == "triton":
             assert path.parts[:2] == ("kernels", "triton"), f"{path} imports triton"
         if names[0] == "transformers":

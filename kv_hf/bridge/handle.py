@@ -116,8 +116,10 @@ class KVHandle(torch.Tensor):
     def pair(cls, view: KVView) -> "tuple[KVHandle, KVHandle]":
         """Return the handles of both sides of a view that was made just now."""
         kv = view._kv
-        keys, values = kv.spec.sides
-        rows, seen, device = kv.rows, kv.seen, kv.window_keys.device
+        spec = kv.spec
+        keys, values = spec.keys, spec.values
+        window = kv.window_keys
+        rows, seen, device = window.shape[0], kv.seen, window.device
         make = torch.Tensor._make_wrapper_subclass
         shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
         first: Any = make(cls, shape, dtype=keys.dtype, device=device)

@@ -102,8 +102,7 @@ class PagedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         store = self.store
         assert store is not None
-        store.check(key_states, value_states)
-        rows, q_len = key_states.shape[0], key_states.shape[2]
+        rows, _, q_len, _ = store.check(key_states, value_states)
         step = self.group.append(self.layer_idx, self._epoch, rows, q_len)
         self.revision += 1
         runs = store.append(step, key_states, value_states, self.group.slots)
@@ -114,8 +113,8 @@ class PagedLayer(DynamicLayer):
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_gradients()
         assert step.view is not None
-        view = self._view_of(store.kv(step.view, *runs, step.seen_after))
-        handles = KVHandle.pair(view)
+        kv = store.kv(step.view, *runs, step.seen_after)
+        handles = KVHandle.pair(KVView(kv, self, self.revision, store.kernel, self.window))
         self._joined(step)
         return handles
 

@@ -169,7 +169,8 @@ class PageGroup(PaddedRows):
 
     def append(self, layer: int, layer_epoch: int, rows: int, q_len: int) -> Step:
         """Open or join the step that appends `q_len` columns to `rows` rows."""
-        return self._enter(layer, layer_epoch, ("append", rows, q_len))
+        op = ("append", rows, q_len)
+        return self.lockstep.follow(layer, layer_epoch, op) or self._enter(layer, layer_epoch, op)
 
     def select_rows(self, layer: int, layer_epoch: int, sources: Sequence[int]) -> Step:
         """Open or join the step after which row i continues the former row `sources[i]`."""

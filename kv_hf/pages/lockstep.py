@@ -85,6 +85,20 @@ class Lockstep:
         assert self.step is not None
         return self.step
 
+    def follow(self, layer: int, layer_epoch: int, op: tuple) -> Step | None:
+        """Let `layer` join the last step where that is what it asks for; None where `begins` has to look closer."""
+        step = self.step
+        if (
+            step is None
+            or self.opening
+            or layer_epoch != self.epoch - 1
+            or step.op != op
+            or layer in self._begun
+        ):
+            return None
+        self._begun.add(layer)
+        return step
+
     def done(self, layer: int) -> None:
         """Note that the work of `layer` on the last step is done."""
         self._done.add(layer)

@@ -11,6 +11,7 @@ from ..notices import warn_once
 from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
 from . import blocks
+from .huge_pages import advise
 from .step import SealJobs, TableView
 from .storing import storing
 
@@ -68,8 +69,10 @@ class SideStorage:
         fields = dict(self.fields)
         for name, old in self.fields.items():
             if old.shape[0] < capacity:
-                fields[name] = new = old.new_zeros((capacity, *old.shape[1:]))
+                fields[name] = new = old.new_empty((capacity, *old.shape[1:]))
+                advise(new)  # before anything is written: memory gets its pages then
                 new[: old.shape[0]] = old
+                new[old.shape[0] :].zero_()
         return PageFields(fields)
 
     def check_integrity(self) -> None:

@@ -731,6 +731,15 @@ def test_cache_made_of_a_state_goes_on_bit_by_bit(family):
     check_equal(go_on(model, cache, text, mask), expected)
 
 
+def test_cache_made_of_a_state_of_direct_calls_is_continued_by_generate():
+    model = shared_model("llama")
+    cache, text = kv_hf.PagedCache(model.config, page_size=PAGE), tokens(1, 40)
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+    taken = kv_hf.PagedCache.from_state(model.config, cache.state())
+    check_equal(go_on(model, taken, text, steps=3), go_on(model, cache, text, steps=3))
+
+
 def same_tokens(cache, other):
     pairs = zip(cache.layers, other.layers, strict=True)
     return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)

@@ -233,7 +233,7 @@ class CacheBase(Savable, DynamicCache):
         pages = self._pages_of(state)
         state.tensors.check(pages)
         self._take_over(state, pages)
-        self.computed_by, self.from_file = state.computed_by, True
+        self.computed_by = state.computed_by
 
     def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
         raise NotImplementedError

@@ -53,9 +53,9 @@ class Savable:
         self.computed_by = self.prefix_spaces = ()
         self.from_file = False
 
-    def keep_token_ids(self, token_ids: torch.Tensor | None) -> None:
-        """Keep the token ids that came with a state."""
-        self.token_ids = token_ids
+    def note_file(self, token_ids: torch.Tensor | None) -> None:
+        """Note that the cache was read from a file, and the token ids that lay there."""
+        self.token_ids, self.from_file = token_ids, True
 
     def save(
         self, path: str | os.PathLike[str], model: Any, token_ids: torch.Tensor | None = None
@@ -95,7 +95,7 @@ class Savable:
         """
         with opened_state(path, model, device, kernel) as (state, token_ids):
             cache = cls.from_state(model.config, state, kernel=kernel, max_length=max_length)
-            cache.keep_token_ids(token_ids)
+            cache.note_file(token_ids)
         return cache
 
     def state(self) -> CacheState:

@@ -18,6 +18,7 @@ from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.cache import state, weights
+from kv_hf.cache.adapters import Adapters
 from kv_hf.cache.saved import container, files, identity, save
 from kv_hf.cache.static_cache import StaticPagedCache
 
@@ -764,6 +765,19 @@ def test_state_moves_between_growing_and_preallocated_caches(keys, tmp_path):
         assert torch.equal(go_on(model, one, text, mask)[0], expected[0])
         one.check_integrity()
     assert same_tokens(fixed, loaded)
+
+
+def test_preallocated_cache_notes_by_which_adapters_it_was_filled(tmp_path, monkeypatch):
+    model, other = shared_model("llama"), Adapters(virtual="8 virtual tokens")
+    cache, _ = filled(model, left_padded([40]), max_length=96)
+    assert len(cache.computed_by) == 1
+    monkeypatch.setattr(save, "adapters_of", lambda model: other)
+    with pytest.raises(kv_hf.CacheMismatchError, match="the model to save it for has"):
+        cache.save(tmp_path / "cache", model)
+    cache.reset()
+    assert not cache.computed_by
+    with pytest.raises(kv_hf.CacheOptionError, match="max_length must be"):
+        kv_hf.PagedCache.load(tmp_path / "cache", model, max_length=0)
 
 
 def test_preallocated_cache_of_rows_that_share_pages_holds_each_its_own():

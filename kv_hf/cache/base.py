@@ -3,6 +3,7 @@
 Decides nothing about storage: growing.py and static_cache.py do, which are siblings here.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..bridge.handle import view_behind, warn_dense
 from ..bridge.mask_watch import MaskWatch
+from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheMismatchError
 from ..kernels.choice import choose, layout_for
@@ -21,13 +23,15 @@ from ..printable import short
 from ..spec import MemoryReport
 from .layer_formats import planned_specs
 from .model_shape import attention_config, decoder_config, page_sizes, signature
+from .origin import Origin
 from .prefix_store import PrefixStore
 from .report import LayerReport
-from .savable import Savable
+from .saved.load import opened_state
+from .saved.save import check_model_argument, save_state
 from .state import CacheState, LayerPages, in_rows
 
 
-class CacheBase(Savable, DynamicCache):
+class CacheBase(Origin, DynamicCache):
     """Keys and values of a model in pages; `_build` of a subclass makes the layers.
 
     Attributes:
@@ -203,6 +207,53 @@ class CacheBase(Savable, DynamicCache):
                 group.observe_padding(attention_mask, columns)
 
     # -- states: what goes into a file, or into another cache -------------------------------------------------
+
+    def state(self) -> CacheState:
+        """Return what this cache holds, for a file or another cache."""
+        raise NotImplementedError
+
+    def save(
+        self, path: str | os.PathLike[str], model: Any, token_ids: torch.Tensor | None = None
+    ) -> None:
+        """Write this cache of `model` into a safetensors file, which takes the place of `path` when it is complete.
+
+        Args:
+            model: whose keys and values these are; only the same weights and active adapters can load them.
+            token_ids: [rows, columns seen or more], padding included, for the loaded cache's `token_ids`.
+        Raises: CacheMismatchError for an empty cache, a model of other sizes or other token ids, and where generate()
+            filled the cache with other adapters than the model has now;
+            InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
+            keeps states of layers; OSError where the disk refuses. The old file then is what it was.
+        """
+        check_model_argument(model)
+        self.check_model(model.config)
+        save_state(self.state(), path, model, token_ids)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        device: torch.device | str | None = None,
+        kernel: str | None = None,
+        max_length: int | None = None,
+    ) -> Self:
+        """Read what `save` wrote. The cache goes on bit by bit as the saved one would have.
+
+        Args:
+            model: the model that it was saved with.
+            device: where the layers go; None: where those of `model` are.
+            kernel: as in CacheConfig, in place of the saved one.
+            max_length: as in CacheConfig; files do not keep it.
+        Raises: CacheFileError for a damaged, foreign or forged file and for another model, before pages or windows
+            are allocated; OSError where it cannot be opened.
+        """
+        if max_length is not None:
+            check_int("max_length", max_length, 1)
+        with opened_state(path, model, device, kernel) as (state, token_ids):
+            cache = cls.from_state(model.config, state, kernel=kernel, max_length=max_length)
+            cache.note_file(token_ids)
+        return cache
 
     @classmethod
     def from_state(

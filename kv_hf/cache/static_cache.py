@@ -153,6 +153,7 @@ class StaticPagedCache(CacheBase):
 
     def reset(self) -> None:
         """Forget all tokens; the tensors stay, so that the same batch size runs the same compiled code."""
+        self.forget_origin()
         for layer in self.paged_layers:
             layer.reset()
 

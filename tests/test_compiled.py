@@ -72,7 +72,6 @@ def generate(model, inputs, name, *, steps=40, compile_config=None, **options):
 
 
 FAST = {
-    ("paged_exact", "padded"),
     ("paged_exact", "one"),
     ("paged_int8", "batch"),
     ("paged_int4", "padded"),
@@ -219,7 +218,7 @@ def decode(model, step, cache, inputs, count, padded_to=LENGTH):
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("name", ["exact", "int2"])
+@pytest.mark.parametrize("name", [pytest.param("exact", marks=pytest.mark.slow), "int2"])
 @torch.no_grad()
 def test_compiled_forward_gives_the_logits_and_bytes_of_the_eager_step(name):
     model, inputs = paged_model(), INPUTS["padded"]
@@ -282,7 +281,7 @@ def test_eager_and_compiled_steps_take_turns():
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @torch.no_grad()
 def test_a_compiled_step_past_the_end_is_an_error(backend):
     model = paged_model(num_hidden_layers=1)

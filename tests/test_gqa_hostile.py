@@ -15,6 +15,7 @@ import pytest
 import tiny_mha
 import torch
 import transformers
+from huggingface_hub import parse_local_safetensors_file_metadata
 from safetensors.torch import load_file, save_file
 
 import kv_hf
@@ -481,6 +482,16 @@ def test_a_source_that_changes_while_it_is_read_is_an_error(which, change, sourc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+def test_a_shard_cut_off_between_two_checks_is_an_error_not_a_crash(source, monkeypatch):
+    """A mapped file would end the process (SIGBUS) where its bytes are gone."""
+    shard = first_shard(source)
+    file = TensorFile.open(shard)
+    monkeypatch.setattr(TensorFile, "check", lambda self: None)
+    os.truncate(shard, 2000)
+    with pytest.raises(kv_hf.ConversionError, match=f"{shard.name}: .* cannot be read"):
+        file.read(list(file.tensors)[-1])
+
+
 # processes that are killed
 
 
@@ -563,8 +574,11 @@ def test_write_shard_lays_wide_dtypes_first_so_that_all_lie_aligned(tmp_path):
     }
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     writer.write_shard(tmp_path / "x.safetensors", entries, tensors.__getitem__)
+    header = parse_local_safetensors_file_metadata(tmp_path / "x.safetensors").tensors
     file = TensorFile.open(tmp_path / "x.safetensors")
-    assert all(stored.begin % stored.dtype.itemsize == 0 for stored in file.tensors.values())
+    for name, stored in file.tensors.items():
+        assert header[name].data_offsets[0] % stored.dtype.itemsize == 0
+    assert int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little") % 8 == 0
     assert all(torch.equal(file.read(name), tensor) for name, tensor in tensors.items())
 
 

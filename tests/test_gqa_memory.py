@@ -86,7 +86,7 @@ def llama(folder, **options):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     shapes = {name: tuple(t.shape) for name, t in build(config).state_dict().items()}
-    tensors = {n: StoredTensor("", shape, torch.float16, 0) for n, shape in shapes.items()}
+    tensors = {n: StoredTensor("", shape, torch.float16) for n, shape in shapes.items()}
     return Checkpoint(folder, config.to_dict(), None, {}, tensors, "llama", {})
 
 

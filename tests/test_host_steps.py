@@ -9,7 +9,7 @@ import torch
 from tiny_models import make_model
 
 import kv_hf
-from kv_hf.cache.mask_watch import MaskWatch
+from kv_hf.bridge.mask_watch import MaskWatch
 from kv_hf.pages import moved
 from kv_hf.pages.batch import Batch
 from kv_hf.pages.device_flag import DeviceFlag

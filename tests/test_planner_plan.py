@@ -413,7 +413,10 @@ def test_place_outside_of_the_device_is_said_to_be_endless():
 
 @pytest.mark.parametrize(
     "budget",
-    ["paged_int4:offload=cpu,device_bytes=2GiB", "paged_int4:offload=cpu,device_pages=4096"],
+    [
+        "paged_int4:offload=cpu,device_bytes=2GiB",
+        pytest.param("paged_int4:offload=cpu,device_pages=4096", marks=pytest.mark.slow),
+    ],
 )
 def test_a_budget_of_an_offload_bounds_what_fits(budget):
     inventory = seventy(parameters=10**9)

@@ -1,12 +1,11 @@
 """One safetensors file: its header, and single tensors read into memory of their own.
 
-Reads with plain file reads, never by mapping: a file that is cut off while it is read is then an error, not a crash, and
-the memory in use is that of the tensor.
+Reads with plain file reads ("pread"), never by mapping: a file that is cut off while it is read is then an error, not a
+crash, and the memory in use is that of the tensor.
 """
 
-import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,11 @@ class StoredTensor:
     Attributes:
         file: name of the file that holds it.
         shape, dtype: of the tensor.
-        begin: where it begins in the file, in bytes.
     """
 
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    begin: int
 
     @property
     def numel(self) -> int:
@@ -61,67 +58,52 @@ class TensorFile:
         tensors: by name, in the order of their bytes.
         metadata: of the header.
         stamp: what tells whether the file was changed since.
+        reader: the open file; safetensors parsed its header once.
     """
 
     path: Path
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
     stamp: Stamp
+    reader: Any = field(repr=False, compare=False)
 
     @classmethod
     def open(cls, path: Path) -> "TensorFile":
         """Read the header. Raises ConversionError for a damaged file, and for tensors of quantized weights."""
         try:
             stamp = stamp_of(path)
-            # the checks of safetensors: header, offsets, length ("pt" would map the file as private memory)
-            with safe_open(path, framework="np") as checked:
-                checked.keys()
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(size))
-        except (OSError, SafetensorError, ValueError, RecursionError, MemoryError) as error:
+            reader: Any = safe_open(path, framework="pt", backend="pread")
+            parts = [(name, reader.get_slice(name)) for name in reader.offset_keys()]
+        except (OSError, SafetensorError, MemoryError) as error:
             raise ConversionError(f"{path} is damaged or cut off: {error}") from error
-        metadata = header.pop("__metadata__", None) or {}
         tensors = {}
-        for name in sorted(header, key=lambda name: (header[name]["data_offsets"], name)):
-            entry = header[name]
-            dtype = DTYPES.get(entry["dtype"])
+        for name, part in parts:
+            kind = part.get_dtype()
+            dtype = DTYPES.get(kind)
             if dtype is None and name.endswith(MASKS):
-                dtype = CODES.get(entry["dtype"])
+                dtype = CODES.get(kind)
             if dtype is None:
                 raise ConversionError(
-                    f"{path}: {name!r} is of {entry['dtype']}, as quantized checkpoints are; convert the unquantized one"
+                    f"{path}: {name!r} is of {kind}, as quantized checkpoints are; convert the unquantized one"
                 )
-            begin = 8 + size + entry["data_offsets"][0]
-            tensors[name] = StoredTensor(path.name, tuple(entry["shape"]), dtype, begin)
-        return cls(path, tensors, metadata, stamp)
+            tensors[name] = StoredTensor(path.name, tuple(part.get_shape()), dtype)
+        return cls(path, tensors, reader.metadata() or {}, stamp, reader)
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor. Raises ConversionError where its file was changed or cannot be read."""
-        stored = self.tensors[name]
-        flat = torch.empty(stored.nbytes, dtype=torch.uint8)
-        view: Any = memoryview(flat.numpy().data)
-        done = 0
+        self.check()
         try:
-            with self.path.open("rb", buffering=0) as file:
-                self.check(os.fstat(file.fileno()))
-                file.seek(stored.begin)
-                while done < stored.nbytes:
-                    got = file.readinto(view[done:])
-                    if not got:
-                        raise ConversionError(f"{self.path} was cut off while it was read")
-                    done += got
-                self.check(os.fstat(file.fileno()))
-        except OSError as error:
-            raise ConversionError(
-                f"{self.path}: {name!r} cannot be read: {error.strerror or error}"
-            ) from error
-        return flat.view(stored.dtype).reshape(stored.shape)
+            tensor: torch.Tensor = self.reader.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConversionError(f"{self.path}: {name!r} cannot be read: {error}") from error
+        finally:
+            self.check()
+        return tensor
 
-    def check(self, found: os.stat_result | None = None) -> None:
+    def check(self) -> None:
         """Raise ConversionError if the file is another one than at first."""
         try:
-            now = stamp_of(self.path) if found is None else _stamp(found)
+            now = stamp_of(self.path)
         except OSError as error:
             raise ConversionError(f"{self.path} is gone: {error.strerror or error}") from error
         if now != self.stamp:
@@ -130,8 +112,5 @@ class TensorFile:
 
 def stamp_of(path: Path) -> Stamp:
     """Return what tells whether a file was changed. Raises OSError without one."""
-    return _stamp(path.stat())
-
-
-def _stamp(found: os.stat_result) -> Stamp:
+    found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kv_hf.cache.handle import view_behind
+from kv_hf.bridge.handle import view_behind
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.evaluation.shapes import AttentionShape
 from kv_hf.hf.attention import kv_hf_attention

@@ -1,18 +1,19 @@
-"""What saving adds to a cache: two methods and the token ids that go along."""
+"""What a cache knows of its origin, and the way of its state into a file and back."""
 
 import os
 from typing import Any, Self
 
 import torch
 
-from ...errors import CacheMismatchError
-from ..adapters import Adapters
-from .load import load_cache
-from .save import save_cache
+from ..errors import CacheMismatchError
+from .adapters import Adapters
+from .saved.load import opened_state
+from .saved.save import check_model_argument, save_state
+from .state import CacheState
 
 
 class Savable:
-    """A PagedCache that can be written into a file and read again.
+    """A cache that gives its state (`state`) and takes one (`from_state`), so that it can be written into a file and read again.
 
     Attributes:
         token_ids: those that a loaded cache was saved with, [rows, columns] int64 on the CPU; else None.
@@ -52,6 +53,10 @@ class Savable:
         self.computed_by = self.prefix_spaces = ()
         self.from_file = False
 
+    def keep_token_ids(self, token_ids: torch.Tensor | None) -> None:
+        """Keep the token ids that came with a state."""
+        self.token_ids = token_ids
+
     def save(
         self, path: str | os.PathLike[str], model: Any, token_ids: torch.Tensor | None = None
     ) -> None:
@@ -65,7 +70,9 @@ class Savable:
             InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
             keeps states of layers; OSError where the disk refuses. The old file then is what it was.
         """
-        save_cache(self, path, model, token_ids)  # type: ignore[arg-type]
+        check_model_argument(model)
+        self.check_model(model.config)
+        save_state(self.state(), path, model, token_ids)
 
     @classmethod
     def load(
@@ -84,4 +91,20 @@ class Savable:
         Raises: CacheFileError for a damaged, foreign or forged file and for another model, before pages or windows
             are allocated; OSError where it cannot be opened.
         """
-        return load_cache(cls, path, model, device, kernel)  # type: ignore[type-var]
+        with opened_state(path, model, device, kernel) as (state, token_ids):
+            cache = cls.from_state(model.config, state)
+            cache.keep_token_ids(token_ids)
+        return cache
+
+    def state(self) -> CacheState:
+        """Return what this cache holds."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_state(cls, config: Any, state: CacheState, kernel: str | None = None) -> Self:
+        """Build a cache that goes on as the one would have that gave `state`."""
+        raise NotImplementedError
+
+    def check_model(self, config: Any) -> None:
+        """Raise CacheMismatchError when this cache was built for a model of other sizes."""
+        raise NotImplementedError

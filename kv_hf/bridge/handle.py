@@ -20,7 +20,6 @@ from .operators import returns_views, written_by
 class KVView:
     """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
 
-    mla = "auto"  # CacheConfig.mla, of layers that hold latents
     table: Any = None  # lengths on the device, of a preallocated cache (pages/static_table.py)
     is_first = False  # whether the layer is the first of a preallocated cache
 
@@ -37,6 +36,11 @@ class KVView:
         self._kv = kv
         self.layer = layer
         self._revision = revision
+
+    @property
+    def mla(self) -> str:
+        """CacheConfig.mla, of a layer that holds latents."""
+        return getattr(self.layer, "mla", "auto")
 
     @property
     def kv(self) -> PagedKV:
@@ -64,6 +68,32 @@ class KVView:
         return self.kernel.dense(self.kv, side)
 
 
+class LayerView(KVView):
+    """What a layer holds now; nothing is gathered before somebody computes with it."""
+
+    def __init__(self, layer: Any) -> None:
+        self.kernel = layer.store.kernel
+        self.sliding_window = layer.window
+        self.layer = layer
+        self._revision = layer.revision
+        self._gathered: PagedKV | None = None
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pages. Raises StaleHandleError when the layer has moved on, InterruptedForwardError when it is behind."""
+        self._check()
+        if self._gathered is None:
+            self._gathered = self.layer.current_kv()
+        return self._gathered
+
+    def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
+        """Return shape, dtype and device of one side."""
+        spec = getattr(self.layer.spec, side)
+        seen = self.layer.get_seq_length()
+        shape = torch.Size((self.layer.rows_held, spec.num_kv_heads, seen, spec.head_dim))
+        return shape, spec.dtype, self.layer.device
+
+
 class KVHandle(torch.Tensor):
     """One side of a KVView in the guise of a tensor [rows, num_kv_heads, seen, head_dim]."""
 
@@ -86,8 +116,10 @@ class KVHandle(torch.Tensor):
     def pair(cls, view: KVView) -> "tuple[KVHandle, KVHandle]":
         """Return the handles of both sides of a view that was made just now."""
         kv = view._kv
-        keys, values = kv.spec.sides
-        rows, seen, device = kv.rows, kv.seen, kv.window_keys.device
+        spec = kv.spec
+        keys, values = spec.keys, spec.values
+        window = kv.window_keys
+        rows, seen, device = window.shape[0], kv.seen, window.device
         make = torch.Tensor._make_wrapper_subclass
         shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
         first: Any = make(cls, shape, dtype=keys.dtype, device=device)
@@ -197,6 +229,16 @@ def warn_dense(reader: str) -> None:
         f"values ({reader}): each layer's whole cache is written out densely at every step, which costs the "
         "time and the transient memory that pages save. Use model.set_attn_implementation('kv_hf') where "
         "the model supports it",
+    )
+
+
+def warn_gradients() -> None:
+    """Say once that a backward pass ends at the cache."""
+    warn_once(
+        "gradients",
+        "No gradient flows through the keys and values of a paged cache, not even those of the newest tokens: their "
+        "projections get none, and what comes before them lacks that part. Use torch.no_grad() for generation, or a "
+        "DynamicCache for training through the cache",
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..cache.operators import changes_shape, returns_views, written_by
 from ..errors import UnsupportedModelError
+from .operators import changes_shape, returns_views, written_by
 
 
 class LazyMask(torch.Tensor):
@@ -82,12 +82,14 @@ class LazyMask(torch.Tensor):
 
     def writable(self) -> torch.Tensor:
         """Return the mask as a tensor of its own that may be written to; it counts as changed then."""
-        whole = self if self.whole is None else self.whole
-        if whole._own is None:
-            # rows of an expanded mask share their memory, which nobody could write to
-            made = whole._unwritten().expand(whole.shape)
-            whole._own = made.clone(memory_format=torch.contiguous_format)
+        (self if self.whole is None else self.whole)._change()
         return self.dense()
+
+    def _change(self) -> None:
+        if self._own is None:
+            # rows of an expanded mask share their memory, which nobody could write to
+            made = self._unwritten().expand(self.shape)
+            self._own = made.clone(memory_format=torch.contiguous_format)
 
     def last_queries(self, start: int) -> "LazyMask":
         """Return the mask of the queries from `start` on: a view of this one."""

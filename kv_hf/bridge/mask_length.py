@@ -65,8 +65,7 @@ class MaskLength(int):
                 continue
             group.observe_padding(attention_mask)
             if isinstance(group, PageGroup):
-                hides = bool(group.batch.padding.any())
-                group.masked_step = group.epoch + 1 if hides else -1
+                group.note_mask(bool(group.batch.padding.any()), group.epoch + 1)
 
     def _check_unpadded(self) -> None:
         """Raise CacheMismatchError where a forward without any mask would see padding that was not stored."""

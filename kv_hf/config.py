@@ -26,6 +26,7 @@ ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
 OFFLOAD_CHOICES = ("cpu", "disk")
 MLA_CHOICES = ("auto", "absorb", "expand")
+GRAPH_CHOICES = ("auto", "always", "never")
 KERNEL_CHOICES = ("auto", "triton", "c", "sdpa", "reference")
 
 
@@ -46,6 +47,9 @@ class CacheConfig:
             Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
         max_length: columns (padding included) of each row that everything is allocated for at the first forward; a
             decode step then compiles (docs/compile.md). None: storage grows with the text.
+        cuda_graph: "auto" lets generate() run decode steps on a GPU as one CUDA graph where it can: with max_length, and
+            without it where the text's end is known and nothing forbids room for all of it (docs/compile.md); "always"
+            raises where it cannot, "never" does not try.
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
         attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
         prefix_store: a kv_hf.PrefixStore, with which rows and later calls share the pages of common prefixes.
@@ -81,6 +85,7 @@ class CacheConfig:
     max_pages: int | None = None
     reserve_tokens: int = 0
     max_length: int | None = None
+    cuda_graph: str = "auto"
     layers: Mapping[str, Any] | None = None
     attention: str = "auto"
     kernel: str = "auto"
@@ -103,6 +108,7 @@ class CacheConfig:
         check_choice("values", self.values, FORMAT_NAMES)
         check_choice("attention", self.attention, ATTENTION_CHOICES)
         check_choice("kernel", self.kernel, KERNEL_CHOICES)
+        check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
         check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
         self._check_latent()
         check_int("page_size", self.page_size, 16, MOST_PAGE_SIZE)

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -138,9 +139,11 @@ class PageFields(dict[str, torch.Tensor]):
 
     Attributes:
         room: pages that there is room for in every one of them.
+        mark: an object that stands for these very tensors: another one as soon as a field is replaced.
     """
 
     room = 0
+    mark: object = None
 
     def __init__(self, fields: Mapping[str, torch.Tensor]) -> None:
         super().__init__(fields)
@@ -152,6 +155,7 @@ class PageFields(dict[str, torch.Tensor]):
 
     def _measure(self) -> None:
         self.room = min(tensor.shape[0] for tensor in self.values())
+        self.mark = object()
 
 
 @dataclass(frozen=True)
@@ -216,17 +220,17 @@ class PageSpec:
             SideSpec("k_rope", k_rope, 1, rope_dim, page_size, rope_dtype or dtype, layout),
         )
 
-    @property
+    @cached_property
     def is_latent(self) -> bool:
         """Whether pages hold latents and RoPE keys in place of keys and values."""
         return self.keys.side == "latent"
 
-    @property
+    @cached_property
     def query_dim(self) -> int:
         """Channels of a query: those of a key, or of a latent and a RoPE key."""
         return self.keys.head_dim + (self.values.head_dim if self.is_latent else 0)
 
-    @property
+    @cached_property
     def out_dim(self) -> int:
         """Channels that attention gives back: those of a value, or of a latent."""
         return self.keys.head_dim if self.is_latent else self.values.head_dim

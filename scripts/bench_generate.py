@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import resolve_model
+from measure.speed.compare_steps import compare_steps, ms_per_1k_tokens
+from measure.speed.decode_gate import gate
+from measure.speed.scaling import growth, ragged_steps
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
@@ -25,11 +29,7 @@ from transformers.utils import logging as transformers_logging
 from kv_hf.cache_names import CACHE_NAMES
 from kv_hf.config import KERNEL_CHOICES
 from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
-from kv_hf.evaluation.compare_steps import compare_steps, ms_per_1k_tokens
-from kv_hf.evaluation.decode_gate import gate
-from kv_hf.evaluation.packaged_models import resolve_model
 from kv_hf.evaluation.rows import append_rows, make_row
-from kv_hf.evaluation.scaling import growth, ragged_steps
 from kv_hf.evaluation.shapes import RANDOM_MODELS, random_model
 from kv_hf.evaluation.timing import Budget
 

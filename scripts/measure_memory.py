@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import resolve_model
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -51,10 +52,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     try:
+        args.folder = args.random or resolve_model(args.model)
         for name in args.caches:
             for context in args.context:
                 for batch in args.batch:
-                    check_request(args.random or args.model, name, context, batch, **common(args))
+                    check_request(args.folder, name, context, batch, **common(args))
         if args.threads is not None and args.threads < 1:
             raise ValueError(f"threads must be at least 1, got {args.threads}")
     except ValueError as error:
@@ -143,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bar.set_description(f"{name}, {context} tokens")
                 try:
                     found = measure_footprint(
-                        args.random or args.model,
+                        args.folder,
                         name,
                         context,
                         batch,
@@ -156,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     failed += 1
                     bar.write(f"{name} gives no row at {context} tokens, batch {batch}: {error}")
                 else:
+                    found["model"] = args.random or args.model
                     exact = found if name == "dynamic" else exact
                     if exact is not None:
                         found["ratio_to_dynamic"] = found["held_bytes"] / exact["held_bytes"]

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.grid.cell import check_caches
+from measure.grid.loaded import LoadedModel, TextSettings
+from measure.models.packaged import PACKAGED
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -23,9 +26,6 @@ from transformers.utils import logging as transformers_logging
 
 from kv_hf.cache_names import CACHE_NAMES, cache_label
 from kv_hf.evaluation.child import in_words
-from kv_hf.evaluation.grid.cell import check_caches
-from kv_hf.evaluation.loaded import LoadedModel, TextSettings
-from kv_hf.evaluation.packaged_models import PACKAGED
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.formats import IMPLEMENTATIONS
 from kv_hf.texts import BUNDLED

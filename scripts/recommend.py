@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import PACKAGED, resolve_model
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.recommend.calibration import Calibration
 from kv_hf.evaluation.recommend.cost import Budget
 from kv_hf.evaluation.recommend.for_model import TEXT, make_search, paged_attention

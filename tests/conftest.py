@@ -1,5 +1,6 @@
 """Shared settings: one thread per worker, quiet transformers, and kv_hf's "said once" memory cleared."""
 
+import gc
 import os
 import signal
 import warnings
@@ -22,6 +23,17 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 settings.register_profile("kv_hf", deadline=None, derandomize=True)
 settings.load_profile("kv_hf")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _old_objects_are_no_garbage() -> None:
+    """Let a full collection look at the objects of this file's tests alone.
+
+    The imported libraries and all collected tests are most of a worker's objects. The scripts and the tests that
+    measure memory collect dozens of times, a third of a second each while they pass over all of them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

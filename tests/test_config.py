@@ -357,7 +357,7 @@ def test_cache_config_documents_and_tests_every_field():
         *EFFECTS,
         "max_pages",
         "reserve_tokens",
-        "max_length",
+        *("max_length", "cuda_graph"),  # test_static_cache.py, test_step_graph.py
         "attention",
         "kernel",
         "prefix_store",

@@ -71,7 +71,7 @@ def test_patched_methods_are_compared_below_the_patch(name):
     [
         (masking_utils, "create_sliding_window_causal_mask", "create_sliding_window_causal_mask"),
         (Cache, "get_query_offset", "Cache.get_query_offset"),
-        (GenerationMixin, "_valid_auto_compile_criteria", None),
+        (GenerationMixin, "_supports_logits_to_keep", None),
     ],
     ids=str,
 )

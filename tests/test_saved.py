@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
-from kv_hf.cache import weights
+from kv_hf.cache import state, weights
 from kv_hf.cache.saved import container, files, identity, save
 
 PAGE = 16
@@ -643,7 +644,7 @@ def test_save_keeps_the_permissions_of_the_file_that_was_there(model, tmp_path):
 
 def test_saving_and_loading_take_pieces_of_memory(model, tmp_path, monkeypatch):
     piece = 4096
-    for module in (files, save):
+    for module in (files, state):
         monkeypatch.setattr(module, "PIECE", piece)
     cache = kv_hf.PagedCache(model.config, page_size=PAGE, kernel="reference")
     with torch.no_grad():
@@ -664,6 +665,78 @@ def test_files_are_read_without_anything_that_could_run_code():
         text = path.read_text()
         for word in ("pickle", "torch.load", "eval(", "exec(", "import_module"):
             assert word not in text, f"{path.name} uses {word}"
+
+
+# -- files of an earlier version ----------------------------------------------------------------------------
+
+BEFORE = Path(__file__).parent / "saved_cache_0.1.safetensors"
+
+
+def counted_model():
+    """A small model whose weights are sines of their places: the same with every version of torch and transformers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 16}
+    model = make_model("llama", num_key_value_heads=1, **sizes)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            places = torch.arange(parameter.numel(), dtype=torch.float64)
+            numbers = torch.round(torch.sin(places * 0.37 + number) * 64) / 256  # exact in float32
+            parameter.copy_(numbers.reshape(parameter.shape))
+    return model
+
+
+def write_before(path):
+    """Write the file: done once, by the kv_hf of before caches gave states."""
+    model = counted_model()
+    cache, text = filled(model, left_padded([60, 31]), keys="int4", values="int8", recent_tokens=3)
+    cache.save(path, model, text)
+
+
+def test_file_of_an_earlier_version_loads_and_is_written_again_as_it_is(tmp_path):
+    model = counted_model()
+    loaded = kv_hf.PagedCache.load(BEFORE, model)
+    loaded.check_integrity()
+    assert [len(row.pages) for row in loaded.group.rows] == [3, 2]
+    before = safetensors.torch.load_file(BEFORE)
+    assert torch.equal(loaded.token_ids, before["token_ids"])
+    loaded.save(tmp_path / "again", model, loaded.token_ids)
+    again = safetensors.torch.load_file(tmp_path / "again")
+    assert again.keys() == before.keys()
+    for name in before.keys() - {"checksum"}:
+        assert torch.equal(again[name], before[name]), name
+    out = model.generate(
+        torch.cat([loaded.token_ids, tokens(2, 3)], -1), past_key_values=loaded, max_new_tokens=2
+    )
+    assert out.shape[1] == loaded.get_seq_length() + 1
+
+
+# -- states without a file ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_cache_made_of_a_state_goes_on_bit_by_bit(family):
+    model = make_sliding("gemma3", 24) if family == "gemma3" else shared_model(family)
+    inputs = left_padded([70, 40])
+    cache, text = filled(model, inputs, keys="int4", recent_tokens=5)
+    taken = kv_hf.PagedCache.from_state(model.config, cache.state())
+    assert type(taken) is kv_hf.PagedCache and taken.options == cache.options
+    for layer, other in zip(taken.layers, cache.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+    mask = inputs["attention_mask"]
+    check_equal(go_on(model, taken, text, mask), go_on(model, cache, text, mask))
+
+
+def test_state_is_of_one_moment_and_of_one_model():
+    model = shared_model("llama")
+    cache, text = filled(model, left_padded([40, 20]))
+    held = cache.state()
+    with pytest.raises(kv_hf.CacheMismatchError, match="a model with head_dim"):
+        kv_hf.PagedCache.from_state(make_model("llama", head_dim=8).config, held)
+    other = replace(held, options=replace(held.options, keys="int4"))
+    with pytest.raises(kv_hf.CacheMismatchError, match="of this state hold pages of other"):
+        kv_hf.PagedCache.from_state(model.config, other)
+    go_on(model, cache, text, steps=2)
+    with pytest.raises(kv_hf.StaleHandleError, match="this state belongs to an earlier forward"):
+        kv_hf.PagedCache.from_state(model.config, held)
 
 
 def test_example_of_the_documentation_runs(tmp_path, monkeypatch):

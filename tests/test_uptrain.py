@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from measure.models import stories15m
 from tiny_models import make_model
 from tiny_uptrain import SHORT, WORDS, bytes_of, make_pair, make_tokenizer, run, save, text, weights
 from torch.nn import functional
@@ -21,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kv_hf
 from kv_hf.errors import ConversionError, KVCacheError
-from kv_hf.evaluation import stories15m
 from kv_hf.gqa.uptrain import progress, sampling
 from kv_hf.gqa.uptrain.losses import distillation_loss, kl_and_entropy
 from kv_hf.gqa.uptrain.windows import WindowOrder, held_out, packed
@@ -527,7 +527,7 @@ def test_weights_of_llama2c_become_the_rows_of_transformers():
 
 @pytest.mark.slow
 def test_stories15m_reads_stories():
-    from kv_hf.evaluation.packaged_models import resolve_model
+    from measure.models.packaged import resolve_model
 
     try:
         folder = resolve_model("stories15m")

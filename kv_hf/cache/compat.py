@@ -23,6 +23,30 @@ CHUNKS_BEHIND_A_CACHE = Version("5.23.0.dev0") <= VERSION
 SPARSE_MODELS_CACHE_LATENTS = Version("5.18.0.dev0") <= VERSION
 
 
+def removed_by_crop(tokens_to_remove: int, seen: int) -> int:
+    """Return how many of the newest tokens `crop(tokens_to_remove)` removes of `seen`: n for -n.
+
+    Before 5.18 a positive number says how many are kept instead. Raises ValueError for one from there on.
+    """
+    count = int(tokens_to_remove)
+    if count <= 0:
+        return -count
+    if not CROP_TAKES_LENGTHS:
+        raise ValueError(
+            f"tokens_to_remove must be 0 or negative (-n removes the last n tokens), got {count}"
+        )
+    return max(0, seen - count)
+
+
+def forget_tokens(layer: Any) -> None:
+    """Drop the tensors of a DynamicLayer of transformers that was reset.
+
+    5.17 zeroes them, so that the next update would append to zeros (cache_utils, DynamicLayer.reset).
+    """
+    layer.keys = layer.values = None
+    layer.is_initialized = False
+
+
 def is_dummy(layer: Any) -> bool:
     """Say whether a layer of a cache holds nothing; the class came after 5.17 (read in 5.23 cache_utils)."""
     return type(layer).__name__ == "DummyLayer"

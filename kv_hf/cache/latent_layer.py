@@ -7,10 +7,8 @@ import torch
 
 from ..config import CacheConfig
 from ..errors import CacheOptionError, InterruptedForwardError
-from ..kernels.inputs import PagedKV
 from ..pages.step import Step
-from .compat import SPARSE_MODELS_CACHE_LATENTS
-from .handle import KVView
+from .compat import SPARSE_MODELS_CACHE_LATENTS, removed_by_crop
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
 
@@ -57,11 +55,6 @@ class LatentLayer(PagedLayer):
         """What the layer's pages hold, for reports."""
         latent = self._caches_latents if self.spec is None else self.spec.is_latent
         return "paged latents" if latent else "paged"
-
-    def _view_of(self, kv: PagedKV) -> KVView:
-        view = super()._view_of(kv)
-        view.mla = self.mla
-        return view
 
 
 class IndexedLatentLayer(LatentLayer, HandleLayer):
@@ -157,9 +150,7 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         """Remove the newest tokens; see `PagedLayer.crop`."""
         super().crop(tokens_to_remove)
         if self.store is None:  # it reads the latents of another layer (mistral_large4)
-            count = int(tokens_to_remove)
-            left = count if count > 0 else max(0, self._indexed + count)
-            self._indexed = min(self._indexed, left)
+            self._indexed -= min(self._indexed, removed_by_crop(tokens_to_remove, self._indexed))
 
     def _cut(self, step: Step) -> None:
         super()._cut(step)

@@ -1,31 +1,33 @@
-"""The preallocated form of PagedCache: `max_length` columns per row, made at the first forward."""
+"""The preallocated paged cache: `max_length` columns per row, made at the first forward."""
 
 import copy
-from typing import Any
+from typing import Any, Self
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
+from ..bridge.mask_length import MaskLength, check_padding_mask
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose
 from ..pages import moved
 from ..pages.arena import PageArena
-from ..pages.static_table import WORKING, StaticTable
+from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
+from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
-from .mask_length import MaskLength, check_padding_mask
-from .mask_watch import MaskWatch
-from .model_shape import attention_config, decoder_config, latent_rank, page_sizes, signature
-from .paged_cache import PagedCache
+from .model_shape import latent_rank, page_sizes
 from .report import LayerReport
+from .state import CacheState
 from .static_layer import StaticPagedLayer, refused
 from .static_store import check_static_kernel
 
+HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads")
 
-class StaticPagedCache(PagedCache):
-    """A PagedCache whose tensors never move, so that torch.compile and CUDA graphs can hold a decode step.
+
+class StaticPagedCache(CacheBase):
+    """A paged cache whose tensors never move, so that torch.compile and CUDA graphs can hold a decode step.
 
     Made by `PagedCache(config, .., max_length=N)` and `cache_config={"max_length": N}`.
     """
@@ -33,16 +35,9 @@ class StaticPagedCache(PagedCache):
     def _build(self, config: Any, options: CacheConfig) -> None:
         if options.max_length is None:
             raise CacheOptionError("StaticPagedCache needs max_length; use PagedCache without it")
-        decoder = decoder_config(config)
-        DynamicCache.__init__(self, config=decoder)
-        self.options = options
-        self._config = decoder
-        self._attention_config = attention_config(config)
-        self._kept = {}
+        decoder = self._describe(config, options)
         self.arena = PageArena()  # of nobody's use: each layer has storage of its own
-        self._watch = MaskWatch()
-        self._first_paged = -1  # no other group to ask before an update
-        self.model_signature = signature(decoder)
+        self.captured = False  # whether generate() runs its decode steps as a CUDA graph
         others = sorted({type(layer).__name__ for layer in self.layers} - {DynamicLayer.__name__})
         if others or not self.layers or latent_rank(decoder) is not None:
             kind = ", ".join(others) or "latent attention"
@@ -50,9 +45,7 @@ class StaticPagedCache(PagedCache):
                 f"max_length={options.max_length}: {getattr(config, 'model_type', config)!r} has layers ({kind}) that a "
                 "preallocated cache cannot hold; leave max_length out"
             )
-        self.groups = (  # type: ignore[assignment]
-            StaticTable(options.page_size, options.sink_tokens, options.max_length),
-        )
+        self.groups = (StaticTable(options.page_size, options.sink_tokens, options.max_length),)
         count = len(self.layers)
         options.check_model(self.model_signature, count, set(range(count)))
         formats = [LayerFormats.of(options, index, count) for index in range(count)]
@@ -65,12 +58,8 @@ class StaticPagedCache(PagedCache):
     @property
     def table(self) -> StaticTable:
         """Rows and lengths, shared by all layers."""
-        return self.groups[0]  # type: ignore[return-value]
-
-    @property
-    def group(self) -> StaticTable:
-        """The table: the one group of all layers."""
-        return self.table
+        table: StaticTable = self.groups[0]
+        return table
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StaticPagedCache":
         """Return an independent cache with tensors of its own, which nobody else ever shares here."""
@@ -80,27 +69,28 @@ class StaticPagedCache(PagedCache):
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a pickle."""
-        vars(self).update(state)
+    def __copy__(self) -> "StaticPagedCache":
+        return copy.deepcopy(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise CacheOptionError, unless there is nothing to remove."""
         for layer in self.paged_layers:
             layer.crop(tokens_to_remove)
 
-    def save(self, path: Any, model: Any, token_ids: Any = None) -> None:
+    def state(self) -> CacheState:
         """Raise CacheOptionError: saved caches grow."""
         raise refused("be saved")
+
+    @classmethod
+    def from_state(cls, config: Any, state: CacheState, kernel: str | None = None) -> Self:
+        """Raise CacheOptionError: saved caches grow."""
+        raise refused("be loaded")
 
     def _check_padding(self, mask: Any) -> None:
         check_padding_mask(mask, self.table.rows if self.table.started else 0, False)
 
     def expect_length(self, end: int, prompt: int = 0) -> None:
         """Nothing: all room is made at the first forward."""
-
-    def end_recording(self) -> None:
-        """Nothing to do: past recording is refused."""
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the columns seen, padding included; on the device once there are some."""
@@ -126,7 +116,7 @@ class StaticPagedCache(PagedCache):
         return length, offset
 
     @property
-    def paged_layers(self) -> list[StaticPagedLayer]:  # type: ignore[override]
+    def paged_layers(self) -> list[StaticPagedLayer]:
         """All layers."""
         return [layer for layer in self.layers if isinstance(layer, StaticPagedLayer)]
 
@@ -137,11 +127,10 @@ class StaticPagedCache(PagedCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""
-        self.table.check_turn(0)
-        self.table.turn = WORKING
+        self.table.take_turn(0)
         for layer in self.paged_layers:
             layer.reorder_cache(beam_idx)
-        self.table.turn = 0
+        self.table.give_turn(0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Raise CacheOptionError: the number of rows is fixed."""
@@ -160,6 +149,17 @@ class StaticPagedCache(PagedCache):
             formats = [layer.formats for layer in self.paged_layers]
             for spec in planned_specs(page_sizes(self._config), formats, dtype):
                 check_static_kernel(choose(self.options.kernel, device, spec), device)
+
+    def bytes_of(self, rows: int, dtype: torch.dtype) -> int | None:
+        """Return the most bytes that pages and exact windows of a batch of `rows` take; None where the config does not say."""
+        formats = [layer.formats for layer in self.paged_layers]
+        specs = planned_specs(page_sizes(self._config), formats, dtype)  # of one head
+        named = (self.model_signature.get(name) for name in HEAD_COUNTS)
+        heads = next((count for count in named if isinstance(count, int)), None)
+        if not specs or heads is None:
+            return None
+        pages, slots = rows * self.table.pages_per_row, self.table.slots
+        return heads * sum(pages * one.page_bytes + one.window_bytes(rows, slots) for one in specs)
 
     def memory(self) -> MemoryReport:
         """Return the bytes of all tensors that this cache holds, by part; waits for the device."""

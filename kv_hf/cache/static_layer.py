@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..bridge.handle import KVHandle, KVView
+from ..bridge.traced import forget, hand_over
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..formats import ATTENTION_NAME
 from ..kernels.inputs import PagedKV
@@ -17,10 +19,8 @@ from ..pages import moved
 from ..pages.static_table import WORKING, StaticTable
 from ..pages.storing import storing
 from ..spec import PageSpec
-from .handle import KVHandle, KVView
 from .layer_formats import LayerFormats
 from .static_store import StaticStore
-from .traced import forget, hand_over
 
 MAKES_TENSORS = (
     "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "
@@ -115,10 +115,11 @@ class StaticPagedLayer(CacheLayerMixin):
         store, table = self.store, self.table
         assert store is not None
         store.base.check(key_states, value_states)
-        table.check_turn(self.layer_idx)
         if self.layer_idx == 0:
+            table.check_turn(0)
             table.begin(key_states.shape[0], key_states.shape[2])
-        table.turn = WORKING
+        else:
+            table.take_turn(self.layer_idx)
         step = table.step
         assert step is not None
         if not compiling:
@@ -147,7 +148,7 @@ class StaticPagedLayer(CacheLayerMixin):
         if self.is_last:
             self.table.finish()
         else:
-            self.table.turn = self.layer_idx + 1
+            self.table.give_turn(self.layer_idx + 1)
 
     def get_seq_length(self) -> Any:
         """Return the columns seen, padding included: 0, or once there are some a scalar tensor on the device."""

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..bridge.traced import TracedView
 from ..errors import CacheOptionError
 from ..kernels.choice import Kernel
 from ..kernels.inputs import PagedKV
@@ -11,7 +12,6 @@ from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
 from ..spec import PageSpec
 from .store import LayerStore
-from .traced import TracedView
 
 
 def check_static_kernel(kernel: Kernel, device: torch.device) -> None:
@@ -46,8 +46,7 @@ class StaticStore:
         with storing():
             self.base.pages.grow(table.rows * table.pages_per_row)
             for window in self.base.windows:
-                shape = (table.rows, window.spec.num_kv_heads, table.slots, window.spec.head_dim)
-                window.tokens = torch.zeros(shape, dtype=window.spec.dtype, device=device)
+                window.fit(table.rows, table.slots)
             self.hollow = tuple(
                 torch.full((), float("nan"), dtype=side.dtype, device=device) for side in spec.sides
             )

@@ -36,6 +36,14 @@ class ExactWindow:
         self.tokens = self._resized(rows, slots)
         return self.tokens
 
+    def hold(self, tokens: torch.Tensor) -> None:
+        """Hold `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
+        self.tokens = tokens.to(self.tokens.device)
+
+    def to(self, device: torch.device) -> None:
+        """Move the tokens to `device`."""
+        self.tokens = self.tokens.to(device)
+
     def _resized(self, rows: int, slots: int) -> torch.Tensor:
         """Return the tokens in a tensor of at least these sizes; new slots are zero."""
         old = self.tokens

@@ -13,6 +13,14 @@ KNOWN: dict[str, dict[str, str]] = {
         "5.17.0": "ebc6546201d5e40b",
         "5.23.0": "eba43b0ea9d48213",
     },
+    "generation.utils:GenerationMixin._valid_auto_compile_criteria": {
+        "5.17.0": "275b693ba315a35b",
+        "5.23.0": "275b693ba315a35b",
+    },
+    "modeling_utils:PreTrainedModel.get_compiled_call": {
+        "5.17.0": "9b60eed59f77fd3b",
+        "5.23.0": "9b60eed59f77fd3b",
+    },
     "modeling_utils:PreTrainedModel.get_correct_attn_implementation": {
         "5.17.0": "856b643845bf3329",
         "5.23.0": "fccaf49a89656f5c",

@@ -57,8 +57,15 @@ SEAMS = (
     Seam(f"{_GENERATION}._supports_default_dynamic_cache", "says whether a model has a Cache", ()),
     Seam(
         f"{_GENERATION}._valid_auto_compile_criteria",
-        "says whether chunks are compiled",
+        "says whether decode steps are compiled (patched, for CUDA graphs)",
         ("self", "model_kwargs", "generation_config"),
+        told=True,
+    ),
+    Seam(
+        f"{_MODEL}.get_compiled_call",
+        "gives what runs a decode step (patched, for CUDA graphs)",
+        ("self", "compile_config"),
+        told=True,
     ),
     Seam(
         f"{_GENERATION}._supports_logits_to_keep", "spares the logits of shared prefixes", ("self",)

@@ -1,15 +1,16 @@
 """The attention function and the mask function that transformers calls under the name "kv_hf"."""
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from ..cache.handle import KVView, view_behind
-from ..cache.mask_length import MaskLength
-from ..cache.shown_padding import check_shown, vouch
-from ..cache.traced import TracedView, taken
+from ..bridge.handle import KVView, view_behind
+from ..bridge.lazy_mask import LazyMask, unless_changed
+from ..bridge.mask_length import MaskLength
+from ..bridge.shown_padding import check_shown, vouch
+from ..bridge.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..kernels.ops import paged_attention
 from ..notices import warn_once
@@ -24,7 +25,6 @@ from .latent import (
     is_latent_attention,
     shrink_of,
 )
-from .lazy_mask import LazyMask, unless_changed
 from .models import wants_masks
 
 
@@ -94,6 +94,23 @@ def kv_hf_attention(
     view = view_behind(key, value) if traced is None else traced
     if view is None:
         hand_latents_through(module)  # for the forwards that come
+    elif (
+        (attention_mask is None and position_bias is None and indices is None)
+        and _is_plain_step(view, query)
+        and _why_dense(dropout, kwargs) is None
+    ):
+        check_shown(view, None, 1)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = paged_attention(
+            query,
+            view.kv,
+            softmax_scale=scale,
+            softcap=softcap,
+            sink_logits=s_aux,
+            sliding_window=view.sliding_window,
+            kernel=view.kernel,
+        )
+        return out.transpose(1, 2).contiguous(), None
     if indices is not None:
         if isinstance(attention_mask, LazyMask):
             attention_mask = attention_mask.dense()
@@ -108,16 +125,10 @@ def kv_hf_attention(
     latents = held and is_latent_attention(module)  # else keys that merely have the size of latents
     absorb = isinstance(view, KVView) and latents and absorbs(module, view.mla, query)
     if view is not None and (absorb if held else query.shape[2] <= view.kernel.longest):
-        unknown = unknown_arguments(kwargs)
-        if dropout:
-            reason = f"dropout={dropout} needs the attention weights"
-        elif kwargs.get("output_attentions"):
-            reason = "output_attentions=True needs the attention weights"
-        elif unknown:
-            reason = f"the model passes {', '.join(unknown)}, which paged attention does not know"
-        elif absorb and softcap is not None:
+        reason = _why_dense(dropout, kwargs)
+        if reason is None and absorb and softcap is not None:
             reason = "no kernel knows a softcap for latents"
-        else:
+        if reason is None:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             if view.table is not None and _knows_mask(view, query, attention_mask):
                 attention_mask = None
@@ -170,6 +181,23 @@ def kv_hf_attention(
         attention_mask,
         {"dropout": dropout, "scaling": scaling, **kwargs},
     )
+
+
+def _is_plain_step(view: KVView | TracedView, query: torch.Tensor) -> TypeGuard[KVView]:
+    """Say whether a single query meets the pages of a growing cache's keys and values, the step that runs most often."""
+    return type(view) is KVView and query.shape[2] == 1 and not view.kv.spec.is_latent
+
+
+def _why_dense(dropout: float, kwargs: dict[str, Any]) -> str | None:
+    """Return why a call needs dense keys and values, or None."""
+    if dropout:
+        return f"dropout={dropout} needs the attention weights"
+    if kwargs.get("output_attentions"):
+        return "output_attentions=True needs the attention weights"
+    unknown = unknown_arguments(kwargs)
+    if unknown:
+        return f"the model passes {', '.join(unknown)}, which paged attention does not know"
+    return None
 
 
 def _knows_mask(view: Any, query: torch.Tensor, mask: torch.Tensor | None) -> bool:

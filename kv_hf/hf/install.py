@@ -1,10 +1,12 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches anything.
 
-Five seams are patched, all idempotently: the closed list of cache implementations that
-GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); two methods of
+Seven seams are patched, all idempotently: the closed list of cache implementations that
+GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.23): _prepare_cache_for_generation, which makes the cache, and
-_prefill, which runs the first forward and is where a prefix store comes in; and two of PreTrainedModel
-(modeling_utils.py, 5.17 to 5.23), which take the name of an attention: models that would not read it refuse "kv_hf".
+_prefill, which runs the first forward and is where a prefix store comes in; _valid_auto_compile_criteria (GenerationMixin)
+and get_compiled_call (PreTrainedModel), by which generate() decides what runs a decode step, and where CUDA graphs come
+in; and two of PreTrainedModel (modeling_utils.py, 5.17 to 5.23), which take the name of an attention: models that would
+not read it refuse "kv_hf".
 The attention and mask functions are registered through transformers' public interfaces.
 """
 
@@ -18,16 +20,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
+from ..cache.base import CacheBase
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.latent_layer import LatentLayer
 from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
+from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
 from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
+from .graph_choice import Generation, decide, with_room
 from .latent import prepare_latents, restore_expansion
 from .models import (
     refuse_at_load,
@@ -39,6 +44,7 @@ from .own_code import foreign_part
 from .prefix import share_prefill
 from .room import expect_length
 from .static_generation import check_static_generation, is_assisted
+from .step_graph import call_graphs, want_graphs
 
 # options about layers and latents of one model, which mean nothing to its assistant
 OF_A_MODEL = ("layers", "recipe", "latent", "latent_group_size", "k_rope", "mla")
@@ -47,6 +53,8 @@ _originals: dict[str, Callable[..., Any]] = {}
 _OWNERS = {
     "_prepare_cache_for_generation": GenerationMixin,
     "_prefill": GenerationMixin,
+    "_valid_auto_compile_criteria": GenerationMixin,
+    "get_compiled_call": PreTrainedModel,
     "get_correct_attn_implementation": PreTrainedModel,
     "set_attn_implementation": PreTrainedModel,
 }
@@ -60,7 +68,9 @@ def install() -> None:
     missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
     _set_names(tuple(known) + missing)
     if not _originals:
-        wraps: tuple[Any, ...] = (_wrap, share_prefill, refuse_at_load, refuse_to_set)
+        wraps: tuple[Any, ...] = (
+            _wrap, share_prefill, want_graphs, call_graphs, refuse_at_load, refuse_to_set
+        )  # fmt: skip
         for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
             _originals[name] = getattr(owner, name)
             setattr(owner, name, wrap(_originals[name]))
@@ -103,6 +113,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if paged and name is None:
             _check_given(self, given)
             if isinstance(given, StaticPagedCache):
+                decide(given, Generation.of(self, generation_config, *args, **kwargs))
                 check_static_generation(
                     self, given, generation_config, model_kwargs, *args, **kwargs
                 )
@@ -119,8 +130,11 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 generation_config.cache_implementation = name
         elif name in IMPLEMENTATIONS and given is None and generation_config.use_cache is not False:
-            cache = _new_cache(self, generation_config)
+            asked = Generation.of(self, generation_config, *args, **kwargs)
+            cache = _new_cache(self, generation_config, asked)
             if isinstance(cache, StaticPagedCache):
+                if not cache.captured:
+                    decide(cache, asked)
                 check_static_generation(
                     self, cache, generation_config, model_kwargs, *args, **kwargs
                 )
@@ -187,7 +201,9 @@ def _check_paged_cross(model: Any) -> None:
         )
 
 
-def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderDecoderCache:
+def _new_cache(
+    model: Any, generation_config: Any, asked: Generation
+) -> CacheBase | PagedEncoderDecoderCache:
     name = generation_config.cache_implementation
     named = "mamba" in type(model).__name__.lower()
     if named or not model._supports_default_dynamic_cache():
@@ -209,7 +225,9 @@ def _new_cache(model: Any, generation_config: Any) -> PagedCache | PagedEncoderD
         # the target's options reach the assistant, whose layers are others
         options = {option: value for option, value in options.items() if option not in OF_A_MODEL}
     if not is_encoder_decoder(model.config):
-        return PagedCache.from_implementation(model.config, name, options)
+        chosen = CacheConfig.from_options(name, options)
+        captured = with_room(chosen, asked) if chosen.max_length is None else None
+        return captured or PagedCache.from_options(model.config, chosen)
     cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)
     if cache.options.cross_attention != "exact":
         _check_paged_cross(model)

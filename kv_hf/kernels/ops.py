@@ -34,9 +34,9 @@ def paged_attention(
     Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for a kernel that is
         unknown or cannot run here.
     """
-    keys = kv.spec.keys
+    spec = kv.spec
     if not isinstance(kernel, Kernel):
-        kernel = choose(kernel, query.device, kv.spec)
+        kernel = choose(kernel, query.device, spec)
     learns = query.requires_grad and torch.is_grad_enabled()
     if kernel.name != "reference" and (learns or query.dtype == torch.float64):
         reason = "has a backward pass" if learns else "keeps the digits of float64"
@@ -45,12 +45,15 @@ def paged_attention(
             f"Paged attention runs as 'reference', slower than {kernel.name!r}: only the reference {reason}",
         )
         kernel = load("reference")
-    shape = query.shape
-    dim = kv.spec.query_dim
-    fits = len(shape) == 4 and (shape[0], shape[3]) == (kv.rows, dim)
-    if not fits or shape[1] % keys.num_kv_heads:
+    shape, heads = query.shape, spec.keys.num_kv_heads
+    if (
+        len(shape) != 4
+        or shape[3] != spec.query_dim
+        or shape[1] % heads
+        or shape[0] != kv.window_keys.shape[0]
+    ):
         raise CacheMismatchError(
-            f"query must be [{kv.rows}, a multiple of {keys.num_kv_heads}, q_len, {dim}], "
+            f"query must be [{kv.rows}, a multiple of {heads}, q_len, {spec.query_dim}], "
             f"got {tuple(shape)}"
         )
     rows, num_heads, q_len, _ = shape
@@ -71,9 +74,17 @@ def paged_attention(
                 f"mask must have at least {kv.seen} columns, got {mask.shape[-1]}"
             )
         mask = mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
-    options = {"softmax_scale": softmax_scale, "softcap": softcap, "sink_logits": sink_logits}
     if kv.hold is nullcontext and q_len <= MAX_DECODE_QUERIES:
-        return kernel.attend(query, kv, mask=mask, sliding_window=sliding_window, **options)
+        return kernel.attend(
+            query,
+            kv,
+            softmax_scale=softmax_scale,
+            mask=mask,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            sliding_window=sliding_window,
+        )
+    options = {"softmax_scale": softmax_scale, "softcap": softcap, "sink_logits": sink_logits}
     with kv.hold():
         if q_len <= MAX_DECODE_QUERIES or kernel.longest <= MAX_DECODE_QUERIES:
             return kernel.attend(query, kv, mask=mask, sliding_window=sliding_window, **options)

@@ -58,6 +58,10 @@ class RoomAhead:
         self.expected: Expected | None = None
         self.clear()
 
+    def expect(self, text: Expected) -> None:
+        """Make room for a text of this length from now on."""
+        self.expected = text
+
     def clear(self) -> None:
         """Begin with no page."""
         self._aim = 0

@@ -29,16 +29,13 @@ class HeldRows:
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._grown: dict[int, Grown] = {}
         self._tables = Tables()
+        self.touched = False  # a layer has storage of the arena
         pool.register(self)
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The rows, one object each."""
         return self.batch.rows
-
-    @rows.setter
-    def rows(self, rows: Sequence[Row]) -> None:
-        self.batch = Batch.of(rows)
 
     @property
     def page_size(self) -> int:
@@ -72,6 +69,10 @@ class HeldRows:
         if self.window is None or not batch.dropped.any():
             return 0
         return int((batch.padding + batch.dropped * self.page_size).min())
+
+    def touch(self) -> None:
+        """Note that a layer of the group has storage of an arena, which nobody may take away then."""
+        self.touched = True
 
     def tokens(self, row: Row) -> int:
         """Return the real tokens of a row, those of dropped pages included."""

@@ -32,6 +32,10 @@ class Lockstep:
         self._members: set[int] | None = None
         self.epoch = 0
 
+    def walk_with(self, others: Iterable["Lockstep"]) -> None:
+        """Refuse, from now on, a step that the other groups of the cache have not taken."""
+        self.peers = tuple(others)
+
     def resume(self, members: Iterable[int]) -> None:
         """Stand behind a first step in which the layers `members` took part."""
         self.clear()
@@ -81,9 +85,31 @@ class Lockstep:
         assert self.step is not None
         return self.step
 
+    def follow(self, layer: int, layer_epoch: int, op: tuple) -> Step | None:
+        """Let `layer` join the last step where that is what it asks for; None where `begins` has to look closer."""
+        step = self.step
+        if (
+            step is None
+            or self.opening
+            or layer_epoch != self.epoch - 1
+            or step.op != op
+            or layer in self._begun
+        ):
+            return None
+        self._begun.add(layer)
+        return step
+
     def done(self, layer: int) -> None:
         """Note that the work of `layer` on the last step is done."""
         self._done.add(layer)
+
+    def begin_opening(self) -> None:
+        """Note that a step, or a reset, is being put into force; not reached `end_opening`, it was interrupted there."""
+        self.opening = True
+
+    def end_opening(self) -> None:
+        """Note that it is in force as a whole."""
+        self.opening = False
 
     def check_opened(self) -> None:
         """Raise InterruptedForwardError where the last step was not put into force as a whole."""

@@ -35,12 +35,12 @@ class RowSizes:
     window: int | None = None
     recording: bool = False
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Exact tokens that are never sealed as long as the row does not grow."""
         return self.sink_tokens + self.recent_tokens
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Exact tokens that a row's window has room for; a page more while past recording is on."""
         return self.held + (2 if self.recording else 1) * self.page_size

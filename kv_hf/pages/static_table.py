@@ -5,6 +5,8 @@ from tensors and writes them back: no Python number depends on data, and torch.c
 Knows nothing of layers, formats or attention; a step is planned once per forward, for all layers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,14 @@ class StaticStep:
     exact_lens: torch.Tensor
     full: torch.Tensor
     jobs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What a step moves on: tensors on the device, and the columns as Python knows them."""
+
+    tensors: tuple[torch.Tensor, ...]
+    columns: int | None
 
 
 class StaticTable:
@@ -186,6 +196,15 @@ class StaticTable:
                 "half-way; call reset() and start again"
             )
 
+    def take_turn(self, layer: int) -> None:
+        """Let `layer` take part now: WORKING, until it gives the turn on. Raises as `check_turn` does."""
+        self.check_turn(layer)
+        self.turn = WORKING
+
+    def give_turn(self, layer: int) -> None:
+        """Let `layer` take part next."""
+        self.turn = layer
+
     def begin(self, rows: int, q_len: int) -> None:
         """Plan the step that appends `q_len` columns, and move all lengths on; `turn` is left to the layers.
 
@@ -229,6 +248,39 @@ class StaticTable:
         self.num_pages.copy_((pages + full).clamp(max=self.pages_per_row))
         self.seen.add_(q_len)
         return StaticStep(starts, skips, pages, exact, full, jobs)
+
+    # -- steps that run without Python (CUDA graphs) -----------------------------------------------------------
+
+    def lengths(self) -> "Lengths":
+        """Return a copy of all that a step moves on, between two steps; waits for nothing."""
+        self.check_turn(0)
+        moving = (self.num_pages, self.exact_lens, self.seen, self.flag.tensor)
+        return Lengths(tuple(tensor.clone() for tensor in moving), self.known_columns)
+
+    def rewind(self, before: "Lengths") -> None:
+        """Take the lengths back. A step of one token that runs again then writes and seals the same numbers.
+
+        Also after a step whose Python code ran, or stopped, while its launches were only recorded.
+        """
+        self.turn = WORKING
+        moving = (self.num_pages, self.exact_lens, self.seen, self.flag.tensor)
+        for tensor, held in zip(moving, before.tensors, strict=True):
+            tensor.copy_(held)
+        self.known_columns = before.columns
+        self.finish()
+
+    @contextmanager
+    def outside_python(self, q_len: int) -> Iterator[None]:
+        """Count `q_len` columns that the device appends within this block; Python's code of the step does not run.
+
+        Raises: what `check_append` raises, before the block.
+        """
+        self.check_turn(0)
+        self.check_append(self.rows, q_len)
+        self.turn = WORKING
+        yield
+        self.known_columns = self.columns() + q_len
+        self.finish()
 
     def finish(self) -> None:
         """Drop the step: behind the last layer nothing needs it."""

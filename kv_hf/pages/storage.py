@@ -11,6 +11,7 @@ from ..notices import warn_once
 from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
 from . import blocks
+from .huge_pages import advise
 from .step import SealJobs, TableView
 from .storing import storing
 
@@ -68,8 +69,10 @@ class SideStorage:
         fields = dict(self.fields)
         for name, old in self.fields.items():
             if old.shape[0] < capacity:
-                fields[name] = new = old.new_zeros((capacity, *old.shape[1:]))
+                fields[name] = new = old.new_empty((capacity, *old.shape[1:]))
+                advise(new)  # before anything is written: memory gets its pages then
                 new[: old.shape[0]] = old
+                new[old.shape[0] :].zero_()
         return PageFields(fields)
 
     def check_integrity(self) -> None:
@@ -136,6 +139,11 @@ class PageStorage:
         return self.keys, self.values
 
     @property
+    def fields(self) -> tuple[PageFields, PageFields]:
+        """The tensors of keys and of values."""
+        return self.keys.fields, self.values.fields
+
+    @property
     def capacity(self) -> int:
         """Pages that there is room for in every field of both sides."""
         return min(self.keys.capacity, self.values.capacity)
@@ -166,6 +174,10 @@ class PageStorage:
             if neighbours.holds(layer, self):
                 return neighbours.grow(layer, capacity)
         self.take_over((self.keys.grown(capacity), self.values.grown(capacity)))
+
+    def grow_with(self, neighbours: blocks.Neighbours, layer: int) -> None:
+        """Grow as `layer` of `neighbours` from now on, under the lock that they share."""
+        self.neighbours, self.lock = (neighbours, layer), neighbours.lock
 
     def take_over(self, sides: tuple[PageFields, PageFields]) -> None:
         """Hold these fields of keys and of values from now on, which contain the pages so far."""
@@ -218,8 +230,7 @@ class PageStorage:
         launches: dict[Any, Any],
     ) -> None:
         """Have `kernel` seal pages of both sides from `tokens` (see kernels/pairs.py)."""
-        fields = self.keys.fields, self.values.fields
-        kernel.seal_pair(tokens, jobs.on(self.device), fields, self.spec, damaged, launches)
+        kernel.seal_pair(tokens, jobs.on(self.device), self.fields, self.spec, damaged, launches)
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`, in the view's order."""

@@ -12,6 +12,7 @@ import torch
 
 from ...files.writing import replacing
 from ...pages.storing import storing
+from ..state import PIECE
 from .container import (
     CHECKSUM_BYTES,
     Entry,
@@ -21,8 +22,6 @@ from .container import (
     ordered,
     parse_header,
 )
-
-PIECE = 4 << 20  # bytes that are read or hashed at once
 
 
 @dataclass(frozen=True)

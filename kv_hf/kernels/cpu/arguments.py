@@ -18,8 +18,6 @@ _NO_MEMORY, _NO_SUCH_PAGE, _NO_SUCH_SLOT = -1, -2, -3  # enum Status
 SIDE = 16  # fields of struct Side, of which the last four are pointers
 SEAL_BLOCK = struct.Struct(f"={SIDE + 8}q1d")
 
-pointer_of = torch.Tensor.data_ptr
-
 
 class Block:
     """The memory of one argument block, kept between calls for the fields that stay.
@@ -28,15 +26,17 @@ class Block:
 
     Attributes:
         memory, address: the block itself.
-        layout: what the fields were packed from that are not packed at every call; None before the first.
+        layout: what the fields were packed from that are not packed at every call; empty before the first.
+        call: the compiled function that the block is for.
     """
 
-    __slots__ = ("address", "layout", "memory")
+    __slots__ = ("address", "call", "layout", "memory")
 
     def __init__(self, fields: int) -> None:
         self.memory = bytearray(8 * fields)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.layout: Any = None
+        self.layout: tuple[Any, ...] = ()
+        self.call: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Block, (len(self.memory) // 8,)

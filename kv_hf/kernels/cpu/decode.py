@@ -12,8 +12,6 @@ from .arguments import (
     DTYPES,
     SIDE,
     Block,
-    capacity_of,
-    pointer_of,
     raise_for,
     side_fields,
     take_block,
@@ -52,60 +50,31 @@ def paged_attention(
     Returns: [rows, num_heads, q_len, out_dim], a view of a [rows, q_len, num_heads, out_dim] tensor.
     Raises: CacheMismatchError where a page that is read does not exist; MemoryError.
     """
-    spec, keys, values = kv.spec, kv.key_pages, kv.value_pages
-    window_keys, window_values, table = kv.window_keys, kv.window_values, kv.block_table
-    if type(keys) is not PageFields:
-        keys, values = dict(keys), dict(values)  # asked for once: staged pages are fetched then
-    strides = query.stride()
-    if strides[3] != 1:
-        query = query.contiguous()
-        strides = query.stride()
-    rows, num_heads, q_len, _ = shape = query.shape
-    dim = spec.out_dim
-    out_strides = (q_len * num_heads * dim, dim, num_heads * dim, 1)
-    out = query.new_empty_strided((rows, num_heads, q_len, dim), out_strides)
+    keys, values = kv.key_pages, kv.value_pages
+    if type(keys) is not PageFields or type(values) is not PageFields:
+        # asked for once: staged pages are fetched then; others have no mark, and are packed at every call
+        keys, values = PageFields(keys), PageFields(values)
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
+    shown = None
     if mask is not None:
-        if mask.dtype not in (torch.bool, *DTYPES):
-            mask = mask.float()
-        if mask.stride(3) != 1:
-            mask = mask.contiguous()
-    layout = (
-        *map(pointer_of, keys.values()),
-        *map(pointer_of, values.values()),
-        window_keys.data_ptr(),
-        window_values.data_ptr(),
-        window_keys.stride(),
-        window_values.stride(),
-        shape,
-        strides,
-        query.dtype,
-        None if mask is None else (mask.shape, mask.stride(), mask.dtype),
-        kv.sink_tokens,
-        softmax_scale,
-        softcap,
-        sliding_window,
-        isa(),
-        spec,
-    )
+        mask = _readable_mask(mask)
+        shown = mask.shape, mask.stride(), mask.dtype
+    options = softmax_scale, softcap, sliding_window, shown
+    table, num_pages = kv.block_table, kv.num_pages
+    room, other = keys.room, values.room
+    capacity = room if room < other else other
     block = take_block(kv.launches, _NAME, _FIELDS)
-    if block.layout != layout:
-        _pack_sides(block, kv, (keys, values))
-        options = softmax_scale, softcap or 0.0
-        _pack_shapes(block, kv, query, out_strides, mask, sliding_window or 0, options)
-        block.layout = layout
-    if type(keys) is PageFields and type(values) is PageFields:
-        room, other = keys.room, values.room
-        capacity = room if room < other else other
+    if _is_packed(block, query, kv, (keys.mark, values.mark), options):
+        out = _empty_output(query, kv)
     else:
-        capacity = capacity_of(keys, values)
+        query, out = _pack(block, query, kv, (keys, values), options, mask)
     _POINTERS.pack_into(
         block.memory,
         _AT_POINTERS,
         table.data_ptr(),
         table.stride()[0],
-        kv.num_pages.data_ptr(),
+        num_pages.data_ptr(),
         kv.exact_lens.data_ptr(),
         kv.padding.data_ptr(),
         capacity,
@@ -115,13 +84,76 @@ def paged_attention(
         0 if sink_logits is None else sink_logits.data_ptr(),
         torch.get_num_threads(),
     )
-    functions = library()
-    decode = functions.kv_hf_decode_latent if spec.is_latent else functions.kv_hf_decode
-    status = decode(block.address)
+    status = block.call(block.address)
     if status:
         raise_for(status, "block_table", capacity)
     kv.launches[_NAME] = block
     return out
+
+
+def _is_packed(
+    block: Block,
+    query: torch.Tensor,
+    kv: PagedKV,
+    marks: tuple[object, object],
+    options: tuple[Any, ...],
+) -> bool:
+    """Say whether a block was packed from these very tensors, and from such a query: what is the same is not read again."""
+    if not block.layout:
+        return False
+    shape, strides, dtype, keys, values, window_keys, window_values, spec, packed = block.layout
+    return (
+        keys is marks[0]
+        and values is marks[1]
+        and window_keys is kv.window_keys
+        and window_values is kv.window_values
+        and spec is kv.spec
+        and packed == options
+        and dtype is query.dtype
+        and shape == query.shape
+        and (query.is_contiguous() if strides is None else query.stride() == strides)
+    )
+
+
+def _empty_output(query: torch.Tensor, kv: PagedKV) -> torch.Tensor:
+    """Return room for the result: a [rows, num_heads, q_len, out_dim] view of memory in which q_len comes before num_heads."""
+    rows, num_heads, q_len, query_dim = query.shape
+    dim = kv.spec.out_dim
+    if q_len == 1 and dim == query_dim and query.is_contiguous():
+        return torch.empty_like(query)
+    strides = (q_len * num_heads * dim, dim, num_heads * dim, 1)
+    return query.new_empty_strided((rows, num_heads, q_len, dim), strides)
+
+
+def _pack(
+    block: Block,
+    query: torch.Tensor,
+    kv: PagedKV,
+    fields: tuple[PageFields, PageFields],
+    options: tuple[Any, ...],
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack what shapes, strides and options decide; return query and output as the kernel takes them."""
+    block.layout = ()
+    if query.stride()[3] != 1:
+        query = query.contiguous()
+    out = _empty_output(query, kv)
+    functions = library()
+    block.call = functions.kv_hf_decode_latent if kv.spec.is_latent else functions.kv_hf_decode
+    _pack_sides(block, kv, fields)
+    softmax_scale, softcap, sliding_window, _ = options
+    _pack_shapes(block, kv, query, out, mask, sliding_window or 0, (softmax_scale, softcap or 0.0))
+    strides = None if query.is_contiguous() else query.stride()
+    tensors = fields[0].mark, fields[1].mark, kv.window_keys, kv.window_values
+    block.layout = (query.shape, strides, query.dtype, *tensors, kv.spec, options)
+    return query, out
+
+
+def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask as the kernel takes it: bool or of a known dtype, with contiguous columns."""
+    if mask.dtype not in (torch.bool, *DTYPES):
+        mask = mask.float()
+    return mask if mask.stride(3) == 1 else mask.contiguous()
 
 
 def _pack_sides(block: Block, kv: PagedKV, fields: tuple[Mapping[str, torch.Tensor], ...]) -> None:
@@ -133,7 +165,7 @@ def _pack_shapes(
     block: Block,
     kv: PagedKV,
     query: torch.Tensor,
-    out_strides: tuple[int, ...],
+    out: torch.Tensor,
     mask: torch.Tensor | None,
     sliding_window: int,
     options: tuple[float, float],
@@ -142,7 +174,7 @@ def _pack_shapes(
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
     shapes = rows, heads, num_heads // heads, q_len, kv.page_size, kv.sink_tokens
-    strides = DTYPES[query.dtype], *query.stride()[:3], *out_strides[:3]
+    strides = DTYPES[query.dtype], *query.stride()[:3], *out.stride()[:3]
     numbers = *shapes, *strides, sliding_window, *_mask_fields(mask), isa()
     _SHAPES.pack_into(block.memory, _AT_SHAPES, *numbers, *options)
 

@@ -55,40 +55,61 @@ def write_pair(
     """
     keys, values = windows
     new_keys, new_values = new
-    strides = new_keys.stride(), new_values.stride()
-    if strides[0][3] != 1 or strides[1][3] != 1:
-        new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
-        strides = new_keys.stride(), new_values.stride()
-    layout = (
-        spec,
-        keys.shape,
-        keys.stride(),
-        values.shape,
-        values.stride(),
-        new_keys.shape,
-        new_values.shape,
-        strides,
-        new_keys.dtype,
-        new_values.dtype,
-        isa(),
-    )
     block = take_block(launches, _NAME, _FIELDS)
-    if block.layout != layout:
-        _check(windows, (new_keys, new_values), starts, skips)
-        _pack_shapes(block, windows, new_keys.shape[2], strides, fields, spec)
-        block.layout = layout
-    memory, (at_keys, at_values) = block.memory, _AT_WINDOWS
-    _WINDOW.pack_into(memory, at_keys, keys.data_ptr())
-    _WINDOW.pack_into(memory, at_values, values.data_ptr())
+    if not _is_packed(block, windows, new, spec):
+        new_keys, new_values = _pack(block, windows, new, (starts, skips), fields, spec)
     pointers = new_keys.data_ptr(), new_values.data_ptr(), starts.data_ptr(), skips.data_ptr()
     if jobs is None:
-        _POINTERS.pack_into(memory, _AT_POINTERS, *pointers, 0, 0, 0, 0, torch.get_num_threads())
-        status = library().kv_hf_write(block.address)
+        threads = torch.get_num_threads()
+        _POINTERS.pack_into(block.memory, _AT_POINTERS, *pointers, 0, 0, 0, 0, threads)
+        status = block.call(block.address)
         if status:
             raise_for(status, "jobs", 0, min(keys.shape[2], values.shape[2]))
     else:
         _seal(block, windows, pointers, jobs, fields, spec, damaged)
     launches[_NAME] = block
+
+
+def _is_packed(block: Block, windows: Pair, new: Pair, spec: PageSpec) -> bool:
+    """Say whether a block was packed from these very windows, and from such new tokens."""
+    if not block.layout:
+        return False
+    (new_keys, new_values), (keys, values) = new, windows
+    held_keys, held_values, shapes, strides, dtypes, held_spec = block.layout
+    return (
+        held_keys is keys
+        and held_values is values
+        and held_spec is spec
+        and dtypes == (new_keys.dtype, new_values.dtype)
+        and shapes == (new_keys.shape, new_values.shape)
+        and (
+            new_keys.is_contiguous() and new_values.is_contiguous()
+            if strides is None
+            else strides == (new_keys.stride(), new_values.stride())
+        )
+    )
+
+
+def _pack(
+    block: Block,
+    windows: Pair,
+    new: Pair,
+    places: Pair,
+    fields: Fields,
+    spec: PageSpec,
+) -> Pair:
+    """Pack what shapes and strides decide; return the new tokens as the kernel takes them."""
+    block.layout = ()
+    new_keys, new_values = new
+    if new_keys.stride()[3] != 1 or new_values.stride()[3] != 1:
+        new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
+    strides = new_keys.stride(), new_values.stride()
+    _check(windows, (new_keys, new_values), *places)
+    _pack_shapes(block, windows, new_keys.shape[2], strides, fields, spec)
+    plain = new_keys.is_contiguous() and new_values.is_contiguous()
+    shapes, dtypes = (new_keys.shape, new_values.shape), (new_keys.dtype, new_values.dtype)
+    block.layout = (*windows, shapes, None if plain else strides, dtypes, spec)
+    return new_keys, new_values
 
 
 def seal_pair(
@@ -149,6 +170,7 @@ def _pack_shapes(
     shapes = rows, heads, q_len, min(slots, windows[1].shape[2]), spec.keys.page_size, isa()
     _pack_sides(block, windows, fields, spec)
     _SHAPES.pack_into(block.memory, _AT_SHAPES, *news[0], *news[1], *shapes)
+    block.call = library().kv_hf_write
 
 
 def _pack_sides(block: Block, windows: Pair, fields: Fields, spec: PageSpec) -> None:
@@ -171,6 +193,6 @@ def _seal(
     capacity = capacity_of(*fields)
     sealing = jobs.data_ptr(), jobs.shape[0], capacity, damaged.data_ptr()
     _POINTERS.pack_into(block.memory, _AT_POINTERS, *new, *sealing, torch.get_num_threads())
-    status = library().kv_hf_write(block.address)
+    status = block.call(block.address)
     if status:
         raise_for(status, "jobs", capacity, min(one.shape[2] for one in windows))

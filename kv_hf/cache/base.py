@@ -1,0 +1,218 @@
+"""What every paged cache is: built from a model's config and options, asked by generate() before its first forward.
+
+Decides nothing about storage: growing.py and static_cache.py do, which are siblings here.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ..bridge.handle import view_behind, warn_dense
+from ..bridge.mask_watch import MaskWatch
+from ..config import CacheConfig
+from ..errors import CacheMismatchError
+from ..kernels.choice import choose, layout_for
+from ..pages.arena import PageArena
+from ..spec import MemoryReport
+from .layer_formats import planned_specs
+from .model_shape import attention_config, decoder_config, page_sizes, signature
+from .prefix_store import PrefixStore
+from .report import LayerReport
+from .savable import Savable
+
+
+class CacheBase(Savable, DynamicCache):
+    """Keys and values of a model in pages; `_build` of a subclass makes the layers.
+
+    Attributes:
+        options: of the cache.
+        model_signature: sizes of the model that it was built for.
+        groups: what knows rows and lengths, one for all layers that see the same tokens.
+        arena: where sealed pages lie.
+        halfway: a change of all layers is going on; outside of one, it was interrupted.
+    """
+
+    options: CacheConfig
+    model_signature: dict[str, Any]
+    groups: tuple[Any, ...]
+    arena: PageArena
+    halfway = False
+    _first_paged = (
+        -1
+    )  # layer in front of which other groups are asked before an update; -1: there are none to ask
+    _last_updated = sys.maxsize  # layer of the last update
+    _dense_asked = False  # whether the model's attention is one that cannot be given handles
+
+    def __init__(
+        self, config: Any, *, keys: str | None = None, values: str | None = None, **options: Any
+    ) -> None:
+        self._build(config, CacheConfig.from_arguments(keys, values, options))
+
+    @classmethod
+    def kind_for(cls, max_length: int | None) -> "type[CacheBase]":
+        """Return the class that keeps a cache with this option: this one, unless it is one that chooses (PagedCache)."""
+        return cls
+
+    @classmethod
+    def from_implementation(
+        cls, config: Any, implementation: str, options: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Build the cache of `cache_implementation=implementation, cache_config=options`."""
+        return cls.from_options(config, CacheConfig.from_options(implementation, options))
+
+    @classmethod
+    def from_options(cls, config: Any, options: CacheConfig) -> Self:
+        """Build the cache of validated options."""
+        kind = cls.kind_for(options.max_length)
+        made: Any = kind.__new__(kind)
+        made._build(config, options)
+        return made
+
+    def _build(self, config: Any, options: CacheConfig) -> None:
+        """Make all parts. Raises CacheOptionError for options that do not fit, UnsupportedModelError for the model."""
+        raise NotImplementedError
+
+    def _describe(self, config: Any, options: CacheConfig) -> Any:
+        """Begin as a DynamicCache of the same model, and note what is known without layers; return the decoder's config."""
+        decoder = decoder_config(config)
+        DynamicCache.__init__(self, config=decoder)
+        self.options = options
+        self._config = decoder
+        self._attention_config = attention_config(config)
+        self.model_signature = signature(decoder)
+        self._watch = MaskWatch()
+        return decoder
+
+    @property
+    def prefix_store(self) -> PrefixStore | None:
+        """The store that this cache shares prefixes with, or None."""
+        return self.options.prefix_store
+
+    def fresh(self) -> Self:
+        """Return an empty cache of the same options for the same model."""
+        made = type(self).__new__(type(self))
+        made._build(self._config, self.options)
+        return made
+
+    @property
+    def group(self) -> Any:
+        """What knows the rows of the text."""
+        return self.groups[0]
+
+    @property
+    def paged_layers(self) -> list[Any]:
+        """The layers that live in pages."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values of one layer; see `PagedLayer.update` for what comes back."""
+        if self.halfway:
+            self._refuse_halfway()
+        if layer_idx <= self._last_updated:
+            # a forward begins: asked once, as a config of transformers takes its time to answer
+            self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
+        self._last_updated = layer_idx
+        if layer_idx <= self._first_paged:
+            self._prepare_update(key_states, value_states, layer_idx)
+        if self.offloading:  # of whole layers, by transformers
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        else:
+            layer: Any = self.layers[layer_idx]
+            keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        if self._dense_asked:  # flex_attention is traced: no handles
+            view = view_behind(keys, values)
+            if view is not None:
+                warn_dense("flex_attention")
+                return view.dense("keys"), view.dense("values")
+        return keys, values
+
+    def _refuse_halfway(self) -> None:
+        """Raise InterruptedForwardError: a change of all layers stopped half-way."""
+        raise NotImplementedError
+
+    def _prepare_update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
+        """Find out before the first layer whether one that comes later will refuse."""
+
+    def end_recording(self) -> None:
+        """Turn past recording off."""
+
+    # -- what transformers does not ask for ----------------------------------------------------------------
+
+    def check_model(self, config: Any) -> None:
+        """Raise CacheMismatchError when this cache was built for a model of other sizes."""
+        self.check_signature(signature(decoder_config(config)))
+
+    def check_signature(self, theirs: Mapping[str, Any]) -> None:
+        """Raise CacheMismatchError when this cache was built for a model of other sizes than `theirs`."""
+        differing = [name for name, value in self.model_signature.items() if value != theirs[name]]
+        if differing:
+            name = differing[0]
+            raise CacheMismatchError(
+                f"this cache was built for a model with {name}={self.model_signature[name]!r}, got a model with "
+                f"{name}={theirs[name]!r}; use one cache per model"
+            )
+
+    def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model.
+
+        generate() asks before its first forward; the first update() asks again, about the tensors it gets.
+        """
+        if self.options.kernel != "auto":
+            formats = [layer.formats for layer in self.paged_layers]
+            layout = layout_for(device)
+            for spec in planned_specs(page_sizes(self._config), formats, dtype, layout):
+                choose(self.options.kernel, device, spec)
+
+    def observe_padding(self, attention_mask: torch.Tensor | None) -> None:
+        """Learn the left padding of rows that hold no token yet, so that padding is never stored.
+
+        generate() and the "kv_hf" attention do this by themselves; code that calls a model of another
+        attention implementation directly may do it before the first forward.
+
+        Args:
+            attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
+        Raises: CacheMismatchError for anything else, for another batch size, and once all rows hold tokens.
+        """
+        if attention_mask is not None:
+            self._check_padding(attention_mask)
+            self.learn_padding(attention_mask)
+
+    def _check_padding(self, mask: Any) -> None:
+        """Raise CacheMismatchError unless `mask` is a 2D mask of rows whose padding is still to be learnt."""
+        raise NotImplementedError
+
+    def learn_padding(
+        self, attention_mask: torch.Tensor | None, columns: int | None = None
+    ) -> None:
+        """Learn what there is to learn from a mask; see `observe_padding` here and in PageGroup."""
+        if attention_mask is not None:
+            for group in self.groups:
+                group.observe_padding(attention_mask, columns)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Mean stored bits per number of a sealed page over all paged layers, scales included."""
+        specs = [layer.spec for layer in self.paged_layers if layer.spec is not None]
+        return sum(spec.bits_per_element for spec in specs) / len(specs) if specs else 0.0
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes of all tensors that this cache holds, by part."""
+        raise NotImplementedError
+
+    def report(self) -> list[LayerReport]:
+        """Return, for each layer, how it is cached and why."""
+        raise NotImplementedError
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless counts, lengths and storage agree."""
+        raise NotImplementedError

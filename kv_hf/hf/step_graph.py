@@ -1,0 +1,183 @@
+"""Decode steps of generate() as one CUDA graph: the first runs, the second is captured and compared, the others are replayed.
+
+On a GPU a step of one token is bound by the host: Python and the launches of some ten kernels per layer. A graph of
+the step is launched at once. The cache has to be preallocated, so that nothing moves and all lengths are on the device.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..cache.static_cache import StaticPagedCache
+from ..notices import say_once, warn_once
+from . import cuda_graph
+
+CACHE = "past_key_values"
+# of the largest logit: how far the replay may lie from the same step run without a graph, which runs the same kernels
+TOLERANCE = 2e-2
+
+
+_ready = threading.local()
+
+
+def want_graphs(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap GenerationMixin._valid_auto_compile_criteria: caches whose steps are captured want another call than the model's."""
+
+    @functools.wraps(original)
+    def criteria(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        cache = model_kwargs.get(CACHE)
+        if isinstance(cache, StaticPagedCache) and cache.captured:
+            _ready.graph = StepGraph(self, cache)
+            return True
+        _ready.graph = None
+        return original(self, model_kwargs, generation_config)
+
+    return criteria
+
+
+def call_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap PreTrainedModel.get_compiled_call, which generate() calls next where the criteria say so."""
+
+    @functools.wraps(original)
+    def compiled_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graph, _ready.graph = getattr(_ready, "graph", None), None
+        if graph is not None and graph.model is self:
+            return graph
+        return original(self, *args, **kwargs)
+
+    return compiled_call
+
+
+class StepGraph:
+    """Calls a model; steps of one token on `cache` become replays of a graph as soon as they can.
+
+    The result of the first replay is compared with that of the same step run by Python. Where they differ, and where
+    the step cannot be captured, Python runs this step and all that follow, and a warning says why, once.
+
+    Args:
+        model: what generate() would call.
+        cache: the one that this generation fills.
+    """
+
+    def __init__(self, model: Any, cache: StaticPagedCache) -> None:
+        self.model = model
+        self.cache = cache
+        self.given_up = False
+        self._has_run = False
+        self._replay: Callable[[], None] | None = None
+        self._inputs: list[Any] = []
+        self._structure: Any = None
+        self._outputs: Any = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Return what the model returns for `inputs`; its tensors are the caller's."""
+        if self.given_up or not self._is_step(inputs):
+            return self.model(**inputs)
+        if not self._has_run:
+            # Triton compiles, libraries make their workspaces
+            self._has_run = True
+            return cuda_graph.on_side_stream(lambda: self.model(**inputs))
+        leaves, structure = _flatten(inputs)
+        if self._replay is None:
+            return self._begin(inputs, leaves, structure)
+        if not self._takes(leaves, structure):
+            return self.model(**inputs)
+        for held, given in zip(self._inputs, leaves, strict=True):
+            if isinstance(held, torch.Tensor):
+                held.copy_(given)
+        with self.cache.table.outside_python(1):
+            self._replay()
+        return self._result()
+
+    def _is_step(self, inputs: dict[str, Any]) -> bool:
+        """Say whether `inputs` are one token per row for a cache that holds some."""
+        if inputs.get(CACHE) is not self.cache or not self.cache.table.started:
+            return False
+        tokens = inputs.get("input_ids")
+        return isinstance(tokens, torch.Tensor) and tokens.shape[-1] == 1
+
+    def _begin(self, inputs: dict[str, Any], leaves: list[Any], structure: Any) -> Any:
+        """Run a step, capture it, replay it at the same place, and compare."""
+        table = self.cache.table
+        before = table.lengths()
+        expected = self.model(**inputs)
+        after = table.lengths()
+        self._inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._structure = structure
+        own = {**pytree.tree_unflatten(self._inputs, structure), CACHE: self.cache}
+        table.rewind(before)
+        try:
+            replay, outputs = cuda_graph.capture(lambda: self.model(**own))
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            table.rewind(after)
+            self._give_up(f"it cannot be captured ({_first_line(error)})")
+            return expected
+        table.rewind(before)  # captured, not run: only Python's numbers have moved
+        with table.outside_python(1):
+            replay()
+        self._outputs = outputs
+        if not _agree(expected, outputs):
+            self._give_up("its replay gave other logits than Python")
+            return expected
+        self._replay = replay
+        say_once(
+            f"graph of {type(self.model).__name__}",
+            f"kv_hf: decode steps of {type(self.model).__name__} run as one CUDA graph (cache_config={{'cuda_graph': 'never'}} "
+            "or disable_compile=True turns that off)",
+        )
+        return self._result()
+
+    def _takes(self, leaves: list[Any], structure: Any) -> bool:
+        """Say whether the captured step is the one for such inputs."""
+        return structure == self._structure and all(map(_alike, self._inputs, leaves))
+
+    def _result(self) -> Any:
+        """Return the outputs, in tensors that the next replay leaves alone."""
+        given = {name: value for name, value in self._outputs.items() if name != CACHE}
+        own = pytree.tree_map_only(torch.Tensor, torch.clone, given)
+        if CACHE in self._outputs:
+            own[CACHE] = self.cache
+        return type(self._outputs)(**own)
+
+    def _give_up(self, reason: str) -> None:
+        self.given_up = True
+        self._replay, self._inputs, self._outputs = None, [], None
+        own = type(self.model).__name__
+        warn_once(
+            f"no graph of {own}: {reason}",
+            f"Decode steps of {own} are launched by Python, kernel by kernel, and not as one CUDA graph: {reason}. "
+            "cache_config={'cuda_graph': 'never'} does not try",
+        )
+
+
+def _flatten(inputs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return the leaves and the structure of all inputs but the cache."""
+    given = {name: value for name, value in inputs.items() if name != CACHE}
+    leaves, structure = pytree.tree_flatten(given)
+    return leaves, structure
+
+
+def _alike(held: Any, given: Any) -> bool:
+    """Say whether `given` may be copied into `held`, or is the same constant."""
+    if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return held is given or (type(held) is type(given) and bool(held == given))
+    return (held.shape, held.dtype, held.device) == (given.shape, given.dtype, given.device)
+
+
+def _agree(expected: Any, found: Any) -> bool:
+    """Compare logits; waits for the device."""
+    wanted, got = expected["logits"].float(), found["logits"].float()
+    bound = (
+        TOLERANCE * wanted.nan_to_num(0, 0, 0).abs().max()
+    )  # -inf hides a part of the vocabulary
+    same = (got == wanted) | ((got - wanted).abs() <= bound) | (got.isnan() & wanted.isnan())
+    return bool(same.all())
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,284 @@
+"""Decode steps of generate() as one CUDA graph, with a recording in place of the graph: tokens, limits, what forbids it."""
+
+import logging
+
+import pytest
+import tape
+import torch
+from tiny_models import left_padded, make_model, shared_model, tokens
+
+import kv_hf
+from kv_hf.cache.static_cache import StaticPagedCache
+from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
+from kv_hf.hf import cuda_graph, graph_choice, step_graph
+from kv_hf.pages import moved
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+FAMILIES = ["llama", "qwen3", "gpt2", "phi", "opt", "gpt_neox", "granite", "mixtral"]
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """A machine where the model seems to lie on a GPU, and graphs are recordings; counts what was recorded and replayed."""
+    counts = {"captures": 0, "replays": 0}
+
+    def capture(function):
+        replay, made = tape.capture(function)
+        counts["captures"] += 1
+
+        def count():
+            counts["replays"] += 1
+            replay()
+
+        return count, made
+
+    tape.use_taped_kernels(monkeypatch)
+    monkeypatch.setattr(moved, "is_host", lambda device: False)
+    monkeypatch.setattr(graph_choice, "why_not_captured", lambda model: None)
+    monkeypatch.setattr(graph_choice, "free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    monkeypatch.setattr(cuda_graph, "on_side_stream", lambda function: function())
+    kv_hf.notices.forget()
+    return counts
+
+
+def both(model, inputs, implementation="paged_exact", new=80, **options):
+    """Tokens without kv_hf's graphs, and with them."""
+    given = {**inputs, **GREEDY, "max_new_tokens": new, "cache_implementation": implementation}
+    config = {"page_size": 16, **options}
+    grown = model.generate(**given, cache_config={**config, "cuda_graph": "never"})
+    return grown, model.generate(**given, cache_config=config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_captures_one_step_and_gives_the_tokens_of_the_growing_cache(family, gpu):
+    grown, captured = both(make_model(family), left_padded([37, 20]))
+    assert torch.equal(grown, captured)
+    assert gpu == {"captures": 1, "replays": 78}  # one token from the prompt, one step of Python
+
+
+@pytest.mark.parametrize("implementation", ["paged_int8", "paged_int4", "paged_fp8"])
+def test_generate_captures_quantized_pages(implementation, gpu):
+    grown, captured = both(shared_model("llama"), left_padded([37, 20, 64]), implementation)
+    assert torch.equal(grown, captured)
+    assert gpu["captures"] == 1
+
+
+def test_generate_captures_a_cache_with_max_length(gpu):
+    grown, captured = both(shared_model("llama"), {"input_ids": tokens(2, 40)}, max_length=128)
+    assert torch.equal(grown, captured)
+    assert gpu["captures"] == 1
+
+
+def test_generate_says_once_that_it_captures(caplog):
+    with caplog.at_level(logging.WARNING, "kv_hf"):
+        both(shared_model("llama"), left_padded([30, 20]))
+        both(shared_model("llama"), left_padded([30, 20]))
+    said = [line.message for line in caplog.records if "CUDA graph" in line.message]
+    assert len(said) == 1 and "'cuda_graph': 'never'" in said[0]
+
+
+def test_generate_samples_the_same_tokens_in_several_sequences(gpu):
+    model, inputs = shared_model("llama"), left_padded([30, 20])
+    given = {**inputs, **GREEDY, "do_sample": True, "num_return_sequences": 2, "max_new_tokens": 40}
+    made = []
+    for choice in ("never", "auto"):
+        torch.manual_seed(3)
+        config = {"page_size": 16, "cuda_graph": choice}
+        made.append(model.generate(**given, cache_implementation="paged_int8", cache_config=config))
+    assert torch.equal(*made)
+    assert gpu["captures"] == 1
+
+
+def test_step_that_waits_for_the_device_is_run_by_python_and_says_why(gpu):
+    model = make_model("llama")
+    norm = model.model.norm
+    norm.register_forward_hook(lambda module, args, out: out * float(out.abs().max() >= 0))
+    with pytest.warns(KVCacheWarning, match="not as one CUDA graph: it cannot be captured .operat"):
+        grown, made = both(model, left_padded([37, 20]))
+    assert torch.equal(grown, made)
+    assert gpu["replays"] == 0
+
+
+def test_graph_whose_replay_differs_is_dropped_and_no_token_is_lost(gpu):
+    model = make_model("llama")
+    steps = []
+
+    def drift(module, args, out):  # a number of Python's, which a graph holds as it was
+        steps.append(0)
+        return out * (1.0 + len(steps) % 2)
+
+    model.lm_head.register_forward_hook(drift)
+    with pytest.warns(KVCacheWarning, match="its replay gave other logits than Python"):
+        grown, made = both(model, left_padded([37, 20]))
+    assert torch.equal(grown, made)
+    assert gpu == {"captures": 1, "replays": 1}
+
+
+def static_cache(model, length=128, **options):
+    return kv_hf.PagedCache(model.config, keys="int8", page_size=16, max_length=length, **options)
+
+
+def test_given_cache_is_captured_in_every_generation_and_continues(gpu):
+    model, prompt = shared_model("llama"), {"input_ids": tokens(1, 30)}
+    made = []
+    for choice in ("never", "auto"):
+        cache = static_cache(model, 200, cuda_graph=choice)
+        text = prompt["input_ids"]
+        for _ in range(2):
+            # without one generate() makes a mask that hides tokens which look like padding
+            mask = torch.ones_like(text)
+            text = model.generate(
+                text, attention_mask=mask, **GREEDY, max_new_tokens=40, past_key_values=cache
+            )
+            text = torch.cat([text, tokens(1, 5, seed=9)], 1)
+        cache.check_integrity()
+        assert cache.table.columns() == text.shape[1] - 6
+        made.append(text)
+    assert torch.equal(*made)
+    assert gpu["captures"] == 2
+
+
+def test_replay_past_the_end_raises_and_changes_nothing(gpu):
+    model, prompt = shared_model("llama"), tokens(2, 20)
+    cache = static_cache(model, 24)
+    graph = step_graph.StepGraph(model, cache)
+    with torch.no_grad():
+        model.set_attn_implementation("kv_hf")
+        graph(input_ids=prompt, past_key_values=cache)
+        token = tokens(2, 1)
+        for column in range(20, 24):
+            position = torch.full((2, 1), column)
+            graph(input_ids=token, past_key_values=cache, position_ids=position)
+        assert gpu["replays"] == 3
+        held = cache.layers[0].keys
+        with pytest.raises(CacheMismatchError, match="max_length=24 is reached"):
+            graph(input_ids=token, past_key_values=cache, position_ids=position)
+    assert torch.equal(cache.layers[0].keys, held)
+    cache.check_integrity()
+
+
+def test_inputs_of_another_kind_are_run_by_python(gpu):
+    model, cache = shared_model("llama"), static_cache(shared_model("llama"))
+    other = static_cache(model)
+    graph = step_graph.StepGraph(model, cache)
+    with torch.no_grad():
+        model.set_attn_implementation("kv_hf")
+        graph(input_ids=tokens(2, 20), past_key_values=cache)
+        model(input_ids=tokens(2, 20), past_key_values=other)
+        for column in range(20, 32):
+            given = {"input_ids": tokens(2, 1, seed=column)}
+            if column % 3:  # else the positions come from the cache
+                given["position_ids"] = torch.full((2, 1), column)
+            found = graph(**given, past_key_values=cache).logits
+            wanted = model(**given, past_key_values=other).logits
+            assert torch.equal(found, wanted)
+    assert gpu["replays"] > 3
+
+
+def test_outputs_are_the_callers(gpu):
+    model, cache = shared_model("llama"), static_cache(shared_model("llama"))
+    graph = step_graph.StepGraph(model, cache)
+    with torch.no_grad():
+        model.set_attn_implementation("kv_hf")
+        graph(input_ids=tokens(2, 20), past_key_values=cache)
+        made = [
+            graph(input_ids=tokens(2, 1, seed=seed), past_key_values=cache).logits
+            for seed in range(6)
+        ]
+    assert gpu["replays"] == 5
+    assert len({tensor.data_ptr() for tensor in made}) == 6
+    assert not torch.equal(made[-1], made[-2])
+
+
+def test_stopped_replay_is_found_by_the_next_step(gpu, monkeypatch):
+    model, cache = shared_model("llama"), static_cache(shared_model("llama"))
+    graph = step_graph.StepGraph(model, cache)
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model.set_attn_implementation("kv_hf")
+        graph(input_ids=tokens(2, 20), past_key_values=cache)
+        for seed in range(3):
+            graph(input_ids=tokens(2, 1, seed=seed), past_key_values=cache)
+        graph._replay = stopped
+        with pytest.raises(KeyboardInterrupt):
+            graph(input_ids=tokens(2, 1), past_key_values=cache)
+        with pytest.raises(kv_hf.InterruptedForwardError, match="call reset"):
+            graph(input_ids=tokens(2, 1), past_key_values=cache)
+        cache.reset()
+        graph(input_ids=tokens(2, 20), past_key_values=cache)
+    cache.check_integrity()
+
+
+FORBIDDEN = {
+    "never": ({}, {"cuda_graph": "never"}),
+    "few tokens": ({"max_new_tokens": 31}, {}),
+    "beams": ({"num_beams": 2}, {}),
+    "disable_compile": ({"disable_compile": True}, {}),
+    "returned": ({"return_dict_in_generate": True}, {}),
+    "chunks": ({"prefill_chunk_size": 16}, {}),
+    "recent": ({}, {"recent_tokens": 16}),
+    "offload": ({}, {"offload": "disk"}),
+    "keep": ({}, {"attention": "keep"}),
+    "lookup": ({"prompt_lookup_num_tokens": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("case", FORBIDDEN)
+def test_generate_lets_the_cache_grow_where_a_graph_is_forbidden(case, gpu, monkeypatch):
+    arguments, options = FORBIDDEN[case]
+    made = []
+    build = kv_hf.PagedCache.from_options.__func__
+    spy = lambda cls, *args: made.append(build(cls, *args)) or made[-1]  # noqa: E731
+    monkeypatch.setattr(kv_hf.PagedCache, "from_options", classmethod(spy))
+    given = {"input_ids": tokens(1, 40), **GREEDY, "max_new_tokens": 40, **arguments}
+    config = {"page_size": 16, **options}
+    make_model("llama").generate(**given, cache_implementation="paged_exact", cache_config=config)
+    assert not isinstance(made[-1], StaticPagedCache)
+    assert gpu["captures"] == 0
+
+
+@pytest.mark.parametrize("case", ["few tokens", "beams", "disable_compile", "recent", "keep"])
+def test_always_raises_where_a_graph_is_forbidden(case, gpu):
+    arguments, options = FORBIDDEN[case]
+    given = {"input_ids": tokens(1, 40), **GREEDY, "max_new_tokens": 40, **arguments}
+    with pytest.raises(CacheOptionError, match="cuda_graph='always': decode steps cannot be"):
+        make_model("llama").generate(
+            **given,
+            cache_implementation="paged_exact",
+            cache_config={"page_size": 16, "cuda_graph": "always", **options},
+        )
+
+
+def test_generate_lets_the_cache_grow_where_memory_is_short(gpu, monkeypatch):
+    monkeypatch.setattr(graph_choice, "free_memory", lambda device: 100_000)
+    grown, made = both(shared_model("llama"), left_padded([37, 20]))
+    assert torch.equal(grown, made)
+    assert gpu["captures"] == 0
+
+
+def test_generate_lets_sliding_windows_grow(gpu):
+    model = make_model("mistral", sliding_window=24)
+    grown, made = both(model, left_padded([37, 20]))
+    assert torch.equal(grown, made)
+    assert gpu["captures"] == 0
+
+
+def test_always_raises_on_a_cpu(monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(CacheOptionError, match="the model is on cpu"):
+        shared_model("llama").generate(
+            tokens(1, 8), cache_implementation="paged_int4", cache_config={"cuda_graph": "always"}
+        )
+
+
+def test_bytes_of_are_those_that_memory_reports():
+    model = shared_model("llama")
+    cache = static_cache(model)
+    with torch.no_grad():
+        model(input_ids=tokens(3, 20), past_key_values=cache)
+    report = cache.memory()
+    assert cache.bytes_of(3, torch.float32) == report.payload + report.scales + report.tail

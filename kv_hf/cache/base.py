@@ -106,7 +106,7 @@ class CacheBase(Origin, DynamicCache):
 
     @property
     def group(self) -> Any:
-        """What knows the rows of the text."""
+        """Return the object that knows the rows of the text."""
         return self.groups[0]
 
     @property

@@ -21,7 +21,7 @@ def release_pages(layers: Sequence[Any]) -> None:
 
 
 class Copyable(CacheBase):
-    """What copies of a growing cache share, and the checks that every change of it was finished."""
+    """Copies of a growing cache, the pages that they share, and the checks that every change was finished."""
 
     _releases = False
     groups: tuple[PageGroup, ...]

@@ -1,4 +1,4 @@
-"""What a cache holds, apart from where it holds it: what one cache gives and another one, or a file, takes.
+"""The contents of a cache apart from their place: one cache gives this state, another cache or a file takes it.
 
 Knows neither files nor caches. Pages are handed over some at a time, in layout "rows", so that nothing is held twice.
 """
@@ -49,7 +49,7 @@ class StateTensors(Protocol):
 
 @dataclass(frozen=True)
 class LayerPages:
-    """What the pages of a layer are like, in layout ROWS, and the place of its group in `CacheState.groups`."""
+    """The form of a layer's pages, in layout ROWS, and the place of its group in `CacheState.groups`."""
 
     spec: PageSpec
     group: int

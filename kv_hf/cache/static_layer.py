@@ -258,7 +258,7 @@ class StaticPagedLayer(CacheLayerMixin):
 
     @property
     def revision(self) -> object:
-        """What differs after every change of this layer; a compiled step changes what Python knows of the length."""
+        """Return a value that differs after every change of this layer; a compiled step changes the length that Python knows."""
         return self._changes, self.table.known_columns
 
     def _outgrown(self, keys: torch.Tensor, values: torch.Tensor) -> bool:

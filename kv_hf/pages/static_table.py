@@ -23,7 +23,7 @@ WORKING = -1  # as `turn`: a layer or the table itself is being changed
 
 @dataclass(frozen=True)
 class StaticStep:
-    """What one forward does to every row; all tensors int32, on the device.
+    """The change of every row in one forward; all tensors int32, on the device.
 
     Attributes:
         starts, skips: [rows], first free slot of the window, and leading new tokens that are padding.
@@ -42,7 +42,7 @@ class StaticStep:
 
 @dataclass(frozen=True)
 class Lengths:
-    """What a step moves on: tensors on the device, and the columns as Python knows them."""
+    """The state that a step changes: tensors on the device, and the columns as Python knows them."""
 
     tensors: tuple[torch.Tensor, ...]
     columns: int | None
@@ -95,7 +95,7 @@ class StaticTable:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Block table and lengths."""
+        """Return the block table [rows, pages_per_row], num_pages, exact_lens and padding [rows], all int32, and seen [], int64."""
         return self.block_table, self.num_pages, self.exact_lens, self.padding, self.seen
 
     def allocate(self, rows: int, device: torch.device) -> None:

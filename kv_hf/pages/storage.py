@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
 class PairWriter(Protocol):
-    """What writes pages: see kernels/pairs.py for both functions."""
+    """A backend's functions that write pages; kernels/pairs.py documents both."""
 
     @property
     def write_pair(self) -> Callable[..., None]:
@@ -222,7 +222,14 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them (see kernels/pairs.py)."""
+        """Have `kernel` append `new` to the windows, and seal pages from them (see kernels/pairs.py).
+
+        Args:
+            windows: keys and values [rows, heads, slots, channels], written in place.
+            new: keys and values [rows, heads, q_len, channels] of this forward.
+            damaged: [], uint8; set to 1 where numbers had to be made finite.
+            launches: what the backend keeps for this layer.
+        """
         assert view.starts is not None and view.skips is not None
         table = None if jobs is None else jobs.on(self.device)
         fields = self.keys.fields, self.values.fields
@@ -238,7 +245,12 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` seal pages of both sides from `tokens` (see kernels/pairs.py)."""
+        """Have `kernel` seal pages of both sides from `tokens` (see kernels/pairs.py).
+
+        Args:
+            tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
+            damaged: [], uint8; set to 1 where numbers had to be made finite.
+        """
         kernel.seal_pair(tokens, jobs.on(self.device), self.fields, self.spec, damaged, launches)
 
     def readable(self, view: TableView) -> ReadablePages:

@@ -62,7 +62,7 @@ class FileTensors:
         return self._file.pieces(tensor_name(layer, side, field))
 
     def window(self, layer: int, side: str) -> torch.Tensor:
-        """Return the exact tokens, on the CPU."""
+        """Return the exact tokens [rows, num_kv_heads, slots, head_dim], on the CPU."""
         return self._file.tensor(tensor_name(layer, side, "window"))
 
 

@@ -245,7 +245,7 @@ class PageGroup(PaddedRows):
                 found, self.offset, plan.exact_read, plan.padding, plan.exact_before, plan.skip
             ),
             seal_first=SealJobs.build(pages.first, self.page_size, self.sink_tokens),
-            seal=SealJobs.build(pages.last, self.page_size, self.sink_tokens, plan.passed.tolist()),
+            seal=SealJobs.build(pages.last, self.page_size, self.sink_tokens, plan.passed),
             reserved=reserved_pages(batch, self.reserve, self.pool.max_pages),
             ahead=self.ahead.pages(self.sizes, after, seen_after, self.pool.num_ids),
         )

@@ -15,7 +15,6 @@ from ..pages.storing import storing
 from ..spec import page_capacity
 from .window import ExactWindow
 
-
 _NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
 

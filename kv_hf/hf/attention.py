@@ -94,20 +94,26 @@ def kv_hf_attention(
     view = view_behind(key, value) if traced is None else traced
     if view is None:
         hand_latents_through(module)  # for the forwards that come
-    elif attention_mask is None and position_bias is None and indices is None:
-        if _is_plain_step(view, query) and _why_dense(dropout, kwargs) is None:
-            check_shown(view, None, 1)
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            out = paged_attention(
-                query,
-                view.kv,
-                softmax_scale=scale,
-                softcap=softcap,
-                sink_logits=s_aux,
-                sliding_window=view.sliding_window,
-                kernel=view.kernel,
-            )
-            return out.transpose(1, 2).contiguous(), None
+    elif (
+        attention_mask is None
+        and position_bias is None
+        and indices is None
+        and type(view) is KVView
+        and query.shape[2] == 1  # a single query of a growing cache: the step that runs most often
+        and not view.kv.spec.is_latent
+        and _why_dense(dropout, kwargs) is None
+    ):
+        check_shown(view, None, 1)
+        out = paged_attention(
+            query,
+            view.kv,
+            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            sink_logits=s_aux,
+            sliding_window=view.sliding_window,
+            kernel=view.kernel,
+        )
+        return out.transpose(1, 2).contiguous(), None
     if indices is not None:
         if isinstance(attention_mask, LazyMask):
             attention_mask = attention_mask.dense()
@@ -178,11 +184,6 @@ def kv_hf_attention(
         attention_mask,
         {"dropout": dropout, "scaling": scaling, **kwargs},
     )
-
-
-def _is_plain_step(view: KVView | TracedView, query: torch.Tensor) -> bool:
-    """Say whether a single query meets the pages of a growing cache's keys and values, the step that runs most often."""
-    return type(view) is KVView and query.shape[2] == 1 and not view.kv.spec.is_latent
 
 
 def _why_dense(dropout: float, kwargs: dict[str, Any]) -> str | None:

@@ -124,7 +124,7 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
     """
     if sizes.window is None and not sizes.recording and _grows_alike(sizes, batch, seen, q_len):
         nothing = np.zeros_like(batch.exact)
-        plain = {name: nothing for name in ("ahead", "skip", "passed", "first", "last")}
+        plain = dict.fromkeys(("ahead", "skip", "passed", "first", "last"), nothing)
         return AppendPlan(
             padding=batch.padding,
             dropped=batch.dropped,

@@ -22,7 +22,7 @@ BUDGET_S ?= 480
 OUT ?= results/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-processors test-asan check format eval bench bench-mla bench-gpu plots clean
+.PHONY: help demo test test-all test-processors test-asan check format docs eval bench bench-mla bench-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -77,6 +77,13 @@ check: $(VENV)/.installed ## ruff, ruff format and mypy
 format: $(VENV)/.installed ## format and fix what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## build docs/ and the API reference into site/ (broken links are errors)
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -W ignore -m mkdocs build --strict
 
 $(VENV)/.eval: $(VENV)/.weights
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,eval]'
@@ -137,5 +144,5 @@ bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole st
 plots: $(VENV)/.bench ## draw results/*.jsonl into results/plots/
 	$(BIN)/python scripts/plots.py
 
-clean: ## remove the virtual environments
-	rm -rf $(VENV) $(OLDEST_VENV)
+clean: ## remove the virtual environments and the built documentation
+	rm -rf $(VENV) $(OLDEST_VENV) site

@@ -76,7 +76,7 @@ def _records(source: str, training: bool, what: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{what} {source!r} needs a package: pip install datasets") from error
+        raise ValueError(f"{what} {source!r} needs datasets: pip install 'kv_hf[eval]'") from error
     try:
         splits: Any = datasets.load_dataset(path, config or None, streaming=True)
     except Exception as error:  # whatever the hub, the network or a loader raises

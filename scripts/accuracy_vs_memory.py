@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from measure.grid.cell import Cell
+from measure.grid.loaded import TextSettings, model_revision, weight_bytes
+from measure.grid.measure import Bench
+from measure.grid.plan import CACHES, plan_cells
+from measure.grid.run import finished_cells, run_cells
+from measure.models.packaged import PACKAGED, resolve_model
 from rich.console import Console
 from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.cache_names import CACHE_NAMES
-from kv_hf.evaluation.grid.cell import Cell
-from kv_hf.evaluation.grid.measure import Bench
-from kv_hf.evaluation.grid.plan import CACHES, plan_cells
-from kv_hf.evaluation.grid.run import finished_cells, run_cells
-from kv_hf.evaluation.loaded import TextSettings, model_revision, weight_bytes
-from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
+from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.report.write import write_report
 from kv_hf.evaluation.retrieval.puzzles import TASKS
 from kv_hf.evaluation.rows import check_writable, read_rows
@@ -49,7 +49,7 @@ console = Console(width=140)
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog=f"packaged models: {', '.join(PACKAGED)}; caches: {', '.join(CACHE_NAMES)}, recipe:FILE",
+        epilog=f"packaged models: {', '.join(PACKAGED)}; caches: {', '.join(all_cache_names())}, recipe:FILE",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(

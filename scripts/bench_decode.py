@@ -16,18 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.speed.decode_contenders import Contender, Workload, dynamic, layers_for, paged, stock
 from rich.console import Console
 from rich.table import Table
 
 from kv_hf.config import KERNEL_CHOICES
-from kv_hf.evaluation.decode_contenders import (
-    Contender,
-    Workload,
-    dynamic,
-    layers_for,
-    paged,
-    stock,
-)
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.evaluation.shapes import SHAPES
 from kv_hf.evaluation.timing import Budget, captured, copy_bandwidth, interleave, spread

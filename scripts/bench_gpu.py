@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from measure.gpu.plan import TINY, Sizes, make_plan
+from measure.gpu.run import Run
 
-from kv_hf.evaluation.gpu.plan import TINY, Sizes, make_plan
-from kv_hf.evaluation.gpu.run import Run
 from kv_hf.evaluation.rows import check_writable
 
 RESULTS = Path(__file__).parent.parent / "results" / "gpu"

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.speed.host_steps import HostRun, HostShape, gpu
 from rich.console import Console
 from rich.table import Table
 
-from kv_hf.evaluation.host_steps import HostRun, HostShape, gpu
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.formats import FORMAT_NAMES
 

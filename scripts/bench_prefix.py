@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import resolve_model
+from measure.speed.prefix_sharing import requests_over, run_requests
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kv_hf.evaluation.packaged_models import resolve_model
-from kv_hf.evaluation.prefix_sharing import requests_over, run_requests
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.texts import load_text
 

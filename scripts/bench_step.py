@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.speed.decode_contenders import Contender, Workload, dynamic, kernel_calls, paged
 from rich.console import Console
 from rich.table import Table
 
-from kv_hf.evaluation.decode_contenders import Contender, Workload, dynamic, kernel_calls, paged
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.evaluation.shapes import SHAPES
 from kv_hf.evaluation.timing import Budget, interleave, spread

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import resolve_model
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,7 +21,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 import kv_hf
-from kv_hf.evaluation.packaged_models import resolve_model
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.texts import load_text
 

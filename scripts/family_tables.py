@@ -4,9 +4,8 @@ from collections import Counter
 from typing import Any
 
 from docs_tables import table
+from measure.families.examine import BLUNT
 from packaging.version import Version
-
-from kv_hf.evaluation.families.examine import BLUNT
 
 Rows = list[dict[str, Any]]
 ROLES = {"causal": "causal", "seq2seq": "encoder-decoder", "conditional": "conditional generation"}

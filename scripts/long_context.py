@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import PACKAGED, resolve_model
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.retrieval import TASKS, needle_cells, task_cells
 from kv_hf.evaluation.retrieval.grid import measure_cells
 from kv_hf.evaluation.retrieval.haystack import LINCOLN, NOISE

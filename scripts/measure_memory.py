@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import resolve_model
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.cache_names import CACHE_NAMES
+from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.cache_kinds import why_not
 from kv_hf.evaluation.child import MeasurementError
 from kv_hf.evaluation.footprint import DTYPES, check_request, measure_footprint
@@ -36,7 +37,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="packaged model, hub id or folder")
     parser.add_argument("--random", choices=RANDOM_MODELS, help="random weights of known sizes")
     parser.add_argument(
-        "--caches", nargs="+", default=list(CACHE_NAMES), help="with options: paged_int4:keys=int8"
+        "--caches",
+        nargs="+",
+        default=list(all_cache_names()),
+        help="with options: paged_int4:keys=int8",
     )
     parser.add_argument("--context", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
@@ -51,10 +55,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     try:
+        args.folder = args.random or resolve_model(args.model)
         for name in args.caches:
             for context in args.context:
                 for batch in args.batch:
-                    check_request(args.random or args.model, name, context, batch, **common(args))
+                    check_request(args.folder, name, context, batch, **common(args))
         if args.threads is not None and args.threads < 1:
             raise ValueError(f"threads must be at least 1, got {args.threads}")
     except ValueError as error:
@@ -143,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bar.set_description(f"{name}, {context} tokens")
                 try:
                     found = measure_footprint(
-                        args.random or args.model,
+                        args.folder,
                         name,
                         context,
                         batch,
@@ -156,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     failed += 1
                     bar.write(f"{name} gives no row at {context} tokens, batch {batch}: {error}")
                 else:
+                    found["model"] = args.random or args.model
                     exact = found if name == "dynamic" else exact
                     if exact is not None:
                         found["ratio_to_dynamic"] = found["held_bytes"] / exact["held_bytes"]

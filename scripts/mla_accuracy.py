@@ -1,4 +1,4 @@
-"""Measure what caches of latents cost on a text: real GQA weights in MLA form (kv_hf.evaluation.latent_fixture).
+"""Measure what caches of latents cost on a text: real GQA weights in MLA form (measure/models/latent_fixture.py).
 
     python scripts/mla_accuracy.py --caches paged_int8 paged_int4 paged_int4:page_size=32 --along-rank int4
     python scripts/mla_accuracy.py --mixing whitened --caches paged_int4 --record
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.grid.cell import check_caches
+from measure.grid.loaded import TextSettings
+from measure.models.along_rank import along_the_rank
+from measure.models.latent_fixture import LABEL, MIXINGS, LatentFixture
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.along_rank import along_the_rank
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.child import in_words
-from kv_hf.evaluation.grid.cell import check_caches
-from kv_hf.evaluation.latent_fixture import LABEL, MIXINGS, LatentFixture
-from kv_hf.evaluation.loaded import TextSettings
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.formats import IMPLEMENTATIONS
 

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from measure.families.build import ROLES, families
+from measure.families.operations import OPERATIONS
+from measure.families.walk import Task, walk
 from rich.console import Console
 
-from kv_hf.evaluation.families.build import ROLES, families
-from kv_hf.evaluation.families.operations import OPERATIONS
-from kv_hf.evaluation.families.walk import Task, walk
 from kv_hf.evaluation.rows import append_rows, commit, make_row, read_rows, versions
 
 RESULTS = Path(__file__).parent.parent / "results" / "model_families.jsonl"

@@ -9,7 +9,7 @@
 import argparse
 from pathlib import Path
 
-from kv_hf.evaluation.harness.offline import default_folder, write_offline_tasks
+from measure.tasks.offline import default_folder, write_offline_tasks
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from measure.families.build import ROLES, families
 from rich.console import Console
 from rich.table import Table
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from kv_hf.evaluation.families.build import ROLES, families
 from kv_hf.evaluation.rows import append_rows, make_row
 
 HERE = Path(__file__).parent

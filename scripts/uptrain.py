@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import PACKAGED, resolve_model
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.packaged_models import PACKAGED, resolve_model
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, make_row
 from kv_hf.gqa.checkpoint import read_json
 from kv_hf.gqa.uptrain import UptrainReport, UptrainSettings, uptrain

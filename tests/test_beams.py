@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from measure.speed.beams import Beams, beam_steps, wrong_beams
 
 import kv_hf
-from kv_hf.evaluation.beams import Beams, beam_steps, wrong_beams
 from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind
 from kv_hf.evaluation.shapes import AttentionShape
 

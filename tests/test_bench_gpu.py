@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from measure.gpu import measure
+from measure.gpu.crew import Worker, together
+from measure.gpu.plan import TINY, Job, Part, Sizes, make_plan
+from measure.gpu.run import Run
+from measure.gpu.worker import work
 
 from kv_hf.evaluation import timing
-from kv_hf.evaluation.gpu import measure
-from kv_hf.evaluation.gpu.crew import Worker, together
-from kv_hf.evaluation.gpu.plan import TINY, Job, Part, Sizes, make_plan
-from kv_hf.evaluation.gpu.run import Run
-from kv_hf.evaluation.gpu.worker import work
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.evaluation.shapes import RANDOM_MODELS, SHAPES
 from kv_hf.evaluation.timing import Budget
@@ -272,7 +272,7 @@ def test_work_answers_a_row_at_a_time_and_survives_what_breaks(monkeypatch):
 
 
 def test_work_ends_where_the_gpu_answers_no_longer(monkeypatch):
-    from kv_hf.evaluation.gpu import worker
+    from measure.gpu import worker
 
     def breaks():
         yield from ()
@@ -325,7 +325,7 @@ def test_compiled_steps_take_preallocated_caches(monkeypatch, cache):
 
 
 def test_wrong_kernel_is_not_timed(small_copies, monkeypatch):
-    from kv_hf.evaluation.oracle import Verdict
+    from measure.speed.oracle import Verdict
 
     made = measure.paged
 

@@ -5,23 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from measure.speed.compare_steps import compare_steps, ms_per_1k_tokens
+from measure.speed.decode_contenders import Workload, layers_for, paged, stock
+from measure.speed.oracle import Verdict, decoded_tokens, judge, judge_pages, softmax_attention
+from measure.speed.scaling import growth, left_padding, ragged_steps
 from paged_inputs import make_kv
 from tiny_models import make_config, make_model
 from transformers import DynamicCache, StaticCache
 
 import kv_hf
 from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
-from kv_hf.evaluation.compare_steps import compare_steps, ms_per_1k_tokens
-from kv_hf.evaluation.decode_contenders import Workload, layers_for, paged, stock
-from kv_hf.evaluation.oracle import (
-    Verdict,
-    decoded_tokens,
-    judge,
-    judge_pages,
-    softmax_attention,
-)
 from kv_hf.evaluation.rows import latest_run
-from kv_hf.evaluation.scaling import growth, left_padding, ragged_steps
 from kv_hf.evaluation.shapes import SHAPES, AttentionShape, random_config
 from kv_hf.evaluation.timing import Budget, copy_bandwidth, interleave, quantile, spread
 from kv_hf.formats import FORMAT_NAMES

@@ -10,7 +10,7 @@ from tiny_models import left_padded, make_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
-from kv_hf.cache.handle import KVView
+from kv_hf.bridge.handle import KVView
 from kv_hf.hf import attention, causal, dense
 from kv_hf.kernels import choice, ops
 from kv_hf.kernels.cpu import library

@@ -2,11 +2,10 @@
 
 import pytest
 import transformers
+from measure.families import verdict
+from measure.families.inputs import build_subject
 from packaging.version import Version
 from transformers.models.doge import modeling_doge
-
-from kv_hf.evaluation.families import verdict
-from kv_hf.evaluation.families.inputs import build_subject
 
 
 def test_compare_calls_a_model_broken_whose_sdpa_sees_later_tokens(monkeypatch):

@@ -7,18 +7,18 @@ import shutil
 
 import pytest
 import torch
+from measure.grid.cell import Cell
+from measure.grid.loaded import LoadedModel, TextSettings, model_revision
+from measure.grid.measure import Bench
+from measure.grid.plan import plan_cells
+from measure.grid.run import run_cells
+from measure.models import packaged
 from tiny_harness import tiny_tokenizer, write_tasks
 from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
 
 from kv_hf.cache_names import cache_label, parse_cache_name
-from kv_hf.evaluation import packaged_models
 from kv_hf.evaluation.cache_kinds import cache_kind
-from kv_hf.evaluation.grid.cell import Cell
-from kv_hf.evaluation.grid.measure import Bench
-from kv_hf.evaluation.grid.plan import plan_cells
-from kv_hf.evaluation.grid.run import run_cells
-from kv_hf.evaluation.loaded import LoadedModel, TextSettings, model_revision
 from kv_hf.evaluation.rows import append_rows, read_rows
 
 SETTINGS = {"dtype": "float32", "device": "cpu", "seed": 0}
@@ -266,9 +266,9 @@ def test_loaded_model_names_a_cache_that_cannot_run(folder):
 
 def test_gemma_wants_its_terms_accepted(monkeypatch, tmp_path):
     monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
-    monkeypatch.delenv(packaged_models.ACCEPT_GEMMA, raising=False)
+    monkeypatch.delenv(packaged.ACCEPT_GEMMA, raising=False)
     with pytest.raises(ValueError, match=r"Gemma terms of use .* KV_HF_ACCEPT_GEMMA_TERMS=1"):
-        packaged_models.resolve_model("gemma-3-270m")
+        packaged.resolve_model("gemma-3-270m")
     assert os.listdir(tmp_path) == []
 
 

@@ -10,7 +10,7 @@ from tiny_models import left_padded, make_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.cache.handle import KVHandle
+from kv_hf.bridge.handle import KVHandle
 
 
 def filled_cache(keys="exact", rows=2, length=90):

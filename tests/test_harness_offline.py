@@ -7,12 +7,12 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from measure.tasks.offline import write_offline_tasks
 from tiny_harness import tiny_tokenizer, write_tasks
 from tiny_models import make_model
 
-from kv_hf.evaluation.harness.offline import write_offline_tasks
+from kv_hf.evaluation.harness.nltk_data import packaged_nltk
 from kv_hf.evaluation.harness.register import include_file
-from kv_hf.evaluation.harness.ruler import packaged_nltk
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("lm_eval")

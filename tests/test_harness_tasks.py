@@ -5,14 +5,14 @@ import json
 import sys
 
 import pytest
+from measure.tasks.offline import wiki_articles, write_offline_tasks
 from tiny_harness import TASKS, tiny_tokenizer, write_tasks
 from tiny_models import make_model, shared_model
 
 import kv_hf
 from kv_hf.cli import main as cli
-from kv_hf.evaluation.harness.offline import wiki_articles, write_offline_tasks
+from kv_hf.evaluation.harness.nltk_data import use_packaged_nltk
 from kv_hf.evaluation.harness.register import include_file
-from kv_hf.evaluation.harness.ruler import use_packaged_nltk
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.models.huggingface import HFLM  # noqa: E402

@@ -9,7 +9,7 @@ import torch
 from tiny_models import make_model
 
 import kv_hf
-from kv_hf.cache.mask_watch import MaskWatch
+from kv_hf.bridge.mask_watch import MaskWatch
 from kv_hf.pages import moved
 from kv_hf.pages.batch import Batch
 from kv_hf.pages.device_flag import DeviceFlag
@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(
 
 def counted(steps=70, **options):
     """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
-    from kv_hf.evaluation.host_steps import HostRun, HostShape, gpu
+    from measure.speed.host_steps import HostRun, HostShape, gpu
 
     with gpu() as fake:
         shape = HostShape(layers=2, heads=8, kv_heads=2)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
+from measure.models.packaged import resolve_model
 
 import kv_hf
 from kv_hf.cache.weights import fingerprint, weights_of
-from kv_hf.evaluation.packaged_models import resolve_model
 from kv_hf.texts import load_text
 
 pytestmark = pytest.mark.slow

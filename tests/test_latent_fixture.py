@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from measure.models.along_rank import along_the_rank
+from measure.models.latent_fixture import (
+    LatentFixture,
+    embed_in_mla,
+    principal_bases,
+    whitened_bases,
+)
+from measure.models.packaged import resolve_model
 from tiny_models import make_model, tokens
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.youtu.modeling_youtu import YoutuRMSNorm
 
 import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy
-from kv_hf.evaluation.along_rank import along_the_rank
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.held import layer_shapes, measure_held
-from kv_hf.evaluation.latent_fixture import (
-    LatentFixture,
-    embed_in_mla,
-    principal_bases,
-    whitened_bases,
-)
-from kv_hf.evaluation.packaged_models import resolve_model
 from kv_hf.hf import attention as hf_attention
 from kv_hf.hf import latent as hf_latent
 from kv_hf.texts import text_windows

@@ -7,7 +7,7 @@ from test_sliding import make as make_sliding
 from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
 
 import kv_hf
-from kv_hf.hf.lazy_mask import LazyMask
+from kv_hf.bridge.lazy_mask import LazyMask
 
 LATENT = {
     "num_key_value_heads": 4,

@@ -1,21 +1,21 @@
-"""kv_hf.evaluation.families: tiny models of every family, and that the walk finds what is wrong."""
+"""scripts/measure/families: tiny models of every family, and that the walk finds what is wrong."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from measure.families import operations, verdict
+from measure.families import walk as walking
+from measure.families.build import ROLES, build_config, build_model, families
+from measure.families.examine import BLUNT, examine, sensitivity
+from measure.families.inputs import build_subject
+from measure.families.shrink import HEADS, VOCABULARY, kept_layers
+from measure.families.subject import STOCK, Subject
+from measure.families.walk import _Running, context, walk
 from transformers import AutoConfig
 
 import kv_hf
 from kv_hf.cache.layer import PagedLayer
-from kv_hf.evaluation.families import operations, verdict
-from kv_hf.evaluation.families import walk as walking
-from kv_hf.evaluation.families.build import ROLES, build_config, build_model, families
-from kv_hf.evaluation.families.examine import BLUNT, examine, sensitivity
-from kv_hf.evaluation.families.inputs import build_subject
-from kv_hf.evaluation.families.shrink import HEADS, VOCABULARY, kept_layers
-from kv_hf.evaluation.families.subject import STOCK, Subject
-from kv_hf.evaluation.families.walk import _Running, context, walk
 
 # family -> role, attention at the end, operations that are not equal with a reason of transformers' own; each of these
 # stresses another seam: KV-shared layers, block selection, latents, chunks, sinks, biases, states beside attention, ...

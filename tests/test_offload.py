@@ -453,6 +453,9 @@ class FakeLayer:
                 for at in range(extent.count):
                     fields["codes"][at] = 1000 * layer_idx + extent.first + at
 
+    def read_by(self, plan):
+        self.plan = plan
+
 
 def view_of(*rows):
     width = max(map(len, rows))

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from measure.models.packaged import resolve_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy
-from kv_hf.evaluation.packaged_models import resolve_model
 from kv_hf.texts import load_text, token_windows
 
 LIMITS = {"paged_int8": 0.0005, "paged_fp8": 0.006, "paged_int4": 0.005, "paged_int2": 0.18}

@@ -8,10 +8,10 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 from report_rows import CACHES, accuracy_row, sensitivity_rows, task_rows
 
 from kv_hf.evaluation.report import write_report
-from kv_hf.evaluation.report.markup import Markup
 from kv_hf.evaluation.rows import append_rows
 
 pytest.importorskip("matplotlib")

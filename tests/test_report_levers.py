@@ -1,11 +1,9 @@
 """kv heads and bits in one table and one plot: which models belong together, and what is derived from their rows."""
 
-import re
-
 import pytest
+from measure.grid.lineage import lineage
 from report_rows import accuracy_row
 
-from kv_hf.evaluation.lineage import lineage
 from kv_hf.evaluation.report import write_report
 from kv_hf.evaluation.report.levers import find_levers, kv_heads, levers_table, origin
 from kv_hf.evaluation.report.select import groups
@@ -51,12 +49,12 @@ def test_the_front_is_taken_over_all_models():
 
 def test_figures_of_the_table_follow_from_rows():
     (levers,) = find_levers(groups([*rows_of("small", ORIGINAL), *converted()]))
-    table = str(levers_table(levers))
-    lines = re.findall(r"<tr>.*?</tr>", table, flags=re.S)[1:]
+    lines = levers_table(levers).lines
     assert len(lines) == 5
     least = lines[0]
-    assert "paged_int4" in least and "small-1" in least and "on the front" in least
-    derived = [float(found) for found in re.findall(r'data-derived="([^"]+)"', least)]
+    assert least[0].codes == ["paged_int4"] and least[1].text == "small-1"
+    assert least[-1].strong == "on the front"
+    derived = [float(c.data["data-derived"]) for c in least if "data-derived" in c.data]
     assert derived == pytest.approx([250 / 2352, 25.0 / 20.0])
 
 

@@ -15,9 +15,9 @@ from test_triton_latent import spec_of as latents_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv_hf
+from kv_hf.bridge.lazy_mask import LazyMask
 from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
 from kv_hf.hf import attention, causal
-from kv_hf.hf.lazy_mask import LazyMask
 from kv_hf.kernels.dense import dense_side
 
 needs_triton = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Which layers of a model are paged, in which groups, and where their pages live."""
+"""The paged layers of a model, their groups, and the storage of their pages."""
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -70,8 +70,7 @@ def page_layers(
     arena.grow_together(_alike(made[index] for index in paged))
     ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
     for group in ordered:
-        others = (peer for peer in ordered if peer is not group)
-        group.lockstep.peers = tuple(peer.lockstep for peer in others)
+        group.lockstep.walk_with(peer.lockstep for peer in ordered if peer is not group)
     return made, ordered, arena
 
 
@@ -115,9 +114,3 @@ def _arena(layers: Sequence[Any], paged: set[int], config: Any, options: CacheCo
                 f"{type(layer).__name__}, whose state belongs to the whole text"
             )
     return store.bind(options, signature(config))
-
-
-def release_pages(layers: Sequence[Any]) -> None:
-    """Let go of all pages of a cache that is gone: a finalizer, which may run at any moment."""
-    for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
-        group.let_go()

@@ -1,32 +1,30 @@
-"""Copies of a cache, and whether all of its layers tell of the same tokens. Knows no formats."""
+"""Copies of a cache, states of it for others, and whether all of its layers tell of the same tokens. Knows no formats."""
 
 import copy
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
-from transformers.cache_utils import DynamicCache
-
-from ..errors import InterruptedForwardError
-from .build import release_pages
+from ..errors import CacheMismatchError, InterruptedForwardError, UnsupportedModelError
+from ..pages.group import PageGroup
+from ..pages.group_state import held_pages
+from .base import CacheBase
 from .layer import PagedLayer
-
-if TYPE_CHECKING:
-    from ..pages.arena import PageArena
-    from ..pages.group import PageGroup
+from .report import tensor_bytes
+from .state import CacheState, LayerPages, LayerState, LiveTensors, portable
 
 
-class Copyable(DynamicCache):
-    """What copies of a PagedCache share, and the checks that every change of it was finished.
+def release_pages(layers: Sequence[Any]) -> None:
+    """Let go of all pages of a cache that is gone: a finalizer, which may run at any moment."""
+    for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
+        group.let_go()
 
-    Attributes:
-        halfway: a change of all layers is going on; outside of one, it was interrupted.
-    """
 
-    halfway = False
+class Copyable(CacheBase):
+    """Copies of a growing cache, the pages that they share, and the checks that every change was finished."""
+
     _releases = False
-    groups: "tuple[PageGroup, ...]"
-    arena: "PageArena"
+    groups: tuple[PageGroup, ...]
 
     @property
     def paged_layers(self) -> list[PagedLayer]:
@@ -55,6 +53,73 @@ class Copyable(DynamicCache):
     def __copy__(self) -> Self:
         # two caches with one set of rows would pull the rug from under each other
         return copy.deepcopy(self)
+
+    def state(self) -> CacheState:
+        """Return what this cache holds, for a file or another cache; its tensors are this cache's own, not copies.
+
+        Raises: CacheMismatchError for an empty cache; InterruptedForwardError after a forward that stopped half-way;
+            UnsupportedModelError where layers hold more than pages and exact tokens.
+        """
+        self._check_complete()
+        held = {layer.layer_idx: layer for layer in self.paged_layers}
+        pages = {id(group): held_pages(group.rows) for group in self.groups}
+        return CacheState(
+            portable(self.options),
+            self.model_signature,
+            tuple(group.state() for group in self.groups),
+            tuple(
+                LayerState.of(
+                    index, layer.store.spec, self._group_number(layer), layer.store.device
+                )
+                for index, layer in held.items()
+                if layer.store is not None
+            ),
+            LiveTensors(held, {index: pages[id(layer.group)] for index, layer in held.items()}),
+            self.computed_by,
+        )
+
+    def _check_complete(self) -> None:
+        """Raise an error unless the cache holds tokens, in pages and exact windows alone, up to the same column."""
+        if not self.group.rows:
+            raise CacheMismatchError("this cache is empty: there is nothing to save")
+        kept = [
+            f"{index} ({type(layer).__name__})"
+            for index, layer in enumerate(self.layers)
+            if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
+        ]
+        if kept:
+            raise UnsupportedModelError(
+                f"layers {', '.join(kept)} hold states beside their pages (transformers' own, or indexer keys); saved caches hold "
+                "pages only"
+            )
+        layers = self.paged_layers
+        behind = [one.layer_idx for one in layers if not one.is_up_to_date or not one.store]
+        if behind:
+            raise InterruptedForwardError(
+                f"layers {behind} have not taken part in all forwards of this cache: an earlier one stopped half-way; it "
+                "cannot be saved"
+            )
+        self.check_integrity()
+        if any(layer.window != layer.group.window for layer in layers):
+            raise UnsupportedModelError(
+                "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
+            )
+
+    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
+        for number, (group, theirs) in enumerate(zip(self.groups, state.groups, strict=True)):
+            for index, row in enumerate(theirs.rows):
+                if (row.pages or row.dropped) and row.exact < group.sink_tokens:
+                    raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
+            group.restore(theirs, [layer for layer, one in pages.items() if one.group == number])
+        self.check_integrity()
+        for one in state.layers:
+            layer: Any = self.layers[one.layer]
+            num_pages = state.groups[pages[one.layer].group].num_pages
+            layer.resume(one, state.tensors, num_pages)
+        self.check_integrity()
+
+    def _group_number(self, layer: Any) -> int:
+        return next(number for number, group in enumerate(self.groups) if group is layer.group)
 
     def release_when_gone(self) -> None:
         """See to it that pages are freed with this cache although others share their storage."""

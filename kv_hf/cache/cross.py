@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import CacheConfig
+from .growing import GrowingCache
 from .handle_layer import HandleLayer
 from .model_shape import attention_config, cross_config
-from .paged_cache import PagedCache
 
 
-class CrossCache(PagedCache):
+class CrossCache(GrowingCache):
     """The cross-attention half of an encoder-decoder cache, in pages of the formats of the self-attention half.
 
         EncoderDecoderCache(kv_hf.PagedCache(config, keys="int4"), kv_hf.CrossCache(config, keys="int4"))
@@ -28,4 +28,4 @@ class CrossCache(PagedCache):
         self._attention_config = attention_config(config)
         for layer in self.layers:
             if isinstance(layer, HandleLayer):
-                layer.attention_of = self._attention_config
+                layer.read_by(self._attention_config)

@@ -10,6 +10,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderD
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..spec import MemoryReport
+from .base import CacheBase
+from .compat import forget_tokens
 from .cross import CrossCache
 from .layer import PagedLayer
 from .model_shape import cross_config, decoder_config, is_encoder_decoder
@@ -78,9 +80,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         """Forget all tokens of both halves and give the memory back; afterwards any batch size fits."""
         super().reset()
         for layer in _dense_layers(self.cross_attention_cache):
-            # 5.17 zeroes these instead of dropping them, so that the next update would append to zeros
-            layer.keys = layer.values = None
-            layer.is_initialized = False
+            forget_tokens(layer)
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         `self_attention_cache.memory()`, and `cross_attention_cache.memory()` where that is paged.
         """
         own, cross = self.self_attention_cache.memory(), self.cross_attention_cache
-        if isinstance(cross, PagedCache):
+        if isinstance(cross, CacheBase):
             other = cross.memory()
             names = [field.name for field in fields(MemoryReport)]
             return MemoryReport(
@@ -109,7 +109,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
     def report(self) -> list[LayerReport]:
         """Return, for each layer of the decoder, how its self-attention is cached, then its cross-attention."""
         rows = self.self_attention_cache.report()
-        if isinstance(self.cross_attention_cache, PagedCache):
+        if isinstance(self.cross_attention_cache, CacheBase):
             cross = self.cross_attention_cache.report()
             return rows + [replace(row, kind=f"cross {row.kind}") for row in cross]
         return rows + [
@@ -120,7 +120,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
     def check_integrity(self) -> None:
         """Raise ValueError unless counts, lengths, storage and layers of each half agree."""
         self.self_attention_cache.check_integrity()
-        if isinstance(self.cross_attention_cache, PagedCache):
+        if isinstance(self.cross_attention_cache, CacheBase):
             self.cross_attention_cache.check_integrity()
 
 
@@ -130,12 +130,12 @@ def _dense_layers(cache: Cache) -> list[DynamicLayer]:
     return [layer for layer in layers if not isinstance(layer, PagedLayer)]
 
 
-def paged_halves(cache: Any) -> tuple[PagedCache | None, PagedCache | None]:
+def paged_halves(cache: Any) -> tuple[Any, Any]:
     """Return what is paged of `cache`: the cache of the text's own tokens, and that of cross-attention."""
     pair = isinstance(cache, EncoderDecoderCache)
     own = cache.self_attention_cache if pair else cache
     cross = cache.cross_attention_cache if pair else None
     return (
-        own if isinstance(own, PagedCache) else None,
-        cross if isinstance(cross, PagedCache) else None,
+        own if isinstance(own, CacheBase) else None,
+        cross if isinstance(cross, CacheBase) else None,
     )

@@ -4,37 +4,9 @@ from typing import Any
 
 import torch
 
-from ..kernels.inputs import PagedKV
+from ..bridge.handle import KVHandle, LayerView, warn_dense
 from ..pages.step import Step
-from .handle import KVHandle, KVView, warn_dense
 from .layer import PagedLayer
-
-
-class LayerView(KVView):
-    """What a layer holds now; nothing is gathered before somebody computes with it."""
-
-    def __init__(self, layer: PagedLayer) -> None:
-        assert layer.store is not None
-        self.kernel = layer.store.kernel
-        self.sliding_window = layer.window
-        self.layer = layer
-        self._revision = layer.revision
-        self._gathered: PagedKV | None = None
-
-    @property
-    def kv(self) -> PagedKV:
-        """The pages. Raises StaleHandleError when the layer has moved on, InterruptedForwardError when it is behind."""
-        self._check()
-        if self._gathered is None:
-            self._gathered = self.layer.current_kv()
-        return self._gathered
-
-    def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
-        """Return shape, dtype and device of one side."""
-        spec = getattr(self.layer.spec, side)
-        seen = self.layer.get_seq_length()
-        shape = torch.Size((self.layer.rows_held, spec.num_kv_heads, seen, spec.head_dim))
-        return shape, spec.dtype, self.layer.device
 
 
 class HandleLayer(PagedLayer):
@@ -42,6 +14,10 @@ class HandleLayer(PagedLayer):
 
     attention_of: Any = None  # the config that names the model's attention
     _view: LayerView | None = None
+
+    def read_by(self, config: Any) -> None:
+        """Note the `config` that names the attention by which `keys` and `values` are read."""
+        self.attention_of = config
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the view out: it refers to tensors and a kernel of this process."""

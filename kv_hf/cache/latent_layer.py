@@ -7,10 +7,8 @@ import torch
 
 from ..config import CacheConfig
 from ..errors import CacheOptionError, InterruptedForwardError
-from ..kernels.inputs import PagedKV
 from ..pages.step import Step
-from .compat import SPARSE_MODELS_CACHE_LATENTS
-from .handle import KVView
+from .compat import SPARSE_MODELS_CACHE_LATENTS, removed_by_crop
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
 
@@ -39,7 +37,7 @@ class LatentLayer(PagedLayer):
         super().__init__(layer_idx, *args)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Learn shapes, dtype and device; see what the model caches.
+        """Learn shapes, dtype and device, and whether the model caches latents [rows, 1, q_len, rank] or the keys of its heads.
 
         Raises: CacheOptionError where options about latents were given and there are none.
         """
@@ -54,14 +52,9 @@ class LatentLayer(PagedLayer):
 
     @property
     def kind(self) -> str:
-        """What the layer's pages hold, for reports."""
+        """Return the kind of the pages, for reports."""
         latent = self._caches_latents if self.spec is None else self.spec.is_latent
         return "paged latents" if latent else "paged"
-
-    def _view_of(self, kv: PagedKV) -> KVView:
-        view = super()._view_of(kv)
-        view.mla = self.mla
-        return view
 
 
 class IndexedLatentLayer(LatentLayer, HandleLayer):
@@ -88,14 +81,14 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
 
     @property
     def kind(self) -> str:
-        """What the layer holds, for reports."""
+        """Return the kind of the layer, for reports."""
         if not self.has_latents:
             return "indexer keys, latents of another layer"
         return super().kind + (", indexer keys beside them" if self.has_index else "")
 
     @property
     def is_indexer_initialized(self) -> bool:
-        """Whether indexer keys are held."""
+        """Return whether the layer holds indexer keys."""
         return self._index is not None
 
     @property
@@ -157,9 +150,7 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
         """Remove the newest tokens; see `PagedLayer.crop`."""
         super().crop(tokens_to_remove)
         if self.store is None:  # it reads the latents of another layer (mistral_large4)
-            count = int(tokens_to_remove)
-            left = count if count > 0 else max(0, self._indexed + count)
-            self._indexed = min(self._indexed, left)
+            self._indexed -= min(self._indexed, removed_by_crop(tokens_to_remove, self._indexed))
 
     def _cut(self, step: Step) -> None:
         super()._cut(step)

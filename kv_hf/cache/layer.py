@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from ..bridge.handle import KVHandle, KVView, check_unchanged, warn_gradients
 from ..errors import InterruptedForwardError
 from ..kernels.inputs import PagedKV
-from ..notices import warn_once
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from ..pages.step import Step
 from ..pages.storage import PageStorage
 from ..spec import PageSpec
 from .before_step import before_step
-from .compat import CROP_TAKES_LENGTHS
-from .handle import KVHandle, KVView, check_unchanged
+from .compat import removed_by_crop
 from .layer_formats import LayerFormats
+from .state import LayerState, StateTensors
 from .store import LayerStore
 from .window import ExactWindow, chosen_rows
 
@@ -75,7 +75,7 @@ class PagedLayer(DynamicLayer):
     # -- transformers' interface -------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Learn shapes, dtype and device from the first keys and values, and check the formats on them."""
+        """Learn shapes, dtype and device from the first keys and values [rows, num_kv_heads, q_len, head_dim]; check the formats on them."""
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
         pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
@@ -111,12 +111,7 @@ class PagedLayer(DynamicLayer):
             self._joined(step)
             return key_states, value_states
         if key_states.requires_grad and torch.is_grad_enabled():
-            warn_once(
-                "gradients",
-                "No gradient flows through the keys and values of a paged cache, not even those of the newest tokens: their "
-                "projections get none, and what comes before them lacks that part. Use torch.no_grad() for generation, or a "
-                "DynamicCache for training through the cache",
-            )
+            warn_gradients()
         assert step.view is not None
         kv = store.kv(step.view, *runs, step.seen_after)
         handles = KVHandle.pair(KVView(kv, self, self.revision, store.kernel, self.window))
@@ -151,18 +146,12 @@ class PagedLayer(DynamicLayer):
         encoded ones keep their rounding (said once). With past recording on, what is left stands confirmed,
         also by a crop of 0, and may be sealed from the next forward on.
         """
-        count = int(tokens_to_remove)
-        if count > 0:
-            if not CROP_TAKES_LENGTHS:
-                raise ValueError(
-                    f"tokens_to_remove must be 0 or negative (-n removes the last n tokens), got {count}"
-                )
-            count = min(0, count - self._seen)
+        count = removed_by_crop(tokens_to_remove, self._seen)
         if count == 0:
             self.group.confirm()
         if count == 0 or self.store is None:
             return
-        step = self.group.crop(self.layer_idx, self._epoch, -count)
+        step = self.group.crop(self.layer_idx, self._epoch, count)
         self.revision += 1
         self._cut(step)
         self._joined(step)
@@ -176,7 +165,7 @@ class PagedLayer(DynamicLayer):
         self.select_rows([row for row in range(self.rows_held) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` (numbers or a bool mask)."""
+        """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
         self.select_rows(chosen_rows(indices, self.rows_held))
 
     def activate_past_recording(self) -> None:
@@ -223,7 +212,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def kind(self) -> str:
-        """What the pages hold, for reports."""
+        """Return the kind of the pages, for reports."""
         return "paged"
 
     @property
@@ -267,7 +256,7 @@ class PagedLayer(DynamicLayer):
             sinks: for each row its exact first keys and values [num_kv_heads, sink_tokens, ..]; None: it is empty.
             seen: columns that the layer then has seen.
         """
-        self.group.touched = True
+        self.group.touch()
         pages = self.arena.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
@@ -285,14 +274,25 @@ class PagedLayer(DynamicLayer):
         )
         return keys, values
 
-    def resume(self) -> None:
-        """Stand where the group stands, after its rows and this layer's tensors were read from a file."""
+    def outdate(self) -> None:
+        """Make the handles of before stale."""
+        self.revision += 1
+
+    def resume(self, state: LayerState, tensors: StateTensors, num_pages: int) -> None:
+        """Take over what another layer left, and stand where the group stands, which was restored before.
+
+        Args:
+            num_pages: pages that the group holds.
+        """
+        self.lazy_initialization(*state.empty())
+        assert self.store is not None
+        self.store.fill(tensors, num_pages)
         self._seen, self._epoch = self.group.seen, self.group.epoch
         self.revision += 1
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether this layer has taken part in all steps of its group."""
+        """Return whether this layer has taken part in all steps of its group."""
         return self._epoch == self.group.epoch and not self.group.lockstep.opening
 
     def current_kv(self) -> PagedKV:
@@ -308,7 +308,7 @@ class PagedLayer(DynamicLayer):
     # -- inside --------------------------------------------------------------------------------------------
 
     def _take(self, store: LayerStore) -> None:
-        self.group.stores[self.layer_idx] = store
+        self.group.join(self.layer_idx, store)
         self.store = store
 
     def _cut(self, step: Step) -> None:

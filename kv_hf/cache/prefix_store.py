@@ -4,7 +4,8 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
@@ -13,9 +14,7 @@ from ..pages.arena import PageArena
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
 from .model_state import ModelState, model_state
-
-if TYPE_CHECKING:
-    from .paged_cache import PagedCache
+from .page_sharer import PageSharer
 
 # options that decide the bytes of a page
 _FORMAT = (
@@ -34,10 +33,10 @@ _FORMAT = (
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """What a store has done and holds.
+    """The counts and holdings of a store.
 
     Attributes:
-        rows, rows_hit: prompts asked for, and those of which at least a page was there.
+        rows, rows_hit: prompts asked for, and prompts of which at least one page was found in the store.
         tokens, tokens_computed: tokens of those prompts, and tokens that went through the model for them.
         pages, bytes: what the store holds now, shared pages once.
         evictions: pages given up because the store was full.
@@ -160,7 +159,7 @@ class PrefixStore:
 
     def attach(
         self,
-        cache: "PagedCache",
+        cache: PageSharer,
         space: Hashable,
         rows: Sequence[Sequence[int]],
         padding: Sequence[int],
@@ -182,10 +181,9 @@ class PrefixStore:
             half-way.
         """
         tree = self.tree
-        cache.check_done()
-        if cache.group.rows:
+        if cache.held_rows():
             raise CacheMismatchError(
-                f"a prefix begins an empty cache, and this one has seen {cache.group.seen} columns; call reset() first"
+                f"a prefix begins an empty cache, and this one has seen {cache.get_seq_length()} columns; call reset() first"
             )
         with tree.pool.lock:
             found = [
@@ -207,12 +205,8 @@ class PrefixStore:
                 pages = tuple(node.page for node in nodes[1:] if node.page is not None)
                 exact, ahead = (tree.sink_tokens, columns + held - seen) if pages else (0, 0)
                 adopted.append(Row(columns, pages, exact, ahead=ahead))
-            cache.halfway = True
-            cache.group.adopt(adopted, seen)
-        sinks = [nodes[0].sinks if len(nodes) > 1 else None for nodes in found]
-        for place, layer in enumerate(cache.paged_layers):
-            layer.adopt([None if one is None else one[place] for one in sinks], seen)
-        cache.halfway = False
+            sinks = [nodes[0].sinks if len(nodes) > 1 else None for nodes in found]
+            cache.begin_with(adopted, sinks, seen)
         return seen
 
     def _first_column(
@@ -238,7 +232,7 @@ class PrefixStore:
 
     def add(
         self,
-        cache: "PagedCache",
+        cache: PageSharer,
         rows: Sequence[Sequence[int]],
         space: Hashable | None = None,
     ) -> None:
@@ -261,9 +255,8 @@ class PrefixStore:
             )
         if space is None:
             space = self._space_of(cache)
-        tree, group = self.tree, cache.group
-        cache.check_done()
-        held = [group.tokens(row) for row in group.rows]
+        tree, held_rows = self.tree, cache.held_rows()
+        held = [row.tokens for row in held_rows]
         lengths = [len(row) if isinstance(row, Sequence) else -1 for row in rows]
         if len(lengths) != len(held) or any(
             not 0 <= length <= most for length, most in zip(lengths, held, strict=True)
@@ -274,22 +267,15 @@ class PrefixStore:
             )
         with tree.pool.lock:
             page_bytes = sum(storage.spec.page_bytes for storage in self.arena.storages.values())
-            tree.max_pages = self.max_bytes // max(1, page_bytes)
             for index, tokens in enumerate(rows):
-                pages = group.rows[index].pages
-
-                def sinks(index: int = index) -> list[Any]:
-                    return [layer.sinks_of(index) for layer in cache.paged_layers]
-
-                nodes = tree.add(space, tokens, pages, sinks)
+                pages = held_rows[index].pages
+                nodes = tree.add(space, tokens, pages, partial(cache.sinks_of, index))
                 shared = tuple(node.page for node in nodes[1:] if node.page is not None)
                 if shared != pages[: len(shared)]:
-                    for layer in cache.paged_layers:
-                        layer.revision += 1  # handles know the pages that the row lets go of
-                    group.replace_pages(index, shared + pages[len(shared) :])
-            tree.shrink()
+                    cache.share_pages(index, shared + pages[len(shared) :])
+            tree.shrink(self.max_bytes // max(1, page_bytes))
 
-    def _space_of(self, cache: "PagedCache") -> Hashable:
+    def _space_of(self, cache: PageSharer) -> Hashable:
         """Return the one space whose tokens `cache` holds."""
         spaces = cache.prefix_spaces
         if len(spaces) > 1:

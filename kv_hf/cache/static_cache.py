@@ -1,33 +1,34 @@
-"""The preallocated form of PagedCache: `max_length` columns per row, made at the first forward."""
+"""The preallocated paged cache: `max_length` columns per row, made at the first forward."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
+from ..bridge.mask_length import MaskLength, check_padding_mask
 from ..config import CacheConfig
-from ..errors import CacheOptionError, UnsupportedModelError
+from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..kernels.choice import choose
 from ..pages import moved
 from ..pages.arena import PageArena
-from ..pages.static_table import WORKING, StaticTable
+from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
+from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
-from .mask_length import MaskLength, check_padding_mask
-from .mask_watch import MaskWatch
-from .model_shape import attention_config, decoder_config, latent_rank, page_sizes, signature
-from .paged_cache import PagedCache
+from .model_shape import latent_rank, page_sizes
 from .report import LayerReport
+from .state import CacheState, LayerPages, LayerState, LiveTensors, portable
 from .static_layer import StaticPagedLayer, refused
 from .static_store import check_static_kernel
 
 HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads")
 
 
-class StaticPagedCache(PagedCache):
-    """A PagedCache whose tensors never move, so that torch.compile and CUDA graphs can hold a decode step.
+class StaticPagedCache(CacheBase):
+    """A paged cache whose tensors never move, so that torch.compile and CUDA graphs can hold a decode step.
 
     Made by `PagedCache(config, .., max_length=N)` and `cache_config={"max_length": N}`.
     """
@@ -35,17 +36,9 @@ class StaticPagedCache(PagedCache):
     def _build(self, config: Any, options: CacheConfig) -> None:
         if options.max_length is None:
             raise CacheOptionError("StaticPagedCache needs max_length; use PagedCache without it")
-        decoder = decoder_config(config)
-        DynamicCache.__init__(self, config=decoder)
-        self.options = options
-        self._config = decoder
-        self._attention_config = attention_config(config)
-        self._kept = {}
+        decoder = self._describe(config, options)
         self.arena = PageArena()  # of nobody's use: each layer has storage of its own
-        self._watch = MaskWatch()
         self.captured = False  # whether generate() runs its decode steps as a CUDA graph
-        self._first_paged = -1  # no other group to ask before an update
-        self.model_signature = signature(decoder)
         others = sorted({type(layer).__name__ for layer in self.layers} - {DynamicLayer.__name__})
         if others or not self.layers or latent_rank(decoder) is not None:
             kind = ", ".join(others) or "latent attention"
@@ -53,9 +46,7 @@ class StaticPagedCache(PagedCache):
                 f"max_length={options.max_length}: {getattr(config, 'model_type', config)!r} has layers ({kind}) that a "
                 "preallocated cache cannot hold; leave max_length out"
             )
-        self.groups = (  # type: ignore[assignment]
-            StaticTable(options.page_size, options.sink_tokens, options.max_length),
-        )
+        self.groups = (StaticTable(options.page_size, options.sink_tokens, options.max_length),)
         count = len(self.layers)
         options.check_model(self.model_signature, count, set(range(count)))
         formats = [LayerFormats.of(options, index, count) for index in range(count)]
@@ -68,12 +59,8 @@ class StaticPagedCache(PagedCache):
     @property
     def table(self) -> StaticTable:
         """Rows and lengths, shared by all layers."""
-        return self.groups[0]  # type: ignore[return-value]
-
-    @property
-    def group(self) -> StaticTable:
-        """The table: the one group of all layers."""
-        return self.table
+        table: StaticTable = self.groups[0]
+        return table
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StaticPagedCache":
         """Return an independent cache with tensors of its own, which nobody else ever shares here."""
@@ -83,27 +70,58 @@ class StaticPagedCache(PagedCache):
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a pickle."""
-        vars(self).update(state)
+    def __copy__(self) -> "StaticPagedCache":
+        return copy.deepcopy(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise CacheOptionError, unless there is nothing to remove."""
         for layer in self.paged_layers:
             layer.crop(tokens_to_remove)
 
-    def save(self, path: Any, model: Any, token_ids: Any = None) -> None:
-        """Raise CacheOptionError: saved caches grow."""
-        raise refused("be saved")
+    def state(self) -> CacheState:
+        """Return what this cache holds, for a file or another cache; waits for the device.
+
+        Raises: CacheMismatchError for an empty cache, InterruptedForwardError after a forward that stopped half-way.
+        """
+        table, layers = self.table, {layer.layer_idx: layer for layer in self.paged_layers}
+        if not table.started:
+            raise CacheMismatchError("this cache is empty: there is nothing to save")
+        self.check_integrity()
+        ids = [
+            page
+            for row, held in enumerate(table.num_pages.tolist())
+            for page in table.block_table[row, :held].tolist()
+        ]
+        return CacheState(
+            portable(self.options),
+            self.model_signature,
+            (table.state(),),
+            tuple(
+                LayerState.of(index, layer.store.base.spec, 0, layer.device)
+                for index, layer in layers.items()
+                if layer.store is not None
+            ),
+            LiveTensors(layers, dict.fromkeys(layers, ids)),
+            self.computed_by,
+        )
+
+    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
+        (group,) = state.groups
+        if len(pages) != len(self.layers):
+            raise CacheMismatchError(
+                f"this state is of layers {sorted(pages)} alone; a preallocated cache holds all {len(self.layers)}"
+            )
+        self.table.check_state(group)
+        for one in sorted(state.layers, key=lambda one: one.layer):
+            self.paged_layers[one.layer].resume(one, state.tensors, group)
+        self.table.restore(group)
+        self.check_integrity()
 
     def _check_padding(self, mask: Any) -> None:
         check_padding_mask(mask, self.table.rows if self.table.started else 0, False)
 
     def expect_length(self, end: int, prompt: int = 0) -> None:
         """Nothing: all room is made at the first forward."""
-
-    def end_recording(self) -> None:
-        """Nothing to do: past recording is refused."""
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the columns seen, padding included; on the device once there are some."""
@@ -129,22 +147,22 @@ class StaticPagedCache(PagedCache):
         return length, offset
 
     @property
-    def paged_layers(self) -> list[StaticPagedLayer]:  # type: ignore[override]
+    def paged_layers(self) -> list[StaticPagedLayer]:
         """All layers."""
         return [layer for layer in self.layers if isinstance(layer, StaticPagedLayer)]
 
     def reset(self) -> None:
         """Forget all tokens; the tensors stay, so that the same batch size runs the same compiled code."""
+        self.forget_origin()
         for layer in self.paged_layers:
             layer.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""
-        self.table.check_turn(0)
-        self.table.turn = WORKING
+        self.table.take_turn(0)
         for layer in self.paged_layers:
             layer.reorder_cache(beam_idx)
-        self.table.turn = 0
+        self.table.give_turn(0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Raise CacheOptionError: the number of rows is fixed."""

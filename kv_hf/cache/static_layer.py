@@ -9,18 +9,22 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..bridge.handle import KVHandle, KVView
+from ..bridge.traced import forget, hand_over
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..formats import ATTENTION_NAME
 from ..kernels.inputs import PagedKV
 from ..kernels.ops import MAX_DECODE_QUERIES
 from ..pages import moved
+from ..pages.group_state import GroupState
 from ..pages.static_table import WORKING, StaticTable
+from ..pages.storage import PageStorage
 from ..pages.storing import storing
 from ..spec import PageSpec
-from .handle import KVHandle, KVView
 from .layer_formats import LayerFormats
+from .state import LayerState, StateTensors
 from .static_store import StaticStore
-from .traced import forget, hand_over
+from .window import ExactWindow
 
 MAKES_TENSORS = (
     "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "
@@ -115,10 +119,11 @@ class StaticPagedLayer(CacheLayerMixin):
         store, table = self.store, self.table
         assert store is not None
         store.base.check(key_states, value_states)
-        table.check_turn(self.layer_idx)
         if self.layer_idx == 0:
+            table.check_turn(0)
             table.begin(key_states.shape[0], key_states.shape[2])
-        table.turn = WORKING
+        else:
+            table.take_turn(self.layer_idx)
         step = table.step
         assert step is not None
         if not compiling:
@@ -147,7 +152,7 @@ class StaticPagedLayer(CacheLayerMixin):
         if self.is_last:
             self.table.finish()
         else:
-            self.table.turn = self.layer_idx + 1
+            self.table.give_turn(self.layer_idx + 1)
 
     def get_seq_length(self) -> Any:
         """Return the columns seen, padding included: 0, or once there are some a scalar tensor on the device."""
@@ -234,8 +239,26 @@ class StaticPagedLayer(CacheLayerMixin):
         return self.store.base.spec if self.store else None
 
     @property
+    def storage(self) -> PageStorage | None:
+        """The tensors of the sealed pages; None before the first keys."""
+        return self.store.base.pages if self.store else None
+
+    @property
+    def windows(self) -> tuple[ExactWindow, ExactWindow] | None:
+        """The exact tokens of keys and values; None before the first keys."""
+        return self.store.base.windows if self.store else None
+
+    def resume(self, state: LayerState, tensors: StateTensors, group: GroupState) -> None:
+        """Take over what another layer left; the table is restored behind the last layer."""
+        empty = (one.expand(len(group.rows), -1, -1, -1) for one in state.empty())
+        self.lazy_initialization(*empty)
+        assert self.store is not None
+        self.store.fill(tensors, group)
+        self._changes += 1
+
+    @property
     def revision(self) -> object:
-        """What differs after every change of this layer; a compiled step changes what Python knows of the length."""
+        """Return a value that differs after every change of this layer; a compiled step changes the length that Python knows."""
         return self._changes, self.table.known_columns
 
     def _outgrown(self, keys: torch.Tensor, values: torch.Tensor) -> bool:

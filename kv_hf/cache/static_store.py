@@ -2,16 +2,18 @@
 
 import torch
 
+from ..bridge.traced import TracedView
 from ..errors import CacheOptionError
 from ..kernels.choice import Kernel
 from ..kernels.inputs import PagedKV
 from ..kernels.operators import spec_name, traceable, write_pair
+from ..pages.group_state import GroupState
 from ..pages.static_table import StaticStep, StaticTable
 from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
 from ..spec import PageSpec
+from .state import StateTensors, codes_from_rows
 from .store import LayerStore
-from .traced import TracedView
 
 
 def check_static_kernel(kernel: Kernel, device: torch.device) -> None:
@@ -46,8 +48,7 @@ class StaticStore:
         with storing():
             self.base.pages.grow(table.rows * table.pages_per_row)
             for window in self.base.windows:
-                shape = (table.rows, window.spec.num_kv_heads, table.slots, window.spec.head_dim)
-                window.tokens = torch.zeros(shape, dtype=window.spec.dtype, device=device)
+                window.fit(table.rows, table.slots)
             self.hollow = tuple(
                 torch.full((), float("nan"), dtype=side.dtype, device=device) for side in spec.sides
             )
@@ -143,6 +144,18 @@ class StaticStore:
         )
         first = self.base.layer_idx == 0
         return TracedView(kv, traceable(self.base.kernel), keys, values, self.table, first)
+
+    def fill(self, tensors: StateTensors, group: GroupState) -> None:
+        """Take over the pages and the exact tokens that another layer left; rows that shared a page get one each."""
+        places = self.table.places(group)
+        for side, window in zip(self.base.pages.sides, self.base.windows, strict=True):
+            name = side.spec.side
+            for field in side.fields:
+                for first, piece in tensors.pages(self.base.layer_idx, name, field):
+                    codes = codes_from_rows(piece, side.spec) if field == "codes" else piece
+                    side.spread(first, field, codes, places)
+            held = tensors.window(self.base.layer_idx, name)[:, :, : group.longest]
+            window.tokens[:, :, : group.longest] = held.to(window.tokens.device)
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Let row i continue the former row sources[i]: pages and windows are copied, in place."""

@@ -13,6 +13,7 @@ from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
 from ..spec import page_capacity
+from .state import StateTensors, codes_from_rows
 from .window import ExactWindow
 
 _NOTHING: tuple[Any, Any, Any] = (None, None, None)
@@ -66,7 +67,7 @@ class LayerStore:
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Say whether keys and values have this layer's heads, dtype and device."""
+        """Say whether keys and values [rows, num_kv_heads, q_len, head_dim] have this layer's heads, dtype and device."""
         k, v = self.spec.sides
         return (
             keys.shape[1] == values.shape[1] == k.num_kv_heads
@@ -76,7 +77,7 @@ class LayerStore:
         )
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Size:
-        """Return the shape of `keys`. Raises CacheMismatchError unless keys and values fit this layer and each other."""
+        """Return the shape of `keys` [rows, num_kv_heads, q_len, head_dim]. Raises CacheMismatchError unless both fit this layer."""
         shape = keys.shape
         if (
             torch.compiler.is_compiling()
@@ -191,7 +192,7 @@ class LayerStore:
     def kv(
         self, view: TableView, window_keys: torch.Tensor, window_values: torch.Tensor, seen: int
     ) -> PagedKV:
-        """Return what a kernel reads: these pages and the given exact tokens, in the order of `view`."""
+        """Return the input of a kernel: these pages and the exact tokens [rows, num_kv_heads, slots, head_dim], in the order of `view`."""
         table = view.on(self.device)
         pages = self.pages.readable(view)
         return PagedKV(  # by position, which takes a third of the time
@@ -214,8 +215,19 @@ class LayerStore:
         """Move all tensors to `device`."""
         self.pages.to(device)
         for window in self.windows:
-            window.tokens = window.tokens.to(device)
+            window.to(device)
         self.damaged = self.damaged.to(device)
+
+    def fill(self, tensors: StateTensors, num_pages: int) -> None:
+        """Take over the `num_pages` pages and the exact tokens that another layer left, some pages at a time."""
+        self.pages.grow(page_capacity(num_pages))
+        for side, window in zip(self.pages.sides, self.windows, strict=True):
+            name = side.spec.side
+            for field in side.fields:
+                for first, piece in tensors.pages(self.layer_idx, name, field):
+                    codes = field == "codes"
+                    side.put(first, field, codes_from_rows(piece, side.spec) if codes else piece)
+            window.hold(tensors.window(self.layer_idx, name))
 
     def _look_for_damage(self) -> None:
         """On the CPU, say at once that numbers had to be made finite; elsewhere that would wait: when asked."""

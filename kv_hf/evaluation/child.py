@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-PACKAGES = Path(__file__).parents[2]
-
 
 class MeasurementError(RuntimeError):
     """A measurement gave no figures: out of memory, killed, or its results contradict each other."""
@@ -32,17 +30,24 @@ def run_child(
 
     `env` is added to the environment.
 
-
     Raises: ValueError with the child's message for input that it refuses; MeasurementError when it fails, is
         killed, takes more than `timeout` seconds, or says nothing.
     """
-    paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     return run_command(
         [sys.executable, "-m", module],
         request,
-        env={**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **(env or {}), "PYTHONPATH": search_path(module)},
         timeout=timeout,
     )
+
+
+def search_path(module: str) -> str:
+    """Return the PYTHONPATH with which a child finds this package and `module`, whatever folder it starts in."""
+    folders = []
+    for package in (__name__, module):
+        found = sys.modules[package.partition(".")[0]].__path__
+        folders.append(str(Path(found[0]).resolve().parent))
+    return os.pathsep.join(filter(None, [*dict.fromkeys(folders), os.environ.get("PYTHONPATH")]))
 
 
 def run_command(

@@ -13,7 +13,7 @@ from ..texts import load_text, longest_context
 from .cache_kinds import cache_kind
 from .child import run_child
 from .decode_steps import WARMUP
-from .packaged_models import resolve_model
+from .model_name import check_model_name
 from .shapes import RANDOM_MODELS, random_config
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -40,7 +40,7 @@ def measure_footprint(
     """Measure bytes, memory and throughput of one cache in processes of its own (on a CPU one for each).
 
     Args:
-        model: packaged model, hub id or folder; with weights="random" one of shapes.RANDOM_MODELS.
+        model: hub id or folder; with weights="random" one of shapes.RANDOM_MODELS.
         cache: name as `cache_kind` takes it, with options.
         context: tokens of each row's prompt, from `text` (repeated), or random ids with random weights.
         steps: decode steps; memory is read behind them. transformers' quanto and hqq caches encode everything
@@ -123,7 +123,7 @@ def check_request(
         folder, config = model, random_config(model)
     else:
         load_text(text)
-        folder = resolve_model(model)
+        folder = check_model_name(model)
         try:
             config = AutoConfig.from_pretrained(folder)
         except OSError as error:

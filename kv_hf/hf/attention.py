@@ -1,15 +1,16 @@
 """The attention function and the mask function that transformers calls under the name "kv_hf"."""
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from ..cache.handle import KVView, view_behind
-from ..cache.mask_length import MaskLength
-from ..cache.shown_padding import check_shown, vouch
-from ..cache.traced import TracedView, taken
+from ..bridge.handle import KVView, view_behind
+from ..bridge.lazy_mask import LazyMask, unless_changed
+from ..bridge.mask_length import MaskLength
+from ..bridge.shown_padding import check_shown, vouch
+from ..bridge.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..kernels.ops import paged_attention
 from ..notices import warn_once
@@ -24,12 +25,11 @@ from .latent import (
     is_latent_attention,
     shrink_of,
 )
-from .lazy_mask import LazyMask, unless_changed
 from .models import wants_masks
 
 
 def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Make the mask that sdpa would get, and tell the cache which columns are left padding.
+    """Make the mask [batch, 1, q_len, kv_len] that sdpa would get, and tell the cache which columns are left padding.
 
     The kv_length that a paged layer returns knows its cache, and reaches this function before any layer runs.
     Several queries get a lazy mask where the kernels hide by themselves what it would hide, and where sdpa would get None:
@@ -95,19 +95,16 @@ def kv_hf_attention(
     if view is None:
         hand_latents_through(module)  # for the forwards that come
     elif (
-        attention_mask is None
-        and position_bias is None
-        and indices is None
-        and type(view) is KVView
-        and query.shape[2] == 1  # a single query of a growing cache: the step that runs most often
-        and not view.kv.spec.is_latent
+        (attention_mask is None and position_bias is None and indices is None)
+        and _is_plain_step(view, query)
         and _why_dense(dropout, kwargs) is None
     ):
         check_shown(view, None, 1)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = paged_attention(
             query,
             view.kv,
-            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softmax_scale=scale,
             softcap=softcap,
             sink_logits=s_aux,
             sliding_window=view.sliding_window,
@@ -184,6 +181,11 @@ def kv_hf_attention(
         attention_mask,
         {"dropout": dropout, "scaling": scaling, **kwargs},
     )
+
+
+def _is_plain_step(view: KVView | TracedView, query: torch.Tensor) -> TypeGuard[KVView]:
+    """Say whether a single query meets the pages of a growing cache's keys and values, the step that runs most often."""
+    return type(view) is KVView and query.shape[2] == 1 and not view.kv.spec.is_latent
 
 
 def _why_dense(dropout: float, kwargs: dict[str, Any]) -> str | None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..cache.handle import plain_tensor
+from ..bridge.handle import plain_tensor
+from ..bridge.lazy_mask import LazyMask
 from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from .attention_source import facts_of
 from .causal import causal_attention
-from .lazy_mask import LazyMask
 
 # Arguments that reach an attention function and do not change the result of a forward without gradients: what a model
 # needs elsewhere and hands down with the rest. Read in transformers 5.17 and 5.23, where sdpa reads none of them either.

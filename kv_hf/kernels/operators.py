@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake
 
-from ..formats import Scheme
-from ..spec import ROWS, PageSpec, SideSpec
+from ..spec import PageSpec
 from .choice import Kernel, load
 from .inputs import PagedKV
 from .pairs import Fields, Pair
+from .stored import stored_fields, stored_side
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _LIBRARY.define(
@@ -48,7 +48,9 @@ def traceable(kernel: Kernel) -> Kernel:
 def spec_name(spec: PageSpec) -> str:
     """Return the name under which operators know `spec`; to be asked before a forward is traced."""
     name = repr(spec)
-    _specs.setdefault(name, spec)
+    # not setdefault: another format may have been registered under the name of one that is gone
+    if _specs.get(name) != spec:
+        _specs[name] = spec
     return name
 
 
@@ -73,36 +75,6 @@ def write_pair(
         *windows, *new, starts, skips, jobs, keys["codes"], keys.get("scale"), keys.get("offset"),
         values["codes"], values.get("scale"), values.get("offset"), damaged, name, kernel,
     )  # fmt: skip
-
-
-def stored_fields(
-    codes: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of SideSpec.fields that are there, by name."""
-    found = {"codes": codes, "scale": scale, "offset": offset}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def stored_side(
-    side: str,
-    fields: dict[str, torch.Tensor],
-    page_size: int,
-    exact: torch.Tensor,
-    code: str,
-    bits: int,
-    clip: float = 1.0,
-    layout: str = ROWS,
-) -> SideSpec:
-    """Rebuild the spec of stored tensors; `exact` holds the same side's tokens in the model's dtype."""
-    heads, dim = exact.shape[1], exact.shape[-1]
-    groups = {
-        name: (page_size // tensor.shape[2], dim // tensor.shape[3])
-        for name, tensor in fields.items()
-        if name != "codes"
-    }
-    name = {"none": "exact", "float8": "fp8"}.get(code, f"int{bits}")
-    scheme = Scheme(name, code, bits, groups.get("scale"), groups.get("offset"), clip)
-    return SideSpec(side, scheme, heads, dim, page_size, exact.dtype, layout)
 
 
 # -- what a traced forward calls --------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class PageArena:
                 for holder in group.pool.holders
             )
             found = self._storage(layer_idx, spec, device, others)
-            group.touched = True
+            group.touch()
             return found
 
     def _storage(

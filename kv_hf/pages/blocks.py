@@ -1,4 +1,4 @@
-"""How the pages of layers grow on a GPU: several layers in one allocation, whose predecessors go back to the device.
+"""Growth of pages on a GPU: several layers in one allocation, whose predecessors go back to the device.
 
 torch's caching allocator keeps what is freed, in the segments that it asked the driver for, and a layer's old pages never
 have room for its new ones. Growing layer by layer therefore keeps everything that was ever allocated (and allocations
@@ -13,15 +13,12 @@ are then free as a whole, and `give_back` returns them to the driver. What is he
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from ..spec import PageFields, PageSpec
 from .slab import Fields, carve, carved_bytes
-
-if TYPE_CHECKING:
-    from .storage import PageStorage
 
 BLOCK_BYTES = (
     64 << 20
@@ -51,6 +48,31 @@ class Part:
     sides: tuple[Fields, Fields]
 
 
+class Growing(Protocol):
+    """The pages of a layer, as far as they grow with those of others (PageStorage)."""
+
+    spec: PageSpec
+    device: torch.device
+
+    @property
+    def capacity(self) -> int:
+        """Pages that there is room for."""
+        ...
+
+    @property
+    def fields(self) -> tuple[PageFields, PageFields]:
+        """The pages of keys and of values."""
+        ...
+
+    def take_over(self, sides: tuple[PageFields, PageFields]) -> None:
+        """Hold these fields from now on, which contain the pages so far."""
+        ...
+
+    def grow_with(self, neighbours: "Neighbours", layer: int) -> None:
+        """Grow as `layer` of `neighbours` from now on, under their lock."""
+        ...
+
+
 class Neighbours:
     """Layers whose storages grow in blocks, in order.
 
@@ -71,7 +93,7 @@ class Neighbours:
         self.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Which layers they are; storages join again where the pickle is read, and blocks begin anew."""
+        """Return the layers alone; where the pickle is read, storages join again and blocks begin anew."""
         return {"layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,12 +102,12 @@ class Neighbours:
 
     def forget(self) -> None:
         """Let go of all storages, and of what was made for layers that have not come."""
-        self.storages: dict[int, PageStorage] = {}
+        self.storages: dict[int, Growing] = {}
         self._parts: dict[int, Part] = {}
 
-    def join(self, layer: int, storage: "PageStorage") -> None:
+    def join(self, layer: int, storage: Growing) -> None:
         """Let the storage of `layer` grow with the others."""
-        storage.neighbours, storage.lock = (self, layer), self.lock
+        storage.grow_with(self, layer)
         self.storages[layer] = storage
 
     def block_of(self, layer: int, layer_bytes: int) -> tuple[int, ...]:
@@ -98,7 +120,7 @@ class Neighbours:
         first = self.layers.index(layer) // size * size
         return self.layers[first : first + size]
 
-    def holds(self, layer: int, storage: "PageStorage") -> bool:
+    def holds(self, layer: int, storage: Growing) -> bool:
         """Say whether `storage` is the one that `layer` has joined with."""
         return self.storages.get(layer) is storage
 
@@ -141,7 +163,7 @@ class Neighbours:
         if had_pages:
             give_back(device)
 
-    def _fits(self, layer: int, asking: "PageStorage", capacity: int) -> bool:
+    def _fits(self, layer: int, asking: Growing, capacity: int) -> bool:
         """Say whether a layer takes a place in the block of another one that is `asking`."""
         storage = self.storages.get(layer)
         if storage is None:
@@ -150,13 +172,11 @@ class Neighbours:
         return same and storage.capacity < capacity
 
 
-def _filled(
-    storage: "PageStorage | None", sides: tuple[Fields, Fields]
-) -> tuple[PageFields, PageFields]:
+def _filled(storage: Growing | None, sides: tuple[Fields, Fields]) -> tuple[PageFields, PageFields]:
     """Fill new fields with a storage's pages and, behind them, zeros, so that reading any is finite."""
     old: tuple[Mapping[str, torch.Tensor], ...] = ({}, {})
     if storage is not None:
-        old = (storage.keys.fields, storage.values.fields)
+        old = storage.fields
     for before, fields in zip(old, sides, strict=True):
         for name, tensor in fields.items():
             held = len(before[name]) if name in before else 0

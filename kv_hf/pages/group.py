@@ -12,7 +12,7 @@ has never been. Stopped while it is put into force, a few assignments, it is fou
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -23,6 +23,7 @@ from ..errors import CacheMismatchError, KVCacheError
 from ..spec import reserved_pages, sealed_pages
 from .ahead import RoomAhead
 from .batch import NO_ROWS, Batch
+from .group_state import GroupState, held_pages, renumbered
 from .lockstep import Lockstep
 from .named_pages import NamedPages, PageNamer
 from .padded_rows import PaddedRows
@@ -116,13 +117,44 @@ class PageGroup(PaddedRows):
         """Give back all pages and forget rows, lengths and padding."""
         with self.pool.lock:
             self.pool.open_change()
-            self.lockstep.opening = True
+            self.lockstep.begin_opening()
             for held in self.held_pages(self.pool):
                 self.pool.release(held)
             self._clear()
             self.end_recording()
-            self.lockstep.opening = False
+            self.lockstep.end_opening()
             self.pool.close_change()
+
+    def join(self, layer: int, store: Store) -> None:
+        """Let the tensors of `layer` grow with the steps to come."""
+        self.stores[layer] = store
+
+    def state(self) -> GroupState:
+        """Return rows and lengths as they are between two steps; see `restore`."""
+        rows = self.rows
+        return GroupState(
+            self.window, len(held_pages(rows)), renumbered(rows),
+            self.seen, self.confirmed, self.recording, self._padding_seen,
+        )  # fmt: skip
+
+    def restore(self, state: GroupState, layers: Iterable[int]) -> None:
+        """Let this group, which is empty and new, stand where another one stood, behind a step that `layers` did.
+
+        Its pool hands out the ids 0 .. num_pages - 1 for it. Stopped half-way, the group is of no use, and what it holds
+        of the pool is counted anew.
+        """
+        with self.pool.lock:
+            self.pool.open_change()
+            ids = self.pool.allocate(state.num_pages)
+            self.batch = Batch.of(state.rows)
+            for row in state.rows:
+                self.pool.share(row.pages)
+            self.pool.release(ids)
+            self.pool.close_change()
+        self.seen, self.confirmed = state.seen, state.confirmed
+        self.sizes = replace(self.sizes, recording=state.recording)
+        self._padding_seen = state.padding_seen
+        self.lockstep.resume(layers)
 
     def adopt(self, rows: Sequence[Row], seen: int) -> None:
         """Begin with rows whose pages others hold too, as if `seen` columns had gone through an empty group."""
@@ -163,7 +195,7 @@ class PageGroup(PaddedRows):
                 self._padding_seen = None  # of a forward that never was
                 self.pool.recount()
                 raise
-            self.lockstep.opening = True
+            self.lockstep.begin_opening()
             self.lockstep.open(step)
             self.batch, self.seen, self._leaving = batch, step.seen_after, leaving
             self._grown = grown
@@ -171,7 +203,7 @@ class PageGroup(PaddedRows):
                 self.confirmed = step.seen_after
             if op[0] == "rows" or not step.seen_after:
                 self._padding_seen = None
-            self.lockstep.opening = False
+            self.lockstep.end_opening()
             self.pool.close_change()
 
     def _make_room(self, num_ids: int, reserved: int, ahead: int) -> None:

@@ -29,16 +29,13 @@ class HeldRows:
         self._leaving: tuple[PageIds, ...] = ()  # of no row, but the last forward may read them
         self._grown: dict[int, Grown] = {}
         self._tables = Tables()
+        self.touched = False  # a layer has storage of the arena
         pool.register(self)
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The rows, one object each."""
         return self.batch.rows
-
-    @rows.setter
-    def rows(self, rows: Sequence[Row]) -> None:
-        self.batch = Batch.of(rows)
 
     @property
     def page_size(self) -> int:
@@ -57,7 +54,7 @@ class HeldRows:
 
     @property
     def recording(self) -> bool:
-        """Whether past recording is on."""
+        """Return whether past recording is on."""
         return self.sizes.recording
 
     @property
@@ -72,6 +69,10 @@ class HeldRows:
         if self.window is None or not batch.dropped.any():
             return 0
         return int((batch.padding + batch.dropped * self.page_size).min())
+
+    def touch(self) -> None:
+        """Note that a layer of the group has storage of an arena, which nobody may take away then."""
+        self.touched = True
 
     def tokens(self, row: Row) -> int:
         """Return the real tokens of a row, those of dropped pages included."""
@@ -92,7 +93,7 @@ class HeldRows:
         """Return where the tokens of `batch` lie, of which `exact` are in the window; `rest`: starts and skips.
 
         Dropped pages are left out: a kernel that knows the sliding window reads the pages behind them as if they
-        followed the sinks. That hides the sinks too, as the first page held begins in or before the window.
+        followed the sinks. Sinks are hidden as well: they lie before the first held page, which begins at or before the window.
         """
         tables = self._tables.show(batch.pages, self._grown)
         hidden = padding

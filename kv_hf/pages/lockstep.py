@@ -1,4 +1,4 @@
-"""Who has taken part in which step: layers of a group follow each other, and groups of a cache do too."""
+"""The layers that have taken part in a step: layers of a group follow each other, and groups of a cache do too."""
 
 from collections.abc import Iterable
 
@@ -31,6 +31,10 @@ class Lockstep:
         self._done: set[int] = set()  # those whose own work on it is done
         self._members: set[int] | None = None
         self.epoch = 0
+
+    def walk_with(self, others: Iterable["Lockstep"]) -> None:
+        """Refuse, from now on, a step that the other groups of the cache have not taken."""
+        self.peers = tuple(others)
 
     def resume(self, members: Iterable[int]) -> None:
         """Stand behind a first step in which the layers `members` took part."""
@@ -98,6 +102,14 @@ class Lockstep:
     def done(self, layer: int) -> None:
         """Note that the work of `layer` on the last step is done."""
         self._done.add(layer)
+
+    def begin_opening(self) -> None:
+        """Note that a step, or a reset, is being put into force; not reached `end_opening`, it was interrupted there."""
+        self.opening = True
+
+    def end_opening(self) -> None:
+        """Note that it is in force as a whole."""
+        self.opening = False
 
     def check_opened(self) -> None:
         """Raise InterruptedForwardError where the last step was not put into force as a whole."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,8 +18,35 @@ from .step import SealJobs, TableView
 from .storage import PageStorage, Pair, PairWriter, ReadablePages, SideStorage
 from .storing import storing
 
-if TYPE_CHECKING:
-    from .offload import OffloadArena
+
+class OutsidePool(Protocol):
+    """Memory outside of the device and the way back to it, which the layers of an arena share (OffloadArena)."""
+
+    lock: Any  # held while pages are written, storage grows, or staging buffers are read
+
+    def settled(self, layer: int, capacity: int) -> bool:
+        """Say whether room was made for so many pages of a layer."""
+        ...
+
+    def settle(self, capacities: Mapping[int, int], slots: Mapping[int, int] | None = None) -> None:
+        """Make room for so many pages of layers, and for so many that one batch reads, before anything is written."""
+        ...
+
+    def is_outside(self, layer: int) -> bool:
+        """Say whether the pages of a layer live outside."""
+        ...
+
+    def outside(self) -> OutsideMemory:
+        """Return the memory outside."""
+        ...
+
+    def staging(self, device: torch.device) -> Staging:
+        """Return the staging buffers of a device."""
+        ...
+
+    def plan(self, view: TableView, device: torch.device) -> SlotPlan:
+        """Return the slots of the pages of `view`."""
+        ...
 
 
 class StagedFields(Mapping[str, torch.Tensor]):
@@ -87,10 +114,14 @@ class OffloadedSide(SideStorage):
 
 
 class OffloadedStorage(PageStorage):
-    """Both sides of one layer's pages, on the device or outside; made by an OffloadArena."""
+    """Both sides of one layer's pages, on the device or outside.
+
+    Args:
+        arena: what the layers share; it decides which of them live outside.
+    """
 
     def __init__(
-        self, layer_idx: int, spec: PageSpec, device: torch.device, arena: "OffloadArena"
+        self, layer_idx: int, spec: PageSpec, device: torch.device, arena: OutsidePool
     ) -> None:
         super().__init__(spec, device)
         self.layer_idx = layer_idx
@@ -125,7 +156,7 @@ class OffloadedStorage(PageStorage):
 
     @property
     def home(self) -> Home | None:
-        """Where the pages live outside; None while they are on the device."""
+        """Return the host pages; None while the pages are on the device."""
         return self.keys.home
 
     @property
@@ -172,7 +203,7 @@ class OffloadedStorage(PageStorage):
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them, on the device or outside."""
+        """Append `new` [rows, heads, q_len, channels] to the windows [rows, heads, slots, channels]; seal on the device or outside."""
         inside = jobs if self.home is None else None
         super().write_pair(kernel, windows, new, view, inside, damaged, launches)
         if jobs is not None and inside is None:
@@ -186,7 +217,7 @@ class OffloadedStorage(PageStorage):
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` seal pages of both sides, on the device or, some at a time, outside."""
+        """Seal pages of both sides from `tokens` [rows, heads, slots, channels], on the device or, some at a time, outside."""
         home = self.home
         if home is None:
             super().seal_pair(kernel, tokens, jobs, damaged, launches)
@@ -207,6 +238,10 @@ class OffloadedStorage(PageStorage):
                     home.store(index, page, count, own, place)
         staging.forget(self, pages)
         self.written = staging.lane.mark()
+
+    def read_by(self, plan: SlotPlan) -> None:
+        """Note the plan by which kernels read the pages."""
+        self.plan = plan
 
     def readable(self, view: TableView) -> ReadablePages:
         """Return what kernels read of the pages of `view`; outside of the device they are fetched when read."""

@@ -17,7 +17,7 @@ class PaddedRows(HeldRows):
     Attributes:
         seen: columns so far, padding included.
         masked_step: the step whose attention has to be given a mask, as one was made that hides padding; -1: none.
-        watch: what looks at masks later, on devices that have to be waited for (cache/mask_watch.py).
+        watch: what looks at masks later, on devices that have to be waited for (bridge/mask_watch.py).
     """
 
     masked_step = -1
@@ -25,6 +25,14 @@ class PaddedRows(HeldRows):
     seen: int
     _padding_seen: list[int] | None
     _padding_columns: int | None
+
+    def watch_masks(self, watch: Any) -> None:
+        """Have `watch` look at the masks of forwards that are compared later."""
+        self.watch = watch
+
+    def note_mask(self, hides: bool, step: int) -> None:
+        """Note that the mask of step number `step` was made: whether it `hides` padding, and attention must get one."""
+        self.masked_step = step if hides else -1
 
     def needs_padding(self) -> bool:
         """True while some row has no real token yet, so that its padding is still to be learnt."""

@@ -1,4 +1,4 @@
-"""What an append or a crop does to each row, worked out without changing anything.
+"""Plans of appends and crops, row by row, made without changing anything.
 
 A row's real tokens lie, in order, in these places:
 

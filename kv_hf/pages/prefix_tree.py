@@ -38,16 +38,12 @@ class PrefixTree:
     Args:
         pool: the pool of the pages; the tree holds one reference to each page in it.
         page_size, sink_tokens: as in CacheConfig.
-        max_pages: pages that `shrink` leaves, where nobody else holds more of them.
     """
 
-    def __init__(
-        self, pool: PagePool, page_size: int, sink_tokens: int, max_pages: int = 0
-    ) -> None:
+    def __init__(self, pool: PagePool, page_size: int, sink_tokens: int) -> None:
         self.pool = pool
         self.page_size = page_size
         self.sink_tokens = sink_tokens
-        self.max_pages = max_pages
         self.evictions = 0
         self.roots: dict[Hashable, Prefix] = {}
         self._used: OrderedDict[Prefix, None] = OrderedDict()  # the least recently used first
@@ -143,9 +139,9 @@ class PrefixTree:
         self._close_change()
         return nodes
 
-    def shrink(self) -> None:
-        """Give up pages beyond `max_pages`."""
-        self.give_up(self.num_pages - self.max_pages)
+    def shrink(self, max_pages: int) -> None:
+        """Give up pages beyond `max_pages`, as far as nobody else holds them."""
+        self.give_up(self.num_pages - max_pages)
 
     def give_up(self, count: int) -> int:
         """Release up to `count` pages that nobody else holds, the least recently used first; return how many."""

@@ -5,7 +5,7 @@ their ids, into the slots 0, 1, .. of a buffer, and the block table is written a
 layers of a group. With two buffers the layer that was read next the last time is copied while this one is used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,15 +29,19 @@ class Outsider(Protocol):
     written: Any  # event behind the last write to its home
     plan: "SlotPlan | None"  # that it was last read by
 
+    def read_by(self, plan: "SlotPlan") -> None:
+        """Note the plan that it is read by."""
+        ...
+
     @property
     def home(self) -> Home | None:
-        """Where its pages are."""
+        """Return the host pages of the storage, None while they are on the device."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """Which page lies in which slot, for one block table.
+    """The slots of the pages of one block table.
 
     Attributes:
         source: the block table that this plan was made of.
@@ -93,6 +97,21 @@ class StagingBuffer:
                 self._fields = carve(used, owner.spec, slots)
             self.owner = owner
 
+    def fill(self, ids: Sequence[int], copy: Callable[[], Any]) -> None:
+        """Have `copy` fill the slots with the pages `ids`, and return the event behind it; where it fails, they hold nothing."""
+        self.ids = [None] * len(ids)
+        self.ready = copy()
+        self.ids = list(ids)
+
+    def outdate(self, pages: Iterable[int]) -> None:
+        """Note that newer ones of these pages were written outside."""
+        stale = set(pages)
+        self.ids = [None if page in stale else page for page in self.ids]
+
+    def note_use(self, event: Any) -> None:
+        """Note the event behind the last kernel that reads it."""
+        self.used = event
+
     @property
     def fields(self) -> tuple[Fields, Fields]:
         """The slots as fields of keys and of values."""
@@ -134,8 +153,7 @@ class Staging:
         """Note that `pages` of a layer were written outside: what lies here is stale."""
         for buffer in self._buffers:
             if buffer.owner is layer:
-                stale = set(pages)
-                buffer.ids = [None if page in stale else page for page in buffer.ids]
+                buffer.outdate(pages)
 
     def read(self, layer: Outsider, plan: SlotPlan) -> tuple[Fields, Fields]:
         """Return the pages of `plan` in their slots, for kernels that are launched now."""
@@ -153,8 +171,9 @@ class Staging:
         try:
             yield
         finally:
-            buffer.used = self.lane.mark()
-        before, layer.plan = layer.plan, plan
+            buffer.note_use(self.lane.mark())
+        before = layer.plan
+        layer.read_by(plan)
         if self._before is not None and self._before is not layer:
             self._next[self._before.layer_idx] = layer
         self._before = layer
@@ -191,16 +210,14 @@ class Staging:
                 for slot, page, count in todo:
                     home.fetch(page, count, fields, slot, (0, 1))
 
-        buffer.ids = [None] * len(plan.ids)  # in case the copy fails
-        buffer.ready = self.lane.run(copy, (buffer.used, layer.written))
-        buffer.ids = list(plan.ids)
+        buffer.fill(plan.ids, lambda: self.lane.run(copy, (buffer.used, layer.written)))
         return buffer
 
     def _buffer(self, layer: Outsider) -> StagingBuffer:
         """Return the buffer that holds pages of `layer`, or else the one that was not read last."""
         while len(self._buffers) < self.lane.buffers:
             buffer = StagingBuffer(self.size, self.device)
-            buffer.used = self.lane.mark()  # kernels given before may still read that memory
+            buffer.note_use(self.lane.mark())  # kernels given before may still read that memory
             self.lane.keep(buffer.raw)
             self._buffers.append(buffer)
         own = [buffer for buffer in self._buffers if buffer.owner is layer]

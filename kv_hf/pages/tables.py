@@ -47,10 +47,14 @@ class Tables:
         self._on: dict[torch.device, torch.Tensor] = {}
 
     def show(self, pages: Pages, grown: Mapping[int, Grown]) -> dict[torch.device, torch.Tensor]:
-        """Return the table of `pages` by device, at least the CPU's; others are made of that one when they are missing.
+        """Return the table of `pages` by device: [rows, most pages of a row], int32.
+
+        Entries past a row's last page are 0, or pages of a later forward.
+
+        The CPU's table is always there; a view makes those of other devices from it (TableView.on).
 
         Args:
-            grown: row -> what it held before and after pages were appended to it, for rows of which that is known.
+            grown: row -> its pages before and after an append, for rows that only an append has changed.
         """
         old = self._pages
         if old is pages:

@@ -42,7 +42,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class RefusedError(Exception):
-    """What is wrong with a file; whoever knows the path makes a CacheFileError of it."""
+    """The fault of a file; code that knows the path makes a CacheFileError of it."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,19 @@ def _parse_entry(name: str, value: Any) -> Entry:
 
 def check_entries(found: Mapping[str, Entry], expected: Mapping[str, Entry]) -> None:
     """Raise RefusedError unless a file holds exactly the expected tensors."""
+    check_held(found, expected)
+    extra = [name for name in found if name not in expected]
+    if extra:
+        raise RefusedError(f"it holds a tensor that does not belong to a cache: {short(extra[0])}")
+
+
+def check_held(found: Mapping[str, Entry], expected: Mapping[str, Entry]) -> None:
+    """Raise RefusedError unless the expected tensors are among those of a file."""
     for name, entry in expected.items():
         if name not in found:
             raise RefusedError(f"tensor {name!r} is missing")
         if not found[name].describes(entry):
             raise RefusedError(f"tensor {name!r} is {found[name]}, expected {entry}")
-    extra = [name for name in found if name not in expected]
-    if extra:
-        raise RefusedError(f"it holds a tensor that does not belong to a cache: {short(extra[0])}")
 
 
 def parse_json(text: bytes | str, what: str) -> Any:

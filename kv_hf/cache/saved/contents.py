@@ -1,4 +1,4 @@
-"""What a saved cache consists of, as plain numbers: options, rows, layers, and the tensors that follow from them.
+"""The contents of a saved cache as plain numbers: options, rows, layers, and the tensors that follow from them.
 
 Everything read from a file passes through here before any tensor is made.
 """
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from ...config import check_option_names
-from ...pages.group import PageGroup
+from ...pages.group_state import GroupState
 from ...pages.step import Row
 from ...printable import short
-from ...spec import ROWS, TABLE_DTYPE, PageSpec
+from ...spec import ROWS, TABLE_DTYPE
+from ..state import LayerPages, LayerState
 from .container import (
     DTYPE_NAMES,
     DTYPES,
@@ -24,13 +25,13 @@ from .container import (
     is_counts,
     parse_json,
 )
-from .group_state import STATE, state_of
 
 MOST = (1 << 31) - 1  # tokens, rows, pages: tables are int32
 MOST_PAGE_SIZE = 1 << 20
 MOST_SIZE = 1 << 16  # kv heads, channels of a head
 MODEL_DTYPES = ("F64", "F32", "F16", "BF16")
 TOKEN_IDS = "token_ids"
+STATE = ("seen", "confirmed", "recording", "padding_seen")  # of a GroupState, beside its rows
 
 
 @dataclass(frozen=True)
@@ -45,26 +46,16 @@ class SavedLayer:
     value_dtype: str
 
     @classmethod
-    def of(cls, layer: int, spec: PageSpec) -> "SavedLayer":
-        """Describe a layer with pages of `spec`."""
-        keys, values = spec.sides
-        return cls(
-            layer,
-            keys.num_kv_heads,
-            keys.head_dim,
-            values.head_dim,
-            DTYPE_NAMES[keys.dtype],
-            DTYPE_NAMES[values.dtype],
-        )
+    def of(cls, layer: LayerState) -> "SavedLayer":
+        """Describe a layer."""
+        dtypes = DTYPE_NAMES[layer.key_dtype], DTYPE_NAMES[layer.value_dtype]
+        return cls(layer.layer, layer.num_kv_heads, layer.key_dim, layer.value_dim, *dtypes)
 
-    def empty(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of no token, [1, num_kv_heads, 0, head_dim]."""
-        sides = ((self.key_dim, self.key_dtype), (self.value_dim, self.value_dtype))
-        keys, values = (
-            torch.empty((1, self.num_kv_heads, 0, dim), dtype=DTYPES[dtype], device=device)
-            for dim, dtype in sides
-        )
-        return keys, values
+    def state(self, device: torch.device) -> LayerState:
+        """Return what `of` described, to lie on `device`."""
+        dtypes = DTYPES[self.key_dtype], DTYPES[self.value_dtype]
+        sizes = self.num_kv_heads, self.key_dim, self.value_dim
+        return LayerState(self.layer, *sizes, *dtypes, device)
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ class SavedGroup:
         num_pages: different pages that the rows hold; their ids are 0 .. num_pages - 1.
         padding, exact, dropped: those of each Row.
         pages: pages that each row holds; their ids lie in a tensor, row by row.
-        state: state_of(group).
+        state: a value for each name of STATE.
     """
 
     window: int | None
@@ -88,17 +79,17 @@ class SavedGroup:
     state: dict[str, Any]
 
     @classmethod
-    def of(cls, group: PageGroup, num_pages: int) -> "SavedGroup":
-        """Describe the rows of `group`, which hold `num_pages` different pages."""
+    def of(cls, group: GroupState) -> "SavedGroup":
+        """Describe the rows of `group`."""
         rows = group.rows
         return cls(
             group.window,
-            num_pages,
+            group.num_pages,
             padding=[row.padding for row in rows],
             exact=[row.exact for row in rows],
             dropped=[row.dropped for row in rows],
             pages=[len(row.pages) for row in rows],
-            state=state_of(group),
+            state={name: getattr(group, name) for name in STATE},
         )
 
     @property
@@ -106,9 +97,14 @@ class SavedGroup:
         """Most exact tokens of a row."""
         return max(self.exact)
 
-    def rows(self, ids: Sequence[int]) -> tuple[Row, ...]:
-        """Return the rows with their page ids. Raises RefusedError unless all num_pages ids are held, no other."""
-        if sorted(set(ids)) != list(range(self.num_pages)):
+    def group(self, ids: Sequence[int]) -> GroupState:
+        """Return the group, whose rows hold the pages `ids`. Raises RefusedError unless these are all num_pages, no other."""
+        held = set(ids)  # a file may claim any number: no list of so many is made
+        if (
+            len(held) != self.num_pages
+            or min(held, default=0)
+            or max(held, default=-1) >= len(held)
+        ):
             raise RefusedError(f"its rows do not hold the pages 0 .. {self.num_pages - 1}")
         found, first = [], 0
         for padding, exact, dropped, count in zip(
@@ -116,7 +112,7 @@ class SavedGroup:
         ):
             found.append(Row(padding, tuple(ids[first : first + count]), exact, dropped))
             first += count
-        return tuple(found)
+        return GroupState(self.window, self.num_pages, tuple(found), **self.state)
 
 
 @dataclass(frozen=True)
@@ -165,23 +161,22 @@ class Contents:
         return cls(_parse_options(found["options"]), found["model"], groups, layers, columns)
 
 
-def tensors(
-    contents: Contents, specs: Mapping[int, PageSpec], groups: Mapping[int, int]
-) -> dict[str, Entry]:
-    """Return every tensor of a file: the one place that says which there are.
-
-    Args:
-        specs: pages of each layer, in layout ROWS.
-        groups: layer -> number of its group.
-    """
+def tables(contents: Contents) -> dict[str, Entry]:
+    """Return the tensors of a file that belong to no layer: page ids of each group, and token ids."""
     found = {}
     if contents.columns is not None:
         found[TOKEN_IDS] = Entry(torch.int64, (contents.num_rows, contents.columns))
     for number, group in enumerate(contents.groups):
         found[page_ids_name(number)] = Entry(TABLE_DTYPE, (sum(group.pages),))
-    for layer, spec in specs.items():
-        group = contents.groups[groups[layer]]
-        for side in spec.sides:
+    return found
+
+
+def tensors(contents: Contents, pages: Mapping[int, LayerPages]) -> dict[str, Entry]:
+    """Return every tensor of a file whose layers have such pages: the one place that says which there are."""
+    found = tables(contents)
+    for layer, one in pages.items():
+        group = contents.groups[one.group]
+        for side in one.spec.sides:
             if side.layout != ROWS:
                 raise AssertionError("files hold pages in rows")
             for name, (shape, dtype) in side.fields.items():

@@ -12,8 +12,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             file that `lm_eval --tasks` takes to know the class.
     Raises: ImportError with the remedy where lm-eval is not installed.
     """
+    from .nltk_data import use_packaged_nltk
     from .register import include_file, register
-    from .ruler import use_packaged_nltk
 
     given = list(sys.argv[1:] if argv is None else argv)
     if given == ["--include"]:

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ...cache.paged_cache import PagedCache
+from ...extras import extra
 from ...formats import ATTENTION_NAME
 from ...hf.models import use_paged_attention
 from ...notices import warn_once
@@ -24,6 +23,10 @@ from ..rows import versions
 from .caches import harness_cache
 from .plan import plan_prefixes
 from .scoring import CacheScorer
+
+with extra("eval", "lm-eval's model class"):
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
 
 # the key under which lm-eval's database of results (--use_cache) says which cache they were read through
 STAMP = "kv_hf cache"

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from ...extras import extra
+
 TARGET = "kv_hf.evaluation.harness.model:KVCacheLM"
 
 
@@ -10,11 +12,9 @@ def register() -> None:
 
     Raises: ImportError with the remedy where lm-eval is not installed.
     """
-    try:
+    with extra("eval", "lm-eval's command line"):
         import lm_eval.models  # noqa: F401  (fills the registry, which must not be found half empty)
         from lm_eval.api.registry import model_registry
-    except ImportError as error:
-        raise ImportError("lm-eval is not installed: pip install 'kv_hf[eval]'") from error
     if "kv_hf" not in model_registry:
         model_registry.register("kv_hf", target=TARGET)
 

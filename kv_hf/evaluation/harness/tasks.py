@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .caches import harness_cache
-from .ruler import use_packaged_nltk
+from .nltk_data import use_packaged_nltk
 
 
 def run_tasks(

@@ -3,28 +3,27 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .cells import NONE, derived, measured, named, percent, signed, size, table, words
+from .cells import NONE, Cell, Table, derived, measured, named, percent, signed, size, words
 from .frontier import AIM, PeerRatio, dominated_by, peer_ratio
-from .markup import Markup, tag
 from .points import front_marks, kl_marks, loss_point, marks
 from .select import SIDES, Group, Row, distinct, family, formats
 
 OURS, PEERS = ("ours", "recipe"), ("peer",)
 
 
-def accuracy_table(group: Group) -> Markup:
+def accuracy_table(group: Group) -> Table:
     """Return all figures of a group, one line per cache."""
     shown = kl_marks(group.rows)
     points = {mark.name: loss_point(mark) for mark in shown}
     front = {mark.name for mark in front_marks(shown)}
 
-    def place(row: Row) -> Markup:
+    def place(row: Row) -> Cell:
         if row["cache"] not in points:
             return NONE
         if row["cache"] in front:
-            return tag("td", tag("strong", "on the front"), data_sort="0")
+            return Cell(strong="on the front", data={"data-sort": "0"})
         better = dominated_by(points[row["cache"]], list(points.values()))[0].name
-        return tag("td", "behind ", tag("code", better), data_sort=f"1 {better}")
+        return Cell("behind ", codes=[better], data={"data-sort": f"1 {better}"})
 
     generated = [f"{count:,}" for count in distinct(group.rows, "divergence_tokens")]
     of = f" (of {' or '.join(generated)})" if generated else ""
@@ -59,7 +58,7 @@ def accuracy_table(group: Group) -> Markup:
 
 def columns_table(
     caption: str, rows: Sequence[Row], columns: Sequence[tuple[str, Any]], first: str = "cache"
-) -> Markup:
+) -> Table:
     """Return a table of one line per cache; columns that are empty in all lines are left out."""
     cells = [[make(row) for _, make in columns] for row in rows]
     kept = [at for at in range(len(columns)) if any(line[at] != NONE for line in cells)]
@@ -68,7 +67,7 @@ def columns_table(
         [named(row["cache"], family(row["cache"])), *(line[at] for at in kept)]
         for row, line in zip(rows, cells, strict=True)
     ]
-    return table(caption, heads, lines)
+    return Table(caption, heads, lines)
 
 
 def peers(group: Group) -> list[PeerRatio]:
@@ -79,7 +78,7 @@ def peers(group: Group) -> list[PeerRatio]:
     return peer_ratio(ours, others) if ours else []
 
 
-def peer_table(group: Group, found: Sequence[PeerRatio]) -> Markup:
+def peer_table(group: Group, found: Sequence[PeerRatio]) -> Table:
     """Return the comparison with each peer, with what came of it in words."""
     rows = {row["cache"]: row for row in group.rows}
     lines = []
@@ -94,7 +93,7 @@ def peer_table(group: Group, found: Sequence[PeerRatio]) -> Markup:
                 derived(_worst(peer, best) if each.ratio is not None else None),
                 measured(peer, "bytes_per_token", whole),
                 measured(peer, "kl_mean", ends=("kl_low", "kl_high")),
-                tag("td", tag("code", best["cache"])) if best else NONE,
+                Cell(codes=[best["cache"]]) if best else NONE,
                 measured(best, "bytes_per_token", whole),
                 measured(best, "kl_mean", ends=("kl_low", "kl_high")),
             ]
@@ -108,37 +107,37 @@ def peer_table(group: Group, found: Sequence[PeerRatio]) -> Markup:
         "its KL",
     ]
     heads += ["our best at no more bytes", "bytes per token", "KL"]
-    return table(f"At each peer's bytes: at most {AIM:g} of its KL", heads, lines)
+    return Table(f"At each peer's bytes: at most {AIM:g} of its KL", heads, lines)
 
 
-def verdict(found: PeerRatio) -> Markup:
+def verdict(found: PeerRatio) -> Cell:
     """Say in words whether the aim is met at a peer's bytes, and why not."""
     if found.passed:
         why = "" if found.ratio is not None else ": neither loses anything"
-        return tag("td", tag("strong", "pass"), why, class_="pass")
+        return Cell(why, "pass", strong="pass")
     if found.best is None:
-        return tag("td", "not compared: no cache of ours that was measured holds so few bytes")
+        return Cell("not compared: no cache of ours that was measured holds so few bytes")
     elif found.ratio is None:
         why = ": the peer loses nothing"
     elif found.ratio >= 1:
         why = ": ours is no better here"
     else:
         why = f": better, but more than {AIM:g} of its KL"
-    return tag("td", tag("strong", "FAIL"), why, class_="fail")
+    return Cell(why, "fail", strong="FAIL")
 
 
-def sensitivity_table(group: Group) -> Markup:
+def sensitivity_table(group: Group) -> Table:
     """Return KL and bytes of each layer's keys and values, one pair of columns per format and side."""
     names = formats(group.rows)
     by_cell = {(int(row["layer"]), row["side"], row["format"]): row for row in group.rows}
     heads = ["layer", *(f"{side}, {name}" for name in names for side in SIDES)]
     lines = []
     for layer in sorted({int(row["layer"]) for row in group.rows}):
-        line = [tag("th", layer, scope="row", data_sort=layer)]
+        line = [Cell(str(layer), head=True, data={"data-sort": str(layer)})]
         for name in names:
             line += [measured(by_cell.get((layer, side, name), {}), "kl_mean") for side in SIDES]
         lines.append(line)
-    return table("Mean KL with only this layer's keys or values in a format", heads, lines)
+    return Table("Mean KL with only this layer's keys or values in a format", heads, lines)
 
 
 def whole(value: float) -> str:
@@ -146,7 +145,7 @@ def whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _part_of_exact(row: Row) -> Markup:
+def _part_of_exact(row: Row) -> Cell:
     held, exact = row.get("bytes"), row.get("bytes_exact")
     return derived(held / exact if held is not None and exact else None, percent)
 

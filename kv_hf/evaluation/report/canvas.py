@@ -8,14 +8,13 @@ import re
 import textwrap
 from typing import Any
 
-from .markup import Markup, escape
+from ...extras import extra
 
-try:
+with extra("eval", "the report"):
     import matplotlib
+    from markupsafe import Markup, escape
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-except ImportError as error:
-    raise ImportError("the report needs matplotlib: pip install 'kv_hf[eval]'") from error
 
 # a colour per role; inside of a page each becomes var(--role), so that it follows light and dark
 COLOURS = {

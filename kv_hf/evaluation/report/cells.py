@@ -1,14 +1,63 @@
 """Numbers of a row as cells of a table. What was measured is in data-value as it is in the row, unrounded."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from .markup import Markup, join, tag
 from .select import Row
 
 MIB = 2**20
 MINUS = "\u2212"
-NUMBER = 'class="number"'
-NONE = tag("td", "\u2013", class_="none")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table, from left to right: sign, strong, text, codes, interval, difference.
+
+    Attributes:
+        kind: its class: "number", "none", "score", "pass", "fail", "wrap" or none.
+        codes: names of caches, with commas between them.
+        difference: of a value from the exact cache; "" leaves its place empty, None has none.
+        data: data attributes: numbers as the row has them, and what a column is sorted by.
+        head: it is the head of its line.
+        sign: family of a cache, whose sign stands in front.
+        style: CSS of its own.
+    """
+
+    text: str = ""
+    kind: str = ""
+    strong: str = ""
+    codes: Sequence[str] = ()
+    interval: str = ""
+    difference: str | None = None
+    data: Mapping[str, str] = field(default_factory=dict)
+    head: bool = False
+    sign: str = ""
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its caption; a click on a column's head sorts by it."""
+
+    caption: str
+    heads: Sequence[str]
+    lines: Sequence[Sequence[Cell]]
+    sortable: bool = True
+
+    @property
+    def columns(self) -> list[tuple[str, str | None]]:
+        """(head, class) of each column: the head of a column of numbers stands over the numbers."""
+        numbers = (
+            any(line[at].kind == "number" for line in self.lines) for at in range(len(self.heads))
+        )
+        return [
+            (head, "number" if any_ else None)
+            for head, any_ in zip(self.heads, numbers, strict=True)
+        ]
+
+
+NONE = Cell("\u2013", "none")
 
 
 def short(value: float) -> str:
@@ -46,7 +95,7 @@ def size(value: float) -> str:
     return f"{value / MIB:,.2f} MiB" if value >= MIB / 10 else f"{value:,.0f} B"
 
 
-def measured(row: Row, name: str, text: Any = short, ends: tuple[str, str] | None = None) -> Markup:
+def measured(row: Row, name: str, text: Any = short, ends: tuple[str, str] | None = None) -> Cell:
     """Return field `name` of a row as a cell, with its interval where the row has the fields `ends`.
 
     Args:
@@ -57,54 +106,30 @@ def measured(row: Row, name: str, text: Any = short, ends: tuple[str, str] | Non
         return NONE
     low, high = (row.get(end) for end in ends) if ends else (None, None)
     if low is None or high is None:
-        return tag("td", text(value), data_value=repr(value), class_="number")
-    interval = tag("span", f" {text(low)} … {text(high)}", class_="interval")
-    return tag(
-        "td",
+        return Cell(text(value), "number", data={"data-value": repr(value)})
+    return Cell(
         text(value),
-        interval,
-        data_value=repr(value),
-        data_low=repr(low),
-        data_high=repr(high),
-        class_="number",
+        "number",
+        interval=f" {text(low)} … {text(high)}",
+        data={"data-value": repr(value), "data-low": repr(low), "data-high": repr(high)},
     )
 
 
-def derived(value: float | None, text: Any = short) -> Markup:
+def derived(value: float | None, text: Any = short) -> Cell:
     """Return a number that was calculated from measured ones as a cell."""
     if value is None:
         return NONE
-    return tag("td", text(value), data_derived=repr(value), class_="number")
+    return Cell(text(value), "number", data={"data-derived": repr(value)})
 
 
-def words(value: Any, **attributes: Any) -> Markup:
+def words(value: Any, kind: str = "") -> Cell:
     """Return text as a cell."""
-    return tag("td", value, **attributes) if value not in (None, "") else NONE
+    return NONE if value in (None, "") else Cell(str(value), kind)
 
 
-def named(cache: str, family: str) -> Markup:
+def named(cache: str, family: str) -> Cell:
     """Return the head of a cache's line, with the sign of its family."""
-    sign = tag("span", class_=f"sign {family}", title=family, aria_hidden="true")
-    return tag("th", sign, tag("code", cache), scope="row", data_sort=cache)
-
-
-def table(
-    caption: str, heads: list[str], lines: list[list[Markup]], sortable: bool = True
-) -> Markup:
-    """Return a table in a box that scrolls sideways where it is too wide."""
-    # the head of a column of numbers stands over the numbers
-    kinds = [
-        "number" if any(NUMBER in line[at] for line in lines) else None for at in range(len(heads))
-    ]
-    cells = (
-        tag("th", name, scope="col", class_=kind) for name, kind in zip(heads, kinds, strict=True)
-    )
-    head = tag("thead", tag("tr", *cells))
-    body = tag("tbody", *(join(tag("tr", *line), Markup("\n")) for line in lines))
-    whole = tag(
-        "table", tag("caption", caption), head, body, class_="sortable" if sortable else None
-    )
-    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    return Cell(codes=[cache], head=True, sign=family, data={"data-sort": cache})
 
 
 def _zeros(value: float) -> int:

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .markup import Markup, join, tag
 from .select import Group, Row, distinct
 
 
-def conditions(group: Group) -> Markup:
-    """Return a list of model, text, protocol, dtype, commits, machines, versions and dates of a group."""
+def conditions(group: Group) -> list[tuple[str, Any]]:
+    """Return (name, value) of model, text, protocol, dtype, commits, machines, versions and dates of a group."""
     rows = group.rows
     dates = sorted(str(date) for date in distinct(rows, "date"))
     counted = group.protocol.get("bytes_dtype")
@@ -28,12 +27,7 @@ def conditions(group: Group) -> Markup:
         ("Machine", "; ".join(map(str, distinct(rows, "machine")))),
         ("Versions", "; ".join(versions(rows))),
     ]
-    shown = [
-        join(tag("dt", name), tag("dd", value))
-        for name, value in entries
-        if value not in (None, "")
-    ]
-    return tag("dl", *shown)
+    return [entry for entry in entries if entry[1] not in (None, "")]
 
 
 def in_words(group: Group) -> str:

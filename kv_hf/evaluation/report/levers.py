@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .accuracy_tables import whole
-from .cells import derived, measured, named, percent, short, table, words
+from .cells import Cell, Table, derived, measured, named, percent, short, words
 from .frontier import Point, pareto_front
-from .markup import Markup, tag
 from .select import Group, Row, family
 
 OWN = ("model", "model_revision")  # what groups of one set may differ in
@@ -126,7 +125,7 @@ def origin(group: Group) -> str:
     return made if tokens is None else f"{made}, trained on {tokens:,} tokens"
 
 
-def levers_table(levers: Levers) -> Markup:
+def levers_table(levers: Levers) -> Table:
     """Return a line per model and cache, by rising bytes per token."""
     front = {id(row) for _, row in levers.front()}
     lines = []
@@ -135,14 +134,14 @@ def levers_table(levers: Levers) -> Markup:
         lines.append(
             [
                 named(row["cache"], family(row["cache"])),
-                tag("td", group.model),
-                words(kv_heads(levers, group), class_="number"),
+                Cell(group.model),
+                words(kv_heads(levers, group), "number"),
                 words(origin(group)),
                 measured(row, "bytes_per_token", whole),
                 derived(share, percent),
                 measured(row, "perplexity"),
                 derived(row["perplexity"] / levers.exact, _times),
-                words(tag("strong", "on the front") if id(row) in front else "behind"),
+                Cell(strong="on the front") if id(row) in front else Cell("behind"),
             ]
         )
     heads = [
@@ -154,7 +153,7 @@ def levers_table(levers: Levers) -> Markup:
         "of the original's exact bytes",
     ]
     heads += ["perplexity", "times the original", "front"]
-    return table("Every model with every cache", heads, lines)
+    return Table("Every model with every cache", heads, lines)
 
 
 def _times(value: float) -> str:

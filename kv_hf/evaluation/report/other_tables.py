@@ -3,12 +3,11 @@
 from typing import Any
 
 from .accuracy_tables import columns_table, whole
-from .cells import NONE, measured, named, percent, score, short, signed, size, table
-from .markup import Markup, join, tag
+from .cells import NONE, Cell, Table, measured, named, percent, score, short, signed, size
 from .select import Group, Row, distinct, family
 
 
-def task_table(group: Group) -> Markup:
+def task_table(group: Group) -> Table:
     """Return the score of each cache in each task, with its standard error and its difference from the exact cache."""
     names = ("task", "metric", "samples", "num_fewshot")
     columns = list(dict.fromkeys(tuple(row.get(name) for name in names) for row in group.rows))
@@ -33,53 +32,48 @@ def task_table(group: Group) -> Markup:
             line.append(measured(held[-1] if held else {}, "bytes_per_token", whole))
         lines.append(line)
     against = f", and the difference from {exact}" if exact else ""
-    return table(f"Tasks: value ± standard error{against}", heads, lines)
+    return Table(f"Tasks: value ± standard error{against}", heads, lines)
 
 
-def _score(row: Row | None, exact: Row | None, cache: str) -> Markup:
+def _score(row: Row | None, exact: Row | None, cache: str) -> Cell:
     if row is None:
         return NONE
     value, error = row["value"], row.get("stderr")
-    parts: list[Any] = [score(value)]
+    data = {"data-value": repr(value)}
     if error is not None:
-        parts.append(tag("span", f" ± {score(error)}", class_="interval"))
-    difference = None
+        data["data-stderr"] = repr(error)
+    difference = (
+        None if exact is None else ""
+    )  # an empty place keeps the values of a column in line
     if exact is not None and exact["cache"] != cache:
-        difference = value - exact["value"]
-    if exact is not None:  # an empty place for the exact cache itself, so that values stand in line
-        said = "" if difference is None else f" {signed(difference, form=score)}"
-        parts.append(tag("span", said, class_="difference"))
-    return tag(
-        "td",
-        *parts,
-        data_value=repr(value),
-        data_stderr=None if error is None else repr(error),
-        data_derived=None if difference is None else repr(difference),
-        class_="number",
-    )
+        apart = value - exact["value"]
+        difference, data["data-derived"] = f" {signed(apart, form=score)}", repr(apart)
+    interval = "" if error is None else f" ± {score(error)}"
+    return Cell(score(value), "number", interval=interval, difference=difference, data=data)
 
 
-def needle_maps(group: Group) -> Markup:
+def needle_maps(group: Group) -> list[Table]:
     """Return a heat map per cache: part of the needles found, depth (down) by length (across)."""
     lengths = sorted({row["length"] for row in group.rows})
     # tasks on lists of words have no depth
     depths = sorted({row["depth"] for row in group.rows}, key=lambda depth: depth or 0.0)
+    heads = ["depth", *(f"{length:,}" for length in lengths)]
     maps = []
     for cache in distinct(group.rows, "cache"):
         by_cell = {(r["length"], r["depth"]): r for r in group.rows if r["cache"] == cache}
         lines = [
             [
-                tag("th", "anywhere" if depth is None else percent(depth), scope="row"),
+                Cell("anywhere" if depth is None else percent(depth), head=True),
                 *(_heat(by_cell.get((length, depth))) for length in lengths),
             ]
             for depth in depths
         ]
-        heads = ["depth", *(f"{length:,}" for length in lengths)]
-        maps.append(table(cache, heads, lines, sortable=False))
-    return join(tag("p", _needle_note(group), class_="note"), tag("div", *maps, class_="heat"))
+        maps.append(Table(cache, heads, lines, sortable=False))
+    return maps
 
 
-def _needle_note(group: Group) -> str:
+def needle_note(group: Group) -> str:
+    """Return what the heat maps show."""
     samples = group.protocol.get("samples")
     each = f", of {samples:,} in each field" if samples is not None else ""
     return (
@@ -87,17 +81,12 @@ def _needle_note(group: Group) -> str:
     )
 
 
-def _heat(row: Row | None) -> Markup:
+def _heat(row: Row | None) -> Cell:
     if row is None:
         return NONE
     part = min(1.0, max(0.0, row["score"]))
-    return tag(
-        "td",
-        percent(row["score"]),
-        class_="score",
-        data_value=repr(row["score"]),
-        style=f"--part:{part:.3f}",
-    )
+    data = {"data-value": repr(row["score"])}
+    return Cell(percent(row["score"]), "score", data=data, style=f"--part:{part:.3f}")
 
 
 # fields of kv_hf.evaluation.footprint, what a cache consists of first
@@ -118,7 +107,7 @@ TOTALS = [
 ]
 
 
-def memory_table(group: Group) -> Markup:
+def memory_table(group: Group) -> Table:
     """Return bytes by part, memory and speed of each cache; parts that nobody has are left out."""
     parts = [name for name in PARTS if any(row.get(name) for row in group.rows)]
     columns: list[tuple[str, Any]] = [(head, _cell(name, text)) for head, name, text in SPEED]

@@ -1,16 +1,19 @@
 """The page: a summary, a chapter per model with its pictures and tables, and how the figures were made."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .accuracy_tables import OURS, accuracy_table, peer_table, peers, sensitivity_table
-from .assets import SCRIPT, STYLE
-from .cells import short, table, words
+from .cells import Cell, Table, short, words
 from .headers import conditions
+from .html import render_page
 from .levers import Levers, levers_table
-from .markup import Markup, join, tag
-from .other_tables import memory_table, needle_maps, task_table
+from .other_tables import memory_table, needle_maps, needle_note, task_table
 from .points import FLOOR, front_marks, kl_marks, left_out, perplexity_marks
 from .select import Group, family
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 FAMILIES = {
     "ours": "kv_hf, one format for all",
@@ -25,14 +28,17 @@ HEADINGS = {
     "needle": "Needles in long texts",
     "memory": "Memory and speed",
 }
-Pictures = Mapping[int, Sequence[Markup]]  # id of a group -> its plots
+Pictures = Mapping[int, Sequence["Markup"]]  # id of a group -> its plots
+# kind (table, figure, note, heat, facts, key or details) and what is in it; templates/page.html draws each kind
+Block = tuple[str, Any]
+Card = tuple[str, list[Block]]  # heading, content
 
 
 def page(
     groups: Sequence[Group],
     pictures: Pictures,
     unknown: Sequence[str],
-    levers: Sequence[tuple[Levers, Markup]] = (),
+    levers: Sequence[tuple[Levers, "Markup"]] = (),
 ) -> str:
     """Return the whole HTML page.
 
@@ -40,42 +46,17 @@ def page(
         unknown: kinds of rows that are not shown.
         levers: models that were measured with several numbers of kv heads, each with its plot.
     """
-    models = list(dict.fromkeys(group.model for group in groups))
-    links = [tag("li", tag("a", model, href=f"#{_anchor(at)}")) for at, model in enumerate(models)]
-    title = "Accuracy against memory of key/value caches"
-    body = join(
-        tag(
-            "header",
-            tag("h1", title),
-            tag("button", "Dark colours", type="button", id="theme", hidden=True),
-            tag("p", f"Newest measurement: {max(group.newest for group in groups)}", class_="note")
-            if any(group.newest for group in groups)
-            else None,
-            tag("nav", tag("ul", *links), aria_label="Models"),
-        ),
-        tag(
-            "main",
-            _summary(groups),
-            *(_levers(*each) for each in levers),
-            *(_chapter(at, model, groups, pictures) for at, model in enumerate(models)),
-        ),
-        tag("footer", *_notes(groups, unknown)),
-        tag("script", Markup(SCRIPT)),
+    models = dict.fromkeys(group.model for group in groups)
+    return render_page(
+        title="Accuracy against memory of key/value caches",
+        newest=max(group.newest for group in groups),
+        first=[*_summary(groups), *(_levers(*each) for each in levers)],
+        chapters=[{"model": m, "cards": _chapter(m, groups, pictures)} for m in models],
+        notes=_notes(groups, unknown),
     )
-    head = join(
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title),
-        tag("style", Markup(STYLE)),
-    )
-    return "<!doctype html>\n" + tag("html", tag("head", head), tag("body", body), lang="en") + "\n"
 
 
-def _anchor(at: int) -> str:
-    return f"model-{at + 1}"
-
-
-def _summary(groups: Sequence[Group]) -> Markup | None:
+def _summary(groups: Sequence[Group]) -> list[Card]:
     """Return a line per accuracy group: which of ours are on the front, and how many peers are beaten."""
     lines = []
     for group in groups:
@@ -86,56 +67,53 @@ def _summary(groups: Sequence[Group]) -> Markup | None:
         behind = [m.name for m in shown if family(m.name) in OURS and m.name not in front]
         compared = peers(group)
         passed = sum(each.passed for each in compared)
-        result = f"{passed} of {len(compared)} peers" if compared else None
-        met = {"class_": "pass" if passed == len(compared) else "fail"} if compared else {}
+        met = Cell(
+            strong=f"{passed} of {len(compared)} peers",
+            kind="pass" if passed == len(compared) else "fail",
+        )
         lines.append(
             [
-                tag("th", group.model, scope="row"),
+                Cell(group.model, head=True),
                 words(group.protocol.get("text")),
-                words(tag("strong", result) if result else None, **met),
-                words(_listed(front) if front else "none", class_="wrap"),
-                words(_listed(behind) if behind else "none", class_="wrap"),
+                met if compared else words(None),
+                *(
+                    Cell("" if caches else "none", "wrap", codes=caches)
+                    for caches in (front, behind)
+                ),
             ]
         )
     if not lines:
-        return None
+        return []
     heads = ["model", "text", "aim met against", "ours on the Pareto front", "ours behind it"]
-    return _card("Summary", table("Front and peers, per model", heads, lines))
+    return [("Summary", [("table", Table("Front and peers, per model", heads, lines))])]
 
 
-def _levers(levers: Levers, plot: Markup) -> Markup:
+def _levers(levers: Levers, plot: "Markup") -> Card:
     said = (
         "Perplexity of the same tokens through each cache, by models that were converted to fewer kv heads. Bytes are those "
         "that a cache of a bf16 model holds. On the front are the pairs of model and cache that no other beats in both."
     )
-    heading = f"kv heads and bits: {levers.original.model}"
-    figure = tag("figure", plot, tabindex="0")
-    return _card(
-        heading,
-        tag("p", said, class_="note"),
-        figure,
-        levers_table(levers),
-        conditions(levers.original),
-    )
+    blocks: list[Block] = [
+        ("note", said),
+        ("figure", plot),
+        ("table", levers_table(levers)),
+        ("facts", conditions(levers.original)),
+    ]
+    return f"kv heads and bits: {levers.original.model}", blocks
 
 
-def _listed(caches: Sequence[str]) -> Markup:
-    """Return names of caches with commas between them."""
-    return join(*(join(", " if at else "", tag("code", name)) for at, name in enumerate(caches)))
-
-
-def _chapter(at: int, model: str, groups: Sequence[Group], pictures: Pictures) -> Markup:
+def _chapter(model: str, groups: Sequence[Group], pictures: Pictures) -> list[Card]:
     cards = []
-    for kind in HEADINGS:
+    for kind, heading in HEADINGS.items():
         own = [group for group in groups if group.model == model and group.kind == kind]
         for group in own:
-            heading = HEADINGS[kind]
+            more = ""
             if len(own) > 1:
-                heading += f": {_told_apart(group, own)}"
+                more = f": {_told_apart(group, own)}"
             elif kind == "needle":
-                heading += f": {group.protocol['task']}"
-            cards.append(_card(heading, *_content(group, pictures.get(id(group), ()))))
-    return join(tag("h2", model, id=_anchor(at)), *cards)
+                more = f": {group.protocol['task']}"
+            cards.append((heading + more, _content(group, pictures.get(id(group), ()))))
+    return cards
 
 
 def _told_apart(group: Group, others: Sequence[Group]) -> str:
@@ -146,34 +124,24 @@ def _told_apart(group: Group, others: Sequence[Group]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {group.protocol[name]}" for name in names)
 
 
-def _card(heading: str, *content: Markup | None) -> Markup:
-    return tag("section", tag("h3", heading), *content, class_="card")
-
-
-def _content(group: Group, plots: Sequence[Markup]) -> list[Markup | None]:
-    figures = [tag("figure", plot, tabindex="0") for plot in plots]
-    known = conditions(group)
-    if group.kind != "accuracy":
-        known = tag("details", tag("summary", "How it was measured"), known)
+def _content(group: Group, plots: Sequence["Markup"]) -> list[Block]:
+    figures: list[Block] = [("figure", plot) for plot in plots]
+    facts: Block = ("facts", conditions(group))
     if group.kind == "accuracy":
         compared = peers(group)
-        return [
-            known,
-            *figures[:1],
-            _missing(group),
-            peer_table(group, compared) if compared else None,
-            *figures[1:],
-            _key(group),
-            accuracy_table(group),
-        ]
+        peer: list[Block] = [("table", peer_table(group, compared))] if compared else []
+        whole: list[Block] = [("key", _key(group)), ("table", accuracy_table(group))]
+        return [facts, *figures[:1], *_missing(group), *peer, *figures[1:], *whole]
+    how: Block = ("details", ("How it was measured", facts))
     if group.kind == "sensitivity":
-        details = tag("details", tag("summary", "The same as a table"), sensitivity_table(group))
-        return [*figures, details, known]
-    tables = {"task": task_table, "needle": needle_maps, "memory": memory_table}
-    return [tables[group.kind](group), known]
+        table: Block = ("table", sensitivity_table(group))
+        return [*figures, ("details", ("The same as a table", table)), how]
+    if group.kind == "needle":
+        return [("note", needle_note(group)), ("heat", needle_maps(group)), how]
+    return [("table", task_table(group) if group.kind == "task" else memory_table(group)), how]
 
 
-def _missing(group: Group) -> Markup | None:
+def _missing(group: Group) -> list[Block]:
     """Say which caches a plot does not show, and why."""
     said = []
     for what, field, shown in (
@@ -183,23 +151,16 @@ def _missing(group: Group) -> Markup | None:
         names = left_out(group.rows, shown)
         if names:
             said.append(f"Not in the {what} (no {field} was measured): {', '.join(names)}.")
-    return tag("p", " ".join(said), class_="note") if said else None
+    return [("note", " ".join(said))] if said else []
 
 
-def _key(group: Group) -> Markup:
+def _key(group: Group) -> list[tuple[str, str]]:
+    """Return (family, its name) of the families that a group has."""
     present = {family(row["cache"]) for row in group.rows}
-    return tag(
-        "p",
-        *(
-            tag("span", tag("span", class_=f"sign {name}"), said)
-            for name, said in FAMILIES.items()
-            if name in present
-        ),
-        class_="note key",
-    )
+    return [(name, said) for name, said in FAMILIES.items() if name in present]
 
 
-def _notes(groups: Sequence[Group], unknown: Sequence[str]) -> list[Markup]:
+def _notes(groups: Sequence[Group], unknown: Sequence[str]) -> list[str]:
     kinds = {group.kind for group in groups}
     notes = []
     if "accuracy" in kinds:
@@ -231,4 +192,4 @@ def _notes(groups: Sequence[Group], unknown: Sequence[str]) -> list[Markup]:
         )
     if unknown:
         notes.append(f"Rows of these kinds are not shown: {', '.join(unknown)}.")
-    return [tag("h2", "How the figures were made"), *(tag("p", note) for note in notes)]
+    return notes

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ...files.writing import replacing
 from .headers import below_title
 from .levers import find_levers
-from .markup import Markup
 from .page import page
 from .points import kl_marks, perplexity_marks
 from .select import Group, Row, groups, unknown_kinds
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from matplotlib.figure import Figure
 
 PAGE = "report.html"
@@ -106,7 +106,7 @@ def _figures(group: Group) -> list[tuple[str, str, "Callable[[], Figure]"]]:
 
 def _rendered(
     draw: "Callable[[], Figure]", name: str, says: str
-) -> tuple[dict[str, bytes], Markup]:
+) -> tuple[dict[str, bytes], "Markup"]:
     from . import canvas
 
     with canvas.settings():

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...extras import extra
+
 # field of a row -> (label, colours, ends of the scale or None: from 0 to the largest shown)
 MEASURES: dict[str, tuple[str, str, tuple[float, float] | None]] = {
     "score": ("part of the answers found", "cividis", (0.0, 1.0)),
@@ -36,8 +38,9 @@ def draw_needle(
         raise ValueError(f"rows must be of one model and task, got {sorted(map(str, what))}")
     [(model, task)] = what
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("eval", "the heat map"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     cells = {(row["cache"], row["length"], row["depth"]): row[measure] for row in rows}
     caches = list(dict.fromkeys(row["cache"] for row in rows))

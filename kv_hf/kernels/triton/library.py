@@ -12,7 +12,7 @@ from torch.library import Library, register_fake
 from ...errors import CacheOptionError
 from ...spec import PageSpec, SideSpec
 from ..inputs import PagedKV
-from ..operators import stored_fields, stored_side
+from ..stored import stored_fields, stored_side
 from . import launch, write
 from .table import Launch
 

@@ -1,0 +1,264 @@
+"""Lazy keys and values: tensors with a shape but no storage, which `update()` hands to attention.
+
+The paged attention function takes the pages behind a pair of handles. Any other code that computes with a
+handle gets a correct dense tensor, with one warning about its price. What it writes would be lost with that tensor: writing
+to a handle, or to a view of one, is an error.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import StaleHandleError, UnsupportedModelError
+from ..kernels.choice import Kernel
+from ..kernels.inputs import PagedKV
+from ..notices import warn_once
+from .operators import returns_views, written_by
+
+
+class KVView:
+    """The keys and values of one layer as one forward sees them; valid until the layer changes again."""
+
+    table: Any = None  # lengths on the device, of a preallocated cache (pages/static_table.py)
+    is_first = False  # whether the layer is the first of a preallocated cache
+
+    def __init__(
+        self,
+        kv: PagedKV,
+        layer: Any,
+        revision: object,
+        kernel: Kernel,
+        sliding_window: int | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.sliding_window = sliding_window  # tokens that a query sees, itself included
+        self._kv = kv
+        self.layer = layer
+        self._revision = revision
+
+    @property
+    def mla(self) -> str:
+        """CacheConfig.mla, of a layer that holds latents."""
+        return getattr(self.layer, "mla", "auto")
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pages. Raises StaleHandleError when the layer has moved on since."""
+        self._check()
+        return self._kv
+
+    def _check(self) -> None:
+        if self.layer.revision != self._revision:
+            raise StaleHandleError(
+                "these keys and values belong to an earlier forward: the cache has changed since. Read them "
+                "before the next forward, or keep a copy (tensor.clone())"
+            )
+
+    def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
+        """Return shape [rows, num_kv_heads, seen, head_dim], dtype and device of one side."""
+        kv = self.kv
+        spec = getattr(kv.spec, side)
+        window = kv.window_keys if side == "keys" else kv.window_values
+        shape = torch.Size((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
+        return shape, window.dtype, window.device
+
+    def dense(self, side: str) -> torch.Tensor:
+        """Return "keys" or "values" as [rows, num_kv_heads, seen, head_dim]."""
+        return self.kernel.dense(self.kv, side)
+
+
+class LayerView(KVView):
+    """The keys or values that a layer holds now; nothing is gathered before some code computes with them."""
+
+    def __init__(self, layer: Any) -> None:
+        self.kernel = layer.store.kernel
+        self.sliding_window = layer.window
+        self.layer = layer
+        self._revision = layer.revision
+        self._gathered: PagedKV | None = None
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pages. Raises StaleHandleError when the layer has moved on, InterruptedForwardError when it is behind."""
+        self._check()
+        if self._gathered is None:
+            self._gathered = self.layer.current_kv()
+        return self._gathered
+
+    def empty_like(self, side: str) -> tuple[torch.Size, torch.dtype, torch.device]:
+        """Return shape, dtype and device of one side."""
+        spec = getattr(self.layer.spec, side)
+        seen = self.layer.get_seq_length()
+        shape = torch.Size((self.layer.rows_held, spec.num_kv_heads, seen, spec.head_dim))
+        return shape, spec.dtype, self.layer.device
+
+
+class KVHandle(torch.Tensor):
+    """One side of a KVView in the guise of a tensor [rows, num_kv_heads, seen, head_dim]."""
+
+    view_of_pages: KVView
+    side: str
+
+    # shape, dtype and device are then answered in C++ without coming back to Python
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, view: KVView, side: str) -> "KVHandle":
+        """Make the handle of one side of `view`."""
+        shape, dtype, device = view.empty_like(side)
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        handle.view_of_pages = view
+        handle.side = side
+        return handle
+
+    @classmethod
+    def pair(cls, view: KVView) -> "tuple[KVHandle, KVHandle]":
+        """Return the handles of both sides of a view that was made just now."""
+        kv = view._kv
+        spec = kv.spec
+        keys, values = spec.keys, spec.values
+        window = kv.window_keys
+        rows, seen, device = window.shape[0], kv.seen, window.device
+        make = torch.Tensor._make_wrapper_subclass
+        shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
+        first: Any = make(cls, shape, dtype=keys.dtype, device=device)
+        shape = (rows, values.num_kv_heads, seen, values.head_dim)
+        second: Any = make(cls, shape, dtype=values.dtype, device=device)
+        first.view_of_pages = second.view_of_pages = view
+        first.side, second.side = "keys", "values"
+        return first, second
+
+    def dense(self) -> torch.Tensor:
+        """Return the dense tensor behind this handle: [rows, num_kv_heads, seen, head_dim]."""
+        return self.view_of_pages.dense(self.side)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _read(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"KVHandle({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.dense()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+
+class KVPart(torch.Tensor):
+    """A view of what a handle stands for (`keys[:, :, 2:]`): an ordinary tensor but that nobody writes to it.
+
+    Whatever is computed from it is an ordinary tensor, views of it are such parts again.
+    """
+
+    plain: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor) -> "KVPart":
+        """Share the memory of `plain`."""
+        part: KVPart = torch.Tensor._make_subclass(cls, plain)
+        part.plain = plain
+        return part
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _read(func, args, kwargs or {})
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array that shares the memory and refuses writes."""
+        array = self.plain.numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the numbers as nested lists."""
+        return self.plain.tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.plain.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the ordinary tensor [any shape] of a view of a handle, anything else as it is."""
+    return tensor.plain if isinstance(tensor, KVPart) else tensor
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator on what handles and views of them stand for. Raises UnsupportedModelError where it writes to them."""
+    for tensor in written_by(func, args, kwargs):
+        if isinstance(tensor, (KVHandle, KVPart)):
+            raise UnsupportedModelError(
+                f"{func} writes to keys or values that a paged cache handed out. They are read-only: pages would not take the "
+                "change over. Change a copy (keys = keys.clone()), or use a DynamicCache for this model"
+            )
+    if any(isinstance(one, KVHandle) for one in tree_leaves((args, kwargs))):
+        warn_dense(str(func))
+    args, kwargs = tree_map_only(KVHandle, KVHandle.dense, (args, kwargs))
+    args, kwargs = tree_map_only(KVPart, plain_tensor, (args, kwargs))
+    found = func(*args, **kwargs)
+    if not returns_views(func):
+        return found
+    read = {_memory(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+    # reshape() and to() copy where they must, and may come here before they are taken apart (inference mode)
+    return tree_map_only(torch.Tensor, lambda x: KVPart(x) if _memory(x) in read else x, found)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def warn_dense(reader: str) -> None:
+    """Say once what reading the cache densely costs, and the remedy."""
+    warn_once(
+        "dense",
+        "An attention implementation or other code that does not know kv_hf reads the cached keys and "
+        f"values ({reader}): each layer's whole cache is written out densely at every step, which costs the "
+        "time and the transient memory that pages save. Use model.set_attn_implementation('kv_hf') where "
+        "the model supports it",
+    )
+
+
+def warn_gradients() -> None:
+    """Say once that a backward pass ends at the cache."""
+    warn_once(
+        "gradients",
+        "No gradient flows through the keys and values of a paged cache, not even those of the newest tokens: their "
+        "projections get none, and what comes before them lacks that part. Use torch.no_grad() for generation, or a "
+        "DynamicCache for training through the cache",
+    )
+
+
+def check_unchanged(side: str, held: torch.Tensor | None, value: Any) -> None:
+    """Accept the `held` tensor [rows, num_kv_heads, seen, head_dim] (code that copies a cache writes clones back), refuse all else."""
+    if (
+        held is not None
+        and isinstance(value, torch.Tensor)
+        and (held.shape, held.dtype) == (value.shape, value.dtype)
+        and torch.equal(held, value)
+    ):
+        return
+    raise AttributeError(
+        f"{side} of a paged layer are a read-only view; use update() to append tokens"
+    )
+
+
+def view_behind(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
+    """Return the view that keys and values [rows, num_kv_heads, seen, head_dim] are handles of, None for ordinary tensors."""
+    if not (isinstance(keys, KVHandle) and isinstance(values, KVHandle)):
+        return None
+    same = keys.view_of_pages is values.view_of_pages
+    return keys.view_of_pages if same and (keys.side, values.side) == ("keys", "values") else None

@@ -1,0 +1,187 @@
+"""The contents of a cache apart from their place: one cache gives this state, another cache or a file takes it.
+
+Knows neither files nor caches. Pages are handed over some at a time, in layout "rows", so that nothing is held twice.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ..config import CacheConfig
+from ..errors import CacheMismatchError, StaleHandleError
+from ..pages.group_state import GroupState
+from ..pages.storage import PageStorage
+from ..quant.packing import lay_out, pick_up
+from ..spec import ROWS, PageSpec, SideSpec
+from .adapters import Adapters
+
+PIECE = 4 << 20  # bytes of pages that are handed over at once
+# options that say where pages lie, how many there is room for and who shares them, which is a matter of one process; and where the
+# others came from
+PLACEMENT = (
+    "prefix_store",
+    "offload",
+    "device_bytes",
+    "device_pages",
+    "offload_dir",
+    "max_length",
+    "recipe",
+)
+
+
+class StateTensors(Protocol):
+    """Pages and exact tokens of a state, wherever they lie."""
+
+    def check(self, pages: Mapping[int, "LayerPages"]) -> None:
+        """Raise ValueError unless these are the tensors of layers with such pages, and of no others."""
+        ...
+
+    def pages(self, layer: int, side: str, field: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first page, tensor [n, ..]) of one field of all pages of a layer's side, encoded, in layout ROWS."""
+        ...
+
+    def window(self, layer: int, side: str) -> torch.Tensor:
+        """Return the exact tokens [rows, num_kv_heads, longest row, head_dim]; behind a row's own they hold anything."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """The form of a layer's pages, in layout ROWS, and the place of its group in `CacheState.groups`."""
+
+    spec: PageSpec
+    group: int
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The sizes of a layer's keys and values, and where they were.
+
+    Attributes:
+        layer: position in the model.
+        num_kv_heads: of both sides.
+        key_dim, value_dim: channels of a head.
+        key_dtype, value_dtype: of the exact tokens.
+        device: where the layer lies, or shall lie.
+        pages: None where only `CacheState.options` say it.
+    """
+
+    layer: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    device: torch.device
+    pages: LayerPages | None = None
+
+    @classmethod
+    def of(cls, layer: int, spec: PageSpec, group: int, device: torch.device) -> "LayerState":
+        """Describe a layer with pages of `spec`."""
+        keys, values = spec.sides
+        dims = (keys.num_kv_heads, keys.head_dim, values.head_dim)
+        pages = LayerPages(in_rows(spec), group)
+        return cls(layer, *dims, keys.dtype, values.dtype, device, pages)
+
+    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of no token, [1, num_kv_heads, 0, head_dim]."""
+        sides = ((self.key_dim, self.key_dtype), (self.value_dim, self.value_dtype))
+        keys, values = (
+            torch.empty((1, self.num_kv_heads, 0, dim), dtype=dtype, device=self.device)
+            for dim, dtype in sides
+        )
+        return keys, values
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """All that a cache needs to go on as another one would have.
+
+    Attributes:
+        options: of the cache, without those of PLACEMENT.
+        signature: sizes of the model that the cache was built for (model_shape.signature).
+        groups: full attention first, as in PagedCache.groups.
+        layers: those that hold something.
+        tensors: their pages and exact tokens. Those of a cache are its own, not copies: they raise StaleHandleError once
+            the cache has changed.
+        computed_by: states of adapters in which the tokens were computed, as far as was noted.
+    """
+
+    options: CacheConfig
+    signature: Mapping[str, Any]
+    groups: tuple[GroupState, ...]
+    layers: tuple[LayerState, ...]
+    tensors: StateTensors
+    computed_by: tuple[Adapters, ...] = ()
+
+
+def portable(options: CacheConfig) -> CacheConfig:
+    """Return the options that mean the same in another process."""
+    nothing: dict[str, Any] = dict.fromkeys(PLACEMENT)
+    return replace(options, **nothing)
+
+
+def in_rows(spec: PageSpec) -> PageSpec:
+    """Return the same pages in layout ROWS."""
+    return PageSpec(replace(spec.keys, layout=ROWS), replace(spec.values, layout=ROWS))
+
+
+def codes_to_rows(codes: torch.Tensor, side: SideSpec) -> torch.Tensor:
+    """Return codes of pages of `side` in layout ROWS."""
+    return (
+        codes if side.layout == ROWS else lay_out(pick_up(codes, side), replace(side, layout=ROWS))
+    )
+
+
+def codes_from_rows(codes: torch.Tensor, side: SideSpec) -> torch.Tensor:
+    """Return codes of layout ROWS in the layout of `side`."""
+    return (
+        codes if side.layout == ROWS else lay_out(pick_up(codes, replace(side, layout=ROWS)), side)
+    )
+
+
+class LiveTensors:
+    """The tensors of a cache as they are now, of layers that hold something (StateTensors)."""
+
+    def __init__(self, layers: Mapping[int, Any], pages: Mapping[int, Sequence[int]]) -> None:
+        """Read from `layers` (PagedLayers), of which each holds the `pages` of its group, in order."""
+        self._layers, self._pages = layers, pages
+        self._revisions = {index: layer.revision for index, layer in layers.items()}
+
+    def check(self, pages: Mapping[int, LayerPages]) -> None:
+        """Raise CacheMismatchError where the layers or their pages are others."""
+        own = {index: in_rows(layer.spec) for index, layer in self._layers.items()}
+        theirs = {index: one.spec for index, one in pages.items()}
+        differing = [i for i in own.keys() | theirs.keys() if own.get(i) != theirs.get(i)]
+        if differing:
+            raise CacheMismatchError(
+                f"layers {sorted(differing)} of this state hold pages of other formats or sizes than its options and this model give"
+            )
+
+    def pages(self, layer: int, side: str, field: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first page, tensor [n, ..]) of one field, in layout ROWS."""
+        ids = self._pages[layer]
+        storage: PageStorage = self._current(layer).storage
+        pages = storage.keys if side == storage.keys.spec.side else storage.values
+        step = max(1, PIECE // max(1, pages.spec.payload_bytes))
+        for first in range(0, len(ids), step):
+            self._current(layer)
+            found = pages.take(ids[first : first + step], [field])[field]
+            yield first, codes_to_rows(found, pages.spec) if field == "codes" else found
+
+    def window(self, layer: int, side: str) -> torch.Tensor:
+        """Return the exact tokens, as long as the longest row at least."""
+        one: torch.Tensor = next(
+            window.tokens for window in self._current(layer).windows if window.spec.side == side
+        )
+        return one
+
+    def _current(self, layer: int) -> Any:
+        found = self._layers[layer]
+        if found.revision != self._revisions[layer]:
+            raise StaleHandleError(
+                "this state belongs to an earlier forward: the cache has changed since. Use it, or save the cache, before that"
+            )
+        return found

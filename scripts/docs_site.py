@@ -1,0 +1,168 @@
+"""Pages that mkdocs adds to docs/: README, CONTRIBUTING, CHANGELOG, the API reference, and the help of the command line.
+
+mkdocs.yml names this file as a hook. Links between pages stay as GitHub reads them: a link to another file of the repository
+(results/, a folder of plots) brings that file into the site.
+"""
+
+import os
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, InclusionLevel
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kv_hf"
+# pages of the repository's top folder, and their names in the site
+TOP = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+# one page each: the package and what it holds, down to its last module
+PACKAGES = ("evaluation", "gqa", "planner")
+LINK = re.compile(r"(?<!\\)(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """Append the generated pages to the navigation."""
+    pages = [{"kv_hf": "reference/kv_hf.md"}, {"Options of a cache": "reference/options.md"}]
+    pages += [{"Command line": "reference/command_line.md"}]
+    pages += [{f"kv_hf.{name}": f"reference/{name}.md"} for name in PACKAGES]
+    config.nav.append({"API reference": pages})
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages, and every file of the repository that a page links to."""
+    made = {target: relocated((ROOT / name).read_text(), "") for name, target in TOP.items()}
+    made["reference/kv_hf.md"] = names_page()
+    made["reference/options.md"] = "# Options of a cache\n\n::: kv_hf.CacheConfig\n"
+    made["reference/command_line.md"] = command_line_page()
+    made |= {f"reference/{name}.md": package_page(name) for name in PACKAGES}
+    texts = [
+        *made.values(),
+        *(relocated(page.content_string, "docs") for page in files.documentation_pages()),
+    ]
+    for path, content in made.items():
+        files.append(File.generated(config, path, content=content))
+    for path in sorted({path for text in texts for path in repository_files(text)}):
+        if (ROOT / path).is_dir():
+            listing = File.generated(
+                config,
+                f"{path}/index.md",
+                content=folder_page(path),
+                inclusion=InclusionLevel.NOT_IN_NAV,
+            )
+            files.append(listing)
+            for entry in sorted((ROOT / path).iterdir()):
+                files.append(
+                    File.generated(config, f"{path}/{entry.name}", abs_src_path=str(entry))
+                )
+        elif (ROOT / path).is_file():
+            files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Let a page of docs/ link to pages and files outside of docs/."""
+    return relocated(markdown, "docs") if page.file.generated_by is None else markdown
+
+
+def relocated(text: str, folder: str) -> str:
+    """Return a page of a folder of the repository with its links as the site has them, relative to the site's root."""
+
+    def moved(match: re.Match[str]) -> str:
+        opening, target, anchor, closing = match.groups()
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path in TOP:
+            path = TOP[path]
+        elif path.startswith("docs/"):
+            path = path.removeprefix("docs/")
+        elif (ROOT / path).is_dir():
+            path += "/index.md"
+        return f"{opening}{path}{anchor or ''}{closing}"
+
+    return outside_code(LINK, moved, text)
+
+
+def outside_code(pattern: re.Pattern[str], change: Any, text: str) -> str:
+    """Replace a pattern everywhere but in fenced code."""
+    parts: list[str] = []
+    start = 0
+    for fence in FENCE.finditer(text):
+        parts += [pattern.sub(change, text[start : fence.start()]), fence[0]]
+        start = fence.end()
+    return "".join([*parts, pattern.sub(change, text[start:])])
+
+
+def repository_files(text: str) -> Iterator[str]:
+    """Yield the files and folders outside of docs/ that a relocated page links to."""
+    for _, target, _, _ in LINK.findall(FENCE.sub("", text)):
+        path = target.removesuffix("/index.md")
+        if not target.startswith("http") and not (ROOT / "docs" / target).exists():
+            yield path
+
+
+def folder_page(path: str) -> str:
+    """Return a page that lists the files of a folder."""
+    names = sorted(entry.name for entry in (ROOT / path).iterdir())
+    return "\n".join([f"# {path}", "", *(f"- [{name}]({name})" for name in names), ""])
+
+
+def names_page() -> str:
+    """Return the page of kv_hf.__all__, read from the source: one entry per name."""
+    import kv_hf
+
+    names = [name for name in kv_hf.__all__ if name not in ("__version__", "CacheConfig")]
+    return "\n".join(["# kv_hf", "", *(f"::: kv_hf.{name}\n" for name in names)])
+
+
+def package_page(name: str) -> str:
+    """Return the page of one package: its docstring and its modules."""
+    lines = [f"# kv_hf.{name}", ""]
+    for source in sorted((PACKAGE / name).rglob("*.py")):
+        parts = source.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] == "__main__":
+            continue
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        lines += [f"::: {module}", ""]
+    return "\n".join(lines)
+
+
+def command_line_page() -> str:
+    """Return the help of `kv-hf` and of each of its commands."""
+    overview = help_of()
+    commands = re.search(r"\{([a-z,-]+)\}", overview)
+    if commands is None:
+        raise PluginError("kv-hf --help lists no commands")
+    lines = ["# kv-hf", "", "```text", overview, "```", ""]
+    for command in commands[1].split(","):
+        lines += [f"## kv-hf {command}", ""]
+        if command == "lm-eval":
+            lines += ["Takes the arguments of lm-eval itself: see [lm-eval](../lm_eval.md).", ""]
+        else:
+            lines += ["```text", help_of(command), "```", ""]
+    return "\n".join(lines)
+
+
+def help_of(*command: str) -> str:
+    """Return what `kv-hf COMMAND --help` prints."""
+    run = subprocess.run(
+        [sys.executable, "-m", "kv_hf.cli", *command, "--help"],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "88"},
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode:
+        raise PluginError(f"kv-hf {' '.join(command)} --help failed: {run.stderr.strip()}")
+    return run.stdout.rstrip()

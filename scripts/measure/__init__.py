@@ -1,0 +1,1 @@
+"""The measurements of this repository: what its own results need, and the wheel does not carry."""

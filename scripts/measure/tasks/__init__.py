@@ -1,0 +1,1 @@
+"""Task files for lm-eval over data that comes in PyPI packages."""

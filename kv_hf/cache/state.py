@@ -18,8 +18,17 @@ from ..spec import ROWS, PageSpec, SideSpec
 from .adapters import Adapters
 
 PIECE = 4 << 20  # bytes of pages that are handed over at once
-# options that say where pages lie and with whom they are shared, which is a matter of one process; and where the others came from
-PLACEMENT = ("prefix_store", "offload", "device_bytes", "device_pages", "offload_dir", "recipe")
+# options that say where pages lie, how many there is room for and who shares them, which is a matter of one process; and where the
+# others came from
+PLACEMENT = (
+    "prefix_store",
+    "offload",
+    "device_bytes",
+    "device_pages",
+    "offload_dir",
+    "max_length",
+    "recipe",
+)
 
 
 class StateTensors(Protocol):

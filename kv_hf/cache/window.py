@@ -37,8 +37,8 @@ class ExactWindow:
         return self.tokens
 
     def hold(self, tokens: torch.Tensor) -> None:
-        """Hold `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
-        self.tokens = tokens.to(self.tokens.device)
+        """Hold a copy of `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
+        self.tokens = tokens.to(self.tokens.device, copy=True)
 
     def to(self, device: torch.device) -> None:
         """Move the tokens to `device`."""

@@ -160,17 +160,17 @@ class SealJobs:
         pages: Sequence[Sequence[int]],
         page_size: int,
         sink_tokens: int,
-        passed: Sequence[int] | None = None,
+        passed: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> "SealJobs | None":
         """Seal `pages` (for each row, in the order of its tokens) behind the sinks; None without any.
 
         `passed`: for each row, pages behind the sinks that are left out.
         """
-        starts = passed or [0] * len(pages)
         jobs = [
             (row, sink_tokens + place * page_size, page)
-            for row, (row_pages, start) in enumerate(zip(pages, starts, strict=True))
-            for place, page in enumerate(row_pages, start)
+            for row, row_pages in enumerate(pages)
+            if row_pages
+            for place, page in enumerate(row_pages, 0 if passed is None else int(passed[row]))
         ]
         return cls(torch.tensor(jobs, dtype=torch.int32)) if jobs else None
 

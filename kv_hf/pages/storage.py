@@ -95,6 +95,15 @@ class SideStorage:
         """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room."""
         self.fields[field][first : first + len(pages)].copy_(pages)
 
+    def spread(
+        self, first: int, field: str, pages: torch.Tensor, places: Sequence[Sequence[int]]
+    ) -> None:
+        """Write one field of encoded pages [n, ..], of which page i goes to each of the ids `places[first + i]`."""
+        pairs = [(at, page) for at in range(len(pages)) for page in places[first + at]]
+        if pairs:
+            sources, targets = (list(part) for part in zip(*pairs, strict=True))
+            self.fields[field][targets] = pages[sources].to(self.fields[field].device)
+
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
         flat = pages.reshape(-1)

@@ -4,7 +4,7 @@
     model.generate(**inputs, cache_implementation="paged_int4")
 
 Importing registers the names paged_exact, paged_fp8, paged_int8, paged_int4, paged_int2 and paged_k8v4 with
-transformers, and an attention implementation "kv_hf"; `uninstall()` takes them back. `cache_names()` lists the names;
+transformers, and an attention implementation "kv_hf"; `uninstall()` removes them. `cache_names()` lists the names;
 `register_format` and `register_cache` add others.
 """
 

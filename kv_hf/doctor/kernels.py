@@ -16,7 +16,7 @@ PREFIX = "paged_"
 
 @dataclass(frozen=True)
 class FormatReport:
-    """Which kernel reads pages of one format.
+    """The kernel that reads pages of one format.
 
     Attributes:
         format: of latents; else the name of a cache without its "paged_": exact, int8, k8v4, ..

@@ -1,4 +1,4 @@
-"""Whether the installed transformers has the seams that kv_hf stands on, and whether they are the tested ones."""
+"""The check that the installed transformers has the seams that kv_hf relies on, and that they are the tested ones."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""What a model's caches take and what fits, before anything is loaded: `kv_hf.plan(...)`."""
+"""Memory of a model's caches and the loads that fit, before anything is loaded: `kv_hf.plan(...)`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ class CachePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the caches of a model take, at a batch and a context.
+    """Memory of the caches of a model, at a batch and a context.
 
     Attributes:
         inventory: of the whole model.

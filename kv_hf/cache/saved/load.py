@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ class FileTensors:
         return self._file.pieces(tensor_name(layer, side, field))
 
     def window(self, layer: int, side: str) -> torch.Tensor:
-        """Return the exact tokens, on the CPU."""
+        """Return the exact tokens [rows, num_kv_heads, slots, head_dim], on the CPU."""
         return self._file.tensor(tensor_name(layer, side, "window"))
 
 
@@ -76,9 +75,8 @@ def _read(
     check_registered(file.metadata)
     contents = Contents.parse(file.metadata["cache"])
     check_identity(contents.model, model)
-    options = _options(contents.options)
-    if kernel is not None:
-        options = replace(options, kernel=kernel)
+    claimed = contents.options if kernel is None else {**contents.options, "kernel": kernel}
+    options = _options(claimed)
     check_held(file.entries, tables(contents))
     state = CacheState(
         options,
@@ -96,7 +94,7 @@ def _read(
 
 def _options(claimed: Mapping[str, Any]) -> CacheConfig:
     """Return the options of a file. Raises RefusedError for those of caches that are never saved."""
-    if any(claimed.get(name) is not None for name in ("max_length", *PLACEMENT)):
+    if any(claimed.get(name) is not None for name in PLACEMENT):
         raise RefusedError("it claims options of caches that are never saved")
     rest = {name: value for name, value in claimed.items() if name not in ("keys", "values")}
     return CacheConfig.from_arguments(claimed.get("keys"), claimed.get("values"), rest)

@@ -19,10 +19,7 @@ from .row_pages import reserved_pages as reserved_pages
 from .row_pages import sealed_pages as sealed_pages
 from .row_pages import window_slots as window_slots
 
-SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
 TABLE_DTYPE = torch.int32
-# float8 codes lie in uint8 tensors: torch cannot index float8 tensors on every device
-CODE_DTYPES = {"unsigned": torch.uint8, "signed": torch.int8, "float8": torch.uint8}
 
 # How codes are arranged in a page. A format fixes the codes and scales; the layout is a matter of the kernel
 # that reads them, and layouts convert exactly (quant/packing.py).
@@ -83,12 +80,12 @@ class SideSpec:
     @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of scales and offsets."""
-        return SCALE_DTYPES[self.scheme.scale_bits]
+        return self.scheme.scale_dtype
 
     @property
     def code_dtype(self) -> torch.dtype:
         """Dtype of a code, or of packed codes; for exact storage the numbers' own."""
-        return self.dtype if self.scheme.is_exact else CODE_DTYPES[self.scheme.code]
+        return self.dtype if self.scheme.is_exact else self.scheme.code_dtype
 
     @property
     def code_bits(self) -> int:

@@ -36,6 +36,11 @@ def _old_objects_are_no_garbage() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let the interpreter collect what was frozen, or bindings report all of it as leaked when it ends."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_notices() -> Iterator[None]:
     """Let each test see the warnings that are said once per process, and find kv_hf installed."""

@@ -72,7 +72,6 @@ def generate(model, inputs, name, *, steps=40, compile_config=None, **options):
 
 
 FAST = {
-    ("paged_exact", "padded"),
     ("paged_exact", "one"),
     ("paged_int8", "batch"),
     ("paged_int4", "padded"),
@@ -219,7 +218,7 @@ def decode(model, step, cache, inputs, count, padded_to=LENGTH):
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("name", ["exact", "int2"])
+@pytest.mark.parametrize("name", [pytest.param("exact", marks=pytest.mark.slow), "int2"])
 @torch.no_grad()
 def test_compiled_forward_gives_the_logits_and_bytes_of_the_eager_step(name):
     model, inputs = paged_model(), INPUTS["padded"]
@@ -282,7 +281,7 @@ def test_eager_and_compiled_steps_take_turns():
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @torch.no_grad()
 def test_a_compiled_step_past_the_end_is_an_error(backend):
     model = paged_model(num_hidden_layers=1)
@@ -390,15 +389,15 @@ def test_inductor_gives_the_eager_logits():
 
 def with_triton(name, kernel):
     """Compiled greedy tokens and the first layer's key codes; the CPU passes for a GPU (runs in the worker)."""
-    from kv_hf.cache import layer_formats, paged_cache
+    from kv_hf.cache import base, layer_formats
     from kv_hf.kernels import choice
     from kv_hf.spec import ROWS
 
     before = graphs()  # of other tests in this worker
-    kept = choice.why_not, layer_formats.layout_for, paged_cache.layout_for
+    kept = choice.why_not, layer_formats.layout_for, base.layout_for
     if kernel == "triton":
         choice.why_not = lambda *_: None
-    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
+    layer_formats.layout_for = base.layout_for = lambda device: ROWS
     try:
         model = make_model("llama", num_hidden_layers=1)
         cache = preallocated(model, name, kernel=kernel)
@@ -413,7 +412,7 @@ def with_triton(name, kernel):
         store = cache.layers[0].store.base
         return out, store.pages.keys.fields["codes"], store.kernel.name, graphs() - before
     finally:
-        choice.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
+        choice.why_not, layer_formats.layout_for, base.layout_for = kept
         torch._dynamo.reset()
 
 

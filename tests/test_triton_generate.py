@@ -16,18 +16,18 @@ pytestmark = needs_interpreter
 @contextmanager
 def pages_of_a_gpu(kernel):
     """Make the cache believe that the CPU is a GPU: pages in layout "rows", kernels of Triton where asked for."""
-    from kv_hf.cache import layer_formats, paged_cache
+    from kv_hf.cache import base, layer_formats
     from kv_hf.kernels import choice
     from kv_hf.spec import ROWS
 
-    kept = choice.why_not, layer_formats.layout_for, paged_cache.layout_for
+    kept = choice.why_not, layer_formats.layout_for, base.layout_for
     if kernel == "triton":
         choice.why_not = lambda *_: None
-    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
+    layer_formats.layout_for = base.layout_for = lambda device: ROWS
     try:
         yield
     finally:
-        choice.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
+        choice.why_not, layer_formats.layout_for, base.layout_for = kept
 
 
 def generate(name, kernel):

@@ -64,7 +64,7 @@ class _Models:
         return model.to(self.device)
 
     def prompt(self) -> dict[str, torch.Tensor]:
-        """Return input_ids and attention_mask of the prompts, padded on the left."""
+        """Return input_ids and attention_mask [prompts, longest prompt], int64, padded on the left."""
         numbers = torch.Generator().manual_seed(SEED)
         ids = torch.randint(3, 97, (len(PROMPTS), max(PROMPTS)), generator=numbers)
         mask = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ..checks import check_choice
+from ..checks import check_choice, listed
 from ..config import KERNEL_CHOICES
 from ..errors import CacheOptionError
 from ..notices import warn_once
@@ -17,6 +17,7 @@ from .cpu import library
 from .dense import dense_side
 from .inputs import PagedKV
 
+COMPILED = ("triton", "c")  # which read the formats that have a native_number
 NAMES = KERNEL_CHOICES[1:]  # without "auto"; the order in which "auto" tries them
 
 
@@ -57,6 +58,14 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
     """Return why implementation `name` cannot read such pages on `device`, or None when it can."""
     if name == "reference":
         return None
+    if name in COMPILED:
+        unread = [side for side in spec.sides if side.scheme.format.native_number is None]
+        if unread:
+            formats = dict.fromkeys(side.scheme.name for side in unread)
+            return (
+                f"no compiled kernel reads the format {listed(repr(one) for one in formats)} of "
+                f"{listed(side.side for side in unread)}"
+            )
     if name == "triton":
         from .triton import support  # which imports no triton
 

@@ -30,7 +30,9 @@ def paged_attention(
     More than MAX_DECODE_QUERIES queries go in slices; then the window has to hold the tokens of all queries.
 
     Args:
+        query: [rows, num_heads, q_len, key_dim].
         kernel: one that was chosen for these pages, or a name for `choice.choose`.
+    Returns: [rows, num_heads, q_len, value_dim] in query's dtype.
     Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for a kernel that is
         unknown or cannot run here.
     """

@@ -25,10 +25,10 @@ def paged_attention(
     sink_logits: torch.Tensor | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Attend to pages by SDPA, row by row; CPU tensors only. See `reference.paged_attention`.
+    """Attend `query` [rows, num_heads, q_len, key_dim] to pages by SDPA, row by row; CPU tensors only.
 
     What SDPA cannot express (softcap, values of another head_dim than keys, float64, masks of the lowest number)
-    goes to the reference. Decoded keys and values are rounded to the query's dtype.
+    goes to the reference, `reference.paged_attention`, which documents the arguments. Decoded keys and values are rounded to the query's dtype.
     """
     spec = kv.spec
     # a query that sees nothing but such a mask attends to all tokens alike, which log-sum-exps cannot tell

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..formats import Scheme
+from ..formats import Scheme, format_of_code
 from ..spec import ROWS, SideSpec
 
 
@@ -31,6 +31,6 @@ def stored_side(
         for name, tensor in fields.items()
         if name != "codes"
     }
-    name = {"none": "exact", "float8": "fp8"}.get(code, f"int{bits}")
-    scheme = Scheme(name, code, bits, groups.get("scale"), groups.get("offset"), clip)
+    own = format_of_code(code, bits)
+    scheme = Scheme(own.name, code, bits, groups.get("scale"), groups.get("offset"), clip, 16, own)
     return SideSpec(side, scheme, heads, dim, page_size, exact.dtype, layout)

@@ -10,8 +10,8 @@ import torch
 
 import kv_hf
 from kv_hf import cli, doctor
+from kv_hf.backends.cpu import library
 from kv_hf.formats import FORMAT_NAMES
-from kv_hf.kernels.cpu import library
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from ..backends.registry import NAMES, layout_for, why_not
 from ..cache.layer_formats import LayerFormats
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
-from ..kernels.choice import NAMES, layout_for, why_not
 from ..spec import PageSpec
 
 

@@ -8,8 +8,8 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..notices import warn_once
-from .choice import Kernel, choose, load
 from .inputs import PagedKV
+from .registry import Kernel, choose, load
 
 MAX_DECODE_QUERIES = 16  # queries of one call of a kernel; more go in slices
 
@@ -30,7 +30,7 @@ def paged_attention(
     More than MAX_DECODE_QUERIES queries go in slices; then the window has to hold the tokens of all queries.
 
     Args:
-        kernel: one that was chosen for these pages, or a name for `choice.choose`.
+        kernel: one that was chosen for these pages, or a name for `registry.choose`.
     Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for a kernel that is
         unknown or cannot run here.
     """

@@ -1,5 +1,5 @@
 /* What Python and C agree on: argument blocks of 64-bit fields, in this order, and the numbers of formats.
- * kernels/cpu/arguments.py packs the blocks; KV_HF_ABI rises whenever a field moves or changes its meaning.
+ * backends/cpu/arguments.py packs the blocks; KV_HF_ABI rises whenever a field moves or changes its meaning.
  * A block is packed once per layer. Fields that change from call to call lie together, at the end. */
 #ifndef KV_HF_H
 #define KV_HF_H

@@ -7,8 +7,7 @@ The allocator makes the tensors that `PageSpec.fields` lists, the memory report 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -157,10 +156,19 @@ class PageFields(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class PageSpec:
-    """A page of one layer (keys and values), and the window of exact tokens beside the pages."""
+    """A page of one layer (keys and values), and the window of exact tokens beside the pages.
+
+    Attributes:
+        is_latent: whether pages hold latents and RoPE keys in place of keys and values.
+        query_dim: channels of a query: those of a key, or of a latent and a RoPE key.
+        out_dim: channels that attention gives back: those of a value, or of a latent.
+    """
 
     keys: SideSpec
     values: SideSpec
+    is_latent: bool = field(init=False, repr=False, compare=False)
+    query_dim: int = field(init=False, repr=False, compare=False)
+    out_dim: int = field(init=False, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -217,20 +225,13 @@ class PageSpec:
             SideSpec("k_rope", k_rope, 1, rope_dim, page_size, rope_dtype or dtype, layout),
         )
 
-    @cached_property
-    def is_latent(self) -> bool:
-        """Whether pages hold latents and RoPE keys in place of keys and values."""
-        return self.keys.side == "latent"
-
-    @cached_property
-    def query_dim(self) -> int:
-        """Channels of a query: those of a key, or of a latent and a RoPE key."""
-        return self.keys.head_dim + (self.values.head_dim if self.is_latent else 0)
-
-    @cached_property
-    def out_dim(self) -> int:
-        """Channels that attention gives back: those of a value, or of a latent."""
-        return self.keys.head_dim if self.is_latent else self.values.head_dim
+    def __post_init__(self) -> None:
+        keys, values = self.keys, self.values
+        latent = keys.side == "latent"
+        # not cached properties, which torch.compile cannot trace under Python 3.11: they take a lock
+        object.__setattr__(self, "is_latent", latent)
+        object.__setattr__(self, "query_dim", keys.head_dim + (values.head_dim if latent else 0))
+        object.__setattr__(self, "out_dim", keys.head_dim if latent else values.head_dim)
 
     @property
     def sides(self) -> tuple[SideSpec, SideSpec]:

@@ -457,6 +457,13 @@ def test_bad_arguments_fail_before_anything_is_written(folders, tmp_path):
         ),
         (folders, out, {"data": [["w1 w2"]]}, "shorter than one window of 16 tokens"),
         (folders, out, {"data": [[text(20)]], "held": None}, "one window of 16 tokens"),
+        # the cases before have made accelerate's state, which is one for the process
+        (
+            folders,
+            out,
+            {"settings": replace(SHORT, dtype="bfloat16")},
+            "dtype 'bfloat16' needs a process of its own",
+        ),
     ]
     for pair, target, options, message in cases:
         with pytest.raises(KVCacheError, match=message):

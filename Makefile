@@ -32,12 +32,12 @@ $(BIN)/python:
 
 # torch first and alone, so that the machine's own build (CPU or CUDA) is taken and kept; a CUDA build brings the
 # triton that it needs, which is kept too
-$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard kv_hf/kernels/cpu/native/*) | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard kv_hf/backends/cpu/native/*) | $(BIN)/python
 	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	@if $(BIN)/python -m pip show -q triton 2>/dev/null; then grep -v '^triton==' constraints.txt; else cat constraints.txt; fi > $(CONSTRAINTS)
-	@rm -f kv_hf/kernels/cpu/_native*.so
+	@rm -f kv_hf/backends/cpu/_native*.so
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test]'
-	@$(BIN)/python -c "import shutil, sys; from kv_hf.kernels.cpu import library; reason = library.missing(); \
+	@$(BIN)/python -c "import shutil, sys; from kv_hf.backends.cpu import library; reason = library.missing(); \
 	reason and print('C kernel:', reason); sys.exit(bool(reason and shutil.which('cc')))"
 	@touch $@
 

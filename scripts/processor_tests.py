@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kv_hf.kernels.cpu import library
+from kv_hf.backends.cpu import library
 
 ROOT = Path(__file__).parent.parent
 TORCH = ("default", "avx2", "avx512")  # of ATEN_CPU_CAPABILITY, which is not checked by torch

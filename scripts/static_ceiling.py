@@ -6,9 +6,9 @@ from pathlib import Path
 
 import triton
 
+from kv_hf.backends.triton import aot, sass
+from kv_hf.backends.triton.ceiling import VARIANTS, ceiling, instructions_per_number, standard_spec
 from kv_hf.evaluation.rows import append_rows, make_row, read_rows
-from kv_hf.kernels.triton import aot, sass
-from kv_hf.kernels.triton.ceiling import VARIANTS, ceiling, instructions_per_number, standard_spec
 
 RESULTS = Path(__file__).parent.parent / "results" / "static_ceiling.jsonl"
 BUDGETS = Path(__file__).parent.parent / "tests" / "triton_budgets.json"

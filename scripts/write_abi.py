@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kv_hf.kernels.cpu import abi
+from kv_hf.backends.cpu import abi
 
 HEADER = Path(abi.__file__).parent / "native" / "abi.h"
 

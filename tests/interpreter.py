@@ -82,8 +82,8 @@ def call(function, *args, **options):
 
 def attend(query, kv, *, splits=2, **options):
     """The decode kernel as compiled for no GPU in particular."""
-    from kv_hf.kernels.triton import launch
-    from kv_hf.kernels.triton.table import Launch
+    from kv_hf.backends.triton import launch
+    from kv_hf.backends.triton.tuning import Launch
 
     return launch.paged_attention(query, kv, launch=Launch(1, 2, splits), **options)
 
@@ -92,8 +92,8 @@ def attend_with_ptx(query, kv, *, isa, splits=2, **options):
     """The decode kernel as compiled for an NVIDIA GPU, its PTX carried out by `ptx`."""
     import triton.language as tl
 
-    from kv_hf.kernels.triton import device, launch
-    from kv_hf.kernels.triton.table import Launch
+    from kv_hf.backends.triton import device, launch
+    from kv_hf.backends.triton.tuning import Launch
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
         words = np.ascontiguousarray(args[0].handle.data).view(np.uint32)
@@ -125,7 +125,7 @@ def unpack_every_byte(bits):
     """Whether the PTX of each unpacking gives the right float16 bits for all 256 bytes."""
     import inspect
 
-    from kv_hf.kernels.triton import dequant
+    from kv_hf.backends.triton import dequant
 
     every = np.arange(256, dtype=np.uint8)
     words = every.view(np.uint32)
@@ -208,14 +208,14 @@ def _permute(a, b, selector):
 
 def seal(tokens, jobs, fields, spec):
     """Seal in the worker; returns (fields, damaged), as the worker's tensors are copies."""
-    from kv_hf.kernels.triton.write import seal_pages
+    from kv_hf.backends.triton.write import seal_pages
 
     return fields, seal_pages(tokens, jobs, fields, spec)
 
 
 def append(window, new, starts, skips):
     """Append in the worker; returns the window."""
-    from kv_hf.kernels.triton.write import append_tokens
+    from kv_hf.backends.triton.write import append_tokens
 
     append_tokens(window, new, starts, skips)
     return window
@@ -223,7 +223,7 @@ def append(window, new, starts, skips):
 
 def write_pair(windows, new, starts, skips, jobs, fields, spec, damaged):
     """Append and seal both sides in the worker; returns (windows, fields, damaged)."""
-    from kv_hf.kernels.triton import write_pair
+    from kv_hf.backends.triton import write_pair
 
     write_pair.write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, {})
     return windows, fields, damaged
@@ -237,7 +237,7 @@ def dense(kv, side):
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from kv_hf.kernels.triton.dense_launch import dense_side
+    from kv_hf.backends.triton.dense_launch import dense_side
 
     builder = interpreter.InterpreterBuilder
     cut = builder.create_fp_trunc
@@ -262,21 +262,21 @@ def dense(kv, side):
 
 def attend_by_operator(query, kv, **options):
     """The decode kernel through torch.ops."""
-    from kv_hf.kernels.triton import library
+    from kv_hf.backends.triton import torch_ops
 
-    return library.paged_attention(query, kv, **options)
+    return torch_ops.paged_attention(query, kv, **options)
 
 
 def compiled_step(backend):
     """Run a step of all three operators as it is and compiled; returns both states and the number of graphs."""
     from paged_inputs import make_kv, make_query
 
-    from kv_hf.kernels.triton import library
+    from kv_hf.backends.triton import torch_ops
 
     def step(query, kv, new, starts, skips, jobs):
-        library.append_tokens(kv.window_keys, new + 1.0, starts, skips)
-        damaged = library.seal_pages(kv.window_keys, jobs, kv.key_pages, kv.spec.keys)
-        out = library.paged_attention(query * 2.0, kv, softmax_scale=0.125)
+        torch_ops.append_tokens(kv.window_keys, new + 1.0, starts, skips)
+        damaged = torch_ops.seal_pages(kv.window_keys, jobs, kv.key_pages, kv.spec.keys)
+        out = torch_ops.paged_attention(query * 2.0, kv, softmax_scale=0.125)
         return out + 1.0, damaged
 
     def state(run):

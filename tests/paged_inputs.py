@@ -6,11 +6,11 @@ from dataclasses import fields, replace
 
 import torch
 
+from kv_hf.backends import reference
+from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
+from kv_hf.backends.inputs import PagedKV
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.geometry import place_of
-from kv_hf.kernels import reference
-from kv_hf.kernels.error_bound import Rounding, Tokens, attend_exactly
-from kv_hf.kernels.inputs import PagedKV
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 from kv_hf.spec import PageSpec

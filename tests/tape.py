@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import kv_hf.kernels.choice as choice
+import kv_hf.backends.registry as registry
 
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 
@@ -77,10 +77,10 @@ def taped(function):
 
 def use_taped_kernels(monkeypatch):
     """Let every cache made from now on have kernels that a tape records."""
-    load = choice.load
+    load = registry.load
 
     def wrapped(name):
         kernel = load(name)
         return replace(kernel, write_pair=taped(kernel.write_pair), attend=taped(kernel.attend))
 
-    monkeypatch.setattr(choice, "load", wrapped)
+    monkeypatch.setattr(registry, "load", wrapped)

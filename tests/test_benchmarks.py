@@ -14,13 +14,13 @@ from tiny_models import make_config, make_model
 from transformers import DynamicCache, StaticCache
 
 import kv_hf
+from kv_hf.backends.cpu import library
+from kv_hf.backends.registry import layout_for
 from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
 from kv_hf.evaluation.rows import latest_run
 from kv_hf.evaluation.shapes import SHAPES, AttentionShape, random_config
 from kv_hf.evaluation.timing import Budget, copy_bandwidth, interleave, quantile, spread
 from kv_hf.formats import FORMAT_NAMES
-from kv_hf.kernels.choice import layout_for
-from kv_hf.kernels.cpu import library
 from kv_hf.spec import LANES
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"

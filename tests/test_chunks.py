@@ -10,10 +10,10 @@ from tiny_models import left_padded, make_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
+from kv_hf.backends import dispatch, registry
+from kv_hf.backends.cpu import library
 from kv_hf.bridge.handle import KVView
 from kv_hf.hf import attention, causal, dense
-from kv_hf.kernels import choice, ops
-from kv_hf.kernels.cpu import library
 
 PADDING = torch.tensor([0, 90, 25])
 
@@ -62,7 +62,7 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
         mask = mask & (columns > at - window) if window else mask
         given["mask"] = (mask & (columns >= view.kv.padding[:, None, None]))[:, None]
     whole, sliced = (
-        ops.paged_attention(
+        dispatch.paged_attention(
             query, view.kv, sliding_window=view.sliding_window, kernel=kernel, **given
         )
         for kernel in ("reference", view.kernel)
@@ -73,7 +73,7 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
 
 
 def test_chunks_go_densely_where_slices_would_be_slower():
-    assert choice.load("reference").longest == choice.load("sdpa").longest == 16
+    assert registry.load("reference").longest == registry.load("sdpa").longest == 16
 
 
 # -- chunks that are written out ------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_hf.backends import reference
 from kv_hf.formats import key_scheme, value_scheme
-from kv_hf.kernels import reference
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
 from kv_hf.quant.packing import pack, pick_up, unpack

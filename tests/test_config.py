@@ -9,11 +9,11 @@ import tiny_models
 import torch
 
 import kv_hf
+from kv_hf.backends import registry
 from kv_hf.checks import check_choice
 from kv_hf.config import CacheConfig, check_option_names
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import FORMAT_NAMES, IMPLEMENTATIONS, key_scheme, value_scheme
-from kv_hf.kernels import choice
 from kv_hf.spec import LANES, PageSpec
 
 ALL_FORMATS = "must be one of exact, fp8, int8, int4, int2"
@@ -329,9 +329,9 @@ def test_cache_config_kernel_decides_who_reads_the_pages(kernel, monkeypatch):
         dtype=torch.float32,
         layout=LANES,
     )
-    auto = choice.choose("auto", torch.device("cpu"), spec).name
+    auto = registry.choose("auto", torch.device("cpu"), spec).name
     name = auto if kernel == "auto" else kernel
-    chosen = choice.load(name)
+    chosen = registry.load(name)
 
     def load(asked):
         assert asked == name
@@ -339,7 +339,7 @@ def test_cache_config_kernel_decides_who_reads_the_pages(kernel, monkeypatch):
             chosen, attend=lambda *args, **kw: used.append(asked) or chosen.attend(*args, **kw)
         )
 
-    monkeypatch.setattr(choice, "load", load)
+    monkeypatch.setattr(registry, "load", load)
     model = tiny_models.make_model("llama", num_hidden_layers=1)
     model.generate(
         tiny_models.tokens(1, 5),

@@ -7,8 +7,8 @@ import torch
 from paged_inputs import make_kv, make_query
 from test_cpu_write import Inputs, make_spec
 
+from kv_hf.backends.cpu import abi, decode, library, seal, write
 from kv_hf.formats import FORMAT_NAMES, get_format
-from kv_hf.kernels.cpu import abi, decode, library, seal, write
 from kv_hf.spec import LANES
 
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))

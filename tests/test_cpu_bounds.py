@@ -14,9 +14,9 @@ import torch
 from guarded import guarded
 from paged_inputs import make_kv, make_query
 
+from kv_hf.backends.cpu import decode, library, seal
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import FORMAT_NAMES, K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES
-from kv_hf.kernels.cpu import decode, library, seal
 from kv_hf.spec import LANES
 
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))

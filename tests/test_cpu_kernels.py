@@ -16,11 +16,11 @@ import torch
 from paged_inputs import DTYPES, ROWS, make_kv, make_query, row_alone
 
 import kv_hf
+from kv_hf.backends import dispatch, reference, registry, sdpa
+from kv_hf.backends.cpu import decode, library, seal
+from kv_hf.backends.error_bound import Rounding
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
-from kv_hf.kernels import choice, ops, packed, reference
-from kv_hf.kernels.cpu import decode, library, seal
-from kv_hf.kernels.error_bound import Rounding
 from kv_hf.spec import LANES, PageFields, PageSpec
 
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
@@ -33,7 +33,7 @@ KERNELS = [pytest.param("sdpa", id="sdpa")] + [
 @pytest.fixture(params=KERNELS)
 def attend(request, monkeypatch):
     if request.param == "sdpa":
-        return packed.paged_attention
+        return sdpa.paged_attention
     monkeypatch.setattr(decode, "isa", lambda: request.param)
     return decode.paged_attention
 
@@ -322,7 +322,7 @@ def test_decode_works_in_forked_processes():
 import os, signal, torch, sys
 sys.path.insert(0, "tests")
 from paged_inputs import make_kv, make_query
-from kv_hf.kernels.cpu.decode import paged_attention
+from kv_hf.backends.cpu.decode import paged_attention
 from kv_hf.spec import LANES
 torch.set_num_threads(2)
 kv = make_kv("int4", rows=[(200, 9)], layout=LANES)
@@ -414,20 +414,20 @@ def spec_of(**changes):
 
 @needs_library
 def test_choose_takes_the_c_kernel_on_a_cpu():
-    assert choice.choose("auto", torch.device("cpu"), spec_of()).name == "c"
+    assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "c"
 
 
 @pytest.mark.parametrize("name", ["sdpa", "reference"])
 def test_choose_takes_what_was_asked_for(name):
-    assert choice.choose(name, torch.device("cpu"), spec_of()).name == name
+    assert registry.choose(name, torch.device("cpu"), spec_of()).name == name
 
 
 def test_choose_refuses_what_cannot_run(monkeypatch):
     with pytest.raises(CacheOptionError, match=r"kernel='triton' cannot run here: .+"):
-        choice.choose("triton", torch.device("cpu"), spec_of())
+        registry.choose("triton", torch.device("cpu"), spec_of())
     monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
     with pytest.raises(CacheOptionError, match="kernel='c' cannot run here: no compiler was there"):
-        choice.choose("c", torch.device("cpu"), spec_of())
+        registry.choose("c", torch.device("cpu"), spec_of())
 
 
 def test_choose_says_once_why_it_takes_a_slower_one(monkeypatch, recwarn):
@@ -435,7 +435,7 @@ def test_choose_says_once_why_it_takes_a_slower_one(monkeypatch, recwarn):
     kv_hf.install()
     monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
     for _ in range(2):
-        assert choice.choose("auto", torch.device("cpu"), spec_of()).name == "sdpa"
+        assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "sdpa"
     said = [str(warning.message) for warning in recwarn if warning.category is kv_hf.KVCacheWarning]
     assert len(said) == 1
     assert "'sdpa'" in said[0]
@@ -445,11 +445,11 @@ def test_choose_says_once_why_it_takes_a_slower_one(monkeypatch, recwarn):
 def test_float64_is_read_by_the_reference():
     """fp64 is for checking: no kernel keeps that many digits."""
     spec = spec_of(dtype=torch.float64)
-    assert choice.choose("auto", torch.device("cpu"), spec).name == "reference"
+    assert registry.choose("auto", torch.device("cpu"), spec).name == "reference"
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1)
     assert query.dtype == torch.float64
-    out = ops.paged_attention(query, kv, softmax_scale=0.1)
+    out = dispatch.paged_attention(query, kv, softmax_scale=0.1)
     assert torch.equal(out, reference.paged_attention(query, kv, softmax_scale=0.1))
 
 
@@ -467,9 +467,9 @@ def test_isa_variable_is_checked_before_a_kernel_is_chosen(monkeypatch, value, s
     library._loaded.cache_clear()
     try:
         with pytest.raises(CacheOptionError, match=f"kernel='c' cannot run here: .*{says}"):
-            choice.choose("c", torch.device("cpu"), spec_of())
+            registry.choose("c", torch.device("cpu"), spec_of())
         with pytest.warns(kv_hf.KVCacheWarning, match=says):
-            assert choice.choose("auto", torch.device("cpu"), spec_of()).name == "sdpa"
+            assert registry.choose("auto", torch.device("cpu"), spec_of()).name == "sdpa"
     finally:
         library._loaded.cache_clear()
 
@@ -477,7 +477,7 @@ def test_isa_variable_is_checked_before_a_kernel_is_chosen(monkeypatch, value, s
 @needs_library
 def test_library_older_than_its_sources_is_refused(monkeypatch, tmp_path):
     built = min(library.FOLDER.glob("_native*.so"))
-    folder = tmp_path / "kv_hf" / "kernels" / "cpu"
+    folder = tmp_path / "kv_hf" / "backends" / "cpu"
     (folder / "native").mkdir(parents=True)
     source = folder / "native" / "seal.c"
     source.write_text("")
@@ -554,7 +554,7 @@ def test_pickled_cache_chooses_its_kernel_where_it_is_read(monkeypatch):
 def test_kernels_keep_their_precision_under_autocast(name):
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1, 2, torch.float32)
-    kernel = choice.load(name)
+    kernel = registry.load(name)
     expected = kernel.attend(query, kv, softmax_scale=0.1)
     with torch.autocast("cpu", torch.bfloat16):
         out = kernel.attend(query, kv, softmax_scale=0.1)
@@ -581,9 +581,7 @@ def test_kernel_takes_lanes_that_fill_no_vector(attend, name, head_dim, page):
 def test_sdpa_says_what_it_leaves_to_the_reference(options, says):
     kv = make_kv("int8", layout=LANES, value_dim=64 if options else 32)
     with pytest.warns(kv_hf.KVCacheWarning, match=says):
-        packed.paged_attention(
-            make_query(kv, 1, 2, torch.float32), kv, softmax_scale=0.1, **options
-        )
+        sdpa.paged_attention(make_query(kv, 1, 2, torch.float32), kv, softmax_scale=0.1, **options)
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -591,4 +589,4 @@ def test_ops_say_why_they_take_the_reference(learns):
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1, 2, torch.float32 if learns else torch.float64).requires_grad_(learns)
     with pytest.warns(kv_hf.KVCacheWarning, match="backward" if learns else "float64"):
-        ops.paged_attention(query, kv, softmax_scale=0.1, kernel="sdpa")
+        dispatch.paged_attention(query, kv, softmax_scale=0.1, kernel="sdpa")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from paged_inputs import DTYPES
 
+from kv_hf.backends import dispatch, reference, registry
+from kv_hf.backends.cpu import arguments, decode, library, seal
+from kv_hf.backends.error_bound import Rounding
+from kv_hf.backends.inputs import PagedKV
 from kv_hf.formats import K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES, k_rope_scheme, latent_scheme
-from kv_hf.kernels import choice, ops, reference
-from kv_hf.kernels.cpu import arguments, decode, library, seal
-from kv_hf.kernels.error_bound import Rounding
-from kv_hf.kernels.inputs import PagedKV
 from kv_hf.spec import LANES, PageSpec
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
@@ -299,7 +299,7 @@ def test_operations_slice_long_chunks_of_latents():
     kv = make_kv("int4", rows=[(3, 50), (2, 60)], slots=64)
     query = make_query(kv, 3, 40)
     rounding = Rounding.of("c", torch.float32)
-    paged_inputs.check(query, kv, partial(ops.paged_attention, kernel="c"), rounding)
+    paged_inputs.check(query, kv, partial(dispatch.paged_attention, kernel="c"), rounding)
 
 
 # -- sealing -----------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_latent_seal_writes_the_bytes_of_the_codec(isa, latent, k_rope, dtype):
 @pytest.mark.parametrize(("latent", "k_rope"), FORMATS)
 def test_choose_takes_the_c_kernel_for_latents(latent, k_rope):
     spec = make_spec(latent, k_rope, rank=128)
-    assert choice.choose("auto", torch.device("cpu"), spec).name == "c"
+    assert registry.choose("auto", torch.device("cpu"), spec).name == "c"
 
 
 def test_c_kernel_says_which_latents_it_does_not_know():

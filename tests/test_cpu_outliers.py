@@ -6,7 +6,7 @@ import pytest
 import torch
 from paged_inputs import DTYPES, make_kv, make_query, tokens_of
 
-from kv_hf.kernels.cpu import decode, library
+from kv_hf.backends.cpu import decode, library
 from kv_hf.quant.codec import encode
 from kv_hf.spec import LANES
 

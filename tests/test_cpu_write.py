@@ -10,10 +10,10 @@ import torch
 from guarded import guarded
 from paged_inputs import DTYPES
 
+from kv_hf.backends import reference
+from kv_hf.backends.cpu import decode, library, write
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
-from kv_hf.kernels import reference
-from kv_hf.kernels.cpu import decode, library, write
 from kv_hf.spec import LANES, PageFields, PageSpec
 
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))

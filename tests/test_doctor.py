@@ -10,7 +10,7 @@ import torch
 
 import kv_hf
 from kv_hf import cli, doctor
-from kv_hf.kernels.cpu import library
+from kv_hf.backends.cpu import library
 
 CPU = torch.device("cpu")
 

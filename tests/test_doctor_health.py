@@ -15,13 +15,13 @@ from transformers.generation.utils import GenerationMixin
 
 import kv_hf
 from kv_hf import cli
+from kv_hf.backends.cpu import library
+from kv_hf.backends.triton import support
 from kv_hf.doctor import environment, health, seams
 from kv_hf.doctor.fingerprints import KNOWN
 from kv_hf.doctor.seam_list import SEAMS, TESTED, Seam
 from kv_hf.doctor.source import fingerprint_of_source, methods_called, normal_form
 from kv_hf.hf import install
-from kv_hf.kernels.cpu import library
-from kv_hf.kernels.triton import support
 
 IS_TESTED = transformers.__version__ in TESTED
 needs_tested = pytest.mark.skipif(not IS_TESTED, reason="another version of transformers")

@@ -10,11 +10,11 @@ import torch
 
 import kv_hf
 from kv_hf import cli
+from kv_hf.backends import reference, sdpa
+from kv_hf.backends.cpu import library
 from kv_hf.doctor import Subject, generation, self_test
 from kv_hf.doctor.self_test import run_self_test
 from kv_hf.formats import cache_names, format_names
-from kv_hf.kernels import packed, reference
-from kv_hf.kernels.cpu import library
 from kv_hf.notices import silenced
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def raises(query, kv, **options):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_wrong_kernel_is_found(monkeypatch, attend, says):
-    monkeypatch.setattr(packed, "paged_attention", attend)
+    monkeypatch.setattr(sdpa, "paged_attention", attend)
     failed = [trial for trial in run().failed if trial.what == "attend"]
     assert {(trial.format, trial.kernel) for trial in failed} == {
         (name, "sdpa") for name in cache_names()
@@ -98,7 +98,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, attend, says):
 
 
 def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(packed, "paged_attention", shifted_page)
+    monkeypatch.setattr(sdpa, "paged_attention", shifted_page)
     arguments = ["doctor", "--device", "cpu", "--head-dim", "32", "--seconds", "1000"]
     assert cli.main(arguments) == 1
     printed = capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
 
 @pytest.mark.skipif(not HAS_C, reason="no C kernel here")
 def test_other_bytes_of_a_seal_are_found(monkeypatch):
-    from kv_hf.kernels.cpu import seal
+    from kv_hf.backends.cpu import seal
 
     def wrong(tokens, jobs, fields, spec):
         damaged = reference.seal_pages(tokens, jobs, fields, spec)

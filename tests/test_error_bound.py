@@ -14,9 +14,9 @@ from paged_inputs import (
     terms_of,
 )
 
+from kv_hf.backends import reference, sdpa
+from kv_hf.backends.error_bound import Rounding, roundings
 from kv_hf.formats import FORMAT_NAMES
-from kv_hf.kernels import packed, reference
-from kv_hf.kernels.error_bound import Rounding, roundings
 from kv_hf.spec import LANES
 
 SCALE = 0.125
@@ -73,9 +73,9 @@ def test_bound_holds_for_every_order_of_the_sums(name, head_dim, pages, order):
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kernel", [reference, packed], ids=["reference", "sdpa"])
+@pytest.mark.parametrize("kernel", [reference, sdpa], ids=["reference", "sdpa"])
 def test_bound_holds_over_many_draws(kernel, dtype, name):
-    rounding = Rounding.of("sdpa" if kernel is packed else "reference", dtype)
+    rounding = Rounding.of("sdpa" if kernel is sdpa else "reference", dtype)
     for seed in range(5):
         kv = make_kv(name, dtype=dtype, rows=ROWS, seed=seed, layout=LANES)
         query = make_query(kv, 2, dtype=dtype, seed=seed + 100)

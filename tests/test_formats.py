@@ -20,6 +20,10 @@ from transformers.generation import configuration_utils
 
 import kv_hf
 from kv_hf import cli, doctor
+from kv_hf.backends import torch_ops
+from kv_hf.backends.cpu import library
+from kv_hf.backends.registry import choose, layout_for
+from kv_hf.backends.torch_ops import spec_name
 from kv_hf.cache_names import all_cache_names, parse_cache_name
 from kv_hf.errors import CacheFileError, CacheOptionError
 from kv_hf.evaluation.cache_kinds import cache_kind
@@ -36,9 +40,6 @@ from kv_hf.formats import (
     registry,
 )
 from kv_hf.formats.base import Format
-from kv_hf.kernels.choice import choose, layout_for
-from kv_hf.kernels.cpu import library
-from kv_hf.kernels.operators import spec_name
 from kv_hf.planner.explore.page import page_data
 from kv_hf.quant.codec import decode, encode
 from kv_hf.recipe import Recipe
@@ -486,9 +487,8 @@ def test_operators_know_a_format_anew_that_took_the_name_of_another(nf4):
     kv_hf.unregister_format("nf4")
     kv_hf.register_format(NF4)
     second = nf4_spec()
-    from kv_hf.kernels import operators
 
-    assert spec_name(second) == name and operators._specs[name] is second
+    assert spec_name(second) == name and torch_ops._specs[name] is second
 
 
 class Wider(kv_hf.formats.registry.Int4):

@@ -8,11 +8,11 @@ from interpreter import call, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 from place_cases import SIZES, lengths_of, name_of
 
+from kv_hf.backends import reference, sdpa
+from kv_hf.backends.cpu import decode, library
+from kv_hf.backends.dense import dense_side
+from kv_hf.backends.error_bound import Rounding
 from kv_hf.geometry import Place, full_pages, place_of, token_at, window_token
-from kv_hf.kernels import packed, reference
-from kv_hf.kernels.cpu import decode, library
-from kv_hf.kernels.dense import dense_side
-from kv_hf.kernels.error_bound import Rounding
 from kv_hf.pages.group import PageGroup
 from kv_hf.pages.static_table import StaticTable
 from kv_hf.row_pages import RowPages
@@ -142,7 +142,7 @@ def cases_of(kv, q_len):
     return {"causal": {}, "mask": {"mask": mask}, "sliding": {"sliding_window": 20}}
 
 
-TORCH = {"reference": reference.paged_attention, "sdpa": packed.paged_attention}
+TORCH = {"reference": reference.paged_attention, "sdpa": sdpa.paged_attention}
 
 
 @pytest.mark.parametrize("hidden", ["causal", "mask", "sliding"])

@@ -49,10 +49,10 @@ sys.modules.update({name: None for name in ("triton", "lm_eval", "datasets", "ri
 import torch, kv_hf
 assert not any("evaluation" in name for name in sys.modules)
 kv_hf.recommend
-from kv_hf.kernels.triton import ceiling, latent_variant, support, table, variant
+from kv_hf.backends.triton import ceiling, latent_meta_params, support, tuning, meta_params
 spec = ceiling.standard_spec("int4", 128)
 assert support.why_not("cpu", torch.float32, spec)
-assert table.launch_parameters(spec, 8, 90).num_warps > 0
+assert tuning.launch_parameters(spec, 8, 90).num_warps > 0
 print(kv_hf.__version__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

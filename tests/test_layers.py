@@ -23,7 +23,7 @@ LAYERS = [
     },
     {"geometry", "row_pages", "spec"},
     {"quant"},
-    {"kernels", "pages"},
+    {"backends", "pages"},
     {"bridge"},
     {"cache"},
     {"hf"},
@@ -32,7 +32,7 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SIBLINGS = [
-    {"kernels", "pages"},
+    {"backends", "pages"},
     {"evaluation", "gqa"},
     {"evaluation", "planner"},
     {"gqa", "planner"},
@@ -81,7 +81,7 @@ def test_outside_packages_are_imported_where_they_belong(path):
     for names in imports(path):
         assert names[0] != "measure", f"{path} imports scripts/measure, which no wheel carries"
         if names[0] == "triton":
-            assert path.parts[:2] == ("kernels", "triton"), f"{path} imports triton"
+            assert path.parts[:2] == ("backends", "triton"), f"{path} imports triton"
         if names[0] == "transformers":
             assert part_of(path) in {"cache", "hf", "evaluation", "gqa", "planner", "doctor"}, (
                 f"{path} imports transformers"

@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig
 
 import kv_hf
-from kv_hf.kernels import packed, reference
+from kv_hf.backends import reference, sdpa
 from kv_hf.pages.tables import block_table
 
-TILE_TOKENS = max(packed.TILE_TOKENS, reference.TILE_TOKENS)
+TILE_TOKENS = max(sdpa.TILE_TOKENS, reference.TILE_TOKENS)
 
 
 def tensor_bytes(cache):

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import kv_hf
-from kv_hf.kernels.ops import paged_attention
+from kv_hf.backends.dispatch import paged_attention
 
 PAGE, WINDOW, HEADS, DIM = 16, 24, 2, 32
 VOCABULARY = torch.randn(2, 50, HEADS, DIM, generator=torch.Generator().manual_seed(3))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_hf.kernels.cpu import library
+from kv_hf.backends.cpu import library
 
 ROOT = Path(__file__).parent.parent
 

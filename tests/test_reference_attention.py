@@ -15,11 +15,11 @@ from paged_inputs import (
     tokens_of,
 )
 
+from kv_hf.backends import dispatch, reference
+from kv_hf.backends.dense import dense_side
+from kv_hf.backends.error_bound import Rounding
 from kv_hf.errors import CacheMismatchError, CacheOptionError
 from kv_hf.formats import FORMAT_NAMES
-from kv_hf.kernels import ops, reference
-from kv_hf.kernels.dense import dense_side
-from kv_hf.kernels.error_bound import Rounding
 from kv_hf.spec import LANES
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
@@ -339,14 +339,14 @@ def test_dense_side_attends_as_the_pages_do(name):
     assert_within(dense[:4], expected[:4], bound[:4])
 
 
-# -- ops ---------------------------------------------------------------------------------------------------------
+# -- dispatch ---------------------------------------------------------------------------------------------------------
 
 
 def test_ops_give_what_the_reference_gives():
     kv = make_kv()
     query = make_query(kv, 3, dtype=torch.float32)
     expected = reference.paged_attention(query, kv, softmax_scale=0.125)
-    named = ops.paged_attention(query, kv, softmax_scale=0.125, kernel="reference")
+    named = dispatch.paged_attention(query, kv, softmax_scale=0.125, kernel="reference")
     assert torch.equal(named, expected)
 
 
@@ -356,7 +356,7 @@ def test_ops_apply_every_option(kernel, layout):
     kv = make_kv("int4", layout=layout)
 
     def attend(*args, **options):
-        return ops.paged_attention(*args, **options, kernel=kernel)
+        return dispatch.paged_attention(*args, **options, kernel=kernel)
 
     query = make_query(kv, 3, dtype=torch.float32)
     check(query, kv, attend)
@@ -370,10 +370,10 @@ def test_ops_expand_a_mask_of_one_query(kind):
     kv = make_kv("int4")
     query = make_query(kv, 3)
     mask = random_mask(kv, kind, (5, 1, 1))
-    out = ops.paged_attention(query, kv, softmax_scale=0.125, mask=mask)
+    out = dispatch.paged_attention(query, kv, softmax_scale=0.125, mask=mask)
     whole = mask.expand(5, 4, 3, kv.seen).contiguous()
-    assert torch.equal(out, ops.paged_attention(query, kv, softmax_scale=0.125, mask=whole))
-    check(query, kv, ops.paged_attention, mask=mask)
+    assert torch.equal(out, dispatch.paged_attention(query, kv, softmax_scale=0.125, mask=whole))
+    check(query, kv, dispatch.paged_attention, mask=mask)
 
 
 def test_ops_read_the_first_columns_of_a_mask_that_is_too_wide():
@@ -382,15 +382,15 @@ def test_ops_read_the_first_columns_of_a_mask_that_is_too_wide():
     query = make_query(kv, 3)
     mask = random_mask(kv, "bool", (5, 4, 3))
     wide = torch.cat([mask, torch.zeros(5, 4, 3, 11).bool()], -1)
-    outs = [ops.paged_attention(query, kv, softmax_scale=0.125, mask=m) for m in (mask, wide)]
+    outs = [dispatch.paged_attention(query, kv, softmax_scale=0.125, mask=m) for m in (mask, wide)]
     assert torch.equal(*outs)
 
 
 def _ask(**changes):
-    """Call ops with arguments that fit, except for `changes`; the kv has 5 rows, 2 kv heads of 64."""
+    """Call dispatch with arguments that fit, except for `changes`; the kv has 5 rows, 2 kv heads of 64."""
     kv = make_kv()
     arguments = {"query": make_query(kv, 3), "kv": kv, "softmax_scale": 0.125, **changes}
-    return ops.paged_attention(arguments.pop("query"), arguments.pop("kv"), **arguments)
+    return dispatch.paged_attention(arguments.pop("query"), arguments.pop("kv"), **arguments)
 
 
 def test_ops_refuse_nothing_that_fits():

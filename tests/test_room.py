@@ -8,8 +8,8 @@ from test_interrupted import dense, feed, same, text
 from test_operations import FULL, HYBRID, PAGE
 
 import kv_hf
-from kv_hf.kernels.cpu import library
-from kv_hf.kernels.ops import paged_attention
+from kv_hf.backends.cpu import library
+from kv_hf.backends.dispatch import paged_attention
 from kv_hf.pages.home import Home
 from kv_hf.pages.storage import PageStorage, SideStorage
 

@@ -8,9 +8,9 @@ import transformers
 from tiny_models import COMMON, left_padded, tokens
 
 import kv_hf
+from kv_hf.backends.cpu import library
 from kv_hf.cache import build
 from kv_hf.cache.paged_cache import PagedCache
-from kv_hf.kernels.cpu import library
 from kv_hf.pages.group import PageGroup
 
 ALTERNATING = ["sliding_attention", "full_attention"] * 2

@@ -11,10 +11,10 @@ from tiny_models import left_padded, make_config, make_model, shared_model, toke
 from transformers import DynamicCache
 
 import kv_hf
+from kv_hf.backends import reference
+from kv_hf.backends.registry import load, why_not
 from kv_hf.cache.static_cache import StaticPagedCache
 from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
-from kv_hf.kernels import reference
-from kv_hf.kernels.choice import load, why_not
 from kv_hf.pages.group import PageGroup
 from kv_hf.pages.static_table import StaticTable
 from kv_hf.spec import PageSpec, predict_memory

@@ -15,8 +15,8 @@ from tiny_models import left_padded, make_model
 
 import kv_hf
 from kv_hf import notices
+from kv_hf.backends.cpu import library
 from kv_hf.hf import models
-from kv_hf.kernels.cpu import library
 
 TESTS = Path(__file__).parent
 NAMES = ("paged_exact", "paged_int4", "paged_int8", "paged_int2", "paged_fp8")
@@ -77,7 +77,7 @@ import sys, warnings
 import torch
 torch.set_num_threads(2)
 import test_threads
-from kv_hf.kernels.cpu.library import library
+from kv_hf.backends.cpu.library import library
 warnings.simplefilter("ignore")
 for pool in ("openmp", "own"):
     if pool == "own":

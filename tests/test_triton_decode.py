@@ -9,8 +9,8 @@ import torch
 from interpreter import attend, attend_with_ptx, call, needs_interpreter
 from paged_inputs import ROWS, assert_within, check, exact_attention, make_kv, make_query
 
+from kv_hf.backends.error_bound import Rounding
 from kv_hf.formats import FORMAT_NAMES
-from kv_hf.kernels.error_bound import Rounding
 
 pytestmark = needs_interpreter
 

@@ -15,10 +15,10 @@ from test_triton_latent import spec_of as latents_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv_hf
+from kv_hf.backends.dense import dense_side
 from kv_hf.bridge.lazy_mask import LazyMask
 from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
 from kv_hf.hf import attention, causal
-from kv_hf.kernels.dense import dense_side
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
@@ -103,7 +103,7 @@ def test_dense_kernel_reads_windows_of_any_strides():
 @needs_triton
 def test_dense_constants_cut_tiles_that_fill_the_grid():
     """A row's parts of pages and its other columns are TILE columns each, so that the grid needs no lengths."""
-    from kv_hf.kernels.triton.dense_launch import dense_constants
+    from kv_hf.backends.triton.dense_launch import dense_constants
 
     for name in FORMAT_NAMES:
         for page in (16, 64, 256):
@@ -123,7 +123,7 @@ def spec_of(name, dim=128):
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_dense_kernel_compiles_to_wide_loads_and_stores(name, side):
     """16 bytes at a time, without spills; products and sums are rounded one by one, as the definition's."""
-    from kv_hf.kernels.triton import aot, sass
+    from kv_hf.backends.triton import aot, sass
 
     kernel = aot.compile_dense(getattr(spec_of(name), side), "sm_90")
     code = sass.read_cubin(kernel)
@@ -137,7 +137,7 @@ def test_dense_kernel_compiles_to_wide_loads_and_stores(name, side):
 @needs_triton
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx942"])
 def test_dense_kernel_compiles_for_other_gpus(arch):
-    from kv_hf.kernels.triton import aot
+    from kv_hf.backends.triton import aot
 
     kind = "cubin" if arch.startswith("sm_") else "amdgcn"
     for name in ("int4", "fp8"):
@@ -148,7 +148,7 @@ def test_dense_kernel_compiles_for_other_gpus(arch):
 @needs_triton
 @pytest.mark.parametrize("name", ["int4", "fp8_ds_mla"])
 def test_dense_kernel_of_latents_compiles_without_spills(name):
-    from kv_hf.kernels.triton import aot, sass
+    from kv_hf.backends.triton import aot, sass
 
     spec = latents_of(name, rank=512, rope_dim=64, page=64, dtype=torch.bfloat16)
     for side in spec.sides:
@@ -218,8 +218,8 @@ def long_turn(gpu, past, rows):
 @needs_triton
 def test_dense_kernel_is_compiled_once_for_tables_anywhere():
     """Block tables and lengths of other batches begin elsewhere, and texts have other lengths."""
-    from kv_hf.kernels.triton.dense_launch import dense_side as by_kernel
-    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+    from kv_hf.backends.triton.dense_launch import dense_side as by_kernel
+    from kv_hf.backends.triton.fake_driver import pretend_gpu
 
     def shifted(tensor, by):
         return torch.cat([tensor.new_zeros(by), tensor.flatten()])[by:].view(tensor.shape)
@@ -237,7 +237,7 @@ def test_dense_kernel_is_compiled_once_for_tables_anywhere():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_long_turns_launch_no_more_on_longer_texts(monkeypatch, rows):
     """Nor do they wait for the device, whatever their rows hold."""
-    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+    from kv_hf.backends.triton.fake_driver import pretend_gpu
 
     pretend_attention(monkeypatch)
     with pretend_gpu() as gpu, torch.no_grad():

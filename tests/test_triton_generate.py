@@ -16,18 +16,18 @@ pytestmark = needs_interpreter
 @contextmanager
 def pages_of_a_gpu(kernel):
     """Make the cache believe that the CPU is a GPU: pages in layout "rows", kernels of Triton where asked for."""
+    from kv_hf.backends import registry
     from kv_hf.cache import base, layer_formats
-    from kv_hf.kernels import choice
     from kv_hf.spec import ROWS
 
-    kept = choice.why_not, layer_formats.layout_for, base.layout_for
+    kept = registry.why_not, layer_formats.layout_for, base.layout_for
     if kernel == "triton":
-        choice.why_not = lambda *_: None
+        registry.why_not = lambda *_: None
     layer_formats.layout_for = base.layout_for = lambda device: ROWS
     try:
         yield
     finally:
-        choice.why_not, layer_formats.layout_for, base.layout_for = kept
+        registry.why_not, layer_formats.layout_for, base.layout_for = kept
 
 
 def generate(name, kernel):
@@ -49,7 +49,7 @@ def generate(name, kernel):
 
 def long_turn(name, lengths, kernel):
     """Logits of a second turn that is written out densely, and what was written out by what (runs in the worker)."""
-    from kv_hf.kernels.triton import dense_launch
+    from kv_hf.backends.triton import dense_launch
 
     written = []
     launch = dense_launch.dense_kernel

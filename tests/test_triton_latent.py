@@ -11,10 +11,10 @@ import pytest
 import torch
 from interpreter import call, needs_interpreter, seal
 
+from kv_hf.backends import reference
+from kv_hf.backends.error_bound import Rounding
+from kv_hf.backends.inputs import PagedKV
 from kv_hf.formats import LATENT_FORMAT_NAMES, k_rope_name, k_rope_scheme, latent_scheme
-from kv_hf.kernels import reference
-from kv_hf.kernels.error_bound import Rounding
-from kv_hf.kernels.inputs import PagedKV
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, PageSpec
 
@@ -99,8 +99,8 @@ def make_query(kv, q_len=1, heads=HEADS, dtype=FP32):
 
 def attend(query, kv, *, splits=2, **options):
     """The kernel as compiled for no GPU in particular (runs in the worker)."""
-    from kv_hf.kernels.triton.launch import paged_attention
-    from kv_hf.kernels.triton.table import Launch
+    from kv_hf.backends.triton.launch import paged_attention
+    from kv_hf.backends.triton.tuning import Launch
 
     return paged_attention(query, kv, launch=Launch(4, 2, splits), **options)
 
@@ -241,7 +241,7 @@ def unpack_all_words(bits, code, isa):
     import numpy as np
     from interpreter import ptx
 
-    from kv_hf.kernels.triton import words
+    from kv_hf.backends.triton import words
 
     every = np.arange(65536, dtype=np.uint16)
     if bits < 8:
@@ -279,8 +279,8 @@ def attend_with_ptx(query, kv, *, isa, **options):
     import triton.language as tl
     from interpreter import ptx
 
-    from kv_hf.kernels.triton import device, launch
-    from kv_hf.kernels.triton.table import Launch
+    from kv_hf.backends.triton import device, launch
+    from kv_hf.backends.triton.tuning import Launch
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
         words = np.ascontiguousarray(args[0].handle.data).view(np.uint32)
@@ -421,9 +421,9 @@ def test_seal_makes_numbers_finite_and_says_so(name, bad):
 
 
 def attend_by_operator(query, kv, **options):
-    from kv_hf.kernels.triton import library
+    from kv_hf.backends.triton import torch_ops
 
-    return library.paged_attention(query, kv, **options)
+    return torch_ops.paged_attention(query, kv, **options)
 
 
 @needs_interpreter
@@ -439,7 +439,7 @@ def test_operator_gives_what_the_launch_gives(name):
 def test_operator_has_the_shape_of_its_result():
     from torch._subclasses import FakeTensorMode
 
-    from kv_hf.kernels.triton import library
+    from kv_hf.backends.triton import torch_ops
 
     kv = make_kv("int4", rope="int8")
     with FakeTensorMode(allow_non_fake_inputs=False) as fakes:
@@ -458,18 +458,18 @@ def test_operator_has_the_shape_of_its_result():
         parts = fake({name: getattr(kv, name) for name in names})
         parts |= {"key_pages": fake(kv.key_pages), "value_pages": fake(kv.value_pages)}
         query = torch.empty(2, 5, 3, 80, dtype=torch.bfloat16)
-        out = library.paged_attention(query, replace(kv, **parts), softmax_scale=0.1)
+        out = torch_ops.paged_attention(query, replace(kv, **parts), softmax_scale=0.1)
         assert (out.shape, out.dtype) == ((2, 5, 3, 64), torch.bfloat16)
 
 
 @needs_triton
 def test_operator_refuses_softcap():
+    from kv_hf.backends.triton import torch_ops
     from kv_hf.errors import CacheOptionError
-    from kv_hf.kernels.triton import library
 
     kv = make_kv("int4")
     with pytest.raises(CacheOptionError, match="softcap: pages of latents"):
-        library.paged_attention(make_query(kv), kv, softmax_scale=0.1, softcap=5.0)
+        torch_ops.paged_attention(make_query(kv), kv, softmax_scale=0.1, softcap=5.0)
 
 
 # -- whole generation ----------------------------------------------------------------------------------------------------
@@ -483,13 +483,13 @@ def generate(name, kernel):
     import transformers
 
     import kv_hf
+    from kv_hf.backends import registry
     from kv_hf.cache import base, layer_formats
-    from kv_hf.kernels import choice
     from kv_hf.spec import ROWS
 
-    kept = choice.why_not, layer_formats.layout_for, base.layout_for
+    kept = registry.why_not, layer_formats.layout_for, base.layout_for
     if kernel == "triton":
-        choice.why_not = lambda *_: None
+        registry.why_not = lambda *_: None
     layer_formats.layout_for = base.layout_for = lambda device: ROWS
     try:
         torch.manual_seed(0)
@@ -516,7 +516,7 @@ def generate(name, kernel):
         first = cache.layers[0].store
         return tokens, first.pages.keys.fields["codes"], first.kernel.name
     finally:
-        choice.why_not, layer_formats.layout_for, base.layout_for = kept
+        registry.why_not, layer_formats.layout_for, base.layout_for = kept
 
 
 @needs_interpreter
@@ -536,7 +536,7 @@ def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
 
 @pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
 def test_support_takes_every_format_and_page(name):
-    from kv_hf.kernels.triton.support import _why_not_sizes
+    from kv_hf.backends.triton.support import _why_not_sizes
 
     for page in (16, 32, 64, 128, 256):
         for rank in (128, 256, 512):
@@ -556,7 +556,7 @@ WHY_NOT = {
 
 @pytest.mark.parametrize(("sizes", "says"), WHY_NOT.values(), ids=WHY_NOT)
 def test_support_names_the_reason(sizes, says):
-    from kv_hf.kernels.triton.support import _why_not_sizes
+    from kv_hf.backends.triton.support import _why_not_sizes
 
     assert re.search(says, _why_not_sizes(torch.bfloat16, spec_of(**{"name": "int8", **sizes}), 1))
 
@@ -574,7 +574,7 @@ def standard_spec(name, **sizes):
 
 
 def compiled(spec, arch="sm_90", **options):
-    from kv_hf.kernels.triton import aot, sass
+    from kv_hf.backends.triton import aot, sass
 
     return sass.read_cubin(aot.compile_latent(spec, arch, **options))
 
@@ -589,7 +589,7 @@ def budgets():
 @pytest.mark.parametrize(("arch", "name", "budget", "spills"), budgets())
 def test_decode_loop_keeps_its_budget(arch, name, budget, spills):
     """Rank 512, 64 RoPE channels, pages of 64 tokens; 16 heads and 128 are the same loop."""
-    from kv_hf.kernels.triton.latent_variant import tile_tokens
+    from kv_hf.backends.triton.latent_meta_params import tile_tokens
 
     spec = standard_spec(name)
     code = compiled(spec, arch)
@@ -624,7 +624,7 @@ def test_decode_compiles_with_every_option(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
 def test_kernels_compile_for_amd(name):
-    from kv_hf.kernels.triton import aot
+    from kv_hf.backends.triton import aot
 
     spec = standard_spec(name)
     assert "mfma" in aot.compile_latent(spec, "gfx942").asm["amdgcn"]
@@ -643,7 +643,7 @@ def test_kernels_compile_for_amd(name):
 )
 def test_seal_rounds_every_step(name):
     """No fused multiply-add and no approximate division: the bytes are those of the definition."""
-    from kv_hf.kernels.triton import aot, sass
+    from kv_hf.backends.triton import aot, sass
 
     kernel = aot.compile_latent_seal(standard_spec(name).keys, "sm_90")
     assert "div.rn.f32" in kernel.asm["ptx"]

@@ -15,14 +15,14 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def gpu():
-    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+    from kv_hf.backends.triton.fake_driver import pretend_gpu
 
     with pretend_gpu() as fake:
         yield fake
 
 
 def attend(query, kv, **options):
-    from kv_hf.kernels.triton import launch
+    from kv_hf.backends.triton import launch
 
     return launch.paged_attention(query, kv, softmax_scale=0.1, **options)
 
@@ -107,7 +107,7 @@ def test_plans_are_kept_apart_by_what_they_depend_on(gpu):
 
 
 def test_plans_do_not_pile_up(gpu):
-    from kv_hf.kernels.triton.launch import MOST
+    from kv_hf.backends.triton.launch import MOST
 
     kv = bf16_kv()
     kv.launches["another's"] = 1
@@ -124,7 +124,7 @@ def test_plans_do_not_pile_up(gpu):
 
 def seen_arguments(monkeypatch):
     """The addresses of partial results and counters of the launches to come."""
-    from kv_hf.kernels.triton import direct
+    from kv_hf.backends.triton import direct
 
     seen = []
     real = direct.Compiled.__call__
@@ -152,7 +152,7 @@ def test_layers_of_a_stream_share_their_workspace_and_streams_do_not(gpu, monkey
 
 def test_a_captured_graph_shares_no_counter_with_other_launches(gpu, monkeypatch):
     """Graphs are replayed on any stream; those of two layers run one after another, those of two caches need not."""
-    from kv_hf.kernels.triton import direct
+    from kv_hf.backends.triton import direct
 
     seen = seen_arguments(monkeypatch)
     layers = [of_table(replace(bf16_kv(), launches={}), 40) for _ in range(2)]
@@ -169,7 +169,7 @@ def test_a_captured_graph_shares_no_counter_with_other_launches(gpu, monkeypatch
 
 def test_a_graph_that_captures_the_first_launch_brings_its_own_counters(gpu, monkeypatch):
     """Zeros made during a capture are written by its replays only: nobody else may count on them."""
-    from kv_hf.kernels.triton import direct
+    from kv_hf.backends.triton import direct
 
     made = []
     real = torch.zeros
@@ -217,15 +217,15 @@ def test_hooks_of_profilers_see_every_launch(gpu):
 
 
 def test_pretend_gpu_gives_everything_back():
-    from kv_hf.kernels import choice
-    from kv_hf.kernels.triton import device, support
-    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+    from kv_hf.backends import registry
+    from kv_hf.backends.triton import device, support
+    from kv_hf.backends.triton.fake_driver import pretend_gpu
 
     def state():
-        return device.target_isa, support.why_not, choice.layout_for
+        return device.target_isa, support.why_not, registry.layout_for
 
     before = state()
     with pretend_gpu(80):
         assert device.target_isa(torch.device("cpu")) == 80
-        assert choice.layout_for(torch.device("cpu")) == "rows"
+        assert registry.layout_for(torch.device("cpu")) == "rows"
     assert state() == before

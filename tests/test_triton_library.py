@@ -10,6 +10,8 @@ import torch
 from interpreter import call, compiled_step, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 
+from kv_hf.backends.triton import device, meta_params, support, tuning
+from kv_hf.backends.triton.support import why_not
 from kv_hf.formats import (
     FORMAT_NAMES,
     LATENT_FORMAT_NAMES,
@@ -19,8 +21,6 @@ from kv_hf.formats import (
     latent_scheme,
     value_scheme,
 )
-from kv_hf.kernels.triton import device, support, table, variant
-from kv_hf.kernels.triton.support import why_not
 from kv_hf.spec import LANES, PageSpec
 
 needs_triton = pytest.mark.skipif(
@@ -83,7 +83,7 @@ def test_operators_have_the_shapes_of_their_results():
     """Without running: what torch.compile sees."""
     from torch._subclasses import FakeTensorMode
 
-    from kv_hf.kernels.triton import library
+    from kv_hf.backends.triton import torch_ops
 
     with FakeTensorMode(allow_non_fake_inputs=False):
         query = torch.empty(2, 4, 3, 64, dtype=torch.bfloat16)
@@ -97,28 +97,30 @@ def test_operators_have_the_shapes_of_their_results():
         )  # fmt: skip
         assert (out.shape, out.dtype) == ((2, 3, 4, 32), torch.bfloat16)
         jobs = torch.empty(1, 3, dtype=torch.int32)
-        damaged = library.seal_pages(window, jobs, {"codes": codes}, spec_of("exact", 64, 16).keys)
+        damaged = torch_ops.seal_pages(
+            window, jobs, {"codes": codes}, spec_of("exact", 64, 16).keys
+        )
         assert (damaged.shape, damaged.dtype) == ((), torch.bool)
 
 
 @needs_triton
 def test_operators_refuse_cpu_tensors_outside_of_the_interpreter():
+    from kv_hf.backends.triton import torch_ops
     from kv_hf.errors import CacheOptionError
-    from kv_hf.kernels.triton import library
 
     kv = make_kv("int4")
     with pytest.raises(
         CacheOptionError, match=r"kv_hf.paged_decode needs a GPU.*TRITON_INTERPRET=1"
     ):
-        library.paged_attention(make_query(kv, dtype=torch.float32), kv, softmax_scale=0.1)
+        torch_ops.paged_attention(make_query(kv, dtype=torch.float32), kv, softmax_scale=0.1)
     ints = torch.zeros(5, dtype=torch.int32)
     with pytest.raises(CacheOptionError, match="kv_hf.append_tokens needs a GPU"):
-        library.append_tokens(kv.window_keys, kv.window_keys[:, :, :1], ints, ints)
+        torch_ops.append_tokens(kv.window_keys, kv.window_keys[:, :, :1], ints, ints)
 
 
 @needs_triton
 def test_operators_declare_what_they_change():
-    from kv_hf.kernels.triton import library  # noqa: F401
+    from kv_hf.backends.triton import torch_ops  # noqa: F401
 
     def changed(name):
         schema = getattr(torch.ops.kv_hf, name).default._schema
@@ -179,9 +181,9 @@ def test_why_not_finds_tiles_for_every_size_in_the_smallest_shared_memory(monkey
 
 def test_fewer_stages_are_taken_where_shared_memory_is_small():
     spec, bf16 = spec_of("exact", 256), torch.bfloat16
-    assert table.launch_parameters(spec, 8, 90, bf16, 232448).num_stages == 3
-    assert table.launch_parameters(spec, 8, 90, bf16, 64 * 1024).num_stages == 2
-    assert table.launch_parameters(spec, 8, 90).num_stages == 3
+    assert tuning.launch_parameters(spec, 8, 90, bf16, 232448).num_stages == 3
+    assert tuning.launch_parameters(spec, 8, 90, bf16, 64 * 1024).num_stages == 2
+    assert tuning.launch_parameters(spec, 8, 90).num_stages == 3
 
 
 def test_installed_version_is_that_of_the_package_whatever_its_distribution_is_called(
@@ -238,25 +240,25 @@ def test_why_not_says_when_triton_is_not_installed(monkeypatch):
 
 def test_chunks_cover_the_width_with_powers_of_two():
     for width in range(1, 257):
-        cut = variant.chunks(width, 32)
+        cut = meta_params.chunks(width, 32)
         assert cut[0][0] == 32
         for (start, size), (following, _) in itertools.pairwise(cut):
             assert start + size == following
         assert all(size >= 16 and size & (size - 1) == 0 for _, size in cut)
         assert sum(size for _, size in cut) >= width
         assert sum(size for _, size in cut) - width < max(16, cut[-1][1])
-    assert variant.chunks(128) == ((0, 128),)
-    assert variant.chunks(96) == ((0, 64), (64, 32))
-    assert variant.chunks(40) == ((0, 32), (32, 16))
-    assert variant.chunks(24) == ((0, 32),)
+    assert meta_params.chunks(128) == ((0, 128),)
+    assert meta_params.chunks(96) == ((0, 64), (64, 32))
+    assert meta_params.chunks(40) == ((0, 32), (32, 16))
+    assert meta_params.chunks(24) == ((0, 32),)
 
 
 def test_splits_fill_the_gpu_and_no_more():
-    assert table.most_splits(1) == table.MAX_SPLITS
-    assert table.most_splits(24) == table.PROGRAMS // 24  # no power of two
-    assert table.most_splits(10**6) == 1
+    assert tuning.most_splits(1) == tuning.MAX_SPLITS
+    assert tuning.most_splits(24) == tuning.PROGRAMS // 24  # no power of two
+    assert tuning.most_splits(10**6) == 1
     for programs in (1, 8, 24, 64, 512):
-        assert table.most_splits(programs) * programs <= table.PROGRAMS
+        assert tuning.most_splits(programs) * programs <= tuning.PROGRAMS
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
@@ -264,17 +266,17 @@ def test_tiles_fit_into_shared_memory(name):
     for dim in (16, 64, 80, 128, 256):
         for page in (16, 64, 256):
             spec = spec_of(name, dim, page)
-            tile = variant.tile_tokens(spec)
+            tile = meta_params.tile_tokens(spec)
             assert page % tile == 0
             bits = sum(side.head_dim * side.code_bits for side in spec.sides)
-            assert tile == 16 or tile * bits // 8 <= variant.TILE_BYTES
+            assert tile == 16 or tile * bits // 8 <= meta_params.TILE_BYTES
 
 
 def test_codes_are_multiplied_in_float16_and_exact_numbers_in_their_own_dtype():
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    assert variant.compute_types(spec_of("int4"), bf16) == ("fp16", "fp16", "bf16", "bf16")
-    assert variant.compute_types(spec_of("exact"), bf16) == ("bf16",) * 4
-    assert variant.compute_types(spec_of("exact", dtype=fp16), fp16) == ("fp16",) * 4
-    assert variant.compute_types(spec_of("int4"), fp32) == ("fp32",) * 4
+    assert meta_params.compute_types(spec_of("int4"), bf16) == ("fp16", "fp16", "bf16", "bf16")
+    assert meta_params.compute_types(spec_of("exact"), bf16) == ("bf16",) * 4
+    assert meta_params.compute_types(spec_of("exact", dtype=fp16), fp16) == ("fp16",) * 4
+    assert meta_params.compute_types(spec_of("int4"), fp32) == ("fp32",) * 4
     mixed = PageSpec(spec_of("fp8").keys, replace(spec_of("exact").values, dtype=bf16))
-    assert variant.compute_types(mixed, bf16) == ("fp16", "bf16", "bf16", "bf16")
+    assert meta_params.compute_types(mixed, bf16) == ("fp16", "bf16", "bf16", "bf16")

@@ -7,6 +7,7 @@ import torch
 from interpreter import call, needs_interpreter, write_pair
 from paged_inputs import DTYPES
 
+from kv_hf.backends import reference
 from kv_hf.formats import (
     FORMAT_NAMES,
     LATENT_FORMAT_NAMES,
@@ -16,7 +17,6 @@ from kv_hf.formats import (
     latent_scheme,
     value_scheme,
 )
-from kv_hf.kernels import reference
 from kv_hf.spec import PageSpec
 
 JOBS = torch.tensor([[0, 7, 3], [1, 0, 0], [2, 1, -1], [2, 3, 4]], dtype=torch.int32)
@@ -153,7 +153,7 @@ def test_write_pair_never_takes_damage_back():
 
 @pytest.fixture
 def gpu():
-    from kv_hf.kernels.triton.fake_driver import pretend_gpu
+    from kv_hf.backends.triton.fake_driver import pretend_gpu
 
     with pretend_gpu() as fake:
         yield fake
@@ -167,7 +167,7 @@ def gpu():
 )
 def test_write_pair_launches_once_and_once_more_to_seal(gpu, spec):
     """Chunks of all lengths above 1 share a variant, and so do windows of all sizes."""
-    from kv_hf.kernels.triton import write_pair
+    from kv_hf.backends.triton import write_pair
 
     launches = {}
     damaged = torch.zeros((), dtype=torch.uint8)

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from kv_hf.backends.triton import latent_meta_params, meta_params, tuning
 from kv_hf.formats import (
     FORMAT_NAMES,
     LATENT_FORMAT_NAMES,
@@ -14,7 +15,6 @@ from kv_hf.formats import (
     latent_scheme,
     value_scheme,
 )
-from kv_hf.kernels.triton import latent_variant, table, variant
 from kv_hf.spec import PageSpec
 
 pytestmark = pytest.mark.skipif(
@@ -38,16 +38,16 @@ def variants():
 
 @pytest.mark.parametrize(("arch", "name", "dim", "dtype", "q_len"), variants())
 def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype, q_len):
-    from kv_hf.kernels.triton import aot
+    from kv_hf.backends.triton import aot
 
     spec = PageSpec.build(
         key_scheme(name), value_scheme(name, 16 if dim % 32 else None), num_kv_heads=8, key_dim=dim, value_dim=dim,
         page_size=64, dtype=dtype,
     )  # fmt: skip
-    isa = 90 if arch == "sm_90" else variant.HIP
-    columns = variant.column_block(spec, 4, q_len, isa)
-    stages = table.launch_parameters(spec, columns, isa, dtype).num_stages
-    said = variant.shared_bytes(spec, dtype, columns, stages, isa)
+    isa = 90 if arch == "sm_90" else meta_params.HIP
+    columns = meta_params.column_block(spec, 4, q_len, isa)
+    stages = tuning.launch_parameters(spec, columns, isa, dtype).num_stages
+    said = meta_params.shared_bytes(spec, dtype, columns, stages, isa)
     taken = aot.compile_decode(spec, arch, query_dtype=dtype, q_len=q_len).metadata.shared
     assert taken <= said <= (SMALLEST if arch == "sm_90" else 64 * 1024)
 
@@ -58,7 +58,7 @@ def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype,
 @pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank, dtype):
-    from kv_hf.kernels.triton import aot
+    from kv_hf.backends.triton import aot
 
     if name == "fp8_ds_mla" and dtype == FP32:
         pytest.skip("fp8_ds_mla is of 16-bit models")
@@ -66,6 +66,6 @@ def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank
     spec = PageSpec.build_latent(
         scheme, k_rope_scheme(k_rope_name(None, scheme), 64), rank=rank, rope_dim=64, page_size=64, dtype=dtype
     )  # fmt: skip
-    said = latent_variant.shared_bytes(spec, dtype, 90 if arch == "sm_90" else variant.HIP)
+    said = latent_meta_params.shared_bytes(spec, dtype, 90 if arch == "sm_90" else meta_params.HIP)
     taken = aot.compile_latent(spec, arch, query_dtype=dtype).metadata.shared
     assert taken <= said <= (232448 if arch == "sm_90" else 64 * 1024)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..backends.inputs import PagedKV
+from ..backends.registry import Kernel
 from ..errors import StaleHandleError, UnsupportedModelError
-from ..kernels.choice import Kernel
-from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 from .operators import returns_views, written_by
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..backends.inputs import PagedKV
+from ..backends.registry import Kernel
 from ..errors import UnsupportedModelError
-from ..kernels.choice import Kernel
-from ..kernels.inputs import PagedKV
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ..backends.registry import choose, layout_for
 from ..bridge.handle import view_behind, warn_dense
 from ..bridge.mask_watch import MaskWatch
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheMismatchError
-from ..kernels.choice import choose, layout_for
 from ..pages.arena import PageArena
 from ..printable import short
 from ..spec import MemoryReport

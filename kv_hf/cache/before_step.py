@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..kernels.inputs import PagedKV
+from ..backends.inputs import PagedKV
 
 
 def before_step(layer: Any) -> PagedKV | None:

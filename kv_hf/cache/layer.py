@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from ..backends.inputs import PagedKV
 from ..bridge.handle import KVHandle, KVView, check_unchanged, warn_gradients
 from ..errors import InterruptedForwardError
-from ..kernels.inputs import PagedKV
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from ..pages.step import Step

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from ..backends.registry import layout_for
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import Scheme, k_rope_scheme
-from ..kernels.choice import layout_for
 from ..spec import ROWS, PageSpec
 
 

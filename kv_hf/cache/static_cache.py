@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from ..backends.registry import choose
 from ..bridge.mask_length import MaskLength, check_padding_mask
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
-from ..kernels.choice import choose
 from ..pages import moved
 from ..pages.arena import PageArena
 from ..pages.static_table import StaticTable

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..backends.dispatch import MAX_DECODE_QUERIES
+from ..backends.inputs import PagedKV
 from ..bridge.handle import KVHandle, KVView
 from ..bridge.traced import forget, hand_over
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..formats import ATTENTION_NAME
-from ..kernels.inputs import PagedKV
-from ..kernels.ops import MAX_DECODE_QUERIES
 from ..pages import moved
 from ..pages.group_state import GroupState
 from ..pages.static_table import WORKING, StaticTable

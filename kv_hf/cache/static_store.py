@@ -2,11 +2,11 @@
 
 import torch
 
+from ..backends.inputs import PagedKV
+from ..backends.registry import Kernel
+from ..backends.torch_ops import spec_name, traceable, write_pair
 from ..bridge.traced import TracedView
 from ..errors import CacheOptionError
-from ..kernels.choice import Kernel
-from ..kernels.inputs import PagedKV
-from ..kernels.operators import spec_name, traceable, write_pair
 from ..pages.group_state import GroupState
 from ..pages.static_table import StaticStep, StaticTable
 from ..pages.storage import PageStorage, Pair

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ..backends.inputs import PagedKV
+from ..backends.registry import choose
 from ..errors import CacheMismatchError
-from ..kernels.choice import choose
-from ..kernels.inputs import PagedKV
 from ..notices import warn_once
 from ..pages import moved
 from ..pages.step import SealJobs, Step, TableView

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from ..backends.cpu import library
 from ..home import home
-from ..kernels.cpu import library
 
 # what the C kernel asks the processor for (decode.c: best_isa), and what else tells processors apart
 CPU_FLAGS = (

@@ -6,9 +6,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import torch
 from packaging.requirements import Requirement
 
+from ..backends.cpu import library
+from ..backends.registry import why_not
 from ..home import home
-from ..kernels.choice import why_not
-from ..kernels.cpu import library
 from .environment import home_problem
 from .findings import BROKEN, NOTE, OK, WARNING, Finding
 from .kernels import spec_of

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..backends.registry import NAMES, layout_for, why_not
 from ..cache.layer_formats import LayerFormats
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import cache_names, format_names
-from ..kernels.choice import NAMES, layout_for, why_not
 from ..spec import PageSpec
 
 PREFIX = "paged_"

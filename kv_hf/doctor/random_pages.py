@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels import reference
-from ..kernels.error_bound import Rounding, Tokens, attend_exactly
-from ..kernels.inputs import PagedKV
+from ..backends import reference
+from ..backends.error_bound import Rounding, Tokens, attend_exactly
+from ..backends.inputs import PagedKV
 from ..quant.codec import decode
 from ..spec import PageSpec, SideSpec
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..kernels.choice import load
-from ..kernels.cpu.library import ISA_NAMES, isa
-from ..kernels.error_bound import Rounding
-from ..kernels.ops import paged_attention
+from ..backends.cpu.library import ISA_NAMES, isa
+from ..backends.dispatch import paged_attention
+from ..backends.error_bound import Rounding
+from ..backends.registry import load
 from ..spec import PageSpec
 from .findings import BROKEN, NOTE, OK
 from .kernels import FormatReport, spec_of
@@ -145,7 +145,7 @@ class _Sealing:
 
 @dataclass(frozen=True)
 class _Attending:
-    """Attention errs by no more than rounding explains (see kernels/error_bound.py)."""
+    """Attention errs by no more than rounding explains (see backends/error_bound.py)."""
 
     case: _Shared
     kernel: str

@@ -6,13 +6,13 @@ from typing import Any, TypeGuard
 import torch
 from transformers.masking_utils import sdpa_mask
 
+from ..backends.dispatch import paged_attention
 from ..bridge.handle import KVView, view_behind
 from ..bridge.lazy_mask import LazyMask, unless_changed
 from ..bridge.mask_length import MaskLength
 from ..bridge.shown_padding import check_shown, vouch
 from ..bridge.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
-from ..kernels.ops import paged_attention
 from ..notices import warn_once
 from ..pages import moved
 from .dense import causal_mask, dense_attention, is_causal, unknown_arguments

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..cache.static_cache import StaticPagedCache
 from ..cache.static_layer import refused
 from ..errors import CacheOptionError
 from ..formats import ATTENTION_NAME
-from ..kernels.ops import MAX_DECODE_QUERIES
 from .models import why_not_pages
 
 

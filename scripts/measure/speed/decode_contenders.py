@@ -15,13 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kv_hf.backends.cpu.decode import paged_attention as c_attention
+from kv_hf.backends.cpu.write import write_pair
+from kv_hf.backends.dispatch import paged_attention
 from kv_hf.bridge.handle import view_behind
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.evaluation.shapes import AttentionShape
 from kv_hf.hf.attention import kv_hf_attention
-from kv_hf.kernels.cpu.decode import paged_attention as c_attention
-from kv_hf.kernels.cpu.write import write_pair
-from kv_hf.kernels.ops import paged_attention
 from measure.speed.oracle import Verdict, judge, judge_pages, worst
 
 # bytes of the smallest contender over all layers: past the caches of the processor

@@ -1,6 +1,6 @@
 """What a decode step costs the host, and what it launches, on a GPU that is not there.
 
-Triton's kernels are compiled for an NVIDIA GPU and their launches do nothing (kernels/triton/fake_driver.py); tensors
+Triton's kernels are compiled for an NVIDIA GPU and their launches do nothing (backends/triton/fake_driver.py); tensors
 lie on the CPU. Times are of the calling thread alone, so that they hold on a busy machine.
 """
 
@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kv_hf.backends import registry
+from kv_hf.backends.triton import fake_driver
 from kv_hf.cache import store
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.hf.attention import kv_hf_attention, kv_hf_mask
-from kv_hf.kernels import choice
-from kv_hf.kernels.triton import fake_driver
 from kv_hf.pages import moved
 
 # what torch answers without a kernel
@@ -132,7 +132,7 @@ def gpu() -> Iterator[fake_driver.FakeGpu]:
     """Take the CPU for a GPU: for kernels, and for everything that asks whether a device has to be waited for."""
     with ExitStack() as stack:
         fake = stack.enter_context(fake_driver.pretend_gpu())
-        triton = choice.load("triton")
+        triton = registry.load("triton")
         stack.enter_context(patch.object(store, "choose", lambda *asked: triton))
         stack.enter_context(patch.object(moved, "is_host", lambda device: False))
         stack.enter_context(patch.object(torch, "get_num_threads", lambda: 1))

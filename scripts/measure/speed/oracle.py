@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from kv_hf.kernels.error_bound import Rounding, Tokens, attend_exactly
-from kv_hf.kernels.inputs import PagedKV
-from kv_hf.kernels.reference import decode_tile
+from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
+from kv_hf.backends.inputs import PagedKV
+from kv_hf.backends.reference import decode_tile
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Verdict:
 def decoded_tokens(kv: PagedKV, side: str, row: int) -> torch.Tensor:
     """Return a row's keys or values in order, sinks, pages, tail: [num_kv_heads, tokens, head_dim], fp32.
 
-    Unlike `kernels.dense` nothing is rounded to the model's dtype: kernels do not round decoded numbers either.
+    Unlike `backends.dense` nothing is rounded to the model's dtype: kernels do not round decoded numbers either.
     """
     spec = getattr(kv.spec, side)
     fields = kv.key_pages if side == "keys" else kv.value_pages
@@ -87,7 +87,7 @@ def judge_pages(out: torch.Tensor, query: torch.Tensor, kv: PagedKV, scale: floa
     """Return the worst verdict over the rows of a paged attention's result.
 
     Kernels sum codes and offsets apart, which plain torch does not. A result beyond `judge`'s budget is therefore
-    right as long as each number is as near as `kernels.error_bound` derives for such sums; the budget is then its error.
+    right as long as each number is as near as `backends.error_bound` derives for such sums; the budget is then its error.
 
     Args:
         out, query: [rows, num_heads, head_dim].

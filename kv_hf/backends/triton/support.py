@@ -10,9 +10,9 @@ from packaging.version import Version
 
 from ...spec import ROWS, PageSpec
 from . import device as devices
-from . import latent_variant, variant
-from .latent_variant import MAX_PADDED, Chunks
-from .variant import MIN_SIZE
+from . import latent_meta_params, meta_params
+from .latent_meta_params import MAX_PADDED, Chunks
+from .meta_params import MIN_SIZE
 
 OLDEST_TRITON = "3.6"
 OLDEST_CAPABILITY = (8, 0)
@@ -127,13 +127,13 @@ def _why_not_shared(device: torch.device, dtype: torch.dtype, spec: PageSpec) ->
     """Say so where not even the smallest tiles fit into the device's shared memory."""
     have, isa = devices.shared_memory(device), devices.target_isa(device)
     if spec.is_latent:
-        need = latent_variant.shared_bytes(spec, dtype, isa)
+        need = latent_meta_params.shared_bytes(spec, dtype, isa)
     else:
-        need = variant.shared_bytes(spec, dtype, variant.MAX_COLUMNS, 1, isa)
+        need = meta_params.shared_bytes(spec, dtype, meta_params.MAX_COLUMNS, 1, isa)
     if have is None or need <= have:
         return None
     formats = " and ".join(dict.fromkeys(side.scheme.name for side in spec.sides))
-    remedy = "; float16 and bfloat16 take less" if variant.in_float32(spec, dtype) else ""
+    remedy = "; float16 and bfloat16 take less" if meta_params.in_float32(spec, dtype) else ""
     return (
         f"the Triton kernels take {need:,} bytes of shared memory for {formats} pages of {spec.keys.head_dim} channels in "
         f"{str(dtype).removeprefix('torch.')}, and {torch.cuda.get_device_name(device)} has {have:,}{remedy}"

@@ -10,7 +10,7 @@ from ..inputs import PagedKV
 from .combine import combine_kernel
 from .decode_launch import triton_constants
 from .latent import latent_kernel
-from .latent_variant import (
+from .latent_meta_params import (
     COLUMNS,
     COMBINED,
     COMBINED_SPLITS,
@@ -20,8 +20,8 @@ from .latent_variant import (
     most_splits,
     tile_tokens,
 )
-from .plan import Call, Plan
-from .table import Launch
+from .launch_plan import Call, Plan
+from .tuning import Launch
 
 # query, codes, scales and offsets of both sides, windows
 POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 16)

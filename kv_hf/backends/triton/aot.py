@@ -18,13 +18,13 @@ from .decode_launch import triton_constants
 from .dense import dense_kernel
 from .dense_launch import dense_constants
 from .latent import latent_kernel
+from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
+from .latent_meta_params import warps_and_stages as latent_warps_and_stages
 from .latent_seal import latent_seal_kernel
-from .latent_variant import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
-from .latent_variant import warps_and_stages as latent_warps_and_stages
+from .meta_params import HIP, column_block, constants, element_type, power_of_two
 from .seal import seal_kernel
 from .seal_pair import seal_pair_kernel
-from .table import warps_and_stages
-from .variant import HIP, column_block, constants, element_type, power_of_two
+from .tuning import warps_and_stages
 from .write import latent_seal_constants, seal_constants
 from .write_pair import pair_constants
 

@@ -17,8 +17,8 @@ from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
 
 from ...spec import ROWS
-from .. import choice
-from . import device, library, support
+from .. import registry
+from . import device, support, torch_ops
 
 H200_SHARED = 232448  # bytes of shared memory that one program may take
 
@@ -47,7 +47,7 @@ class FakeGpu:
 def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Iterator[FakeGpu]:
     """Take the CPU for an NVIDIA GPU within the context: its tensors, its kernels (compiled for real) and its pages.
 
-    Modules that have imported `choice.layout_for` by name by then are changed as well. Neither for threads nor for
+    Modules that have imported `registry.layout_for` by name by then are changed as well. Neither for threads nor for
     Triton's interpreter.
 
     Args:
@@ -57,10 +57,10 @@ def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Itera
     replaced: list[tuple[Any, str, Any]] = [
         (device, "target_isa", lambda where: capability),
         (device, "shared_memory", lambda where: shared_memory),
-        (library, "refuse_cpu", lambda name: None),
+        (torch_ops, "refuse_cpu", lambda name: None),
         (support, "why_not", lambda *args, **options: None),
     ]
-    layout = choice.layout_for
+    layout = registry.layout_for
     for module in list(sys.modules.values()):
         if (
             getattr(module, "__name__", "").startswith("kv_hf")

@@ -14,7 +14,7 @@ from ...spec import PageSpec, SideSpec
 from ..inputs import PagedKV
 from ..stored import stored_fields, stored_side
 from . import launch, write
-from .table import Launch
+from .tuning import Launch
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _LIBRARY.define(
@@ -52,7 +52,7 @@ def paged_attention(
     """Attend as `reference.paged_attention` does, through one operator.
 
     Args:
-        launch: warps, stages and splits, or None for those of `table.launch_parameters`.
+        launch: warps, stages and splits, or None for those of `tuning.launch_parameters`.
     """
     keys, values = kv.key_pages, kv.value_pages
     key_scheme, value_scheme = (side.scheme for side in kv.spec.sides)

@@ -8,8 +8,8 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..notices import warn_once
-from .choice import Kernel, choose, load
 from .inputs import PagedKV
+from .registry import Kernel, choose, load
 
 MAX_DECODE_QUERIES = 16  # queries of one call of a kernel; more go in slices
 

@@ -12,7 +12,7 @@ from ..config import KERNEL_CHOICES
 from ..errors import CacheOptionError
 from ..notices import warn_once
 from ..spec import LANES, ROWS, PageSpec
-from . import packed, pairs, reference
+from . import pairs, reference, sdpa
 from .cpu import library
 from .dense import dense_side
 from .inputs import PagedKV
@@ -110,7 +110,7 @@ def load(name: str) -> Kernel:
             seal_pair=write.seal_pair,
         )
     if name == "sdpa":
-        return Kernel(name, packed.paged_attention, reference.seal_pages)
+        return Kernel(name, sdpa.paged_attention, reference.seal_pages)
     return Kernel("reference", reference.paged_attention, reference.seal_pages)
 
 

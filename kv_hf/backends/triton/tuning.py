@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...spec import PageSpec
-from .variant import HIP, shared_bytes, tile_tokens
+from .meta_params import HIP, shared_bytes, tile_tokens
 
 PROGRAMS = (
     132 * 8

@@ -1,7 +1,7 @@
 """The CPU implementations as operators of torch, `torch.ops.kv_hf.cpu_*`, which torch.compile takes as they are.
 
 Operators take tensors, numbers and strings; the specs are rebuilt from the tensors' shapes. Triton's own operators
-are in triton/library.py. Computes nothing itself: each operator calls the implementation that it is told to.
+are in triton/torch_ops.py. Computes nothing itself: each operator calls the implementation that it is told to.
 """
 
 from dataclasses import replace
@@ -12,9 +12,9 @@ import torch
 from torch.library import Library, register_fake
 
 from ..spec import PageSpec
-from .choice import Kernel, load
 from .inputs import PagedKV
 from .pairs import Fields, Pair
+from .registry import Kernel, load
 from .stored import stored_fields, stored_side
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
@@ -40,9 +40,9 @@ def traceable(kernel: Kernel) -> Kernel:
     """Return `kernel` with an `attend` that torch.compile takes whole; tokens are written by `write_pair`."""
     if kernel.name != "triton":
         return replace(kernel, attend=partial(_attend, kernel.name))
-    from .triton import library
+    from .triton import torch_ops
 
-    return replace(kernel, attend=library.paged_attention)
+    return replace(kernel, attend=torch_ops.paged_attention)
 
 
 def spec_name(spec: PageSpec) -> str:

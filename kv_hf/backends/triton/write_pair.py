@@ -12,9 +12,9 @@ from . import direct
 from .append import append_pair_kernel
 from .direct import ALIGNED, Compiled, address, as_bytes
 from .latent_seal import seal_latent_page
+from .meta_params import power_of_two
 from .seal import seal_page
 from .seal_pair import seal_pair_kernel
-from .variant import power_of_two
 from .write import APPENDED, latent_seal_constants, seal_constants
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from .variant import HIP
+from .meta_params import HIP
 
 RESERVED = 1024  # bytes of a multiprocessor's shared memory that CUDA keeps for each program
 

@@ -9,7 +9,7 @@ from ...spec import SideSpec
 from ..inputs import PagedKV
 from . import device
 from .dense import dense_kernel
-from .variant import MAX_TILE, MIN_SIZE, power_of_two
+from .meta_params import MAX_TILE, MIN_SIZE, power_of_two
 
 TILE_NUMBERS = 8192  # numbers of one tile: 64 of each thread of four warps
 
@@ -39,7 +39,7 @@ def dense_constants(spec: SideSpec) -> dict[str, Any]:
 
 
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
-    """Write a side out as `kernels.dense.dense_side` does, with equal bits, in one launch and without waiting.
+    """Write a side out as `backends.dense.dense_side` does, with equal bits, in one launch and without waiting.
 
     Args and returns: as there.
     """

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...spec import PageSpec
-from .table import Launch
-from .variant import BOOST, HIP, MIN_SIZE, element_type, in_float32, power_of_two
+from .meta_params import BOOST, HIP, MIN_SIZE, element_type, in_float32, power_of_two
+from .tuning import Launch
 
 COLUMNS = 16  # query rows of a program; more are further programs
 CHUNKS = 4  # of the rank: one for each warp
@@ -94,7 +94,7 @@ def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> in
 def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, str, str]:
     """Return the dtypes of the products with latent pages, RoPE pages, and the window's latents and RoPE keys.
 
-    As variant.compute_types: codes in float16, exact numbers in their own dtype, everything in float32 if anything is.
+    As meta_params.compute_types: codes in float16, exact numbers in their own dtype, everything in float32 if anything is.
     """
     own = [element_type(side.dtype) for side in spec.sides]
     if in_float32(spec, query_dtype):
@@ -134,7 +134,7 @@ def latent_constants(
     sliding_window: bool = False,
     sinks: bool = False,
 ) -> dict[str, Any]:
-    """Return the latent kernel's compile-time arguments; dtypes by name, as variant.constants gives them.
+    """Return the latent kernel's compile-time arguments; dtypes by name, as meta_params.constants gives them.
 
     Args:
         spec: of latents, layout "rows".

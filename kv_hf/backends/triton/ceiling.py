@@ -15,7 +15,7 @@ import torch
 
 from ...formats import is_shipped, key_scheme, native_names, value_scheme
 from ...spec import PageSpec
-from .variant import column_block, tile_tokens
+from .meta_params import column_block, tile_tokens
 
 ISSUE = 4  # warp instructions per clock and multiprocessor
 COPY_BYTES = 4.3e12  # bytes per second, measured copy on an H200

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from ..inputs import PagedKV
 from .decode import decode_kernel
-from .plan import Call, Plan
-from .table import MIN_TILES, Launch, launch_parameters, most_splits
-from .variant import column_block, constants
+from .launch_plan import Call, Plan
+from .meta_params import column_block, constants
+from .tuning import MIN_TILES, Launch, launch_parameters, most_splits
 
 TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 
@@ -31,7 +31,7 @@ def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launc
     Args:
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
         shared: bytes of shared memory that a program may take, None: any number.
-        launch: warps, stages and splits, or None for those of table.py.
+        launch: warps, stages and splits, or None for those of tuning.py.
     """
     spec = kv.spec
     heads = spec.keys.num_kv_heads

@@ -8,8 +8,8 @@ from ...spec import SideSpec
 from . import device
 from .append import append_kernel
 from .latent_seal import latent_seal_kernel
+from .meta_params import power_of_two
 from .seal import seal_kernel
-from .variant import power_of_two
 
 TILE_NUMBERS = 4096  # numbers of one tile: what four warps hold without spilling
 APPENDED = 16  # new tokens of one program

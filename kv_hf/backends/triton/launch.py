@@ -9,8 +9,8 @@ from ..inputs import PagedKV
 from . import decode_launch, device, direct, latent_launch
 from .decode import decode_kernel
 from .direct import ALIGNED, Compiled, Workspace, address, as_bytes
-from .plan import Call, Plan
-from .table import Launch
+from .launch_plan import Call, Plan
+from .tuning import Launch
 
 INTERPRETED = direct.interpreted(decode_kernel)
 MASKS = {torch.bool: "bool"}
@@ -34,7 +34,7 @@ def paged_attention(
 
     Args:
         query: [rows, heads, q_len, dim]; kv: of keys and values, or of latents. `kv.launches` keeps the plan.
-        launch: warps, stages and splits, or None for those of table.py and latent_variant.py.
+        launch: warps, stages and splits, or None for those of tuning.py and latent_meta_params.py.
     Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
     Raises: CacheOptionError for a softcap over latents.
     """

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .geometry import Count, Geometry
+
 
 def page_capacity(num_pages: int) -> int:
     """Return the pages that storage allocates to hold `num_pages`.
@@ -25,7 +27,7 @@ def page_capacity(num_pages: int) -> int:
 
 def sealed_pages(tokens: int, *, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
     """Return how many pages of a row of `tokens` real tokens are sealed."""
-    return max(0, tokens - sink_tokens - recent_tokens) // page_size
+    return Geometry(page_size, sink_tokens, recent_tokens).sealed(tokens)
 
 
 def reserved_pages(rows: int, pages_per_row: int, max_pages: int | None) -> int:
@@ -36,46 +38,24 @@ def reserved_pages(rows: int, pages_per_row: int, max_pages: int | None) -> int:
 
 def window_slots(*, page_size: int, sink_tokens: int, recent_tokens: int) -> int:
     """Return the exact tokens that a row has room for: its sinks and its open tail."""
-    return sink_tokens + page_size + recent_tokens
+    return Geometry(page_size, sink_tokens, recent_tokens).slots
 
 
-@dataclass(frozen=True)
-class RowPages:
-    """Pages of one row, by its tokens. Tokens are a number, or an int64 tensor of numbers.
+class RowPages(Geometry):
+    """Pages of one row, by its tokens: a number, or an int64 tensor of numbers."""
 
-    Attributes:
-        page_size, sink_tokens, recent_tokens: as in CacheConfig.
-        window: tokens that a query sees, itself included; pages behind it are given back. None keeps all.
-    """
-
-    page_size: int
-    sink_tokens: int
-    recent_tokens: int
-    window: int | None = None
-
-    @property
-    def slots(self) -> int:
-        """Exact tokens that a row has room for."""
-        return self.sink_tokens + self.page_size + self.recent_tokens
-
-    def sealed(self, tokens: int) -> int:
-        """Return the pages sealed so far, those given back included."""
-        return max(0, tokens - self.sink_tokens - self.recent_tokens) // self.page_size
-
-    def dropped(self, tokens: int) -> int:
+    def dropped(self, tokens: Count) -> Count:
         """Return the pages that no later query can see: given back, or never sealed at all."""
-        if self.window is None:
-            return 0
-        passed = max(0, tokens - self.window + 1 - self.sink_tokens) // self.page_size
-        return min(passed, self.sealed(tokens))
+        passed, sealed = self.out_of_sight(tokens), self.sealed(tokens)
+        return (
+            torch.minimum(passed, sealed)
+            if isinstance(tokens, torch.Tensor)
+            else min(passed, sealed)
+        )
 
-    def held(self, tokens: int) -> int:
+    def held(self, tokens: Count) -> Count:
         """Return the pages that a row holds between two steps."""
         return self.sealed(tokens) - self.dropped(tokens)
-
-    def exact(self, tokens: int) -> int:
-        """Return the tokens that are in no page."""
-        return tokens - self.sealed(tokens) * self.page_size
 
     def reserved(self, tokens: int) -> int:
         """Return the pages per row that `reserve_tokens=tokens` makes room for."""
@@ -87,20 +67,9 @@ class RowPages:
 
         A step seals its page before it gives back those that left the window.
         """
-        before, size = (tokens - 1).clamp(min=0), self.page_size
-        held = self.sink_tokens + self.recent_tokens
-
-        def sealed(count: torch.Tensor) -> torch.Tensor:
-            return (count - held).clamp(min=0) // size
-
-        def dropped(count: torch.Tensor) -> torch.Tensor:
-            if self.window is None:
-                return torch.zeros_like(count)
-            passed = (count - self.window + 1 - self.sink_tokens).clamp(min=0) // size
-            return torch.minimum(passed, sealed(count))
-
-        never = (dropped(tokens) - sealed(before)).clamp(min=0)
-        return sealed(tokens) - dropped(before) - never
+        before = (tokens - 1).clamp(min=0)
+        never = (self.dropped(tokens) - self.sealed(before)).clamp(min=0)
+        return self.sealed(tokens) - self.dropped(before) - never
 
 
 @dataclass(frozen=True)
@@ -197,7 +166,7 @@ def _sealing_steps(sizes: RowPages, starts: torch.Tensor, new: int) -> torch.Ten
     if sizes.window is not None:
         settled = sizes.window + sizes.slots
         last = min(new, max(0, settled - int(starts.min())) + 2 * size)
-    due = (sizes.sink_tokens + sizes.recent_tokens - starts) % size
+    due = (sizes.kept - starts) % size
     offsets = due.unique()
     steps = offsets[:, None] + torch.arange(last // size + 1) * size
     steps = steps.flatten().sort().values

@@ -10,6 +10,7 @@ from kv_hf.backends import reference
 from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.formats import key_scheme, value_scheme
+from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 from kv_hf.spec import PageSpec
@@ -141,16 +142,24 @@ FIELDS = {"keys": "key_pages", "values": "value_pages"}
 
 
 def tokens_of(kv, side, row, dtype=torch.float32):
-    """The tokens of a row in order: sinks, pages, tail; [num_kv_heads, tokens, head_dim]."""
+    """The tokens of a row in order, each found where geometry.place_of says; [num_kv_heads, tokens, head_dim]."""
     spec = getattr(kv.spec, side)
     fields = getattr(kv, FIELDS[side])
     window = (kv.window_keys if side == "keys" else kv.window_values)[row]
     exact = int(kv.exact_lens[row])
-    sinks = min(kv.sink_tokens, exact)
     pages = kv.block_table[row, : int(kv.num_pages[row])].long()
     paged = decode({name: tensor[pages] for name, tensor in fields.items()}, spec, dtype)
     paged = paged.transpose(0, 1).flatten(1, 2)
-    return torch.cat([window[:, :sinks].to(dtype), paged, window[:, sinks:exact].to(dtype)], 1)
+    both = torch.cat([window[:, :exact].to(dtype), paged], 1)
+    places = (
+        place_of(token, len(pages), page_size=kv.page_size, sink_tokens=kv.sink_tokens)
+        for token in range(both.shape[1])
+    )
+    order = [
+        place.slot if place.page is None else exact + place.page * kv.page_size + place.slot
+        for place in places
+    ]
+    return both[:, order]
 
 
 _known = OrderedDict()

@@ -3,11 +3,17 @@
 import contextlib
 import json
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
+import torch
 from headless import FLAGS, find_browser
+from place_cases import SIZES, lengths_of
 from random_plans import KINDS, random_inventory, random_kinds, random_options
 
+from kv_hf import planner
 from kv_hf.config import CacheConfig
 from kv_hf.errors import KVCacheError
 from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
@@ -21,7 +27,9 @@ from kv_hf.planner.predict import figures
 from kv_hf.planner.roofline import cache_read, weights_read
 from kv_hf.planner.shares import device_share, heads_in_plan
 from kv_hf.planner.source import load_inventory
+from kv_hf.row_pages import RowPages
 
+PLANNER = Path(planner.__file__).parent / "explore" / "planner.js"
 REPORTS = 400
 FITS = 50
 PARTS = (
@@ -46,6 +54,13 @@ REPORTS_SCRIPT = """cases => cases.map(one => {
         if (!(error instanceof Planner.Refused)) throw error;
         return { refused: error.message };
     }
+})"""
+ROWS_SCRIPT = """cases => cases.map(one => {
+    const row = Planner.rowPages(one.options, one.window);
+    return {
+        kept: row.kept, slots: row.slots, sealed: one.lengths.map(row.sealed), dropped: one.lengths.map(row.dropped),
+        held: one.lengths.map(row.held), exact: one.lengths.map(row.exact), inUse: one.lengths.map(row.inUse),
+    };
 })"""
 FITS_SCRIPT = """cases => cases.map(one => {
     try {
@@ -92,6 +107,23 @@ def evaluate(tmp_path_factory):
         browser.close()
 
 
+@pytest.fixture
+def evaluate_planner(request):
+    """Return what runs a function of planner.js alone, which needs no document: in node, or in a browser without one."""
+    node = shutil.which("node")
+    if node is None:
+        return request.getfixturevalue("evaluate")
+
+    def run(function, argument):
+        source = PLANNER.read_text(encoding="utf-8")
+        script = f"{source}\nconsole.log(JSON.stringify(({function})({json.dumps(argument)})));"
+        command = [node, "-"]
+        done = subprocess.run(command, input=script, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)
+
+    return run
+
+
 def plain_case(rng, kind, most_layers=6):
     """Return what both sides get: JSON types only."""
     inventory = random_inventory(rng, kind, most_layers)
@@ -109,6 +141,35 @@ def plain_case(rng, kind, most_layers=6):
 
 def options_of(case):
     return CacheConfig(**case["options"]) if case["cache"] == "paged" else None
+
+
+def test_row_pages_place_tokens_as_geometry_does(evaluate_planner):
+    """Over the table of cases that bookkeeping and kernels are checked with."""
+    cases = [
+        {
+            "options": {
+                "page_size": sizes.page_size,
+                "sink_tokens": sizes.sink_tokens,
+                "recent_tokens": sizes.recent_tokens,
+            },
+            "window": sizes.window,
+            "lengths": lengths_of(sizes),
+        }
+        for sizes in SIZES
+    ]
+    found = evaluate_planner(ROWS_SCRIPT, cases)
+    for sizes, case, ours in zip(SIZES, cases, found, strict=True):
+        rows = RowPages(**case["options"], window=sizes.window)
+        lengths = case["lengths"]
+        assert ours == {
+            "kept": sizes.kept,
+            "slots": sizes.slots,
+            "sealed": [sizes.sealed(tokens) for tokens in lengths],
+            "dropped": [rows.dropped(tokens) for tokens in lengths],
+            "held": [rows.held(tokens) for tokens in lengths],
+            "exact": [sizes.exact(tokens) for tokens in lengths],
+            "inUse": rows.in_use(torch.tensor(lengths)).tolist(),
+        }, case
 
 
 def test_reports_equal_the_planners(evaluate):

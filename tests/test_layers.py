@@ -21,7 +21,7 @@ LAYERS = [
         "recipe",
         "texts",
     },
-    {"row_pages", "spec"},
+    {"geometry", "row_pages", "spec"},
     {"quant"},
     {"backends", "pages"},
     {"bridge"},

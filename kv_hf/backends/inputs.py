@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..geometry import page_start, window_token
 from ..spec import PageSpec
 
 
@@ -15,8 +16,8 @@ from ..spec import PageSpec
 class PagedKV:
     """The keys and values of one layer as one forward sees them; nobody changes one.
 
-    Token t of row b lies in window slot t for t < sink_tokens, in its sealed pages for the next
-    num_pages[b] * page_size tokens, and in the window from slot sink_tokens on behind them.
+    geometry.place_of says where token t of row b lies: in window slot t for t < sink_tokens, in its sealed pages for the
+    next num_pages[b] * page_size tokens, and in the window from slot sink_tokens on behind them.
 
     Attributes:
         key_pages, value_pages: tensors of SideSpec.fields with a leading [num_pages].
@@ -62,6 +63,14 @@ class PagedKV:
     def rows(self) -> int:
         """Rows of the batch."""
         return self.window_keys.shape[0]
+
+    def page_start(self, page: int) -> int:
+        """Return the first token of a row's page of that number."""
+        return page_start(page, page_size=self.page_size, sink_tokens=self.sink_tokens)
+
+    def window_tokens(self, slots: torch.Tensor, pages: torch.Tensor | int) -> torch.Tensor:
+        """Return which tokens lie in `slots` of the windows of rows with `pages` pages; shapes as they broadcast."""
+        return window_token(slots, pages, page_size=self.page_size, sink_tokens=self.sink_tokens)
 
     def page_tiles(self, pages_per_tile: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first page column, page ids [rows, at most pages_per_tile]) over the block table."""

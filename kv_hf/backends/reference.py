@@ -170,7 +170,7 @@ def paged_attention(
     for first, ids in kv.page_tiles(per_tile):
         columns = torch.arange(first, first + ids.shape[1], device=device)
         held = (columns < num_pages[:, None]).repeat_interleave(kv.page_size, -1)
-        at = kv.sink_tokens + first * kv.page_size + torch.arange(held.shape[1], device=device)
+        at = kv.page_start(first) + torch.arange(held.shape[1], device=device)
         add_tile(
             decode_tile(kv.key_pages, kv.spec.keys, ids, compute),
             decode_tile(kv.value_pages, kv.spec.values, ids, compute),
@@ -182,11 +182,10 @@ def paged_attention(
             w[:, :, first : first + TILE_TOKENS] for w in (kv.window_keys, kv.window_values)
         )
         slots = torch.arange(first, first + keys.shape[2], device=device)
-        behind = num_pages[:, None] * kv.page_size * (slots >= kv.sink_tokens)
         held = slots < exact_lens[:, None]
         keys = keys.to(compute).masked_fill(~held[:, None, :, None], 0.0)
         values = values.to(compute).masked_fill(~held[:, None, :, None], 0.0)
-        add_tile(keys, values, slots + behind, held)
+        add_tile(keys, values, kv.window_tokens(slots, num_pages[:, None]), held)
 
     if sink_logits is not None:
         logits = sink_logits.to(compute).reshape(1, heads, group, 1, 1)

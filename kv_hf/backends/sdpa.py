@@ -101,7 +101,7 @@ def paged_attention(
         per_tile = max(1, TILE_TOKENS // kv.page_size)
         for first in range(0, count, per_tile):
             ids = kv.block_table[row : row + 1, first : min(first + per_tile, count)]
-            start = kv.sink_tokens + first * kv.page_size
+            start = kv.page_start(first)
             add(
                 decode_tile(kv.key_pages, spec.keys, ids, q.dtype),
                 decode_tile(kv.value_pages, spec.values, ids, q.dtype),
@@ -110,11 +110,10 @@ def paged_attention(
         for first in range(0, exact, TILE_TOKENS):
             last = min(first + TILE_TOKENS, exact)
             slots = torch.arange(first, last)
-            behind = count * kv.page_size * (slots >= kv.sink_tokens)
             add(
                 kv.window_keys[row : row + 1, :, first:last],
                 kv.window_values[row : row + 1, :, first:last],
-                slots + behind,
+                kv.window_tokens(slots, count),
             )
         if sink_logits is not None:
             logits = sink_logits.float().reshape(1, heads, group, 1).expand(-1, -1, -1, q_len)

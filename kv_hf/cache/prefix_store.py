@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
+from ..geometry import page_start
 from ..notices import warn_once
 from ..pages.arena import PageArena
 from ..pages.prefix_tree import Prefix, PrefixTree
@@ -155,7 +156,9 @@ class PrefixStore:
 
     def _held(self, nodes: Sequence[Prefix]) -> int:
         tree = self.tree
-        return tree.sink_tokens + (len(nodes) - 1) * tree.page_size if len(nodes) > 1 else 0
+        if len(nodes) < 2:
+            return 0
+        return page_start(len(nodes) - 1, page_size=tree.page_size, sink_tokens=tree.sink_tokens)
 
     def attach(
         self,

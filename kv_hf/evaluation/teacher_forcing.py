@@ -20,6 +20,7 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer
 
 from ..cache.paged_cache import PagedCache
+from ..geometry import Geometry
 from .prefill import Prefill, last_logits
 
 EXACT_CHUNK = (
@@ -40,9 +41,8 @@ def next_chunk(cache: Cache, position: int) -> int:
     """
     if isinstance(cache, PagedCache):
         options = cache.options
-        exact = options.sink_tokens + options.recent_tokens
-        pages = max(0, position - exact) // options.page_size
-        return exact + (pages + 1) * options.page_size - position
+        places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
+        return places.slots - places.exact(position)
     if type(cache) in (DynamicCache, StaticCache):
         return EXACT_CHUNK
     if type(cache) is QuantizedCache:

@@ -35,8 +35,8 @@ class Format(ABC):
         group_options: side -> the option of CacheConfig (one of GROUP_OPTIONS) that sets the size of its groups;
             a side that is not there has groups of a fixed size.
         k_rope: format of the RoPE keys beside latents in this one, where no option names another.
-        native_number: the number by which the compiled kernels (enum Format of backends/cpu/native/kv_hf.h, and
-            Triton's) know the codes. None: they do not read it; the implementations in torch do, by `decode`.
+        native_number: the number by which the compiled kernels (enum Format of the CPU kernels, which is written from these
+            numbers, and Triton's) know the codes. None: they do not read it; the implementations in torch do, by `decode`.
         native_code: what those kernels call the arithmetic of the codes: "unsigned", "signed" or "float8". A format
             with a native_number of its own has a `code` of its own, its name.
         version: saved in files beside the name. Count it up when the same numbers get other bytes.

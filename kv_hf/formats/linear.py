@@ -4,12 +4,15 @@ Every step is elementwise, a minimum or a maximum, so the bytes of a page depend
 many pages are encoded together. The compiled kernels do the same, bit by bit.
 """
 
+import math
+
 import torch
 
 from .base import Encoded, Format, Scheme
 from .grouping import divided, divisor, join, over_groups, split
 
-SCALE_MAX = 65504.0  # largest float16: scales and offsets must stay finite
+SCALE_MAX = torch.finfo(torch.float16).max  # 65504: scales and offsets must stay finite
+E4M3 = torch.finfo(torch.float8_e4m3fn)
 
 
 class LinearFormat(Format):
@@ -90,11 +93,17 @@ class SignedFormat(CenteredFormat):
 
 
 class Float8Format(CenteredFormat):
-    """e4m3 codes, kept in uint8 tensors because torch cannot index float8 tensors on every device."""
+    """e4m3 codes, kept in uint8 tensors because torch cannot index float8 tensors on every device.
+
+    Attributes:
+        mantissa_bits, exponent_bias: of a code (3 and 7), for kernels that work on bits.
+    """
 
     native_code = "float8"
     bits = 8
-    top = 448.0  # the largest e4m3 number
+    top = E4M3.max  # 448
+    mantissa_bits = int(-math.log2(E4M3.eps))
+    exponent_bias = 1 - int(math.log2(E4M3.smallest_normal))
 
     def codes_of(self, steps: torch.Tensor) -> torch.Tensor:
         """Return the nearest e4m3 numbers as bytes."""

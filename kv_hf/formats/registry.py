@@ -49,6 +49,12 @@ def native_names(side: str = "keys") -> tuple[str, ...]:
     return tuple(name for name in format_names(side) if FORMATS[name].native_number is not None)
 
 
+def native_formats() -> dict[int | None, Format]:
+    """Return a shipped format for each number that compiled kernels know codes by; exact's codes have none."""
+    shipped = [FORMATS[kind.name] for kind in _SHIPPED if kind is not Exact]
+    return {one.native_number: one for one in reversed(shipped)}
+
+
 def is_registered(kind: type) -> bool:
     """Say whether the format of exactly this class is known."""
     return any(type(found) is kind for found in list(FORMATS.values()))
@@ -80,7 +86,7 @@ def register_format(format: Given) -> Given:
         raise CacheOptionError(
             f"format must be a kv_hf.Format, or a class of one, got {type(made).__name__}"
         )
-    check_attributes(made, _native())
+    check_attributes(made, native_formats())
     check_arithmetic(made)
     cache = f"paged_{made.name}"
     with _lock:
@@ -114,12 +120,6 @@ def unregister_format(name: str) -> None:
             )
         del FORMATS[name]
         named.drop_of_format(name)
-
-
-def _native() -> dict[int | None, Format]:
-    """Return a shipped format for each number that compiled kernels know codes by."""
-    shipped = [FORMATS[kind.name] for kind in _SHIPPED if kind is not Exact]
-    return {one.native_number: one for one in reversed(shipped)}
 
 
 for _kind in _SHIPPED:

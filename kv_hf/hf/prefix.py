@@ -14,6 +14,7 @@ from ..cache.model_shape import rotates_by_length
 from ..cache.model_state import drops_numbers
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheMismatchError
+from ..geometry import full_pages, page_start
 from ..notices import warn_once
 from .virtual_tokens import virtual_tokens_in_pages
 
@@ -183,8 +184,9 @@ def common_tokens(rows: Sequence[Sequence[int]], page_size: int, sink_tokens: in
         while alike < longest and row[alike] == shortest[alike]:
             alike += 1
         longest = alike
-    pages = (longest - sink_tokens) // page_size
-    return list(shortest[: sink_tokens + pages * page_size]) if pages > 0 else []
+    pages = full_pages(longest - sink_tokens, page_size)
+    end = page_start(pages, page_size=page_size, sink_tokens=sink_tokens)
+    return list(shortest[:end]) if pages else []
 
 
 def note_origin(model: Any, cache: PagedCache) -> None:

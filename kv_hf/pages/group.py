@@ -359,8 +359,8 @@ class PageGroup(PaddedRows):
                 raise ValueError(
                     f"row {index} holds {self.tokens(row)} tokens, expected {self.seen - row.padding}"
                 )
-            slots = self.sizes.held + 2 * self.page_size  # past recording may just have ended
+            slots = self.sizes.kept + 2 * self.page_size  # past recording may just have ended
             if row.exact > slots:
                 raise ValueError(f"row {index} has {row.exact} exact tokens in {slots} slots")
-            if row.dropped > self.sizes.out_of_sight(row.padding, self.seen):
+            if row.dropped > self.sizes.out_of_sight(self.seen - row.padding):
                 raise ValueError(f"row {index} has given back a page that its next query can see")

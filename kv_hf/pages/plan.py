@@ -1,12 +1,4 @@
-"""Plans of appends and crops, row by row, made without changing anything.
-
-A row's real tokens lie, in order, in these places:
-
-    [ sinks: first `sink_tokens` ][ dropped pages ][ sealed pages ][ tail: open, exact ]
-      exact window, slots 0 ..      given back       page ids        exact window, behind the sinks
-
-Pages are dropped in sliding groups only: as soon as no later query can see a token of them.
-"""
+"""Plans of appends and crops, row by row, made without changing anything. geometry.py says where a row's tokens lie."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,35 +7,25 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import CacheMismatchError
+from ..geometry import Geometry, page_start
 from .batch import Batch, Numbers
 from .step import PageIds, Row, RowStep
 
 
 @dataclass(frozen=True)
-class RowSizes:
-    """The numbers that decide where the tokens of a row lie.
+class RowSizes(Geometry):
+    """The numbers that decide where the tokens of a group's rows lie.
 
     Attributes:
-        page_size, sink_tokens, recent_tokens: as in CacheConfig.
-        window: tokens that a query sees, itself included (sliding windows); None for all.
         recording: whether tokens may be taken back (past recording), so that only confirmed ones are sealed.
     """
 
-    page_size: int
-    sink_tokens: int
-    recent_tokens: int
-    window: int | None = None
     recording: bool = False
-
-    @cached_property
-    def held(self) -> int:
-        """Exact tokens that are never sealed as long as the row does not grow."""
-        return self.sink_tokens + self.recent_tokens
 
     @cached_property
     def slots(self) -> int:
         """Exact tokens that a row's window has room for; a page more while past recording is on."""
-        return self.held + (2 if self.recording else 1) * self.page_size
+        return self.kept + (2 if self.recording else 1) * self.page_size
 
     def tokens(self, row: Row) -> int:
         """Return the real tokens of a row, dropped ones included."""
@@ -52,12 +34,6 @@ class RowSizes:
     def all_tokens(self, batch: Batch) -> Numbers:
         """Return [rows], the real tokens of each row, dropped ones included."""
         return batch.exact + (batch.dropped + batch.counts) * self.page_size
-
-    def out_of_sight(self, padding: int, seen: int) -> int:
-        """Return how many pages of a row, from its first on, no query at column `seen` or later can see."""
-        if self.window is None:
-            return 0
-        return max(0, seen - self.window + 1 - padding - self.sink_tokens) // self.page_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,17 +117,17 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
     exact = batch.exact
     if sizes.recording:
         doubtful = np.minimum(exact, np.maximum(0, seen - np.maximum(confirmed, batch.padding)))
-        first = np.maximum(0, exact - doubtful - sizes.held) // size
+        first = sizes.sealed(exact - doubtful)
         exact = exact - first * size
         last = np.maximum(0, -((sizes.slots - exact - new) // size))
     else:
         first = np.zeros_like(exact)
-        last = np.maximum(0, exact + new - sizes.held) // size
+        last = sizes.sealed(exact + new)
     dropped, passed = batch.dropped, np.zeros_like(exact)
     if sizes.window is not None:
         before = dropped + batch.counts + first
         horizon = min(seen_after, confirmed) if sizes.recording else seen_after
-        hidden = np.maximum(0, horizon - sizes.window + 1 - padding - sizes.sink_tokens) // size
+        hidden = sizes.out_of_sight(horizon - padding)
         dropped = np.maximum(dropped, np.minimum(hidden, before + last))
         passed = np.maximum(0, dropped - before)
     return AppendPlan(
@@ -173,7 +149,7 @@ def _grows_alike(sizes: RowSizes, batch: Batch, seen: int, q_len: int) -> bool:
     return (
         int(batch.padding.max()) <= seen
         and not batch.ahead.any()
-        and int(batch.exact.max()) + q_len < sizes.held + sizes.page_size
+        and int(batch.exact.max()) + q_len < sizes.kept + sizes.page_size
     )
 
 
@@ -203,7 +179,7 @@ def plan_crop(sizes: RowSizes, index: int, row: Row, seen: int) -> tuple[RowStep
     """Plan the crop of `row` to `seen` columns; return the step and the row without the pages it loses."""
     kept = max(0, seen - row.padding)
     pages, reopened = row.pages, None
-    in_front = sizes.sink_tokens + row.dropped * sizes.page_size
+    in_front = page_start(row.dropped, page_size=sizes.page_size, sink_tokens=sizes.sink_tokens)
     if kept < in_front + len(pages) * sizes.page_size:
         whole, rest = divmod(max(0, kept - in_front), sizes.page_size)
         if rest:
@@ -216,4 +192,4 @@ def plan_crop(sizes: RowSizes, index: int, row: Row, seen: int) -> tuple[RowStep
 
 def crop_fits(sizes: RowSizes, row: Row, seen: int) -> bool:
     """Say whether everything that a query at column `seen` can see of `row` is still held."""
-    return row.dropped <= sizes.out_of_sight(row.padding, seen)
+    return row.dropped <= sizes.out_of_sight(seen - row.padding)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import CacheMismatchError, InterruptedForwardError
-from ..spec import TABLE_DTYPE, sealed_pages
+from ..geometry import full_pages, page_start
+from ..spec import TABLE_DTYPE, sealed_pages, window_slots
 from .device_flag import DeviceFlag
 from .group_state import GroupState, held_pages, renumbered
 from .step import Row
@@ -91,7 +92,7 @@ class StaticTable:
     @property
     def slots(self) -> int:
         """Exact tokens that a row's window has room for."""
-        return self.sink_tokens + self.page_size
+        return window_slots(page_size=self.page_size, sink_tokens=self.sink_tokens, recent_tokens=0)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -294,14 +295,14 @@ class StaticTable:
         skips = (self.padding - self.seen).clamp(0, q_len).to(TABLE_DTYPE)
         starts, pages = self.exact_lens.clone(), self.num_pages.clone()
         exact = starts + (q_len - skips)
-        full = ((exact - self.sink_tokens).clamp(min=0) // size).to(TABLE_DTYPE)
+        full = full_pages(exact - self.sink_tokens, size).to(TABLE_DTYPE)
         # a tail of page_size - 1 tokens and the new ones: no row fills more pages
         place = torch.arange((size - 1 + q_len) // size, dtype=TABLE_DTYPE, device=device)
         row = torch.arange(rows, dtype=TABLE_DTYPE, device=device)[:, None]
         page = pages[:, None] + place
         there = (place < full[:, None]) & (page < self.pages_per_row)
         ids = torch.where(there, row * self.pages_per_row + page, -1)
-        first = (self.sink_tokens + place * size).expand_as(page)
+        first = page_start(place, page_size=size, sink_tokens=self.sink_tokens).expand_as(page)
         jobs = torch.stack([row.expand_as(page), first, ids], -1).to(TABLE_DTYPE).reshape(-1, 3)
         self.exact_lens.copy_(exact - full * size)
         self.num_pages.copy_((pages + full).clamp(max=self.pages_per_row))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..geometry import page_start
 from .moved import moved
 
 PageIds = tuple[int, ...]
@@ -167,7 +168,7 @@ class SealJobs:
         `passed`: for each row, pages behind the sinks that are left out.
         """
         jobs = [
-            (row, sink_tokens + place * page_size, page)
+            (row, page_start(place, page_size=page_size, sink_tokens=sink_tokens), page)
             for row, row_pages in enumerate(pages)
             if row_pages
             for place, page in enumerate(row_pages, 0 if passed is None else int(passed[row]))

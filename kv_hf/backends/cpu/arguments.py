@@ -1,7 +1,6 @@
-"""The argument blocks of native/kv_hf.h, packed from tensors."""
+"""The argument blocks of abi.py, packed from tensors."""
 
 import ctypes
-import struct
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -10,12 +9,7 @@ import torch
 from ...errors import CacheMismatchError
 from ...formats import Scheme
 from ...spec import LANES, PageFields, PageSpec, SideSpec
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-_NO_MEMORY, _NO_SUCH_PAGE, _NO_SUCH_SLOT = -1, -2, -3  # enum Status
-SIDE = 16  # fields of struct Side, of which the last four are pointers
-SEAL_BLOCK = struct.Struct(f"={SIDE + 8}q1d")
+from .abi import DTYPES, Status
 
 
 class Block:
@@ -86,7 +80,7 @@ def _unsupported_groups(side: str, scheme: Scheme, spec: SideSpec) -> str | None
 def side_fields(
     spec: SideSpec, fields: Mapping[str, torch.Tensor], window: torch.Tensor
 ) -> tuple[int, ...]:
-    """Return the fields of struct Side: formats, strides and pointers of one side."""
+    """Return the fields of abi.SIDE, in their order: formats, strides and pointers of one side."""
     scheme, codes = spec.scheme, fields["codes"]
     scale, offset = fields.get("scale"), fields.get("offset")
     row, head, slot, _ = window.stride()
@@ -123,15 +117,15 @@ def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
 
 
 def raise_for(status: int, table: str, capacity: int, slots: int = 0) -> None:
-    """Raise what a number of enum Status means, where a call returned one; `table` names the argument of page ids."""
-    if status == _NO_MEMORY:
+    """Raise what a number of abi.Status means, where a call returned one; `table` names the argument of page ids."""
+    if status == Status.NO_MEMORY:
         raise MemoryError("no memory for the C kernel's intermediate results")
-    if status == _NO_SUCH_PAGE:
+    if status == Status.NO_SUCH_PAGE:
         raise CacheMismatchError(
             f"{table} must name pages that there is room for, 0 to {capacity - 1}, and names another; the pages "
             "were not made for it"
         )
-    if status == _NO_SUCH_SLOT:
+    if status == Status.NO_SUCH_SLOT:
         raise CacheMismatchError(
             f"starts, skips and jobs must name rows and slots of the windows, 0 to {slots - 1}, and name others; the "
             "windows were not made for them"

@@ -1,6 +1,5 @@
 """Paged attention by the compiled CPU kernel; `reference.paged_attention` defines the result."""
 
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,22 +7,13 @@ import torch
 
 from ...spec import PageFields
 from ..inputs import PagedKV
-from .arguments import (
-    DTYPES,
-    SIDE,
-    Block,
-    raise_for,
-    side_fields,
-    take_block,
-)
+from .abi import DECODE, DTYPES, MaskKind
+from .arguments import Block, raise_for, side_fields, take_block
 from .library import isa, library
 
-_SIDES = struct.Struct(f"={2 * SIDE}q")
-_SHAPES = struct.Struct("=20q2d")
-_POINTERS = struct.Struct("=11q")
-_AT_SHAPES = _SIDES.size
-_AT_POINTERS = _AT_SHAPES + _SHAPES.size
-_FIELDS = (_AT_POINTERS + _POINTERS.size) // 8
+_SIDES, _SHAPES, _POINTERS = DECODE.parts["sides"], DECODE.parts["shapes"], DECODE.parts["pointers"]
+_PACK_POINTERS, _AT_POINTERS = _POINTERS.pack_into, _POINTERS.at
+_FIELDS = DECODE.count
 _NAME = "c attend"
 
 
@@ -69,7 +59,7 @@ def paged_attention(
         out = _empty_output(query, kv)
     else:
         query, out = _pack(block, query, kv, (keys, values), options, mask)
-    _POINTERS.pack_into(
+    _PACK_POINTERS(
         block.memory,
         _AT_POINTERS,
         table.data_ptr(),
@@ -158,7 +148,9 @@ def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
 
 def _pack_sides(block: Block, kv: PagedKV, fields: tuple[Mapping[str, torch.Tensor], ...]) -> None:
     sides = zip(kv.spec.sides, fields, (kv.window_keys, kv.window_values), strict=True)
-    _SIDES.pack_into(block.memory, 0, *[number for side in sides for number in side_fields(*side)])
+    _SIDES.pack_into(
+        block.memory, _SIDES.at, *[number for side in sides for number in side_fields(*side)]
+    )
 
 
 def _pack_shapes(
@@ -173,18 +165,34 @@ def _pack_shapes(
     """Pack what shapes, strides and options decide."""
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
-    shapes = rows, heads, num_heads // heads, q_len, kv.page_size, kv.sink_tokens
-    strides = DTYPES[query.dtype], *query.stride()[:3], *out.stride()[:3]
-    numbers = *shapes, *strides, sliding_window, *_mask_fields(mask), isa()
-    _SHAPES.pack_into(block.memory, _AT_SHAPES, *numbers, *options)
+    query_row, query_head, query_at, _ = query.stride()
+    out_row, out_head, out_at, _ = out.stride()
+    softmax_scale, softcap = options
+    numbers = {
+        "rows": rows, "heads": heads, "group": num_heads // heads, "q_len": q_len,
+        "page_size": kv.page_size, "sink_tokens": kv.sink_tokens,
+        "query_dtype": DTYPES[query.dtype],
+        "query_row": query_row, "query_head": query_head, "query_at": query_at,
+        "out_row": out_row, "out_head": out_head, "out_at": out_at,
+        "sliding_window": sliding_window, "isa": isa(),
+        "softmax_scale": softmax_scale, "softcap": softcap,
+    }  # fmt: skip
+    _SHAPES.pack_names(block.memory, {**numbers, **_mask_fields(mask)})
 
 
-def _mask_fields(mask: torch.Tensor | None) -> tuple[Any, ...]:
+def _mask_fields(mask: torch.Tensor | None) -> dict[str, int]:
     """Return kind, dtype and strides of a mask; strides of dimensions that it repeats are 0."""
-    if mask is None:
-        return 0, 0, 0, 0, 0
-    is_bool = mask.dtype == torch.bool
-    strides = [
-        0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
-    ]
-    return 1 if is_bool else 2, 0 if is_bool else DTYPES[mask.dtype], *strides[:3]
+    kind, dtype, strides = MaskKind.MASK_NONE, 0, [0, 0, 0]
+    if mask is not None:
+        strides = [
+            0 if size == 1 else stride
+            for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
+        ]
+        if mask.dtype == torch.bool:
+            kind = MaskKind.MASK_BOOL
+        else:
+            kind, dtype = MaskKind.MASK_FLOAT, DTYPES[mask.dtype]
+    row, head, at = strides
+    return {
+        "mask_kind": kind, "mask_dtype": dtype, "mask_row": row, "mask_head": head, "mask_at": at,
+    }  # fmt: skip

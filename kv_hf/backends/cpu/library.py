@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-ABI = 8  # KV_HF_ABI of native/kv_hf.h
-ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")
+from .abi import ABI
+
+ISA_NAMES = ("portable C", "AVX2", "AVX-512", "AVX-512 VNNI")  # by abi.Isa
 ISA_VARIABLE = "KV_HF_ISA"  # 0 to 3: a lesser instruction set than the processor has; "none": no library at all
 LIBRARY_VARIABLE = "KV_HF_LIBRARY"  # a file to load in place of the installed library: one built with sanitizers, say
 FOLDER = Path(__file__).parent

@@ -3,7 +3,8 @@
 import torch
 
 from ...spec import SideSpec
-from .arguments import SEAL_BLOCK, capacity_of, raise_for, side_fields
+from .abi import SEAL
+from .arguments import capacity_of, raise_for, side_fields
 from .library import isa, library
 
 
@@ -18,7 +19,7 @@ def seal_pages(
         tokens = tokens.contiguous()
     jobs = jobs.contiguous()
     capacity = capacity_of(fields)
-    block = SEAL_BLOCK.pack(
+    block = SEAL.whole.pack(
         *side_fields(spec, fields, tokens),
         spec.side == "keys",
         spec.num_kv_heads,

@@ -1,6 +1,5 @@
 """A step's new tokens by the compiled CPU kernel: one call appends and seals both sides. Knows no rows or plans."""
 
-import struct
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -8,20 +7,16 @@ import torch
 
 from ...errors import CacheMismatchError
 from ...spec import PageSpec
-from .arguments import DTYPES, SIDE, Block, capacity_of, raise_for, side_fields, take_block
+from .abi import DTYPES, WRITE
+from .arguments import Block, capacity_of, raise_for, side_fields, take_block
 from .library import isa, library
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
 
-_SIDES = struct.Struct(f"={2 * SIDE}q")
-_SHAPES = struct.Struct("=4qd4qd6q")
-_POINTERS = struct.Struct("=9q")
-_WINDOW = struct.Struct("=q")
-_AT_WINDOWS = 8 * (SIDE - 1), 8 * (2 * SIDE - 1)
-_AT_SHAPES = _SIDES.size
-_AT_POINTERS = _AT_SHAPES + _SHAPES.size
-_FIELDS = (_AT_POINTERS + _POINTERS.size) // 8
+_SIDES, _SHAPES, _POINTERS = WRITE.parts["sides"], WRITE.parts["shapes"], WRITE.parts["pointers"]
+_PACK_POINTERS, _AT_POINTERS = _POINTERS.pack_into, _POINTERS.at
+_FIELDS = WRITE.count
 _NAME = "c write"
 
 
@@ -61,7 +56,7 @@ def write_pair(
     pointers = new_keys.data_ptr(), new_values.data_ptr(), starts.data_ptr(), skips.data_ptr()
     if jobs is None:
         threads = torch.get_num_threads()
-        _POINTERS.pack_into(block.memory, _AT_POINTERS, *pointers, 0, 0, 0, 0, threads)
+        _PACK_POINTERS(block.memory, _AT_POINTERS, *pointers, 0, 0, 0, 0, threads)
         status = block.call(block.address)
         if status:
             raise_for(status, "jobs", 0, min(keys.shape[2], values.shape[2]))
@@ -163,19 +158,25 @@ def _pack_shapes(
 ) -> None:
     """Pack what shapes and strides decide."""
     rows, heads, slots, _ = windows[0].shape
-    news = [
-        (side.side == "keys", row, head, at, side.scheme.clip)
-        for side, (row, head, at, _) in zip(spec.sides, strides, strict=True)
-    ]
-    shapes = rows, heads, q_len, min(slots, windows[1].shape[2]), spec.keys.page_size, isa()
+    numbers = {
+        "rows": rows, "heads": heads, "q_len": q_len, "slots": min(slots, windows[1].shape[2]),
+        "page_size": spec.keys.page_size, "isa": isa(),
+    }  # fmt: skip
+    names = "new_keys", "new_values"
+    for name, side, (row, head, at, _) in zip(names, spec.sides, strides, strict=True):
+        new = {"is_keys": side.side == "keys", "row": row, "head": head, "at": at}
+        new["clip"] = side.scheme.clip
+        numbers.update({f"{name}.{field}": number for field, number in new.items()})
     _pack_sides(block, windows, fields, spec)
-    _SHAPES.pack_into(block.memory, _AT_SHAPES, *news[0], *news[1], *shapes)
+    _SHAPES.pack_names(block.memory, numbers)
     block.call = library().kv_hf_write
 
 
 def _pack_sides(block: Block, windows: Pair, fields: Fields, spec: PageSpec) -> None:
     sides = zip(spec.sides, fields, windows, strict=True)
-    _SIDES.pack_into(block.memory, 0, *[number for side in sides for number in side_fields(*side)])
+    _SIDES.pack_into(
+        block.memory, _SIDES.at, *[number for side in sides for number in side_fields(*side)]
+    )
 
 
 def _seal(
@@ -192,7 +193,7 @@ def _seal(
     jobs = jobs.contiguous()
     capacity = capacity_of(*fields)
     sealing = jobs.data_ptr(), jobs.shape[0], capacity, damaged.data_ptr()
-    _POINTERS.pack_into(block.memory, _AT_POINTERS, *new, *sealing, torch.get_num_threads())
+    _PACK_POINTERS(block.memory, _AT_POINTERS, *new, *sealing, torch.get_num_threads())
     status = block.call(block.address)
     if status:
         raise_for(status, "jobs", capacity, min(one.shape[2] for one in windows))

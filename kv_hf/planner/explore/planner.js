@@ -133,7 +133,7 @@ const Planner = (() => {
     return Math.ceil(pages / step) * step;
   }
 
-  /* Pages of one row by its tokens: kv_hf.row_pages.RowPages. */
+  /* Pages of one row by its tokens: kv_hf.row_pages.RowPages and kv_hf.geometry, which a test compares over one table of cases. */
   function rowPages(o, window) {
     const [size, kept] = [o.page_size, o.sink_tokens + o.recent_tokens];
     const sealed = (tokens) => Math.floor(Math.max(0, tokens - kept) / size);

@@ -87,13 +87,13 @@ INLINE void store_float(void *to, int dtype, int64_t i, float x) {
         ((uint16_t *)to)[i] = dtype == F16 ? float_to_half(x) : float_to_bfloat(x);
 }
 
-INLINE int places_of(int format) { return format == UINT4 ? 2 : format == UINT2 ? 4 : 1; }
+INLINE int places_of(int format) { return format == UINT4 ? 2 : format == UINT2 ? 4 : 1; } /* codes of a byte */
 
 /* Neighbouring codes in a word (codes of other places lie a run further on). */
 INLINE int codes_in_word(int format) { return format == F32 ? 1 : format <= F16 ? 2 : 4; }
 
 INLINE int64_t words_in(int format, int64_t codes) {
-    static const int bits[NUM_FORMATS] = {32, 16, 16, 8, 4, 2, 8};
+    static const int bits[NUM_FORMATS] = FORMAT_BITS;
     return codes * bits[format] / 32;
 }
 

@@ -11,25 +11,26 @@
 
 #include <math.h>
 
-#define LIMIT 65504.0f /* largest fp16 number */
-#define FLOAT8_MAX 448.0f
-
 INLINE float round_to_half(float x) { return half_to_float(float_to_half(x)); }
 
-/* e4m3 of |x| <= 448, to nearest even */
+/* e4m3 of |x| <= FLOAT8_TOP, to nearest even; vectors.inc decodes */
 INLINE uint32_t float_to_e4m3(float x) {
-    uint32_t bits, sign;
+    const float least = FLOAT8_ROUNDER;
+    const int dropped = 23 - FLOAT8_MANTISSA; /* bits of a float's mantissa */
+    uint32_t bits, sign, base;
     memcpy(&bits, &x, 4);
     sign = bits >> 24 & 0x80;
     bits &= 0x7fffffff;
     float magnitude;
     memcpy(&magnitude, &bits, 4);
-    float shifted = magnitude + 16384.0f; /* spacing 2^-9: the smallest e4m3 number */
+    float shifted = magnitude + least;
     uint32_t small;
     memcpy(&small, &shifted, 4);
-    small -= 0x46800000;
-    uint32_t normal = (bits + 0x7ffff + (bits >> 20 & 1) - 0x3c000000) >> 20;
-    return sign | (magnitude < 0.015625f ? small : normal);
+    memcpy(&base, &least, 4);
+    small -= base;
+    uint32_t half = (1u << (dropped - 1)) - 1, bias = (uint32_t)(127 - FLOAT8_BIAS) << 23;
+    uint32_t normal = (bits + half + (bits >> dropped & 1) - bias) >> dropped;
+    return sign | (magnitude < FLOAT8_LEAST_NORMAL ? small : normal);
 }
 
 INLINE float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; } /* |x| < 2^22, to nearest even */

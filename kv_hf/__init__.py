@@ -87,7 +87,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .evaluation.recommend import recommend
     from .gqa.convert import convert_to_gqa
-    from .planner.plan import CachePlan, Plan, plan
+    from .planner.memory_plan import CachePlan, Plan, plan
 
 
 def __getattr__(name: str) -> Any:
@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
 
         return recommend
     if name in ("CachePlan", "Plan", "plan"):
-        from .planner import plan as planning
+        from .planner import memory_plan as planning
 
         return getattr(planning, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,19 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return 0
     if arguments[:1] == ["convert-gqa"]:
-        from .gqa.command import main as convert_gqa
+        from .gqa.convert_command import main as convert_gqa
 
         return convert_gqa(arguments[1:])
     if arguments[:1] == ["doctor"]:
-        from .doctor.command import main as doctor
+        from .doctor.doctor_command import main as doctor
 
         return doctor(arguments[1:])
     if arguments[:1] == ["memory"]:
-        from .planner.command import main as memory
+        from .planner.plan_command import main as memory
 
         return memory(arguments[1:])
     if arguments[:1] == ["explore"]:
-        from .planner.explore.command import main as explore
+        from .planner.explore.explore_command import main as explore
 
         return explore(arguments[1:])
     parser.parse_args(arguments)

@@ -8,7 +8,7 @@ Checks everything before it writes; weights are read and written one tensor at a
 
 import sys
 
-from kv_hf.gqa.command import main
+from kv_hf.gqa.convert_command import main
 
 if __name__ == "__main__":
     sys.exit(main(prog="convert_mha_to_gqa.py"))

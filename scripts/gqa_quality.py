@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.held import layer_shapes
+from kv_hf.evaluation.cache_bytes import layer_shapes
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.records import CONVERSION
 from kv_hf.texts import load_text, token_windows

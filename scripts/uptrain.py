@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.student, resolve_model(args.teacher), args.out, args.data, settings, held=args.eval_text,
             resume=args.resume, progress=stepped, sampling=lambda done, of: bar("sampling", done, of, "token"),
         )  # fmt: skip
-    except KeyboardInterrupt:  # training itself takes Ctrl-C as a wish and ends with a state
+    except KeyboardInterrupt:  # training itself takes Ctrl-C as a request and ends with a state
         begun = (work_folder(args.out) / SETTINGS).is_file()
         kept = (
             "what was sampled and saved before is kept; --resume goes on."

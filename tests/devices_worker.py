@@ -54,7 +54,7 @@ def compare(family: str = "llama", name: str = "paged_exact", **options: Any) ->
             for layer in cache.paged_layers:
                 device = (FIRST, SECOND)[layer.layer_idx]
                 parts = [t for side in layer.storage.sides for t in side.fields.values()]
-                parts += [window.tokens for window in layer.windows]
+                parts += [window.tokens for window in layer.residuals]
                 assert {part.device for part in parts} == {device} == {layer.device}
                 assert layer.storage.keys.capacity, "nothing was sealed"
             cache.check_integrity()

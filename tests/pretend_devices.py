@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from kv_hf.bridge.handle import KVHandle
+from kv_hf.bridge.lazy_kv import LazyKV
 from kv_hf.bridge.lazy_mask import LazyMask
 
 FIRST, SECOND = torch.device("privateuseone", 0), torch.device("privateuseone", 1)
@@ -132,7 +132,7 @@ class _Devices(TorchFunctionMode):
 
 def _compute_inside(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Compute on the tensors held, where torch makes a tensor of the device without asking the dispatch above."""
-    args, kwargs = tree_map_only(KVHandle, KVHandle.dense, (args, kwargs))
+    args, kwargs = tree_map_only(LazyKV, LazyKV.dense, (args, kwargs))
     refuse_strangers(name, (args, kwargs))
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)]
     args, kwargs = tree_map_only(Pretended, lambda x: x.held, (args, kwargs))

@@ -62,7 +62,7 @@ def stored(cache: kv_hf.PagedCache) -> list[list[torch.Tensor]]:
     """Return the tensors of each layer: pages of both sides, then the exact windows."""
     return [
         [t for side in layer.storage.sides for t in side.fields.values()]
-        + [window.tokens for window in layer.windows]
+        + [window.tokens for window in layer.residuals]
         for layer in cache.paged_layers
         if layer.store is not None
     ]

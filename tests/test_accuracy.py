@@ -9,10 +9,10 @@ from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy, percent
+from kv_hf.evaluation.cache_bytes import layer_shapes, measure_held
 from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
 from kv_hf.evaluation.distances import Tally, block_interval
 from kv_hf.evaluation.divergence import greedy, leading_equal, measure_divergence
-from kv_hf.evaluation.held import layer_shapes, measure_held
 from kv_hf.evaluation.prefill import Prefill
 from kv_hf.evaluation.reference import ExactReference
 from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk

@@ -31,7 +31,7 @@ def test_copy_shares_sealed_pages_and_counts_them():
     _, cache = filled()
     copied = copy.deepcopy(cache)
     assert copied.layers[0].storage is cache.layers[0].storage
-    assert copied.layers[0].windows[0].tokens is not cache.layers[0].windows[0].tokens
+    assert copied.layers[0].residuals[0].tokens is not cache.layers[0].residuals[0].tokens
     pages = cache.group.rows[0].pages
     assert copied.group.rows[0].pages == pages and len(pages) == 9
     assert {cache.group.pool.count(page) for page in pages} == {2}

@@ -37,7 +37,7 @@ def test_reorder_writes_no_sealed_page_and_only_the_rows_that_change(name):
     sides = [side for layer in layers for side in layer.storage.sides]
     before = [{field: t.clone() for field, t in side.fields.items()} for side in sides]
     where = [t.data_ptr() for side in sides for t in side.fields.values()]
-    windows = [w for layer in layers for w in layer.windows]
+    windows = [w for layer in layers for w in layer.residuals]
     rows = [w.tokens.clone() for w in windows]
     places = [w.tokens.data_ptr() for w in windows]
     beams.cache.reorder_cache(torch.tensor([0, 0, 2, 1]))

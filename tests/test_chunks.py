@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import kv_hf
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.cpu import library
-from kv_hf.bridge.handle import KVView
+from kv_hf.bridge.lazy_kv import KVView
 from kv_hf.hf import attention, causal, dense
 
 PADDING = torch.tensor([0, 90, 25])

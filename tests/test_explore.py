@@ -15,8 +15,8 @@ import pytest
 from headless import FLAGS, find_browser
 
 from kv_hf.errors import CacheOptionError, KVCacheError, UnsupportedModelError
-from kv_hf.planner.explore import command, models
-from kv_hf.planner.explore.command import main
+from kv_hf.planner.explore import explore_command, models
+from kv_hf.planner.explore.explore_command import main
 from kv_hf.planner.explore.models import offered
 from kv_hf.planner.explore.page import Model, build_page, kind_of, page_data, policy
 from kv_hf.planner.explore.serve import is_own_host, make_server, serve
@@ -153,7 +153,7 @@ def test_package_data_lists_every_file_of_the_page():
 
 @pytest.fixture
 def few_models(monkeypatch):
-    monkeypatch.setattr(command, "offered", lambda own: MODELS)
+    monkeypatch.setattr(explore_command, "offered", lambda own: MODELS)
 
 
 def test_out_writes_aside_and_renames(few_models, tmp_path, capsys, monkeypatch):
@@ -202,7 +202,7 @@ def test_bad_arguments_say_what_is_wrong(few_models, tmp_path, capsys, monkeypat
     def refuse(own):
         raise CacheOptionError("no such model")
 
-    monkeypatch.setattr(command, "offered", refuse)
+    monkeypatch.setattr(explore_command, "offered", refuse)
     assert main(["--out", str(tmp_path / "page.html"), "--model", "x"]) == 2
     assert "no such model" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ from kv_hf.planner.explore.models import offered
 from kv_hf.planner.explore.page import build_page, formats
 from kv_hf.planner.fit import find_fit
 from kv_hf.planner.inventory import CachedLayer, Inventory
-from kv_hf.planner.plan import plan
+from kv_hf.planner.memory_plan import plan
 from kv_hf.planner.predict import figures
 from kv_hf.planner.roofline import cache_read, weights_read
 from kv_hf.planner.shares import device_share, heads_in_plan

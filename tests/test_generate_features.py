@@ -253,7 +253,7 @@ def assert_same_bytes(one, other):
                 fields = [layer.storage.sides[side].fields for layer in (a, b)]
                 for name in fields[0]:
                     assert torch.equal(fields[0][name][ids[0]], fields[1][name][ids[1]])
-                windows = [layer.windows[side].tokens[index, :, : row.exact] for layer in (a, b)]
+                windows = [layer.residuals[side].tokens[index, :, : row.exact] for layer in (a, b)]
                 assert torch.equal(*windows)
 
 

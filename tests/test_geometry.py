@@ -88,7 +88,7 @@ def test_page_group_holds_what_the_rule_says(sizes, steps):
     group.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
     for step, columns in enumerate([width - steps] + [1] * steps):
         opened = group.append(0, step, len(lengths), columns)
-        group.lockstep.done(0)
+        group.tracker.done(0)
     for row, tokens in zip(group.rows, lengths, strict=True):
         hidden = min(sizes.out_of_sight(tokens), sizes.sealed(tokens))
         assert row.padding == width - tokens

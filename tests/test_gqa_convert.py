@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import kv_hf
 from kv_hf import cli
-from kv_hf.gqa import command, convert
+from kv_hf.gqa import convert, convert_command
 from kv_hf.gqa.checkpoint import Checkpoint
 from kv_hf.gqa.layouts import join, parts_of
 from kv_hf.gqa.pooling import pool_heads
@@ -448,7 +448,7 @@ def test_command_prints_a_table_and_writes_nothing_on_a_dry_run(llama, tmp_path,
 
 def test_command_converts_and_shows_a_bar(llama, tmp_path, capsys):
     arguments = [str(llama), str(tmp_path / "two"), "--num-kv-heads", "2", "--dtype", "bfloat16"]
-    assert command.main(arguments) == 0
+    assert convert_command.main(arguments) == 0
     out, errors = capsys.readouterr()
     assert f"written to {tmp_path / 'two'}" in out and "Without further training" in out
     assert "writing: 100%" in errors
@@ -464,7 +464,7 @@ def test_command_converts_and_shows_a_bar(llama, tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_command_says_what_is_wrong_with_exit_code_2(options, says, llama, tmp_path, capsys):
-    assert command.main([str(llama), str(tmp_path / "new"), *options]) == 2
+    assert convert_command.main([str(llama), str(tmp_path / "new"), *options]) == 2
     out, errors = capsys.readouterr()
     assert out == "" and says in errors and "Traceback" not in errors
 
@@ -476,7 +476,7 @@ def test_command_that_is_stopped_leaves_the_destination_as_it_was(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(convert, "write_rest", stop)
-    assert command.main([str(llama), str(tmp_path / "new"), "--num-kv-heads", "2"]) == 130
+    assert convert_command.main([str(llama), str(tmp_path / "new"), "--num-kv-heads", "2"]) == 130
     assert "is as it was" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 

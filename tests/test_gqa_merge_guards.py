@@ -197,7 +197,7 @@ def test_heads_that_nobody_reads_keep_values(method, tmp_path):
 
 
 def test_a_cast_that_loses_numbers_is_seen_beside_infinities():
-    from kv_hf.gqa.plan import cast
+    from kv_hf.gqa.merge_plan import cast
 
     with pytest.raises(ConversionError, match=r"'w' holds 1e\+30, which float16 cannot hold"):
         cast("w", torch.tensor([float("inf"), 1e30]), torch.float16)

@@ -63,7 +63,7 @@ class Layer:
             assert max(len(window) for window in windows) <= self.group.slots
         self.windows = windows
         self.epoch += 1
-        self.group.lockstep.done(self.index)
+        self.group.tracker.done(self.index)
         return step, reads
 
     def seal(self, ids, run):
@@ -85,7 +85,7 @@ class Layer:
             windows.append(list(self.windows[change.source]))
         self.windows = windows
         self.epoch += 1
-        self.group.lockstep.done(self.index)
+        self.group.tracker.done(self.index)
 
     def crop(self, count):
         step = self.group.crop(self.index, self.epoch, count)
@@ -99,7 +99,7 @@ class Layer:
             assert change.exact_after <= len(window)
             self.windows[row] = window[: change.exact_after]
         self.epoch += 1
-        self.group.lockstep.done(self.index)
+        self.group.tracker.done(self.index)
 
     def in_order(self, pages, window):
         sinks = self.group.sink_tokens
@@ -142,7 +142,7 @@ def state_of(group):
     """Everything that a refused step must leave alone."""
     pool = group.pool
     counts = [pool.count(page) for page in range(pool.num_ids)]
-    return group.rows, group.seen, group.epoch, group.lockstep.step, counts, list(pool._free)
+    return group.rows, group.seen, group.epoch, group.tracker.step, counts, list(pool._free)
 
 
 # -- single steps --------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_crop_reopens_a_page_only_when_it_must(count):
     whole, rest = divmod(max(0, left - 4), PAGE)
     assert group.rows[0].pages == pages[: min(2, whole)]
     reopened = (pages[whole], rest) if whole < 2 and rest else None
-    assert group.lockstep.step.rows[0].reopened == reopened
+    assert group.tracker.step.rows[0].reopened == reopened
     assert layer.tokens() == [list(range(left))]
     assert group.seen == left
     group.check_integrity()
@@ -316,7 +316,7 @@ def test_crop_of_a_forwards_own_tokens_never_reopens_while_recording(count):
         layer.append(columns_of([0], q_len, at))
         layer.crop(count)
         at += q_len - count
-        assert group.lockstep.step.rows[0].reopened is None
+        assert group.tracker.step.rows[0].reopened is None
         assert layer.tokens() == [list(range(at))]
     assert group.pool.num_held > 10
 
@@ -334,7 +334,7 @@ def test_crop_right_behind_a_forward_leaves_no_trace_while_recording(recent, rej
         drafted, _ = drafting_layer.append([[at] + [-1] * rejected])
         assert drafted.view.num_pages.tolist() == step.view.num_pages.tolist()
         drafting_layer.crop(rejected)
-        assert drafting.lockstep.step.rows[0].reopened is None
+        assert drafting.tracker.step.rows[0].reopened is None
         assert drafting.rows == plain.rows
         assert drafting_layer.windows == layer.windows
         assert drafting_layer.pages == layer.pages

@@ -56,7 +56,7 @@ class Text:
         pages = self.cache.arena.storage(layer.layer_idx, spec, META, layer.group)
         store = LayerStore(layer.layer_idx, pages, layer.group.sink_tokens, "reference")
         store.damaged = torch.zeros((), dtype=torch.uint8)  # nothing is sealed here
-        for window in store.windows:
+        for window in store.residuals:
             shape = (self.rows, 8, layer.group.slots, 128)
             window.tokens = torch.zeros(shape, dtype=torch.bfloat16, device=META)
         layer._take(store)

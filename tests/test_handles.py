@@ -10,7 +10,7 @@ from tiny_models import left_padded, make_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.bridge.handle import KVHandle
+from kv_hf.bridge.lazy_kv import LazyKV
 
 
 def filled_cache(keys="exact", rows=2, length=90):
@@ -68,10 +68,10 @@ def test_handle_has_the_shape_and_dtype_of_dynamic_cache_without_computing():
     with warnings.catch_warnings():
         warnings.simplefilter("error", kv_hf.KVCacheWarning)
         keys, values = cache.update(*new_states(), 0)
-        assert isinstance(keys, KVHandle)
+        assert isinstance(keys, LazyKV)
         assert keys.shape == values.shape == (2, 2, 91, 16)
         assert (keys.dtype, keys.device.type, keys.ndim) == (torch.float32, "cpu", 4)
-        assert "KVHandle" in repr(keys)
+        assert "LazyKV" in repr(keys)
 
 
 def test_handle_of_an_earlier_forward_raises():

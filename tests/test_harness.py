@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kv_hf
 from kv_hf.evaluation.cache_kinds import cache_kind, why_not
 from kv_hf.evaluation.harness.caches import harness_cache, read_config
-from kv_hf.evaluation.harness.plan import plan_prefixes
+from kv_hf.evaluation.harness.task_plan import plan_prefixes
 from kv_hf.pages.storage import PageStorage
 
 pytest.importorskip("lm_eval")

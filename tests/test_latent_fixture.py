@@ -19,8 +19,8 @@ from transformers.models.youtu.modeling_youtu import YoutuRMSNorm
 
 import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy
+from kv_hf.evaluation.cache_bytes import layer_shapes, measure_held
 from kv_hf.evaluation.cache_kinds import cache_kind
-from kv_hf.evaluation.held import layer_shapes, measure_held
 from kv_hf.hf import attention as hf_attention
 from kv_hf.hf import latent as hf_latent
 from kv_hf.texts import text_windows

@@ -9,7 +9,7 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "extras", "files", "home", "notices", "printable", "records", "version"},
+    {"errors", "extras", "files", "notices", "printable", "records", "user_dir", "version"},
     {
         "cache_names",
         "checks",
@@ -144,7 +144,7 @@ TOGETHER = {
 # objects of transformers, numpy and ctypes, which have no method for it
 OF_OTHERS = {
     ("pages/huge_pages.py", "_madvise"),
-    ("bridge/handle.py", "numpy"),
+    ("bridge/lazy_kv.py", "numpy"),
     ("cache/compat.py", "forget_tokens"),
     ("cache/model_shape.py", "cross_config"),
     ("cache/model_shape.py", "decoder_config"),

@@ -18,7 +18,7 @@ def tensor_bytes(cache):
     total = 0
     for layer in cache.paged_layers:
         total += sum(t.nbytes for side in layer.storage.sides for t in side.fields.values())
-        total += sum(window.tokens.nbytes for window in layer.windows)
+        total += sum(window.tokens.nbytes for window in layer.residuals)
     return total + block_table(cache.group.rows).nbytes
 
 
@@ -217,7 +217,7 @@ def test_largest_temporary_does_not_grow_with_the_window(options, kernel):
     cache = kv_hf.PagedCache(model.config, keys="int4", kernel=kernel, **options)
     with torch.no_grad():
         model(tokens(1, 5000), past_key_values=cache)
-        windows = [window.tokens for layer in cache.paged_layers for window in layer.windows]
+        windows = [window.tokens for layer in cache.paged_layers for window in layer.residuals]
         with LargestTensor(windows) as largest:
             model(tokens(1, 1), past_key_values=cache)
     assert largest.nbytes <= max(2 * TILE_TOKENS * 16 * 4, *(p.nbytes for p in model.parameters()))

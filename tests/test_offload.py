@@ -20,10 +20,10 @@ from tiny_models import left_padded, make_model, tokens
 
 import kv_hf
 from kv_hf.pages import offload
+from kv_hf.pages.copy_stream import InOrder
 from kv_hf.pages.device_budget import SEAL_PAGES, Demand, DeviceBudget
-from kv_hf.pages.home import Home, runs
-from kv_hf.pages.lane import InOrder
-from kv_hf.pages.outside import OutsideMemory
+from kv_hf.pages.host_memory import HostMemory
+from kv_hf.pages.host_pages import HostPages, runs
 from kv_hf.pages.staging import SlotPlan, Staging
 from kv_hf.pages.step import TableView
 
@@ -445,7 +445,7 @@ class FakeLayer:
 
     def __init__(self, layer_idx, spec, pages=12):
         self.layer_idx, self.spec, self.written, self.plan = layer_idx, spec, None, None
-        self.home = Home(spec, OutsideMemory(pinned=False))
+        self.home = HostPages(spec, HostMemory(pinned=False))
         for page in range(pages):
             self.home.grow(page + 1)
         for extent in self.home.extents:

@@ -263,7 +263,7 @@ def wasted(cache):
     for layer in cache.paged_layers:
         group, spec = layer.group, layer.spec
         free += (layer.storage.keys.capacity - group.pool.num_held) * spec.page_bytes
-        tail = sum(window.tokens.nbytes for window in layer.windows)
+        tail = sum(window.tokens.nbytes for window in layer.residuals)
         filled = sum(row.exact for row in group.rows)
         free += tail - spec.window_bytes(1, filled)
     return free

@@ -10,10 +10,10 @@ import pytest
 
 import kv_hf
 from kv_hf.cli import main as kv_hf_main
-from kv_hf.planner.command import main
 from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.fit import MOST_ROWS
 from kv_hf.planner.inventory import CachedLayer, Inventory, State
+from kv_hf.planner.plan_command import main
 from kv_hf.planner.presets import preset_names
 from kv_hf.planner.table import describe_layers, plain_table
 

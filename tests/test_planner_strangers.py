@@ -14,7 +14,7 @@ import kv_hf
 from kv_hf.config_numbers import check_numbers
 from kv_hf.errors import PlanError
 from kv_hf.planner import meta_model, presets
-from kv_hf.planner.command import main
+from kv_hf.planner.plan_command import main
 from kv_hf.planner.source import load_inventory
 
 SIZES = {

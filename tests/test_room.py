@@ -10,7 +10,7 @@ from test_operations import FULL, HYBRID, PAGE
 import kv_hf
 from kv_hf.backends.cpu import library
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.pages.home import Home
+from kv_hf.pages.host_pages import HostPages
 from kv_hf.pages.storage import PageStorage, SideStorage
 
 compiled = pytest.mark.skipif(library.missing() is not None, reason="needs the C kernel")
@@ -128,7 +128,7 @@ def test_layer_that_failed_to_leave_the_device_keeps_its_pages(monkeypatch):
         feed(cache, ROWS, 0, 250)
     plain, cache = caches
     assert not cache.memory().offloaded
-    store = Home.store
+    store = HostPages.store
     calls = []
 
     def failing(home, *args):
@@ -138,7 +138,7 @@ def test_layer_that_failed_to_leave_the_device_keeps_its_pages(monkeypatch):
         store(home, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Home, "store", failing)
+        patched.setattr(HostPages, "store", failing)
         with pytest.raises(MemoryError):
             feed(cache, ROWS, 250, 390)
     cache.check_integrity()

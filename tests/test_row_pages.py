@@ -27,7 +27,7 @@ def real_group(sizes, lengths, new):
     ids = []
     for step in range(new + 1):
         group.append(0, step, len(lengths), 1 if step else width)
-        group.lockstep.done(0)
+        group.tracker.done(0)
         ids.append(group.pool.num_ids)
     return group, ids
 
@@ -80,13 +80,13 @@ def test_the_first_step_that_takes_a_page(sizes, lengths):
     width = max(lengths)
     group.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
     group.append(0, 0, len(lengths), width)
-    group.lockstep.done(0)
+    group.tracker.done(0)
     found = None
     for step in range(1, new + 1):
         if found is None and group.check_append(len(lengths), 1):
             found = step
         group.append(0, step, len(lengths), 1)
-        group.lockstep.done(0)
+        group.tracker.done(0)
     assert first_sealing_step(sizes, [length + new for length in lengths], new) == found
 
 

@@ -247,7 +247,7 @@ def test_file_is_safetensors_and_holds_the_pages(tmp_path):
     """Read by the library of the format: the order of pages is that of rows and tokens."""
     model = shared_model("llama")
     cache, text = filled(model, left_padded([100, 33]), keys="exact")
-    for window in cache.layers[1].windows:  # what earlier tokens left behind a row's exact ones
+    for window in cache.layers[1].residuals:  # what earlier tokens left behind a row's exact ones
         for row, held in zip(window.tokens, cache.group.rows, strict=True):
             row[:, held.exact :] = torch.nan
     path = tmp_path / "cache.safetensors"

@@ -110,7 +110,7 @@ def test_lengths_are_those_of_a_page_group(lengths, padding, sinks):
         group.observe_padding(mask)
     for epoch, length in enumerate(lengths):
         step = group.append(0, epoch, rows, length)
-        group.lockstep.done(0)
+        group.tracker.done(0)
         table.begin(rows, length)
         mine = table.step
         assert mine.num_pages.tolist() == step.view.num_pages.tolist()

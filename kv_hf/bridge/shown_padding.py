@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CacheMismatchError
 from ..pages import moved
-from .handle import KVView
+from .lazy_kv import KVView
 
 # additive masks hide with a dtype's lowest number, -inf or -1e4; no weight is left below this
 HIDDEN = -100.0

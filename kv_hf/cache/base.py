@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..backends.registry import choose, layout_for
-from ..bridge.handle import view_behind, warn_dense
+from ..bridge.lazy_kv import view_behind, warn_dense
 from ..bridge.mask_watch import MaskWatch
 from ..checks import check_int
 from ..config import CacheConfig

@@ -11,9 +11,9 @@ def before_step(layer: Any) -> PagedKV | None:
     Left padding that was not stored would be read as zeros, where DynamicCache has numbers: nothing is returned then.
     """
     group, store = layer.group, layer.store
-    step = group.lockstep.step
-    behind = layer._epoch == group.epoch - 1 and not group.lockstep.opening
-    if store is None or step is None or not behind or layer.layer_idx in group.lockstep.begun:
+    step = group.tracker.step
+    behind = layer._epoch == group.epoch - 1 and not group.tracker.opening
+    if store is None or step is None or not behind or layer.layer_idx in group.tracker.begun:
         return None
     if layer.window is not None or group.batch.padding.any():
         return None
@@ -21,6 +21,6 @@ def before_step(layer: Any) -> PagedKV | None:
         return None
     seen = layer.get_seq_length()
     kv: PagedKV = store.kv(
-        step.view.before(seen), *(window.tokens for window in store.windows), seen
+        step.view.before(seen), *(window.tokens for window in store.residuals), seen
     )
     return kv

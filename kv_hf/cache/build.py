@@ -70,7 +70,7 @@ def page_layers(
     arena.grow_together(_alike(made[index] for index in paged))
     ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
     for group in ordered:
-        group.lockstep.walk_with(peer.lockstep for peer in ordered if peer is not group)
+        group.tracker.walk_with(peer.tracker for peer in ordered if peer is not group)
     return made, ordered, arena
 
 

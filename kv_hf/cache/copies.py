@@ -156,7 +156,7 @@ class Copyable(CacheBase):
         """Raise InterruptedForwardError where the last forward or change is known not to have reached all layers."""
         self.check_whole()
         for group in self.groups:
-            group.lockstep.check_done()
+            group.tracker.check_done()
 
     def check_done(self) -> None:
         """Raise InterruptedForwardError where the last forward or change did not reach all layers."""

@@ -19,10 +19,10 @@ from .handle_layer import HandleLayer
 from .layer import PagedLayer
 from .model_shape import is_chunked, kept_layers
 from .offloading import make_room
+from .pipeline_parallel import answering_layer
 from .report import LayerReport, measure_memory, report_layers
+from .residual import chosen_rows
 from .sharing import SharingCache
-from .stages import answering_layer
-from .window import chosen_rows
 
 
 class GrowingCache(SharingCache):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..bridge.handle import KVHandle, LayerView, warn_dense
+from ..bridge.lazy_kv import LayerView, LazyKV, warn_dense
 from ..pages.step import Step
 from .layer import PagedLayer
 
@@ -59,7 +59,7 @@ class HandleLayer(PagedLayer):
         if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
             warn_dense("flex_attention")
             return self._view.dense(side)
-        return KVHandle(self._view, side)
+        return LazyKV(self._view, side)
 
     def _joined(self, step: Step) -> None:
         self._view = None

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ..backends.inputs import PagedKV
-from ..bridge.handle import KVHandle, KVView, check_unchanged, warn_gradients
+from ..bridge.lazy_kv import KVView, LazyKV, check_unchanged, warn_gradients
 from ..errors import InterruptedForwardError
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
@@ -17,9 +17,9 @@ from ..spec import PageSpec
 from .before_step import before_step
 from .compat import removed_by_crop
 from .layer_formats import LayerFormats
+from .residual import Residual, chosen_rows
 from .state import LayerState, StateTensors
 from .store import LayerStore
-from .window import ExactWindow, chosen_rows
 
 
 class PagedLayer(DynamicLayer):
@@ -114,7 +114,7 @@ class PagedLayer(DynamicLayer):
             warn_gradients()
         assert step.view is not None
         kv = store.kv(step.view, *runs, step.seen_after)
-        handles = KVHandle.pair(KVView(kv, self, self.revision, store.kernel, self.window))
+        handles = LazyKV.pair(KVView(kv, self, self.revision, store.kernel, self.window))
         self._joined(step)
         return handles
 
@@ -124,7 +124,7 @@ class PagedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns."""
-        offset, running = self.group.offset, self.group.lockstep.step
+        offset, running = self.group.offset, self.group.tracker.step
         if running is not None and running.view is not None and self._epoch == self.group.epoch - 1:
             offset = running.view.offset  # asked within a forward, before its own update (Inkling)
         return self._seen - offset + query_length, offset
@@ -231,14 +231,14 @@ class PagedLayer(DynamicLayer):
         return self.store.pages if self.store else None
 
     @property
-    def windows(self) -> tuple[ExactWindow, ExactWindow] | None:
+    def residuals(self) -> tuple[Residual, Residual] | None:
         """The exact tokens of keys and values; None before the first keys."""
-        return self.store.windows if self.store else None
+        return self.store.residuals if self.store else None
 
     @property
     def rows_held(self) -> int:
         """Rows that this layer holds (0 before the first update)."""
-        return self.store.windows[0].tokens.shape[0] if self.store else 0
+        return self.store.residuals[0].tokens.shape[0] if self.store else 0
 
     def select_rows(self, sources: Sequence[int]) -> None:
         """Let row i continue the former row `sources[i]`."""
@@ -260,7 +260,7 @@ class PagedLayer(DynamicLayer):
         pages = self.arena.storages[self.layer_idx]
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
         store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
-        for side, window in enumerate(store.windows):
+        for side, window in enumerate(store.residuals):
             window.begin([None if one is None else one[side] for one in sinks], self.group.slots)
         self.is_initialized = True
         self._take(store)
@@ -270,7 +270,8 @@ class PagedLayer(DynamicLayer):
         """Return copies of the exact first keys and values of a row, [num_kv_heads, sink_tokens, ..]."""
         assert self.store is not None
         keys, values = (
-            window.tokens[row, :, : self.group.sink_tokens].clone() for window in self.store.windows
+            window.tokens[row, :, : self.group.sink_tokens].clone()
+            for window in self.store.residuals
         )
         return keys, values
 
@@ -293,7 +294,7 @@ class PagedLayer(DynamicLayer):
     @property
     def is_up_to_date(self) -> bool:
         """Return whether this layer has taken part in all steps of its group."""
-        return self._epoch == self.group.epoch and not self.group.lockstep.opening
+        return self._epoch == self.group.epoch and not self.group.tracker.opening
 
     def current_kv(self) -> PagedKV:
         """Return pages and window as they are now. Raises InterruptedForwardError when they are behind."""
@@ -302,7 +303,7 @@ class PagedLayer(DynamicLayer):
             raise InterruptedForwardError(
                 f"layer {self.layer_idx} is behind the other layers: read it outside of a forward"
             )
-        keys, values = (window.tokens for window in self.store.windows)
+        keys, values = (window.tokens for window in self.store.residuals)
         return self.store.kv(group.view(), keys, values, self._seen)
 
     # -- inside --------------------------------------------------------------------------------------------
@@ -325,13 +326,13 @@ class PagedLayer(DynamicLayer):
         """Say that all work on `step` is done: stopped before, this layer is behind."""
         self._seen = step.seen_after
         self._epoch += 1
-        self.group.lockstep.done(self.layer_idx)
+        self.group.tracker.done(self.layer_idx)
 
     def _dense(self, side: str) -> torch.Tensor | None:
         if self.store is None:
             return None
         if not self._seen:  # a crop took everything: as DynamicCache, tensors without tokens
-            window = self.store.windows[0 if side == "keys" else 1].tokens
+            window = self.store.residuals[0 if side == "keys" else 1].tokens
             return window[:, :, :0].clone()
         dense = self._view_of(before_step(self) or self.current_kv()).dense(side)
         if self.window is None:

@@ -65,7 +65,7 @@ def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> Memory
             payload += side.nbytes["codes"]
             scales += sum(size for name, size in side.nbytes.items() if name != "codes")
         offloaded += store.pages.offloaded_bytes
-        tail += sum(window.tokens.nbytes for window in store.windows)
+        tail += sum(window.tokens.nbytes for window in store.residuals)
     for group in groups:
         storages = [layer.storage for layer in paged if layer.group is group]
         devices = {one.device for one in storages if one is not None}

@@ -174,7 +174,7 @@ class LiveTensors:
     def window(self, layer: int, side: str) -> torch.Tensor:
         """Return the exact tokens, as long as the longest row at least."""
         one: torch.Tensor = next(
-            window.tokens for window in self._current(layer).windows if window.spec.side == side
+            window.tokens for window in self._current(layer).residuals if window.spec.side == side
         )
         return one
 

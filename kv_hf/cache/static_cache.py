@@ -207,7 +207,7 @@ class StaticPagedCache(CacheBase):
         return MemoryReport(
             payload=payload,
             scales=sum(sum(side.nbytes.values()) for side in sides) - payload,
-            tail=sum(window.tokens.nbytes for store in stores for window in store.base.windows),
+            tail=sum(window.tokens.nbytes for store in stores for window in store.base.residuals),
             tables=sum(tensor.nbytes for tensor in table.tensors),
             other=0,
             pages_held=pages,

@@ -11,20 +11,20 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..backends.inputs import PagedKV
-from ..bridge.handle import KVHandle, KVView
+from ..bridge.lazy_kv import KVView, LazyKV
 from ..bridge.traced import forget, hand_over
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..formats import ATTENTION_NAME
 from ..pages import moved
 from ..pages.group_state import GroupState
+from ..pages.persistent import persistent_tensors
 from ..pages.static_table import WORKING, StaticTable
 from ..pages.storage import PageStorage
-from ..pages.storing import storing
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
+from .residual import Residual
 from .state import LayerState, StateTensors
 from .static_store import StaticStore
-from .window import ExactWindow
 
 MAKES_TENSORS = (
     "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "
@@ -83,7 +83,7 @@ class StaticPagedLayer(CacheLayerMixin):
         self.store = None  # of another batch size than the table, should this be stopped half-way
         spec = self.formats.spec_of(key_states, value_states)
         if self.layer_idx == 0:
-            with storing():
+            with persistent_tensors():
                 self.table.allocate(rows, device)
         if device != self.table.seen.device:
             raise CacheMismatchError(
@@ -145,7 +145,7 @@ class StaticPagedLayer(CacheLayerMixin):
             return hand_over(self.store.traced(kv))
         view = KVView(kv, self, self.revision, self.store.base.kernel)
         view.table, view.is_first = self.table, self.layer_idx == 0
-        return KVHandle.pair(view)
+        return LazyKV.pair(view)
 
     def _joined(self) -> None:
         """Say that all work on the step is done: stopped before, the cache is of no use until reset()."""
@@ -244,9 +244,9 @@ class StaticPagedLayer(CacheLayerMixin):
         return self.store.base.pages if self.store else None
 
     @property
-    def windows(self) -> tuple[ExactWindow, ExactWindow] | None:
+    def residuals(self) -> tuple[Residual, Residual] | None:
         """The exact tokens of keys and values; None before the first keys."""
-        return self.store.base.windows if self.store else None
+        return self.store.base.residuals if self.store else None
 
     def resume(self, state: LayerState, tensors: StateTensors, group: GroupState) -> None:
         """Take over what another layer left; the table is restored behind the last layer."""
@@ -298,7 +298,7 @@ class StaticPagedLayer(CacheLayerMixin):
                 f"layer {self.layer_idx} is behind the lengths of this cache: a forward is going on, or stopped half-way; "
                 "read it between two forwards, or call reset()"
             )
-        keys, values = (window.tokens for window in store.base.windows)
+        keys, values = (window.tokens for window in store.base.residuals)
         kv = store.kv(keys, values, table.num_pages, table.exact_lens)
         view = KVView(kv, self, self.revision, store.base.kernel)
         return view.dense(side)[:, :, : table.columns()]

@@ -8,9 +8,9 @@ from ..backends.torch_ops import spec_name, traceable, write_pair
 from ..bridge.traced import TracedView
 from ..errors import CacheOptionError
 from ..pages.group_state import GroupState
+from ..pages.persistent import persistent_tensors
 from ..pages.static_table import StaticStep, StaticTable
 from ..pages.storage import PageStorage, Pair
-from ..pages.storing import storing
 from ..spec import PageSpec
 from .state import StateTensors, codes_from_rows
 from .store import LayerStore
@@ -41,13 +41,13 @@ class StaticStore:
     def __init__(self, layer_idx: int, spec: PageSpec, table: StaticTable, kernel: str) -> None:
         self.table = table
         device = table.seen.device
-        with storing():
+        with persistent_tensors():
             pages = PageStorage(spec, device)
         self.base = LayerStore(layer_idx, pages, table.sink_tokens, kernel)
         check_static_kernel(self.base.kernel, device)
-        with storing():
+        with persistent_tensors():
             self.base.pages.grow(table.rows * table.pages_per_row)
-            for window in self.base.windows:
+            for window in self.base.residuals:
                 window.fit(table.rows, table.slots)
             self.hollow = tuple(
                 torch.full((), float("nan"), dtype=side.dtype, device=device) for side in spec.sides
@@ -59,7 +59,7 @@ class StaticStore:
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of this layer."""
         found = [t for side in self.base.pages.sides for t in side.fields.values()]
-        found += [window.tokens for window in self.base.windows]
+        found += [window.tokens for window in self.base.residuals]
         return [*found, *self.hollow, self.damaged]
 
     def append(
@@ -71,7 +71,7 @@ class StaticStore:
             keys, values: [rows, num_kv_heads, q_len, head_dim], padding columns included.
         """
         new, q_len = (keys.detach(), values.detach()), keys.shape[2]
-        own_keys, own_values = self.base.windows
+        own_keys, own_values = self.base.residuals
         if q_len == 1:
             # one that fills its page leaves an empty tail: the next one is written over it
             runs = own_keys.tokens, own_values.tokens
@@ -82,7 +82,7 @@ class StaticStore:
             )
         self._write(runs, new, step)
         if q_len > 1:
-            for window, run in zip(self.base.windows, runs, strict=True):
+            for window, run in zip(self.base.residuals, runs, strict=True):
                 window.tokens.copy_(self._rest(run, step))
         return runs
 
@@ -148,7 +148,7 @@ class StaticStore:
     def fill(self, tensors: StateTensors, group: GroupState) -> None:
         """Take over the pages and the exact tokens that another layer left; rows that shared a page get one each."""
         places = self.table.places(group)
-        for side, window in zip(self.base.pages.sides, self.base.windows, strict=True):
+        for side, window in zip(self.base.pages.sides, self.base.residuals, strict=True):
             name = side.spec.side
             for field in side.fields:
                 for first, piece in tensors.pages(self.base.layer_idx, name, field):
@@ -159,7 +159,7 @@ class StaticStore:
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Let row i continue the former row sources[i]: pages and windows are copied, in place."""
-        for side, window in zip(self.base.pages.sides, self.base.windows, strict=True):
+        for side, window in zip(self.base.pages.sides, self.base.residuals, strict=True):
             for field in side.fields.values():
                 if field.shape[0]:
                     rows = field.view(self.table.rows, self.table.pages_per_row, *field.shape[1:])

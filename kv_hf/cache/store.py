@@ -9,12 +9,12 @@ from ..backends.registry import choose
 from ..errors import CacheMismatchError
 from ..notices import warn_once
 from ..pages import moved
+from ..pages.persistent import persistent_tensors
 from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
-from ..pages.storing import storing
 from ..spec import page_capacity
+from .residual import Residual
 from .state import StateTensors, codes_from_rows
-from .window import ExactWindow
 
 _NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
@@ -46,8 +46,8 @@ class LayerStore:
         self._checked: tuple[Any, ...] = ()  # shapes, dtypes and devices that were found to fit
         self._fitted = _NOTHING  # windows, and the rows and slots that they have room for
         self._room = 0  # pages that there is room for, as far as was asked; storage never shrinks
-        with storing():
-            self.windows = (ExactWindow(spec.keys, device), ExactWindow(spec.values, device))
+        with persistent_tensors():
+            self.residuals = (Residual(spec.keys, device), Residual(spec.values, device))
             self.damaged = torch.zeros(
                 (), dtype=torch.uint8, device=device
             )  # 1: numbers were made finite
@@ -56,14 +56,14 @@ class LayerStore:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
         left_out = ("kernel", "launches", "_checked", "_fitted")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**state, "at_home": self.windows[0].tokens.device == self.device}
+        return {**state, "at_home": self.residuals[0].tokens.device == self.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Choose a kernel for this place: torch.load(map_location=...) may have moved the tensors."""
         at_home = state.pop("at_home")
         vars(self).update(state, _room=0, launches={}, _checked=(), _fitted=_NOTHING)
         if at_home:
-            self.device = self.windows[0].tokens.device
+            self.device = self.residuals[0].tokens.device
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -111,22 +111,22 @@ class LayerStore:
         if step.seal is None and step.seal_first is None and step.fits:
             self.grow(step)
             return self._write(step, new, slots)
-        with storing(), self.pages.lock:
+        with persistent_tensors(), self.pages.lock:
             self.grow(step)
             if step.seal_first is not None:
-                self._seal(step.seal_first, (self.windows[0].tokens, self.windows[1].tokens))
-                for window in self.windows:
+                self._seal(step.seal_first, (self.residuals[0].tokens, self.residuals[1].tokens))
+                for window in self.residuals:
                     window.drop_pages(step, self.sink_tokens)
             runs = self._write(step, new, slots) if step.fits else self._run(step, new)
             if not step.fits or step.moves_rest:
-                for window, run in zip(self.windows, runs, strict=True):
+                for window, run in zip(self.residuals, runs, strict=True):
                     window.keep_rest(step, run, slots, self.sink_tokens)
         self._look_for_damage()
         return runs
 
     def _write(self, step: Step, new: Pair, slots: int) -> Pair:
         """Append `new` to the windows in place, and seal what the step seals from them; return the windows."""
-        keys, values = self.windows
+        keys, values = self.residuals
         own_keys, own_values, own_size = self._fitted
         size = new[0].shape[0], slots
         if keys.tokens is not own_keys or values.tokens is not own_values or size != own_size:
@@ -141,7 +141,7 @@ class LayerStore:
 
     def _run(self, step: Step, new: Pair) -> Pair:
         """Return the windows with `new` behind them, and seal what the step seals from that."""
-        keys, values = self.windows
+        keys, values = self.residuals
         runs = keys.run(step, new[0]), values.run(step, new[1])
         if step.seal is not None:
             self._seal(step.seal, runs)
@@ -158,7 +158,7 @@ class LayerStore:
         if needed <= self._room:
             return
         if needed > self.pages.capacity:
-            with storing(), self.pages.lock:
+            with persistent_tensors(), self.pages.lock:
                 self.pages.grow(max(page_capacity(step.num_ids), step.reserved), step.ahead)
         self._room = needed
 
@@ -167,8 +167,8 @@ class LayerStore:
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.rows[i].source`."""
-        with storing():
-            for window in self.windows:
+        with persistent_tensors():
+            for window in self.residuals:
                 window.select_rows(step)
 
     def reopen(self, step: Step) -> None:
@@ -184,8 +184,8 @@ class LayerStore:
                     "rounding. Call cache.activate_past_recording() before forwards that may be rolled back",
                 )
             ids = torch.tensor([page], device=self.device)
-            with storing():
-                for pages, window in zip(self.pages.sides, self.windows, strict=True):
+            with persistent_tensors():
+                for pages, window in zip(self.pages.sides, self.residuals, strict=True):
                     tokens = pages.read(ids, pages.spec.dtype)[0, :, :count]
                     window.reopen(tokens, index, self.sink_tokens)
 
@@ -214,14 +214,14 @@ class LayerStore:
     def to(self, device: torch.device) -> None:
         """Move all tensors to `device`."""
         self.pages.to(device)
-        for window in self.windows:
+        for window in self.residuals:
             window.to(device)
         self.damaged = self.damaged.to(device)
 
     def fill(self, tensors: StateTensors, num_pages: int) -> None:
         """Take over the `num_pages` pages and the exact tokens that another layer left, some pages at a time."""
         self.pages.grow(page_capacity(num_pages))
-        for side, window in zip(self.pages.sides, self.windows, strict=True):
+        for side, window in zip(self.pages.sides, self.residuals, strict=True):
             name = side.spec.side
             for field in side.fields:
                 for first, piece in tensors.pages(self.layer_idx, name, field):

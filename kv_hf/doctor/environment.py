@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from ..backends.cpu import library
-from ..home import home
+from ..user_dir import user_dir
 
 # what the C kernel asks the processor for (decode.c: best_isa), and what else tells processors apart
 CPU_FLAGS = (
@@ -101,7 +101,7 @@ def _driver() -> str | None:
 
 
 def _home() -> str:
-    at = home()
+    at = user_dir()
     how = "" if "KV_HF_HOME" in os.environ else " (the default)"
     state = home_problem() or ("" if at.is_dir() else "not made yet")
     return f"{at}{how}" + (state and f", {state}")
@@ -109,7 +109,7 @@ def _home() -> str:
 
 def home_problem() -> str | None:
     """Return why nothing can be kept in kv_hf's folder, or None. A folder is made in it, or in its place, and removed."""
-    at = home()
+    at = user_dir()
     there = next((part for part in (at, *at.parents) if os.path.lexists(part)), Path())
     if not there.is_dir():
         return (

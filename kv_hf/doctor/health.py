@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 from ..backends.cpu import library
 from ..backends.registry import why_not
-from ..home import home
+from ..user_dir import user_dir
 from .environment import home_problem
 from .findings import BROKEN, NOTE, OK, WARNING, Finding
 from .kernels import spec_of
@@ -60,7 +60,9 @@ def check_home() -> Finding:
     reason = home_problem()
     if reason is None:
         return Finding("KV_HF_HOME", OK, "can be written to")
-    return Finding("KV_HF_HOME", WARNING, f"{home()}, {reason}: nothing that is made once is kept")
+    return Finding(
+        "KV_HF_HOME", WARNING, f"{user_dir()}, {reason}: nothing that is made once is kept"
+    )
 
 
 def check_device(device: torch.device) -> Finding:

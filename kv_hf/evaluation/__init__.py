@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accuracy import measure_accuracy
+    from .cache_bytes import measure_held
     from .cache_kinds import cache_kind
     from .divergence import measure_divergence
     from .footprint import measure_footprint
     from .harness.tasks import run_tasks
-    from .held import measure_held
     from .report import write_report
     from .retrieval import needle_grid, retrieval_tasks
     from .rows import read_rows

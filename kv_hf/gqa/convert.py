@@ -21,8 +21,8 @@ from .card import model_card
 from .checkpoint import INDEX, Checkpoint
 from .cross_class import CROSS_CLASS, plan_cross_class
 from .heads import check_count
+from .merge_plan import Plan, cast, plan_merging
 from .new_config import merged_config, set_dtype
-from .plan import Plan, cast, plan_merging
 from .pooling import METHODS
 from .report import ConversionReport, make_report, record
 from .structure import Structure, find_structure, load_config

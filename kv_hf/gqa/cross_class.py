@@ -15,9 +15,9 @@ from ..errors import ConversionError
 from .checkpoint import Checkpoint
 from .gpt2_as_bigcode import bigcode_config, bigcode_tensors
 from .heads import check_heads
+from .merge_plan import Plan, Recipe, kept
 from .names import Names, find_names
 from .neox_as_phi import phi_config, phi_tensors
-from .plan import Plan, Recipe, kept
 from .structure import architecture, build, check_complete, shapes_of
 
 

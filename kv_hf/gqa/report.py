@@ -6,7 +6,7 @@ from typing import Any
 from ..records import CONVERSION
 from ..version import __version__
 from .checkpoint import Checkpoint
-from .plan import Plan
+from .merge_plan import Plan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from transformers.masking_utils import sdpa_mask
 
 from ..backends.dispatch import paged_attention
-from ..bridge.handle import KVView, view_behind
+from ..bridge.lazy_kv import KVView, view_behind
 from ..bridge.lazy_mask import LazyMask, unless_changed
 from ..bridge.mask_length import MaskLength
 from ..bridge.shown_padding import check_shown, vouch

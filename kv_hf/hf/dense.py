@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..bridge.handle import plain_tensor
+from ..bridge.lazy_kv import plain_tensor
 from ..bridge.lazy_mask import LazyMask
 from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME

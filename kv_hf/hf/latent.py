@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 
-from ..bridge.handle import view_behind
+from ..bridge.lazy_kv import view_behind
 from ..config import CacheConfig
 from ..errors import UnsupportedModelError
 from ..formats import ATTENTION_NAME

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..row_pages import RowPages, page_capacity, page_peaks
+from .append_plan import RowSizes
 from .batch import Batch
-from .plan import RowSizes
 from .pool import PagePool
 
 LEAST_AHEAD = 1024  # columns

@@ -22,14 +22,14 @@ import numpy as np
 from ..errors import CacheMismatchError, KVCacheError
 from ..spec import reserved_pages, sealed_pages
 from .ahead import RoomAhead
+from .append_plan import AppendPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .batch import NO_ROWS, Batch
 from .group_state import GroupState, held_pages, renumbered
-from .lockstep import Lockstep
 from .named_pages import NamedPages, PageNamer
 from .padded_rows import PaddedRows
-from .plan import AppendPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
 from .pool import PagePool
 from .step import Grown, PageIds, Row, SealJobs, Step
+from .step_tracker import StepTracker
 
 # a step, the rows behind it, pages that no row holds then but its forward may read, and row -> pages before and after some
 # were appended to it
@@ -77,14 +77,14 @@ class PageGroup(PaddedRows):
         self.reserve = sealed_pages(reserve_tokens, **sizes)
         if window is not None:
             self.reserve = min(self.reserve, window // page_size + 2)
-        self.lockstep = Lockstep()
+        self.tracker = StepTracker()
         self.ahead = RoomAhead(self.pool)
         self._clear()
 
     @property
     def epoch(self) -> int:
         """Steps opened so far."""
-        return self.lockstep.epoch
+        return self.tracker.epoch
 
     def _clear(self) -> None:
         self.touched = False  # a layer has storage of the arena
@@ -98,7 +98,7 @@ class PageGroup(PaddedRows):
         self._room = 0  # pages that room was made for
         self.ahead.clear()
         self._tables.forget()
-        self.lockstep.clear()
+        self.tracker.clear()
 
     def record_past(self) -> None:
         """Turn past recording on: from now on only columns that a crop has left standing are sealed."""
@@ -117,12 +117,12 @@ class PageGroup(PaddedRows):
         """Give back all pages and forget rows, lengths and padding."""
         with self.pool.lock:
             self.pool.open_change()
-            self.lockstep.begin_opening()
+            self.tracker.begin_opening()
             for held in self.held_pages(self.pool):
                 self.pool.release(held)
             self._clear()
             self.end_recording()
-            self.lockstep.end_opening()
+            self.tracker.end_opening()
             self.pool.close_change()
 
     def join(self, layer: int, store: Store) -> None:
@@ -154,7 +154,7 @@ class PageGroup(PaddedRows):
         self.seen, self.confirmed = state.seen, state.confirmed
         self.sizes = replace(self.sizes, recording=state.recording)
         self._padding_seen = state.padding_seen
-        self.lockstep.resume(layers)
+        self.tracker.resume(layers)
 
     def adopt(self, rows: Sequence[Row], seen: int) -> None:
         """Begin with rows whose pages others hold too, as if `seen` columns had gone through an empty group."""
@@ -170,7 +170,7 @@ class PageGroup(PaddedRows):
     def append(self, layer: int, layer_epoch: int, rows: int, q_len: int) -> Step:
         """Open or join the step that appends `q_len` columns to `rows` rows."""
         op = ("append", rows, q_len)
-        return self.lockstep.follow(layer, layer_epoch, op) or self._enter(layer, layer_epoch, op)
+        return self.tracker.follow(layer, layer_epoch, op) or self._enter(layer, layer_epoch, op)
 
     def select_rows(self, layer: int, layer_epoch: int, sources: Sequence[int]) -> Step:
         """Open or join the step after which row i continues the former row `sources[i]`."""
@@ -181,9 +181,9 @@ class PageGroup(PaddedRows):
         return self._enter(layer, layer_epoch, ("crop", count))
 
     def _enter(self, layer: int, layer_epoch: int, op: tuple) -> Step:
-        if self.lockstep.begins(layer, layer_epoch, op):
+        if self.tracker.begins(layer, layer_epoch, op):
             self._open(op)
-        return self.lockstep.join(layer)
+        return self.tracker.join(layer)
 
     def _open(self, op: tuple) -> None:
         with self.pool.lock:
@@ -195,15 +195,15 @@ class PageGroup(PaddedRows):
                 self._padding_seen = None  # of a forward that never was
                 self.pool.recount()
                 raise
-            self.lockstep.begin_opening()
-            self.lockstep.open(step)
+            self.tracker.begin_opening()
+            self.tracker.open(step)
             self.batch, self.seen, self._leaving = batch, step.seen_after, leaving
             self._grown = grown
             if op[0] == "crop":
                 self.confirmed = step.seen_after
             if op[0] == "rows" or not step.seen_after:
                 self._padding_seen = None
-            self.lockstep.end_opening()
+            self.tracker.end_opening()
             self.pool.close_change()
 
     def _make_room(self, num_ids: int, reserved: int, ahead: int) -> None:
@@ -285,7 +285,7 @@ class PageGroup(PaddedRows):
 
     def check_append(self, batch: int, q_len: int) -> int:
         """Raise what appending `q_len` columns to `batch` rows would; return the pages that it takes."""
-        self.lockstep.check_opened()
+        self.tracker.check_opened()
         return self._check_room(self._plan_rows_of_append(batch, q_len)[1])
 
     def _check_room(self, plan: AppendPlan) -> int:
@@ -298,7 +298,7 @@ class PageGroup(PaddedRows):
 
     def prepare_append(self, batch: int, q_len: int) -> None:
         """Raise what the append would, and make the room that it takes: for groups whose layers come later."""
-        self.lockstep.check_done()
+        self.tracker.check_done()
         before, plan = self._plan_rows_of_append(batch, q_len)
         count = self._check_room(plan)
         reserved = reserved_pages(batch, self.reserve, self.pool.max_pages)
@@ -352,7 +352,7 @@ class PageGroup(PaddedRows):
 
     def check_integrity(self) -> None:
         """Raise ValueError unless reference counts equal what the rows hold and lengths add up."""
-        self.lockstep.check_done()
+        self.tracker.check_done()
         self.pool.check_integrity()
         for index, row in enumerate(self.rows):
             if self.tokens(row) != max(0, self.seen - row.padding + row.ahead):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+from .append_plan import RowSizes, check_sources
 from .batch import NO_ROWS, Batch, Numbers
-from .plan import RowSizes, check_sources
 from .pool import PagePool
 from .step import Grown, PageIds, Row, TableView
 from .tables import Tables

@@ -18,14 +18,14 @@ import warnings
 import torch
 
 from ..errors import OffloadError
-from .outside import OutsideMemory
+from .host_memory import HostMemory
 
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 ZEROS = bytes(1 << 20)
 AROUND = 2 << 20  # bytes, aligned: reading one memory page may map others of the same page table
 
 
-class MappedFile(OutsideMemory):
+class MappedFile(HostMemory):
     """Memory that lies in a temporary file.
 
     Args:

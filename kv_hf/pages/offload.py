@@ -14,16 +14,16 @@ import torch
 from ..errors import CacheOptionError
 from ..spec import PageSpec
 from .arena import PageArena
+from .copy_stream import CopyStream, lane_for
 from .device_budget import Demand, DeviceBudget, Split
-from .lane import Lane, lane_for
+from .host_memory import HostMemory
 from .mapped_file import MappedFile
 from .offload_storage import OffloadedStorage
-from .outside import OutsideMemory
+from .persistent import persistent_tensors
 from .slab import carved_bytes
 from .staging import SlotPlan, Staging
 from .step import TableView
 from .storage import PageStorage
-from .storing import storing
 
 PLANS = 8  # slot plans that are kept: one for each group of the caches in use
 
@@ -54,7 +54,7 @@ class OffloadArena(PageArena):
         self._prepare()
 
     def _prepare(self) -> None:
-        self._outside: OutsideMemory | None = None
+        self._outside: HostMemory | None = None
         self._staging: dict[torch.device, Staging] = {}
         self._specs: dict[int, tuple[PageSpec, torch.device]] = {}  # as far as is known
         self._capacities: dict[int, int] = {}  # pages that room was made for
@@ -89,15 +89,15 @@ class OffloadArena(PageArena):
         self.check_device(device)
         return OffloadedStorage(layer_idx, spec, device, self)
 
-    def outside(self) -> OutsideMemory:
+    def outside(self) -> HostMemory:
         """Return the memory outside, made on first use."""
         if self._outside is None:
             cuda = torch.cuda.is_available()
             disk = self.place == "disk"
-            self._outside = MappedFile(self.folder) if disk else OutsideMemory(pinned=cuda)
+            self._outside = MappedFile(self.folder) if disk else HostMemory(pinned=cuda)
         return self._outside
 
-    def make_lane(self, device: torch.device) -> Lane:
+    def make_lane(self, device: torch.device) -> CopyStream:
         """Return how copies to `device` run."""
         return lane_for(device)
 
@@ -140,7 +140,7 @@ class OffloadArena(PageArena):
             expected: spec and device of layers whose storage is still to be made, as far as is known.
         Raises: DeviceBudgetError, OffloadError; then no page has been lost or changed.
         """
-        with self.lock, storing():
+        with self.lock, persistent_tensors():
             held = {layer: (one.spec, one.device) for layer, one in self.storages.items()}
             specs = {**self._specs, **(expected or {}), **held}
             room, most = dict(self._capacities), dict(self._slots)

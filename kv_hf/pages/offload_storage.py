@@ -10,13 +10,13 @@ import torch
 from ..quant.codec import decode
 from ..spec import PageSpec, SideSpec
 from .device_budget import SEAL_PAGES
-from .home import Home, runs, scratch_fields
-from .outside import OutsideMemory
+from .host_memory import HostMemory
+from .host_pages import HostPages, runs, scratch_fields
+from .persistent import persistent_tensors
 from .slab import Fields
 from .staging import SlotPlan, Staging
 from .step import SealJobs, TableView
 from .storage import PageStorage, Pair, PairWriter, ReadablePages, SideStorage
-from .storing import storing
 
 
 class OutsidePool(Protocol):
@@ -36,7 +36,7 @@ class OutsidePool(Protocol):
         """Say whether the pages of a layer live outside."""
         ...
 
-    def outside(self) -> OutsideMemory:
+    def outside(self) -> HostMemory:
         """Return the memory outside."""
         ...
 
@@ -74,7 +74,7 @@ class OffloadedSide(SideStorage):
     def __init__(self, spec: SideSpec, device: torch.device, index: int) -> None:
         super().__init__(spec, device)
         self.index = index
-        self.home: Home | None = None
+        self.home: HostPages | None = None
 
     @property
     def capacity(self) -> int:
@@ -155,7 +155,7 @@ class OffloadedStorage(PageStorage):
         return dumped
 
     @property
-    def home(self) -> Home | None:
+    def home(self) -> HostPages | None:
         """Return the host pages; None while the pages are on the device."""
         return self.keys.home
 
@@ -164,9 +164,9 @@ class OffloadedStorage(PageStorage):
         """Bytes of pages that live outside of the device."""
         return 0 if self.home is None else self.home.nbytes
 
-    def leave(self, outside: OutsideMemory, capacity: int) -> None:
+    def leave(self, outside: HostMemory, capacity: int) -> None:
         """Move all pages outside, with room for `capacity`; where that fails nothing has changed."""
-        home = self.home or Home(self.spec, outside)
+        home = self.home or HostPages(self.spec, outside)
         home.grow(max(capacity, self.capacity))
         if self.home is None:
             for side in (self.keys, self.values):
@@ -182,7 +182,7 @@ class OffloadedStorage(PageStorage):
 
     def grow(self, capacity: int, ahead: int = 0) -> None:
         """Make room for `capacity` pages, and for no more `ahead`; pages may leave the device for it."""
-        with self.lock, storing():
+        with self.lock, persistent_tensors():
             if not self.arena.settled(self.layer_idx, capacity):
                 self.arena.settle({self.layer_idx: capacity})
             if self.home is not None or self.arena.is_outside(self.layer_idx):

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from ..spec import TABLE_DTYPE, PageSpec
-from .home import Home, runs
-from .lane import Lane
+from .copy_stream import CopyStream
+from .host_pages import HostPages, runs
+from .persistent import persistent_tensors
 from .slab import Fields, carve, carved_bytes
 from .step import TableView
-from .storing import storing
 
 
 class Outsider(Protocol):
@@ -34,7 +34,7 @@ class Outsider(Protocol):
         ...
 
     @property
-    def home(self) -> Home | None:
+    def home(self) -> HostPages | None:
         """Return the host pages of the storage, None while they are on the device."""
         ...
 
@@ -79,7 +79,7 @@ class StagingBuffer:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        with storing():
+        with persistent_tensors():
             self.raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.owner: Outsider | None = None
         self.ids: list[int | None] = []
@@ -92,7 +92,7 @@ class StagingBuffer:
         if self.owner is not owner or len(self.ids) != slots:
             self.owner = None  # of nobody, should this be stopped half-way
             self.ids = [None] * slots
-            with storing():
+            with persistent_tensors():
                 used = self.raw[: carved_bytes(owner.spec, slots)]
                 self._fields = carve(used, owner.spec, slots)
             self.owner = owner
@@ -125,7 +125,7 @@ class Staging:
         lane: how copies run beside kernels; says how many buffers there are.
     """
 
-    def __init__(self, device: torch.device, lane: Lane) -> None:
+    def __init__(self, device: torch.device, lane: CopyStream) -> None:
         self.device = device
         self.lane = lane
         self.size = 0  # bytes of a buffer
@@ -206,7 +206,7 @@ class Staging:
         assert home is not None
 
         def copy() -> None:
-            with storing():
+            with persistent_tensors():
                 for slot, page, count in todo:
                     home.fetch(page, count, fields, slot, (0, 1))
 

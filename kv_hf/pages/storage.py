@@ -12,8 +12,8 @@ from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
 from . import blocks
 from .huge_pages import advise
+from .persistent import persistent_tensors
 from .step import SealJobs, TableView
-from .storing import storing
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
@@ -194,7 +194,7 @@ class PageStorage:
 
     def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
         """Make room as `grow` does before a step that needs it is in force."""
-        with storing(), self.lock:
+        with persistent_tensors(), self.lock:
             self.grow(capacity, ahead)
 
     def check_integrity(self) -> None:

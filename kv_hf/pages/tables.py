@@ -8,8 +8,8 @@ import torch
 
 from ..spec import TABLE_DTYPE
 from .moved import moved
+from .persistent import persistent_tensors
 from .step import Grown, PageIds, Row
-from .storing import storing
 
 Pages = tuple[PageIds, ...]
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ class Tables:
             return self._on
         appended = self._appended(old, pages, grown)
         self._pages = None  # stopped in the middle, the next table is made anew
-        with storing():
+        with persistent_tensors():
             if appended is None:
                 table = _table(pages)
                 self._on, self._host = {CPU: table}, table.numpy()

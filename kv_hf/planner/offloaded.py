@@ -12,7 +12,7 @@ import torch
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..pages.device_budget import Demand, DeviceBudget, Split
-from ..pages.home import SMALLEST_EXTENT
+from ..pages.host_pages import SMALLEST_EXTENT
 from ..pages.slab import carved_bytes
 from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks, page_use
 from ..spec import LANES, PageSpec, counted, pages_report

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..printable import printable, tell
 from .fit import MOST_ROWS
 from .inventory import CachedLayer, Inventory
-from .plan import CachePlan, Plan
+from .memory_plan import CachePlan, Plan
 from .units import format_bandwidth, format_bytes, format_count
 
 NO_LIMIT = "no limit"

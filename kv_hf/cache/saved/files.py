@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from ...files.writing import replacing
-from ...pages.storing import storing
+from ...pages.persistent import persistent_tensors
 from ..state import PIECE
 from .container import (
     CHECKSUM_BYTES,
@@ -125,7 +125,7 @@ class SavedFile:
         return self._read(entry, 0, entry.shape[0])
 
     def _read(self, entry: Entry, behind: int, count: int) -> torch.Tensor:
-        with storing():
+        with persistent_tensors():
             found = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype, device="cpu")
         if found.numel():
             self._file.seek(self._data + entry.begin + behind)

@@ -11,7 +11,7 @@ import torch
 from ...checks import check_choice
 from ...config import KERNEL_CHOICES, CacheConfig
 from ...errors import CacheFileError, CacheOptionError
-from ...pages.storing import storing
+from ...pages.persistent import persistent_tensors
 from ...printable import short
 from ..adapters import adapters_of
 from ..model_shape import decoder_config, signature
@@ -40,7 +40,7 @@ def opened_state(
         check_choice("kernel", kernel, KERNEL_CHOICES)
     chosen = _device(device)
     try:
-        with SavedFile(Path(path)) as file, storing():
+        with SavedFile(Path(path)) as file, persistent_tensors():
             state, has_tokens = _read(file, model, chosen, kernel)
             yield state, file.tensor(TOKEN_IDS) if has_tokens else None
     except (RefusedError, ValueError) as error:  # ours, and those of options that a file claims

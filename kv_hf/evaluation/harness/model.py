@@ -21,8 +21,8 @@ from ...version import __version__
 from ..cache_kinds import why_not
 from ..rows import versions
 from .caches import harness_cache
-from .plan import plan_prefixes
 from .scoring import CacheScorer
+from .task_plan import plan_prefixes
 
 with extra("eval", "lm-eval's model class"):
     from lm_eval.api.registry import register_model

@@ -14,7 +14,7 @@ from ...cache.paged_cache import PagedCache
 from ...spec import sealed_pages
 from ..cache_kinds import CacheKind, held_bytes
 from ..teacher_forcing import next_chunk
-from .plan import Prefix, Run
+from .task_plan import Prefix, Run
 
 
 @dataclass

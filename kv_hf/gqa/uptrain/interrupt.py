@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop: the step at hand is finished and the state saved."""
+"""Ctrl-C and SIGTERM as a request to stop: the step at hand is finished and the state saved."""
 
 import signal
 import threading
@@ -7,32 +7,32 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Wish:
+class StopRequest:
     """A request to stop the run."""
 
     asked = False
 
 
 @contextmanager
-def stop_wishes() -> Iterator[Wish]:
-    """Catch the first SIGINT or SIGTERM as a wish; the second one has its usual effect.
+def stop_requests() -> Iterator[StopRequest]:
+    """Catch the first SIGINT or SIGTERM as a request; the second one has its usual effect.
 
-    Handlers can be set in the main thread only; elsewhere the wish stays unasked.
+    Handlers can be set in the main thread only; elsewhere the request stays unasked.
     """
-    wish = Wish()
+    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield wish
+        yield request
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def ask(number: int, frame: FrameType | None) -> None:
-        wish.asked = True
+        request.asked = True
         signal.signal(number, before[signal.Signals(number)])
 
     for number in before:
         signal.signal(number, ask)
     try:
-        yield wish
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -12,7 +12,7 @@ from ...errors import ConversionError
 from ..writer import check_destination
 from .documents import Source, check_source, name_of
 from .inputs import check_tokens, check_work, held_windows, sources_of, write_data
-from .interrupt import stop_wishes
+from .interrupt import stop_requests
 from .models import Pair, load_student, load_teacher, stored_dtype
 from .processes import COMPUTE, make_accelerator, together
 from .progress import Progress, load_state, work_folder, working_in, write_settings
@@ -132,8 +132,8 @@ def uptrain(
         )  # fmt: skip
         if not (resume and load_state(accelerator, work)):
             run.evaluate()
-        with stop_wishes() as wish:
-            finished = run.train(wish)
+        with stop_requests() as request:
+            finished = run.train(request)
         if finished:
             round_to_stored(accelerator.unwrap_model(model), stored_dtype(pair.student))
             run.evaluate()

@@ -9,7 +9,7 @@ import torch
 
 from ...files.reading import ROWS_BYTES, read_json
 from ...files.writing import replace_text
-from ...home import home
+from ...user_dir import user_dir
 from ..calibration_text import sample_rows
 from .models import Pair, digest
 from .windows import begins_with_bos
@@ -19,7 +19,7 @@ ROWS = 64  # documents that are sampled at a time: a block
 
 def sample_folder(pair: Pair, length: int, seed: int) -> Path:
     """Return the folder under $KV_HF_HOME that samples of this teacher are kept in."""
-    return home() / "samples" / f"{digest(pair.teacher)}-{length}-{seed}"
+    return user_dir() / "samples" / f"{digest(pair.teacher)}-{length}-{seed}"
 
 
 def sampled(

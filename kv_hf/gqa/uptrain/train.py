@@ -14,7 +14,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from ...errors import ConversionError
 from .evaluate import Evaluation, evaluate
-from .interrupt import Wish
+from .interrupt import StopRequest
 from .losses import distillation_loss
 from .progress import Progress, save_state, states
 from .settings import UptrainSettings
@@ -78,13 +78,13 @@ class Run:
         progress.evaluations.append(row)
         return found
 
-    def train(self, wish: Wish) -> bool:
-        """Train to the end, or until a wish to stop; say whether the end was reached. The state behind the last step is saved."""
+    def train(self, request: StopRequest) -> bool:
+        """Train to the end, or until a request to stop; say whether the end was reached. The state behind the last step is saved."""
         settings, progress = self.settings, self.progress
         progress.set_rate(settings.lr)
         batches = iter(self._loader())
         while True:
-            stop, planned, due = self._agree(wish)
+            stop, planned, due = self._agree(request)
             progress.planned = planned
             if due:
                 self.evaluate()
@@ -131,7 +131,7 @@ class Run:
         own = torch.Generator().manual_seed(self.settings.seed)
         return DataLoader(self.windows, batch_sampler=order, generator=own)
 
-    def _agree(self, wish: Wish) -> tuple[bool, int, bool]:
+    def _agree(self, request: StopRequest) -> tuple[bool, int, bool]:
         """Return (stop, steps planned in all, evaluate now), the same on all processes."""
         settings, progress = self.settings, self.progress
         limit = settings.steps if settings.steps is not None else UNPLANNED
@@ -148,9 +148,9 @@ class Run:
         due = made <= settings.evaluations and made / (settings.evaluations + 1) <= part < 1
         due = due and progress.evaluations[-1]["step"] < progress.step
         if self.accelerator.num_processes == 1:
-            return wish.asked, limit, due
+            return request.asked, limit, due
         main = self.accelerator.is_main_process
-        shared = torch.tensor([int(wish.asked), limit * main, int(due) * main])
+        shared = torch.tensor([int(request.asked), limit * main, int(due) * main])
         shared = self.accelerator.reduce(shared.to(self.accelerator.device), "sum").cpu()
         return bool(shared[0]), int(shared[1]), bool(shared[2])
 

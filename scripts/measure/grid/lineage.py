@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kv_hf.evaluation.held import LayerShape
+from kv_hf.evaluation.cache_bytes import LayerShape
 from kv_hf.records import CONVERSION, UPTRAINING
 
 

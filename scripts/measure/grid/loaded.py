@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import cached_file
 
 from kv_hf.evaluation.accuracy import PROTOCOL, check_texts, measure_accuracy
+from kv_hf.evaluation.cache_bytes import layer_shapes, measure_held
 from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
 from kv_hf.evaluation.divergence import greedy, measure_divergence
-from kv_hf.evaluation.held import layer_shapes, measure_held
 from kv_hf.evaluation.prefill import Prefill
 from kv_hf.evaluation.reference import ExactReference
 from kv_hf.files.reading import BESIDE_BYTES, read_bytes

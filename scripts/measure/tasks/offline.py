@@ -14,7 +14,7 @@ from typing import Any
 from kv_hf.evaluation.harness.nltk_data import packaged_nltk
 from kv_hf.files.reading import TEXT_BYTES, read_text
 from kv_hf.files.writing import replace_text
-from kv_hf.home import home
+from kv_hf.user_dir import user_dir
 from measure.tasks.ruler import ruler_configs
 from measure.tasks.yaml_files import write_task_files
 
@@ -70,7 +70,7 @@ WIKI = {
 
 def default_folder() -> Path:
     """Return where task files are kept."""
-    return home() / "tasks"
+    return user_dir() / "tasks"
 
 
 def shipped_tasks() -> Path:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..pages.persistent import persistent_tensors
 from ..pages.step import Step
-from ..pages.storing import storing
 from ..spec import SideSpec
 
 
@@ -14,7 +14,7 @@ def chosen_rows(indices: torch.Tensor, rows: int) -> list[int]:
     return torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
 
 
-class ExactWindow:
+class Residual:
     """[rows, num_kv_heads, slots, head_dim] of one side; slots at and past a row's length hold anything."""
 
     def __init__(self, spec: SideSpec, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class ExactWindow:
 
     def begin(self, tokens: Sequence[torch.Tensor | None], slots: int) -> None:
         """Make room for `slots` tokens of each row, and put `tokens` [num_kv_heads, n, head_dim] in front."""
-        with storing():
+        with persistent_tensors():
             self.tokens = self._resized(len(tokens), slots)
             for index, first in enumerate(tokens):
                 if first is not None:
@@ -49,7 +49,7 @@ class ExactWindow:
         old = self.tokens
         if old.shape[0] == rows and old.shape[2] == slots:
             return old
-        with storing():
+        with persistent_tensors():
             new = old.new_zeros((rows, old.shape[1], slots, old.shape[3]))
         kept = (min(rows, old.shape[0]), min(slots, old.shape[2]))
         new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]

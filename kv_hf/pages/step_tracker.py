@@ -6,7 +6,7 @@ from ..errors import InterruptedForwardError
 from .step import Step
 
 
-class Lockstep:
+class StepTracker:
     """The steps of one group, counted; finds out when an earlier forward stopped half-way.
 
     The first layer that asks opens a step, the others join it, and each says when its own work on the step is done.
@@ -20,7 +20,7 @@ class Lockstep:
     """
 
     def __init__(self) -> None:
-        self.peers: tuple[Lockstep, ...] = ()
+        self.peers: tuple[StepTracker, ...] = ()
         self.opening = False
         self.clear()
 
@@ -32,7 +32,7 @@ class Lockstep:
         self._members: set[int] | None = None
         self.epoch = 0
 
-    def walk_with(self, others: Iterable["Lockstep"]) -> None:
+    def walk_with(self, others: Iterable["StepTracker"]) -> None:
         """Refuse, from now on, a step that the other groups of the cache have not taken."""
         self.peers = tuple(others)
 

@@ -94,7 +94,7 @@ class LayerView(KVView):
         return shape, spec.dtype, self.layer.device
 
 
-class KVHandle(torch.Tensor):
+class LazyKV(torch.Tensor):
     """One side of a KVView in the guise of a tensor [rows, num_kv_heads, seen, head_dim]."""
 
     view_of_pages: KVView
@@ -104,7 +104,7 @@ class KVHandle(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, view: KVView, side: str) -> "KVHandle":
+    def __new__(cls, view: KVView, side: str) -> "LazyKV":
         """Make the handle of one side of `view`."""
         shape, dtype, device = view.empty_like(side)
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
@@ -113,7 +113,7 @@ class KVHandle(torch.Tensor):
         return handle
 
     @classmethod
-    def pair(cls, view: KVView) -> "tuple[KVHandle, KVHandle]":
+    def pair(cls, view: KVView) -> "tuple[LazyKV, LazyKV]":
         """Return the handles of both sides of a view that was made just now."""
         kv = view._kv
         spec = kv.spec
@@ -140,7 +140,7 @@ class KVHandle(torch.Tensor):
         return _read(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"KVHandle({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyKV({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.dense()
@@ -200,14 +200,14 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator on what handles and views of them stand for. Raises UnsupportedModelError where it writes to them."""
     for tensor in written_by(func, args, kwargs):
-        if isinstance(tensor, (KVHandle, KVPart)):
+        if isinstance(tensor, (LazyKV, KVPart)):
             raise UnsupportedModelError(
                 f"{func} writes to keys or values that a paged cache handed out. They are read-only: pages would not take the "
                 "change over. Change a copy (keys = keys.clone()), or use a DynamicCache for this model"
             )
-    if any(isinstance(one, KVHandle) for one in tree_leaves((args, kwargs))):
+    if any(isinstance(one, LazyKV) for one in tree_leaves((args, kwargs))):
         warn_dense(str(func))
-    args, kwargs = tree_map_only(KVHandle, KVHandle.dense, (args, kwargs))
+    args, kwargs = tree_map_only(LazyKV, LazyKV.dense, (args, kwargs))
     args, kwargs = tree_map_only(KVPart, plain_tensor, (args, kwargs))
     found = func(*args, **kwargs)
     if not returns_views(func):
@@ -258,7 +258,7 @@ def check_unchanged(side: str, held: torch.Tensor | None, value: Any) -> None:
 
 def view_behind(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
     """Return the view that keys and values [rows, num_kv_heads, seen, head_dim] are handles of, None for ordinary tensors."""
-    if not (isinstance(keys, KVHandle) and isinstance(values, KVHandle)):
+    if not (isinstance(keys, LazyKV) and isinstance(values, LazyKV)):
         return None
     same = keys.view_of_pages is values.view_of_pages
     return keys.view_of_pages if same and (keys.side, values.side) == ("keys", "values") else None

@@ -11,7 +11,7 @@ from .slab import ALIGNMENT
 SMALLEST_REGION = 1 << 20
 
 
-class OutsideMemory:
+class HostMemory:
     """Host memory for pages that are not on the device; pinned where a GPU shall copy from it by itself.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """The order of copies to the device and kernels: a copy stream, or none.
 
     Attributes:
@@ -96,6 +96,6 @@ class SideStream:
         torch.cuda.synchronize(self.device)
 
 
-def lane_for(device: torch.device) -> Lane:
+def lane_for(device: torch.device) -> CopyStream:
     """Return the lane of a device."""
     return SideStream(device) if device.type == "cuda" else InOrder()

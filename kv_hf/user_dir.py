@@ -8,7 +8,7 @@ from pathlib import Path
 from .files.folders import scratch_folder
 
 
-def home() -> Path:
+def user_dir() -> Path:
     """Return $KV_HF_HOME, or ~/.cache/kv_hf."""
     return Path(os.environ.get("KV_HF_HOME", Path.home() / ".cache" / "kv_hf"))
 

@@ -7,7 +7,7 @@ import torch
 
 
 @contextmanager
-def storing() -> Iterator[None]:
+def persistent_tensors() -> Iterator[None]:
     """Make ordinary tensors without gradients: those made in inference mode could not be written to later."""
     with torch.inference_mode(False), torch.no_grad():
         yield

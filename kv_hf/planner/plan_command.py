@@ -12,7 +12,7 @@ from ..formats import cache_names
 from ..printable import tell_error
 from .devices import DEVICES
 from .inventory import Inventory
-from .plan import plan
+from .memory_plan import plan
 from .presets import preset_names, read_preset
 from .table import describe_layers, print_plan
 from .units import format_bandwidth, format_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..spec import PageFields, PageSpec, SideSpec
-from .outside import OutsideMemory
+from .host_memory import HostMemory
 from .slab import Fields, carve, carved_bytes
 
 SMALLEST_EXTENT = 8  # pages
@@ -40,7 +40,7 @@ class Extent:
     sides: tuple[Fields, Fields]
 
 
-class Home:
+class HostPages:
     """The host pages of one layer: their place while they are not on the device.
 
     Args:
@@ -48,7 +48,7 @@ class Home:
         outside: memory to lie in, shared with other layers.
     """
 
-    def __init__(self, spec: PageSpec, outside: OutsideMemory) -> None:
+    def __init__(self, spec: PageSpec, outside: HostMemory) -> None:
         self.spec = spec
         self.outside = outside
         self.extents: list[Extent] = []

@@ -1,4 +1,4 @@
-"""What the numbers of a model config may be, checked by name before anything is built of them.
+"""The bounds of the numbers in a model config, checked by name before anything is built of them.
 
 A config comes from anywhere. Numbers below zero would be planned as if they were real, and a thousand million layers
 would be built one by one. The limits lie far above every known model.

@@ -1,4 +1,4 @@
-"""Where kv_hf keeps what is made once and used again: converted models, texts sampled from models."""
+"""The folder for files that are made once and used again: converted models, texts sampled from models."""
 
 import os
 import shutil

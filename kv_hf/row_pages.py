@@ -1,4 +1,4 @@
-"""How many pages the rows of a batch take, step by step, in plain numbers: no pool, no tensor of a cache.
+"""The number of pages that the rows of a batch take, step by step, in plain numbers: no pool, no tensor of a cache.
 
 What the page groups of a cache do one forward after the other (pages/plan.py), worked out for a whole text at once: one
 forward takes the prompts, and each one behind it a token of every row.

@@ -4,12 +4,12 @@ mkdocs.yml names this file as a hook. Links between pages stay as GitHub reads t
 (results/, a folder of plots) brings that file into the site.
 """
 
+import io
 import os
 import posixpath
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +155,12 @@ def command_line_page() -> str:
 
 
 def help_of(*command: str) -> str:
-    """Return what `kv-hf COMMAND --help` prints."""
-    run = subprocess.run(
-        [sys.executable, "-m", "kv_hf.cli", *command, "--help"],
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "88"},
-        capture_output=True,
-        text=True,
-    )
-    if run.returncode:
-        raise PluginError(f"kv-hf {' '.join(command)} --help failed: {run.stderr.strip()}")
-    return run.stdout.rstrip()
+    """Return what `kv-hf COMMAND --help` prints, 88 columns wide."""
+    from kv_hf.cli import main
+
+    os.environ["COLUMNS"] = "88"
+    with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
+        main([*command, "--help"])
+    if not printed.getvalue():
+        raise PluginError(f"kv-hf {' '.join(command)} --help prints nothing")
+    return printed.getvalue().rstrip()

@@ -1,4 +1,4 @@
-"""What every paged cache is: built from a model's config and options, asked by generate() before its first forward.
+"""The base of every paged cache: built from a model's config and options, asked by generate() before its first forward.
 
 Decides nothing about storage: growing.py and static_cache.py do, which are siblings here.
 """

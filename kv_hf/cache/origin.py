@@ -1,4 +1,4 @@
-"""What a cache knows of its tokens' origin: a file, adapters, a prefix store."""
+"""A cache's knowledge of its tokens' origin: a file, adapters, a prefix store."""
 
 import torch
 
@@ -7,7 +7,7 @@ from .adapters import Adapters
 
 
 class Origin:
-    """Where the tokens of a cache came from.
+    """The origin of a cache's tokens.
 
     Attributes:
         token_ids: those that a loaded cache was saved with, [rows, columns] int64 on the CPU; else None.

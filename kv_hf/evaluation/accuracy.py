@@ -1,4 +1,4 @@
-"""How far the distributions read through a cache are from those of the exact cache."""
+"""The distance of the distributions read through a cache from those of the exact cache."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

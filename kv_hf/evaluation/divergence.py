@@ -1,4 +1,4 @@
-"""How long a greedy continuation stays the same as with the exact cache."""
+"""The number of tokens for which a greedy continuation equals that of the exact cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

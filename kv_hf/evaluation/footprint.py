@@ -1,4 +1,4 @@
-"""What one cache takes and how fast it is, measured alone in a fresh process.
+"""Memory and speed of one cache, measured alone in a fresh process.
 
 This is the measurement of memory; its throughput is a by-product of one run per cache. Speeds that are to be compared
 closely come from scripts/bench_generate.py, where all caches take turns in one process.

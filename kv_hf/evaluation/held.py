@@ -20,7 +20,7 @@ LayerShape = tuple[int, int, int] | None
 
 @dataclass(frozen=True)
 class Held:
-    """What one row of `tokens` tokens takes.
+    """The bytes of one row of `tokens` tokens.
 
     Attributes:
         bytes, bytes_exact: everything that the cache holds (scales, tails and tables too), and DynamicCache.

@@ -1,4 +1,4 @@
-"""How much memory this process has taken since a moment, and the most of it in between."""
+"""The growth of this process's memory since a moment, and its peak in between."""
 
 import gc
 

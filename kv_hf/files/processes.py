@@ -1,4 +1,4 @@
-"""Who writes a file: a name for this process that tells later whether it is still running.
+"""The writer of a file: a name for this process that tells later whether it is still running.
 
     <machine>-<boot>-<pid>-<begin>      "3f0c9a1b7d-51e2aa90-4711-8812345"
 

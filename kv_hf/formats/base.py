@@ -1,4 +1,4 @@
-"""What a number format is: a `Format` says how numbers become codes, a `Scheme` how one side of a page holds them.
+"""Number formats: a `Format` says how numbers become codes, a `Scheme` how one side of a page holds them.
 
 Knows no page layout, no cache and no kernel.
 """
@@ -87,7 +87,7 @@ class Format(ABC):
 
     @property
     def code(self) -> str:
-        """What backends call the arithmetic of the codes; the format's name where no compiled kernel knows it."""
+        """Return the backends' name for the arithmetic of the codes; the format's name if no compiled kernel knows it."""
         return self.native_code or self.name
 
     def reads(self, option: str) -> bool:
@@ -123,7 +123,7 @@ class Format(ABC):
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one side (keys, values, latents or RoPE keys) of a page is stored.
+    """The storage of one side (keys, values, latents or RoPE keys) of a page.
 
     Attributes:
         name: of the format.

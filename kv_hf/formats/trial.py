@@ -1,4 +1,4 @@
-"""What is checked before a format is registered: its attributes, and codes of random numbers."""
+"""The checks before a format is registered: its attributes, and codes of random numbers."""
 
 import re
 from collections.abc import Mapping

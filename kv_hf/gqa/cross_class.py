@@ -23,7 +23,7 @@ from .structure import architecture, build, check_complete, shapes_of
 
 @dataclass(frozen=True)
 class Route:
-    """How models of one class become models of another.
+    """The rules by which models of one class become models of another.
 
     Attributes:
         source, target: names of the classes.

@@ -1,4 +1,4 @@
-"""Which kv heads to merge with which: groups of equal size with the least that a merge of two of their heads loses.
+"""The choice of the kv heads to merge: groups of equal size with the least loss of a merge of two of their heads.
 
 Query heads and output columns follow their kv head, so that a layer computes the same before it is merged.
 """

@@ -1,4 +1,4 @@
-"""How many heads a config says its model has, and whether they can be merged. Knows no tensors."""
+"""The number of heads in a model's config, and the check that they can be merged. Knows no tensors."""
 
 from typing import Any
 

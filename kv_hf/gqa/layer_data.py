@@ -1,4 +1,4 @@
-"""What one attention layer does on calibration tokens, seen from outside: its inputs, its heads, its output.
+"""One attention layer on calibration tokens, seen from outside: its inputs, its heads, its output.
 
 Layers are run window by window. Where only attention is needed, a run ends at the output projection.
 """

@@ -1,4 +1,4 @@
-"""How the heads of an attention layer lie in the tensors of a checkpoint, family by family.
+"""The places of an attention layer's heads in the tensors of a checkpoint, family by family.
 
 A layout turns the tensors that change into parts with one row per head and back. Which tensors those are is
 structure.py's to say; a layout refuses names that it does not know.

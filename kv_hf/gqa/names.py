@@ -12,7 +12,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 @dataclass(frozen=True)
 class Names:
-    """How the tensors of a checkpoint are called.
+    """The names of a checkpoint's tensors.
 
     Attributes:
         on_disk: name in the class -> name on disk, for tensors that are only renamed.

@@ -1,4 +1,4 @@
-"""What a conversion writes: for every tensor of the result its file, its shape and what it is made of."""
+"""The plan of a conversion: for every tensor of the result its file, its shape and its sources."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from .structure import Structure
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one tensor of the result is made.
+    """The making of one tensor of the result.
 
     Attributes:
         file: name of the file that it goes into.

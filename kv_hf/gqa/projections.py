@@ -20,7 +20,7 @@ Heads = dict[str, torch.Tensor]  # kind -> [heads, rows, ..]
 
 @dataclass
 class Projections:
-    """Where queries, keys, values and outputs of one attention layer come from.
+    """The sources of queries, keys, values and outputs of one attention layer.
 
     Attributes:
         attention: path of the attention module in the model.

@@ -1,4 +1,4 @@
-"""What is checked before a calibrated merge begins: its text, the model, and the memory that it takes."""
+"""The checks before a calibrated merge begins: its text, the model, and the memory that it takes."""
 
 from pathlib import Path
 

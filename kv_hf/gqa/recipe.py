@@ -1,4 +1,4 @@
-"""How a calibrated method merges: what is solved, what is fitted behind it, and how hard."""
+"""The settings of a calibrated method: its solutions, the fits behind them, and their strength."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a conversion did, for users, for config.json and for the model card."""
+"""The report of a conversion, for users, for config.json and for the model card."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion does, or did.
+    """The report of a conversion: planned, or done.
 
     Attributes:
         source, destination: as given.

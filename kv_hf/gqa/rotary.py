@@ -1,4 +1,4 @@
-"""Which channels of a head position embeddings rotate, and how: found by sending unit vectors through a layer.
+"""The channels of a head that position embeddings rotate: found by sending unit vectors through a layer.
 
 Names and conventions (half-split, interleaved, partial, none) are never guessed. What is no rotation of planes, the same
 for all heads, is refused.
@@ -19,7 +19,7 @@ TINY = 1e-4
 
 @dataclass(frozen=True)
 class Rotary:
-    """What lies between a projection and the scores.
+    """The operations between a projection and the scores.
 
     A plane is a pair of channels (a, b), read as the complex number x[a] + i x[b]; position t multiplies it by a number.
 

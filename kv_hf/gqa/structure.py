@@ -1,4 +1,4 @@
-"""Which tensors of a model change with its number of kv heads: found by building both models without memory.
+"""The tensors of a model that change with its number of kv heads: found by building both models without memory.
 
 Names are never guessed. The class of the checkpoint is built twice on the meta device, with the old and the new number
 of kv heads; tensors whose shapes differ are the ones to convert, and all others must be the same.
@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Structure:
-    """What a conversion changes.
+    """The changes that a conversion makes.
 
     Attributes:
         old, new: configs of the whole model.

@@ -1,4 +1,4 @@
-"""Where codes lie inside a page: 4- and 2-bit codes packed into bytes, and the two layouts of a page.
+"""The places of codes inside a page: 4- and 2-bit codes packed into bytes, and the two layouts of a page.
 
 Byte i of a packed run holds the codes of places i, i + n, i + 2n, .. from its lowest bits up, n = bytes of
 the run, so that unpacking gives runs of neighbouring places without interleaving. Knows nothing of scales.

@@ -1,4 +1,4 @@
-"""Which tokens of a request go through the prefill and which through the stored cache. Knows no tensor.
+"""The tokens of a request that go through the prefill, and those that go through the stored cache. Knows no tensor.
 
     context                         continuation
     c c c c c c c c c c c c c c c | x x x x

@@ -19,7 +19,7 @@ from .plan import Prefix, Run
 
 @dataclass
 class Held:
-    """What caches held when they were longest.
+    """The contents of caches at their greatest length.
 
     Attributes:
         bytes, tokens: summed over all caches that were looked at.

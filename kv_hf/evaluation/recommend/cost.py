@@ -48,7 +48,7 @@ def layer_shapes(cache: PagedCache) -> list[LayerShape]:
 
 @dataclass(frozen=True)
 class Serving:
-    """What bytes are counted for: `batch` rows of `context` tokens in a model of `dtype`, right behind a prefill."""
+    """The load that bytes are counted for: `batch` rows of `context` tokens in a model of `dtype`, right behind a prefill."""
 
     context: int = 4096
     batch: int = 1
@@ -140,7 +140,7 @@ def predict_layers(
 
 @dataclass(frozen=True)
 class Budget:
-    """How much memory may be used: `amount` of `kind`, one of BUDGETS; or as much as a uniform cache (`like`)."""
+    """The memory that may be used: `amount` of `kind`, one of BUDGETS; or as much as a uniform cache (`like`)."""
 
     kind: str
     amount: float = 0.0

@@ -1,4 +1,4 @@
-"""What each layer and side costs in each format, alone: KL of the next-token distributions, everything else exact."""
+"""The loss of each layer and side in each format, alone: KL of the next-token distributions, everything else exact."""
 
 import hashlib
 import json

@@ -93,7 +93,7 @@ class Study:
 
     @cached_property
     def numbers(self) -> int:
-        """How many numbers the pages hold."""
+        """Return the count of numbers that the pages hold."""
         return stored_numbers(self.shapes, self.options, self.serving)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What all plots share: colours, signs, and how a figure becomes PNG, SVG, or SVG inside of a page.
+"""The common parts of all plots: colours, signs, and the way of a figure to PNG, SVG, or SVG inside of a page.
 
 The only module of the report that needs matplotlib at import.
 """

@@ -1,4 +1,4 @@
-"""Which caches nothing beats: the Pareto front of loss against cost, and the comparison with peers.
+"""The caches that no other beats: the Pareto front of loss against cost, and the comparison with peers.
 
 Knows numbers and names only; what cost and loss are is the caller's business.
 """

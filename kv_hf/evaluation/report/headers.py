@@ -1,4 +1,4 @@
-"""What a group of rows was measured with, in words; every number from its rows."""
+"""The conditions of a group of rows' measurement, in words; every number from its rows."""
 
 from collections.abc import Sequence
 from typing import Any

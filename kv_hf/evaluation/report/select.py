@@ -1,4 +1,4 @@
-"""Which rows a report shows: the newest row of each cell, in groups of one protocol.
+"""The rows that a report shows: the newest row of each cell, in groups of one protocol.
 
 Knows nothing of how they are shown.
 """

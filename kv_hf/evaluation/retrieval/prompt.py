@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and behind the user's words.
+    """The text before and behind the user's words.
 
     Attributes:
         chat: whether a chat template gave them (then special tokens are among them).

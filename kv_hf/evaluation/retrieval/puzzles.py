@@ -1,4 +1,4 @@
-"""What is hidden and asked: one function per task, each making a puzzle from a random source.
+"""The hidden facts and the questions: one function per task, each making a puzzle from a random source.
 
 The tasks are RULER's (arXiv 2404.06654, section 3) in words of our own; the single needle is G. Kamradt's test.
 """

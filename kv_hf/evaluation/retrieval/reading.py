@@ -18,7 +18,7 @@ ROOM = 16  # columns of a preallocated cache beyond prompt and answer
 
 @dataclass(frozen=True)
 class Reading:
-    """What one sample gave.
+    """The result of one sample.
 
     Attributes:
         score: part of the expected strings in the generated answer.

@@ -1,4 +1,4 @@
-"""Where training text comes from: what kv_hf.texts reads, or documents given by the caller."""
+"""Sources of training text: texts that kv_hf.texts reads, or documents given by the caller."""
 
 import os
 from collections.abc import Hashable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""How far a student is from its teacher on held-out text."""
+"""The distance of a student from its teacher on held-out text."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run is made of: its sources of text, the held-out windows, the folder that it works in."""
+"""The inputs of a run: its sources of text, the held-out windows, the folder that it works in."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence

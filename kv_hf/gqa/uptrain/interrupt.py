@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class Wish:
-    """Whether somebody wants the run to stop."""
+    """A request to stop the run."""
 
     asked = False
 

@@ -1,4 +1,4 @@
-"""Where a run stands, and what lets it go on: states on disk, each complete or absent.
+"""The progress of a run, and the states on disk from which it goes on, each complete or absent.
 
 DIR.uptraining/
     settings.json            what was asked for
@@ -56,7 +56,7 @@ def working_in(accelerator: Accelerator, work: Path) -> Iterator[None]:
 
 @dataclass
 class Progress:
-    """How far a run is; kept with every state.
+    """The progress of a run; kept with every state.
 
     Attributes:
         step: steps done.

@@ -26,7 +26,7 @@ HELD = 64  # windows held out of the data, at most, where no other text is given
 
 @dataclass(frozen=True)
 class UptrainReport:
-    """What an uptraining did.
+    """The report of an uptraining.
 
     Attributes:
         student, teacher, destination: as given.
@@ -50,7 +50,7 @@ class UptrainReport:
 
     @property
     def became_worse(self) -> bool:
-        """Whether the student is further from the teacher than it was before."""
+        """Return whether the student is further from the teacher than it was before."""
         return len(self.curve) > 1 and bool(self.curve[-1]["kl"] >= self.curve[0]["kl"])
 
 

@@ -1,4 +1,4 @@
-"""What an uptraining is told: how long, how fast, on how much, towards what."""
+"""The settings of an uptraining: length, speed, data and target."""
 
 import math
 from dataclasses import dataclass, fields

@@ -125,7 +125,7 @@ def unpack_every_byte(bits):
     """Whether the PTX of each unpacking gives the right float16 bits for all 256 bytes."""
     import inspect
 
-    from kv_hf.backends.triton import dequant
+    from kv_hf.backends.triton import dequant, float8
 
     every = np.arange(256, dtype=np.uint8)
     words = every.view(np.uint32)
@@ -133,26 +133,26 @@ def unpack_every_byte(bits):
     def text(function):
         return inspect.getsource(function.fn).split('"""{')[1].split('}"""')[0]
 
-    def run(function, runs):
-        outs = ptx(text(function), words, 2 * runs)
+    def run(text, runs):
+        outs = ptx(text, words, 2 * runs)
         pairs = [np.stack(outs[2 * r : 2 * r + 2], -1) for r in range(runs)]
         return [np.ascontiguousarray(pair).view(np.float16).ravel() for pair in pairs]
 
     if bits < 8:
         function = dequant._halves_in_place if bits == 4 else dequant._quarters_in_place
-        runs = run(function, 8 // bits)
+        runs = run(text(function), 8 // bits)
         right = [
             x.view(np.uint16) == ((every >> (bits * r)) & (2**bits - 1)) << (bits * r)
             for r, x in enumerate(runs)
         ]
         return bool(np.all(right))
-    signed = run(dequant._from_signed, 1)[0]
-    float8 = run(dequant._from_float8, 1)[0]
+    signed = run(text(dequant._from_signed), 1)[0]
+    shifted = run(float8._by_shifts.fn(False), 1)[0]
     wanted = torch.from_numpy(every).view(torch.float8_e4m3fn).half().numpy()
     finite = (every & 0x7F) != 0x7F
     return bool(
         np.all(signed == every.view(np.int8))
-        and np.array_equal(float8[finite].view(np.uint16), wanted[finite].view(np.uint16))
+        and np.array_equal(shifted[finite].view(np.uint16), wanted[finite].view(np.uint16))
     )
 
 

@@ -241,15 +241,16 @@ def unpack_all_words(bits, code, isa):
     import numpy as np
     from interpreter import ptx
 
-    from kv_hf.backends.triton import words
+    from kv_hf.backends.triton import float8, words
 
     every = np.arange(65536, dtype=np.uint16)
     if bits < 8:
         texts = [words._take_place.fn(p, bits) for p in range(16 // bits)]
         outs = [ptx(text, every.view(np.uint32), 1)[0] for text in texts]
     else:
-        function = words._signed_pairs if code == "signed" else words._float8_pairs_by_shifts
-        text = inspect.getsource(function.fn).split('"""{')[1].split('}"""')[0]
+        text = float8._by_shifts.fn(True)
+        if code == "signed":
+            text = inspect.getsource(words._signed_pairs.fn).split('"""{')[1].split('}"""')[0]
         outs = ptx(re.sub(r"=&", "=", text), every.view(np.uint32), 2)
     return [np.ascontiguousarray(out).view(np.float16) for out in outs]
 

@@ -7,7 +7,7 @@ One program writes TILE columns of one (row, kv head). Knows nothing of attentio
 import triton
 import triton.language as tl
 
-SCALE_MAX = tl.constexpr(65504.0)
+from .float8 import SCALE_MAX, float8_to_float
 
 
 @triton.constexpr_function
@@ -22,9 +22,8 @@ def _number(x, RUN: tl.constexpr, CODE: tl.constexpr, BITS: tl.constexpr):
     code = (x >> (RUN * BITS)) & ((1 << BITS) - 1)
     if CODE == "signed":
         code = (code ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
-    if CODE == "float8":  # float16 has the same subnormals, 8 exponents further down
-        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    if CODE == "float8":
+        return float8_to_float(code)
     else:
         return code.to(tl.float32)
 

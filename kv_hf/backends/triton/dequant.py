@@ -7,6 +7,8 @@ Decides the instructions; knows nothing of pages, scales or softmax. A byte hold
 import triton
 import triton.language as tl
 
+from .float8 import from_float8
+
 # Where the PTX branch leaves a 4- or 2-bit code in place, run r holds code * 2^(r * bits) * UNIT: the bits of
 # a code are the low bits of a float16 subnormal. Matrix units take float16 subnormals exactly (Fasi et al.,
 # "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021), and the factor goes into scales that are there anyway.
@@ -41,7 +43,7 @@ def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: 
     if CODE == "none":
         return (x.to(DTYPE),)
     elif CODE == "float8":
-        return (_from_float8(x, DTYPE, ISA),)
+        return (from_float8(x, DTYPE, ISA),)
     elif CODE == "signed":
         return (_from_signed(x, DTYPE, ISA),)
     elif ISA > 0:
@@ -55,41 +57,6 @@ def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: 
             ((x >> 4) & 3).to(tl.float32).to(DTYPE),
             (x >> 6).to(tl.float32).to(DTYPE),
         )
-
-
-@triton.jit
-def _from_float8(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
-    """e4m3 bits (no nan among them) to numbers: float16 has the same subnormals, 8 exponents further down."""
-    if ISA >= 89:
-        return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    elif ISA > 0:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t, c;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            and.b32 s, a, 0x80008000;
-            and.b32 t, b, 0x80008000;
-            shr.u32 a, a, 1;
-            shr.u32 b, b, 1;
-            and.b32 a, a, 0x3f803f80;
-            and.b32 b, b, 0x3f803f80;
-            or.b32 a, a, s;
-            or.b32 b, b, t;
-            mov.b32 c, 0x5c005c00;
-            mul.rn.f16x2 $0, a, c;
-            mul.rn.f16x2 $1, b, c;
-            }""",
-            "=r,=r,r",
-            args=[x],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        wide = x.to(tl.int32)
-        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        return (bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(DTYPE)
 
 
 @triton.jit

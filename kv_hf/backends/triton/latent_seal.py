@@ -7,7 +7,8 @@ writes words. Rounds as seal.py does, whose parts it uses.
 import triton
 import triton.language as tl
 
-from .seal import MAGIC, _finite, _float8_bits, _ranges_over_channels, _ranges_over_tokens
+from .float8 import MAGIC, float_to_float8
+from .seal import _finite, _ranges_over_channels, _ranges_over_tokens
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def seal_latent_page(
                 else:
                     steps = tl.minimum(tl.maximum(steps, -TOP), TOP)
                     if CODE == "float8":
-                        code = _float8_bits(steps)
+                        code = float_to_float8(steps)
                     else:
                         code = ((steps + MAGIC) - MAGIC).to(tl.int32) & 0xFF
                 packed |= code << (place * BITS)

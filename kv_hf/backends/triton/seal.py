@@ -7,8 +7,7 @@ and writes codes. Launched without fusion of multiplications and additions, ever
 import triton
 import triton.language as tl
 
-SCALE_MAX = tl.constexpr(65504.0)
-MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves integers, rounded half to even
+from .float8 import MAGIC, SCALE_MAX, float_to_float8
 
 
 @triton.jit
@@ -31,16 +30,6 @@ def _signed_scale(most, TOP: tl.constexpr):
     """Return the scale that spreads codes -TOP .. TOP over -most .. most, to be rounded to the stored dtype."""
     scale = tl.math.div_rn(most, tl.full(most.shape, TOP, tl.float32))
     return tl.minimum(scale, SCALE_MAX)
-
-
-@triton.jit
-def _float8_bits(x):
-    """Return e4m3's bits of fp32 numbers of at most 448, rounded half to even; integer arithmetic, as torch rounds."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    below = ((tl.abs(x) * 512.0 + MAGIC) - MAGIC).to(tl.int32)
-    return tl.where(size < 0x3C800000, below, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
@@ -203,7 +192,7 @@ def seal_page(
                     else:
                         steps = tl.minimum(tl.maximum(steps, -TOP), TOP)
                         if CODE == "float8":
-                            packed = _float8_bits(steps)
+                            packed = float_to_float8(steps)
                         else:
                             packed = ((steps + MAGIC) - MAGIC).to(tl.int32)
                 tl.store(target, packed.to(tl.uint8), mask=inside)

@@ -8,6 +8,8 @@ words unpacks into one tile of tokens per place, and may be read along channels 
 import triton
 import triton.language as tl
 
+from .float8 import float8_pairs, float8_to_float
+
 
 @triton.constexpr_function
 def place_unit(PLACE, BITS, ISA):
@@ -38,7 +40,7 @@ def unpack_words(
         elif CODE == "signed":
             return _signed_pairs(x)
         else:
-            return _float8_pairs(x) if ISA >= 89 else _float8_pairs_by_shifts(x)
+            return float8_pairs(x, ISA)
     else:
         wide = x.to(tl.int32)
         tiles = ()
@@ -47,9 +49,7 @@ def unpack_words(
             if CODE == "signed":
                 tiles = tiles + (((code ^ 128) - 128).to(tl.float32).to(DTYPE),)
             elif CODE == "float8":
-                bits = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16)
-                wider = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-                tiles = tiles + (wider.to(DTYPE),)
+                tiles = tiles + (float8_to_float(code).to(DTYPE),)
             else:
                 tiles = tiles + (code.to(tl.float32).to(DTYPE),)
         return tiles
@@ -99,53 +99,6 @@ def _signed_pairs(x):
         sub.rn.f16x2 $0, b, c;
         prmt.b32 b, a, 0x64646464, 0x4341;
         sub.rn.f16x2 $1, b, c;
-        }""",
-        "=&r,=&r,r",
-        args=[x],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _float8_pairs(x):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a;
-        .reg .b16 low, high;
-        prmt.b32 a, $2, 0, 0x3120;
-        mov.b32 {low, high}, a;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-        "=&r,=&r,r",
-        args=[x],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _float8_pairs_by_shifts(x):
-    """float16 has the same subnormals as e4m3, 8 exponents further down."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, s, t, c;
-        prmt.b32 a, $2, 0, 0x2404;
-        prmt.b32 b, $2, 0, 0x3414;
-        and.b32 s, a, 0x80008000;
-        and.b32 t, b, 0x80008000;
-        shr.u32 a, a, 1;
-        shr.u32 b, b, 1;
-        and.b32 a, a, 0x3f803f80;
-        and.b32 b, b, 0x3f803f80;
-        or.b32 a, a, s;
-        or.b32 b, b, t;
-        mov.b32 c, 0x5c005c00;
-        mul.rn.f16x2 $0, a, c;
-        mul.rn.f16x2 $1, b, c;
         }""",
         "=&r,=&r,r",
         args=[x],

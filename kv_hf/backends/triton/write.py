@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ...formats.linear import Float8Format, SignedFormat
 from ...spec import SideSpec
 from . import device
 from .append import append_kernel
@@ -22,14 +23,14 @@ def seal_constants(spec: SideSpec) -> dict[str, Any]:
     wide = min(power_of_two(width), 64)
     scale = scheme.scale_group or (1, 1)
     offset = scheme.offset_group or (0, 0)
-    top = {"none": 0.0, "float8": 448.0, "signed": float((1 << max(0, scheme.bits - 1)) - 1)}
+    tops = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}
     by_channel = scheme.offset_group is not None and scheme.offset_group[1] == 1
     along = offset[0] if by_channel else power_of_two(scale[1])
     across = power_of_two(spec.head_dim) if by_channel else spec.page_size
     return {
         "HEADS": spec.num_kv_heads, "PAGE": spec.page_size, "DIM": spec.head_dim,
         "CODE": scheme.code, "BITS": scheme.bits,
-        "TOP": top.get(scheme.code, float((1 << scheme.bits) - 1)), "CUT": 0.5 * (1.0 - scheme.clip),
+        "TOP": tops.get(scheme.code, float((1 << scheme.bits) - 1)), "CUT": 0.5 * (1.0 - scheme.clip),
         "S_TOKENS": scale[0], "S_CHANNELS": scale[1], "O_TOKENS": offset[0], "O_CHANNELS": offset[1],
         "BY_CHANNEL": by_channel, "TOKEN_CONTIGUOUS": spec.token_contiguous, "WIDTH": width, "WIDE": wide,
         "T_TILE": min(spec.page_size, TILE_NUMBERS // wide // max(1, scheme.codes_per_byte // 2)),

@@ -9,7 +9,17 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "extras", "files", "home", "notices", "printable", "records", "version"},
+    {
+        "backend_names",
+        "errors",
+        "extras",
+        "files",
+        "home",
+        "notices",
+        "printable",
+        "records",
+        "version",
+    },
     {
         "cache_names",
         "checks",

@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
 class PairWriter(Protocol):
-    """What writes pages: see backends/pairs.py for both functions."""
+    """What writes pages: see backends/reference/pairs.py for both functions."""
 
     @property
     def write_pair(self) -> Callable[..., None]:
@@ -213,7 +213,7 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/pairs.py)."""
+        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pairs.py)."""
         assert view.starts is not None and view.skips is not None
         table = None if jobs is None else jobs.on(self.device)
         fields = self.keys.fields, self.values.fields
@@ -229,7 +229,7 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` seal pages of both sides from `tokens` (see backends/pairs.py)."""
+        """Have `kernel` seal pages of both sides from `tokens` (see backends/reference/pairs.py)."""
         kernel.seal_pair(tokens, jobs.on(self.device), self.fields, self.spec, damaged, launches)
 
     def readable(self, view: TableView) -> ReadablePages:

@@ -3,8 +3,9 @@
     import kv_hf
     model.generate(**inputs, cache_implementation="paged_int4")
 
-Importing registers the names paged_exact, paged_fp8, paged_int8, paged_int4 and paged_int2 with
-transformers, and an attention implementation "kv_hf"; `uninstall()` takes them back.
+Importing registers the names paged_exact, paged_fp8, paged_int8, paged_int4, paged_int2 and paged_k8v4 with
+transformers, and an attention implementation "kv_hf"; `uninstall()` removes them. `cache_names()` lists the names;
+`register_format` and `register_cache` add others.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from .cache.cross import CrossCache
 from .cache.encoder_decoder import PagedEncoderDecoderCache
 from .cache.paged_cache import PagedCache
 from .cache.prefix_store import PrefixStats, PrefixStore
+from .cache_names import register_cache, unregister_cache
 from .config import CacheConfig
 from .errors import (
     CacheFileError,
@@ -29,7 +31,15 @@ from .errors import (
     StaleHandleError,
     UnsupportedModelError,
 )
-from .formats import IMPLEMENTATIONS
+from .formats import (
+    IMPLEMENTATIONS,
+    Format,
+    Scheme,
+    cache_names,
+    register_format,
+    unregister_format,
+)
+from .formats.plugins import load_plugins as _load_plugins
 from .hf.install import install, uninstall
 from .spec import MemoryReport, PageSpec, predict_memory
 from .version import __version__
@@ -44,6 +54,7 @@ __all__ = [
     "ConversionError",
     "CrossCache",
     "DeviceBudgetError",
+    "Format",
     "InterruptedForwardError",
     "KVCacheError",
     "KVCacheWarning",
@@ -56,15 +67,21 @@ __all__ = [
     "Plan",
     "PrefixStats",
     "PrefixStore",
+    "Scheme",
     "StaleHandleError",
     "UnsupportedModelError",
     "__version__",
+    "cache_names",
     "convert_to_gqa",
     "install",
     "plan",
     "predict_memory",
     "recommend",
+    "register_cache",
+    "register_format",
     "uninstall",
+    "unregister_cache",
+    "unregister_format",
 ]
 
 if TYPE_CHECKING:
@@ -90,4 +107,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_load_plugins()
 install()

@@ -1,10 +1,11 @@
-"""Names of caches, as commands and tables write them: a kind, and options behind a colon."""
+"""Names of caches, as commands and tables write them: a kind, and options behind a colon; and names that users add."""
 
 from pathlib import Path
 from typing import Any
 
 from .checks import check_choice
-from .formats import IMPLEMENTATIONS
+from .config import CacheConfig
+from .formats import cache_names, named
 
 # name -> arguments of transformers' QuantizedCache; the axes are those that its documentation recommends for a backend
 QUANTIZED: dict[str, dict[str, Any]] = {
@@ -16,7 +17,48 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "quantized_fp8": {"backend": "fp8"},
 }
 STOCK = ("dynamic", "static", "offloaded", *QUANTIZED)
-CACHE_NAMES = (*STOCK, *IMPLEMENTATIONS)
+
+
+def __getattr__(name: str) -> Any:
+    """Return all names as CACHE_NAMES, read anew at every access: `all_cache_names` is the one that stays true."""
+    if name == "CACHE_NAMES":
+        return all_cache_names()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def all_cache_names() -> tuple[str, ...]:
+    """Return the names of transformers' caches and of the paged ones."""
+    return (*STOCK, *cache_names())
+
+
+def register_cache(
+    name: str, *, keys: str | None = None, values: str | None = None, **options: Any
+) -> None:
+    """Add a name for options of a paged cache, which `cache_implementation`, evaluation, plans and the doctor then know.
+
+        kv_hf.register_cache("paged_k8v4_short", keys="int8", values="int4", page_size=32)
+        model.generate(**inputs, cache_implementation="paged_k8v4_short")
+
+    Options given beside the name (`cache_config`) win over those that it stands for.
+
+    Args:
+        name: "paged_" and lower-case letters, digits or underscores.
+        keys, values: formats; `values` defaults to the format of `keys`, and `keys` to exact.
+        **options: the other fields of `kv_hf.CacheConfig`.
+    Raises: CacheOptionError for a bad name, one that is taken, and options that CacheConfig refuses.
+    """
+    checked = CacheConfig.from_arguments(keys, values, options)
+    formats = (
+        {}
+        if options.get("recipe") is not None
+        else {"keys": checked.keys, "values": checked.values}
+    )
+    named.add(name, {**formats, **options})
+
+
+def unregister_cache(name: str) -> None:
+    """Take a name back that `register_cache` added. Raises CacheOptionError for any other name."""
+    named.drop(name)
 
 
 def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
@@ -31,7 +73,7 @@ def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
                 f"cache must name the recipe's file, as in recipe:my.json, got {name!r}"
             )
         return "paged_exact", {"recipe": tail}
-    check_choice("cache", base, CACHE_NAMES)
+    check_choice("cache", base, all_cache_names())
     options: dict[str, Any] = {}
     for item in tail.split(",") if tail else []:
         option, equals, value = item.partition("=")

@@ -27,6 +27,12 @@ def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
     raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
 
 
+def listed(names: Iterable[str]) -> str:
+    """Return names as a sentence lists them: "int4", "int4 and int2", "int4, int2 and nf4"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def check_int(argument: str, value: Any, minimum: int, maximum: int = MOST_TOKENS) -> None:
     """Raise CacheOptionError unless `value` is an integer of at least `minimum` (True and False are none).
 

@@ -2,26 +2,33 @@
 
 import copy
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .backend_names import kernel_choices
-from .checks import MOST_BYTES, MOST_PAGE_SIZE, check_choice, check_int, is_power_of_two
+from .checks import (
+    MOST_BYTES,
+    MOST_PAGE_SIZE,
+    check_choice,
+    check_int,
+    is_power_of_two,
+    listed,
+)
+from .config_layers import LayerOverride, parse_layers
 from .errors import CacheOptionError
 from .formats import (
-    FORMAT_NAMES,
-    IMPLEMENTATIONS,
-    K_ROPE_FORMAT_NAMES,
-    LATENT_FORMAT_NAMES,
     Scheme,
+    cache_names,
+    cache_options,
+    format_names,
     k_rope_name,
     key_scheme,
     latent_scheme,
+    readers_of,
     value_scheme,
 )
-from .recipe import Recipe, beside_recipe
+from .recipe import FORMAT_OPTIONS, Recipe, beside_recipe
 
 ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
@@ -35,7 +42,7 @@ class CacheConfig:
     """Options of a paged cache.
 
     Attributes:
-        keys, values: format of the stored keys and values: exact, fp8, int8, int4 or int2.
+        keys, values: format of the stored keys and values: exact, fp8, int8, int4, int2, or a registered one.
         page_size: tokens in a page, a power of two of at least 16.
         key_group_size: tokens that share a key scale (4 and 2 bits); must divide page_size.
         value_group_size: channels that share a value scale (4 and 2 bits); must divide head_dim.
@@ -104,8 +111,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.recipe is not None:
             self._take_recipe()
-        check_choice("keys", self.keys, FORMAT_NAMES)
-        check_choice("values", self.values, FORMAT_NAMES)
+        check_choice("keys", self.keys, format_names("keys"))
+        check_choice("values", self.values, format_names("values"))
         check_choice("attention", self.attention, ATTENTION_CHOICES)
         check_choice("kernel", self.kernel, kernel_choices())
         check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
@@ -182,17 +189,16 @@ class CacheConfig:
         """Raise CacheOptionError for bad options about multi-head latent attention."""
         check_choice("mla", self.mla, MLA_CHOICES)
         if self.k_rope is not None:
-            check_choice("k_rope", self.k_rope, K_ROPE_FORMAT_NAMES)
+            check_choice("k_rope", self.k_rope, format_names("k_rope"))
         if self.latent is not None:
-            check_choice("latent", self.latent, LATENT_FORMAT_NAMES)
+            check_choice("latent", self.latent, format_names("latent"))
         if self.latent_group_size is not None:
             check_int("latent_group_size", self.latent_group_size, 1, MOST_PAGE_SIZE)
-            names = {self.latent or self.keys, *(sides.get("keys") for sides in self._overrides())}
-            if not names & {"fp8", "int8"}:
-                raise CacheOptionError(
-                    f"latent_group_size={self.latent_group_size} is read by the formats fp8 and int8 only, and latents are "
-                    f"{self.latent or self.keys}"
-                )
+            names: set[str | None] = {
+                self.latent or self.keys,
+                *(sides.get("keys") for sides in self._overrides()),
+            }
+            self._check_read("latent_group_size", names, f"latents are {self.latent or self.keys}")
 
     def _check_groups(self) -> None:
         """Raise CacheOptionError for a group size that no format of this cache reads."""
@@ -203,11 +209,16 @@ class CacheConfig:
             if side == "keys" and self.latent is not None:
                 names.add(self.latent)
             argument = f"{side[:-1]}_group_size"
-            given = getattr(self, argument)
-            if given is not None and not names & {"int4", "int2"}:
-                raise CacheOptionError(
-                    f"{argument}={given} is read by the formats int4 and int2 only, and {side} are {', '.join(sorted(names))}"
-                )
+            if getattr(self, argument) is not None:
+                self._check_read(argument, names, f"{side} are {', '.join(sorted(names))}")
+
+    def _check_read(self, argument: str, names: set[str | None], are: str) -> None:
+        """Raise CacheOptionError where none of the formats `names` reads the option `argument`."""
+        readers = readers_of(argument)
+        if not names & set(readers):
+            raise CacheOptionError(
+                f"{argument}={getattr(self, argument)} is read by the formats {listed(readers)} only, and {are}"
+            )
 
     def _overrides(self) -> list[dict[str, str]]:
         """Return {side: format} of each entry of `layers`."""
@@ -251,13 +262,13 @@ class CacheConfig:
 
         `options` is read, never changed. Raises CacheOptionError for unknown names.
         """
-        check_choice("cache_implementation", implementation, IMPLEMENTATIONS)
-        name = IMPLEMENTATIONS[implementation]
-        given = dict(options or {})
+        check_choice("cache_implementation", implementation, cache_names())
+        given, named = dict(options or {}), cache_options(implementation)
         check_option_names(given)
         if given.get("recipe") is not None:
-            return cls(**beside_recipe(given))
-        return cls(**{"keys": name, "values": name, **given})
+            others = {name: value for name, value in named.items() if name not in FORMAT_OPTIONS}
+            return cls(**beside_recipe({**others, **given}))
+        return cls(**{**named, **given})
 
     @classmethod
     def from_arguments(
@@ -278,34 +289,9 @@ class CacheConfig:
         if self.recipe is not None:
             self.recipe.check_model(sizes, num_layers, paged)
 
-    def layer_overrides(self) -> list[tuple[int, int, dict[str, str]]]:
+    def layer_overrides(self) -> list[LayerOverride]:
         """Return `layers` as (first layer, last layer, {side: format}); empty without overrides."""
-        if self.layers is None:
-            return []
-        if not isinstance(self.layers, Mapping):
-            raise CacheOptionError(
-                f"layers must map layer numbers or ranges to formats, got {self.layers!r}"
-            )
-        parsed = []
-        for span, formats in self.layers.items():
-            numbers = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(span))
-            if numbers is None:
-                raise CacheOptionError(
-                    f"layers: a key must be a layer number or a range like '0-3', got {span!r}"
-                )
-            low, high = int(numbers[1]), int(numbers[2] or numbers[1])
-            if high < low:
-                raise CacheOptionError(f"layers: range {span!r} ends before it begins")
-            sides = {"keys": formats, "values": formats} if isinstance(formats, str) else formats
-            if not isinstance(sides, Mapping):
-                raise CacheOptionError(
-                    f"layers: {span!r} must give a format or {{'keys': .., 'values': ..}}, got {formats!r}"
-                )
-            for side, name in sides.items():
-                check_choice(f"layers[{span!r}]", side, ("keys", "values"))
-                check_choice(f"layers[{span!r}][{side!r}]", name, FORMAT_NAMES)
-            parsed.append((low, high, dict(sides)))
-        return parsed
+        return parse_layers(self.layers)
 
     def schemes(self, layer_idx: int, num_layers: int) -> tuple[Scheme, Scheme]:
         """Return the (keys, values) schemes of one layer, with the overrides of `layers` applied.

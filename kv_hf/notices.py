@@ -41,7 +41,7 @@ def forget() -> None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Say nothing within this block, and remember none of it: what is tried out there is nobody's choice."""
+    """Silence warnings within this block, and remember none of them: the user did not choose these settings."""
     before, quiet = set(_said), logger.disabled
     logger.disabled = True
     try:

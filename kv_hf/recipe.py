@@ -15,7 +15,7 @@ from typing import Any
 from .errors import CacheOptionError, InputFileError, reason
 from .files.reading import RECIPE_BYTES, read_json
 from .files.writing import replace_text
-from .formats import FORMAT_NAMES
+from .formats import format_names
 
 FORMAT = "kv_hf recipe"
 VERSION = 1
@@ -103,7 +103,7 @@ class Recipe:
 
     def as_options(self) -> dict[str, Any]:
         """Return the options of CacheConfig that say the same: keys, values, layers, and `options`."""
-        base = {side: _most_common(getattr(self, side)) for side in ("keys", "values")}
+        base = {side: _most_common(getattr(self, side), side) for side in ("keys", "values")}
         layers: dict[str, dict[str, str]] = {}
         pairs = list(zip(self.keys, self.values, strict=True))
         for pair, run in groupby(range(len(pairs)), key=lambda index: pairs[index]):
@@ -190,16 +190,17 @@ def _formats(found: Any, side: str, name: str) -> tuple[str | None, ...]:
         raise CacheOptionError(
             f"recipe {name}: {side} must be a list with one format per layer, got {found!r}"
         )
+    known = format_names(side)
     for layer, one in enumerate(found):
-        if one is not None and one not in FORMAT_NAMES:
+        if one is not None and one not in known:
             raise CacheOptionError(
-                f"recipe {name}: {side} of layer {layer} must be one of {', '.join(FORMAT_NAMES)}, got {one!r}"
+                f"recipe {name}: {side} of layer {layer} must be one of {', '.join(known)}, got {one!r}"
             )
     if all(one is None for one in found):
         raise CacheOptionError(f"recipe {name}: {side} name no format at all")
     return tuple(found)
 
 
-def _most_common(names: Sequence[str | None]) -> str:
+def _most_common(names: Sequence[str | None], side: str) -> str:
     given = [name for name in names if name is not None]
-    return max(FORMAT_NAMES, key=given.count)
+    return max(format_names(side), key=given.count)

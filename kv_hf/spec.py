@@ -7,8 +7,7 @@ The allocator makes the tensors that `PageSpec.fields` lists, the memory report 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,10 +18,7 @@ from .row_pages import reserved_pages as reserved_pages
 from .row_pages import sealed_pages as sealed_pages
 from .row_pages import window_slots as window_slots
 
-SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
 TABLE_DTYPE = torch.int32
-# float8 codes lie in uint8 tensors: torch cannot index float8 tensors on every device
-CODE_DTYPES = {"unsigned": torch.uint8, "signed": torch.int8, "float8": torch.uint8}
 
 # How codes are arranged in a page. A format fixes the codes and scales; the layout is a matter of the kernel
 # that reads them, and layouts convert exactly (quant/packing.py).
@@ -83,12 +79,12 @@ class SideSpec:
     @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of scales and offsets."""
-        return SCALE_DTYPES[self.scheme.scale_bits]
+        return self.scheme.scale_dtype
 
     @property
     def code_dtype(self) -> torch.dtype:
         """Dtype of a code, or of packed codes; for exact storage the numbers' own."""
-        return self.dtype if self.scheme.is_exact else CODE_DTYPES[self.scheme.code]
+        return self.dtype if self.scheme.is_exact else self.scheme.code_dtype
 
     @property
     def code_bits(self) -> int:
@@ -160,10 +156,19 @@ class PageFields(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class PageSpec:
-    """A page of one layer (keys and values), and the window of exact tokens beside the pages."""
+    """A page of one layer (keys and values), and the window of exact tokens beside the pages.
+
+    Attributes:
+        is_latent: whether pages hold latents and RoPE keys in place of keys and values.
+        query_dim: channels of a query: those of a key, or of a latent and a RoPE key.
+        out_dim: channels that attention gives back: those of a value, or of a latent.
+    """
 
     keys: SideSpec
     values: SideSpec
+    is_latent: bool = field(init=False, repr=False, compare=False)
+    query_dim: int = field(init=False, repr=False, compare=False)
+    out_dim: int = field(init=False, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -220,20 +225,13 @@ class PageSpec:
             SideSpec("k_rope", k_rope, 1, rope_dim, page_size, rope_dtype or dtype, layout),
         )
 
-    @cached_property
-    def is_latent(self) -> bool:
-        """Whether pages hold latents and RoPE keys in place of keys and values."""
-        return self.keys.side == "latent"
-
-    @cached_property
-    def query_dim(self) -> int:
-        """Channels of a query: those of a key, or of a latent and a RoPE key."""
-        return self.keys.head_dim + (self.values.head_dim if self.is_latent else 0)
-
-    @cached_property
-    def out_dim(self) -> int:
-        """Channels that attention gives back: those of a value, or of a latent."""
-        return self.keys.head_dim if self.is_latent else self.values.head_dim
+    def __post_init__(self) -> None:
+        keys, values = self.keys, self.values
+        latent = keys.side == "latent"
+        # not cached properties, which torch.compile cannot trace under Python 3.11: they take a lock
+        object.__setattr__(self, "is_latent", latent)
+        object.__setattr__(self, "query_dim", keys.head_dim + (values.head_dim if latent else 0))
+        object.__setattr__(self, "out_dim", keys.head_dim if latent else values.head_dim)
 
     @property
     def sides(self) -> tuple[SideSpec, SideSpec]:

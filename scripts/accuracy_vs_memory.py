@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.cache_names import CACHE_NAMES
+from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.report.write import write_report
 from kv_hf.evaluation.retrieval.puzzles import TASKS
 from kv_hf.evaluation.rows import check_writable, read_rows
@@ -49,7 +49,7 @@ console = Console(width=140)
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog=f"packaged models: {', '.join(PACKAGED)}; caches: {', '.join(CACHE_NAMES)}, recipe:FILE",
+        epilog=f"packaged models: {', '.join(PACKAGED)}; caches: {', '.join(all_cache_names())}, recipe:FILE",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(

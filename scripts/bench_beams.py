@@ -21,7 +21,7 @@ from measure.speed.compare_steps import ms_per_1k_tokens
 from rich.console import Console
 from rich.table import Table
 
-from kv_hf.cache_names import CACHE_NAMES
+from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.evaluation.shapes import SHAPES
@@ -39,7 +39,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--context", nargs="+", type=int, default=[512, 2048, 8192, 32768])
     parser.add_argument("--beams", type=int, default=4)
-    parser.add_argument("--caches", nargs="+", default=CACHES, choices=CACHE_NAMES)
+    parser.add_argument("--caches", nargs="+", default=CACHES, choices=all_cache_names())
     parser.add_argument("--steps", type=int, default=20, help="timed steps per cache")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from kv_hf.backend_names import kernel_choices
-from kv_hf.cache_names import CACHE_NAMES
+from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.evaluation.shapes import RANDOM_MODELS, random_model
@@ -43,7 +43,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m", help="packaged model, hub id or folder")
     parser.add_argument("--random", choices=RANDOM_MODELS, help="random weights of known sizes")
-    parser.add_argument("--caches", nargs="+", default=list(CACHE_NAMES), choices=CACHE_NAMES)
+    parser.add_argument(
+        "--caches", nargs="+", default=list(all_cache_names()), choices=all_cache_names()
+    )
     parser.add_argument("--context", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=24, help="timed steps per cache")

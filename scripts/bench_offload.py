@@ -26,7 +26,7 @@ from kv_hf.evaluation.resident import give_freed_memory_back
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.evaluation.shapes import RANDOM_MODELS, random_model
 from kv_hf.evaluation.timing import Budget
-from kv_hf.formats import FORMAT_NAMES
+from kv_hf.formats import format_names
 
 RESULTS = Path(__file__).parent.parent / "results" / "offload.jsonl"
 MIB = (
@@ -46,7 +46,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="packaged model, hub id or folder")
     parser.add_argument("--random", choices=RANDOM_MODELS, help="random weights of known sizes")
     parser.add_argument("--context", nargs="+", type=int, default=[8192, 32768])
-    parser.add_argument("--keys", nargs="+", default=["exact", "int4"], choices=FORMAT_NAMES)
+    parser.add_argument("--keys", nargs="+", default=["exact", "int4"], choices=format_names())
     parser.add_argument(
         "--share", nargs="+", type=float, default=[0, 0.25, 0.5], help="budgets, 0 for the least"
     )

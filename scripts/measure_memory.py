@@ -21,7 +21,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.cache_names import CACHE_NAMES
+from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.cache_kinds import why_not
 from kv_hf.evaluation.child import MeasurementError
 from kv_hf.evaluation.footprint import DTYPES, check_request, measure_footprint
@@ -37,7 +37,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="packaged model, hub id or folder")
     parser.add_argument("--random", choices=RANDOM_MODELS, help="random weights of known sizes")
     parser.add_argument(
-        "--caches", nargs="+", default=list(CACHE_NAMES), help="with options: paged_int4:keys=int8"
+        "--caches",
+        nargs="+",
+        default=list(all_cache_names()),
+        help="with options: paged_int4:keys=int8",
     )
     parser.add_argument("--context", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])

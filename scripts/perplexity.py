@@ -24,21 +24,21 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.cache_names import CACHE_NAMES, cache_label
+from kv_hf.cache_names import all_cache_names, cache_label
 from kv_hf.evaluation.child import in_words
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
-from kv_hf.formats import IMPLEMENTATIONS
+from kv_hf.formats import cache_names
 from kv_hf.texts import BUNDLED
 
 RESULTS = Path(__file__).parent.parent / "results" / "perplexity.jsonl"
-DEFAULT = (*IMPLEMENTATIONS, "quanto_int4", "hqq_int4", "quantized_fp8")
+DEFAULT = (*cache_names(), "quanto_int4", "hqq_int4", "quantized_fp8")
 console = Console(width=140)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog=f"caches: {', '.join(CACHE_NAMES)}, recipe:FILE",
+        epilog=f"caches: {', '.join(all_cache_names())}, recipe:FILE",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     packaged = ", ".join(PACKAGED)

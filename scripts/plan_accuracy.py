@@ -12,7 +12,7 @@ from typing import Any
 
 from eval_tables import MODELS, PROTOCOL, newest
 
-from kv_hf.formats import IMPLEMENTATIONS
+from kv_hf.formats import cache_options, is_cache_name
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "accuracy_vs_memory.jsonl"
@@ -66,10 +66,10 @@ def page_data() -> str:
 def formats_of(cache: str) -> dict[str, Any] | None:
     """Return {"keys", "values", "options"} of one of our caches as the grid names it; None for any other."""
     name, _, given = cache.partition(":")
-    if name not in IMPLEMENTATIONS:
+    if not is_cache_name(name):
         return None
     options = dict(part.split("=") for part in given.split(",")) if given else {}
-    sides = {side: options.pop(side, IMPLEMENTATIONS[name]) for side in SIDES}
+    sides = {side: options.pop(side, cache_options(name)[side]) for side in SIDES}
     return {**sides, "options": {option: int(value) for option, value in options.items()}}
 
 

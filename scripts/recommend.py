@@ -26,7 +26,7 @@ from kv_hf.evaluation.recommend.calibration import Calibration
 from kv_hf.evaluation.recommend.cost import Budget
 from kv_hf.evaluation.recommend.for_model import TEXT, make_search, paged_attention
 from kv_hf.evaluation.recommend.search import Recommendation
-from kv_hf.formats import IMPLEMENTATIONS
+from kv_hf.formats import IMPLEMENTATIONS, is_cache_name
 from kv_hf.recipe import MEASURED_OPTIONS
 from kv_hf.texts import BUNDLED, text_windows
 
@@ -101,7 +101,7 @@ def place(args: argparse.Namespace, budget: Budget) -> Path:
 def main() -> None:
     args = arguments()
     budgets = [
-        Budget.parse(item if item in IMPLEMENTATIONS or "=" in item else f"bits={item}")
+        Budget.parse(item if is_cache_name(item) or "=" in item else f"bits={item}")
         for item in args.budget
     ]
     options = numbers(args.option)

@@ -1,7 +1,7 @@
 """A pytest plugin: transformers' tests with paged caches wherever they, or generate(), make a DynamicCache.
 
 `scripts/transformers_suites.py` loads it with `-p suites_plugin`; $KV_HF_SUITE holds the settings as JSON:
-    cache: "dynamic" substitutes nothing (and does not import kv_hf), else a name of kv_hf.IMPLEMENTATIONS
+    cache: "dynamic" substitutes nothing (and does not import kv_hf), else one of kv_hf.cache_names()
     options: cache_config of the paged caches
     seq_length, new_tokens: longer prompts and answers for the model tests (0: as transformers has them)
     report: JSONL file that gets one line per test: outcome, message, caches made, pages sealed
@@ -35,14 +35,15 @@ NO_CONFIG = LlamaConfig(num_hidden_layers=2)
 def substitute() -> None:
     """Let DynamicCache(config) make paged caches, and generate() choose them where it would make a DynamicCache."""
     import kv_hf
+    from kv_hf.formats import cache_options
     from kv_hf.pages.pool import PagePool
 
     class SuiteCache(kv_hf.PagedCache):
         """A PagedCache that is made with DynamicCache's arguments."""
 
         def __init__(self, ddp_cache_data: Any = None, config: Any = None, **_: Any) -> None:
-            name = kv_hf.IMPLEMENTATIONS[SETTINGS["cache"]]
-            super().__init__(config or NO_CONFIG, keys=name, **SETTINGS["options"])
+            named = cache_options(SETTINGS["cache"])
+            super().__init__(config or NO_CONFIG, **{**named, **SETTINGS["options"]})
             counts["made"] += 1
 
     stock = False  # True while transformers shall make its own

@@ -390,14 +390,14 @@ def test_inductor_gives_the_eager_logits():
 def with_triton(name, kernel):
     """Compiled greedy tokens and the first layer's key codes; the CPU passes for a GPU (runs in the worker)."""
     from kv_hf.backends import registry
-    from kv_hf.cache import layer_formats, paged_cache
+    from kv_hf.cache import base, layer_formats
     from kv_hf.spec import ROWS
 
     before = graphs()  # of other tests in this worker
-    kept = registry.why_not, layer_formats.layout_for, paged_cache.layout_for
+    kept = registry.why_not, layer_formats.layout_for, base.layout_for
     if kernel == "triton":
         registry.why_not = lambda *_: None
-    layer_formats.layout_for = paged_cache.layout_for = lambda device: ROWS
+    layer_formats.layout_for = base.layout_for = lambda device: ROWS
     try:
         model = make_model("llama", num_hidden_layers=1)
         cache = preallocated(model, name, kernel=kernel)
@@ -412,7 +412,7 @@ def with_triton(name, kernel):
         store = cache.layers[0].store.base
         return out, store.pages.keys.fields["codes"], store.kernel.name, graphs() - before
     finally:
-        registry.why_not, layer_formats.layout_for, paged_cache.layout_for = kept
+        registry.why_not, layer_formats.layout_for, base.layout_for = kept
         torch._dynamo.reset()
 
 

@@ -84,12 +84,25 @@ def test_sources_name_pages_that_exist() -> None:
     assert named <= {page.name for page in PAGES}
 
 
+def test_pages_name_files_that_exist() -> None:
+    named = {
+        (page.name, name)
+        for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for name in re.findall(
+            r"`([\w./-]+/[\w.-]+\.(?:py|c|h|inc|js|yaml|html))`", page.read_text("utf-8")
+        )
+    }
+    bases = [ROOT, ROOT / "kv_hf"]
+    assert len(named) > 50
+    assert not [one for one in named if not any((base / one[1]).exists() for base in bases)]
+
+
 def test_glossary_names_what_the_code_has() -> None:
-    rows = re.findall(
-        r"^\|.*\| ([^|]*) \|$", (ROOT / "docs/glossary.md").read_text("utf-8"), re.MULTILINE
-    )
-    names = {name for cell in rows for name in re.findall(r"`(\w+)", cell)}
-    code = "\n".join(source.read_text("utf-8") for source in (ROOT / "kv_hf").rglob("*.py"))
-    modules = {source.stem for source in (ROOT / "kv_hf").rglob("*.py")}
+    text = (ROOT / "docs/glossary.md").read_text("utf-8")
+    cells = re.findall(r"^\|.*\| ([^|]*) \|$", text, re.MULTILINE)
+    names = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    sources = [path for folder in ("kv_hf", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    code = "\n".join(path.read_text("utf-8") for path in sources)
+    unknown = names - {path.stem for path in sources}
     assert names
-    assert not [name for name in names - modules if not re.search(rf"\b{name}\b", code)]
+    assert not [name for name in unknown if not re.search(rf"\b{name}\b", code)]

@@ -11,7 +11,6 @@ import torch
 import kv_hf
 from kv_hf import cli, doctor
 from kv_hf.backends.cpu import library
-from kv_hf.formats import FORMAT_NAMES
 
 CPU = torch.device("cpu")
 
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 def test_report_names_the_kernel_that_a_cache_then_takes():
     for report in doctor.report_formats(CPU, torch.float32, 16, 64):
         model = tiny_models.make_model("llama", num_hidden_layers=1)
-        cache = kv_hf.PagedCache(model.config, keys=report.format)
+        cache = kv_hf.PagedCache.from_implementation(model.config, f"paged_{report.format}")
         model(tiny_models.tokens(1, 5), past_key_values=cache)
         assert cache.layers[0].store.kernel.name == report.kernel
 
@@ -27,7 +26,7 @@ def test_report_names_the_kernel_that_a_cache_then_takes():
 def test_report_gives_a_reason_where_the_library_is_missing(monkeypatch):
     monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
     reports = doctor.report_formats(CPU, torch.bfloat16, 128, 64)
-    assert [report.format for report in reports] == list(FORMAT_NAMES)
+    assert [f"paged_{report.format}" for report in reports] == list(kv_hf.cache_names())
     for report in reports:
         assert report.kernel == "sdpa"
         assert dict(report.others)["c"] == "no compiler was there"
@@ -39,8 +38,8 @@ def test_report_gives_a_reason_where_the_library_is_missing(monkeypatch):
 def test_doctor_prints_every_format_and_the_reasons(capsys):
     assert cli.main(["doctor", "--device", "cpu", "--quick"]) == 0
     printed = capsys.readouterr().out
-    for name in FORMAT_NAMES:
-        assert f"paged_{name} " in printed
+    for name in kv_hf.cache_names():
+        assert f"{name} " in printed
     assert torch.__version__ in printed
     assert "triton" in printed.partition("Why not")[2]
 

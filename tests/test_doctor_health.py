@@ -307,7 +307,7 @@ def test_json_holds_everything(capsys):
     assert told["environment"]["torch"] == torch.__version__
     assert told["environment"]["kv_hf"] == kv_hf.__version__
     assert told["subject"]["page_size"] == 32 and told["subject"]["dtype"] == "bfloat16"
-    assert [one["format"] for one in told["formats"]] == list(kv_hf.formats.FORMAT_NAMES)
+    assert [f"paged_{one['format']}" for one in told["formats"]] == list(kv_hf.cache_names())
     assert len(told["seams"]) >= len(SEAMS)
     assert all({"name", "status", "detail"} == set(one) for one in told["seams"] + told["health"])
     assert told["self_test"] is None

@@ -16,7 +16,7 @@ from kv_hf.backends.reference import pairs
 from kv_hf.backends.sdpa import attention as sdpa
 from kv_hf.doctor import Subject, generation, self_test
 from kv_hf.doctor.self_test import run_self_test
-from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
+from kv_hf.formats import cache_names, format_names
 from kv_hf.notices import silenced
 
 CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ def test_every_format_and_kernel_is_tried_and_right(dtype):
     assert result.failed == []
     assert all(trial.status == "ok" for trial in result.trials)
     tried = {(trial.format, trial.kernel) for trial in result.trials if trial.what == "attend"}
-    names = [f"paged_{name}" for name in FORMAT_NAMES]
-    latents = [f"latents in {name}" for name in LATENT_FORMAT_NAMES]
+    names = cache_names()
+    latents = [f"latents in {name}" for name in format_names("latent")]
     kernels = {"c", "reference"} if HAS_C else {"reference"}
     assert tried == {*itertools.product(names, {*kernels, "sdpa"})} | {
         *itertools.product(latents, kernels)
@@ -90,7 +90,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, attend, says):
     monkeypatch.setattr(sdpa, "paged_attention", attend)
     failed = [trial for trial in run().failed if trial.what == "attend"]
     assert {(trial.format, trial.kernel) for trial in failed} == {
-        (f"paged_{name}", "sdpa") for name in FORMAT_NAMES
+        (name, "sdpa") for name in cache_names()
     }
     assert all(trial.detail.startswith(says) for trial in failed)
     for trial in failed:
@@ -109,7 +109,7 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
     assert cli.main([*arguments, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     wrong = [said for said in told["broken"] if "attend, sdpa: differs" in said]
-    assert not told["healthy"] and len(wrong) == len(FORMAT_NAMES)
+    assert not told["healthy"] and len(wrong) == len(cache_names())
     assert all(trial["bound"] is not None for trial in told["self_test"]["trials"][:5])
 
 
@@ -123,7 +123,7 @@ def test_other_bytes_of_a_seal_are_found(monkeypatch):
 
     monkeypatch.setattr(write, "seal_pair", wrong)
     failed = [trial for trial in run().failed if trial.what == "seal"]
-    assert len(failed) == len(FORMAT_NAMES) + len(LATENT_FORMAT_NAMES)
+    assert len(failed) == len(cache_names()) + len(format_names("latent"))
     assert all(trial.error == 1 and trial.kernel == "c" for trial in failed)
     assert failed[0].detail.startswith("1 of ") and failed[0].detail.endswith("the reference's")
 

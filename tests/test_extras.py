@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+import kv_hf
 from kv_hf import evaluation
 from kv_hf.extras import extra
 
@@ -96,3 +99,51 @@ def test_extra_leaves_faults_of_ours_as_they_are():
         import kv_hf.nowhere  # noqa: F401
     with pytest.raises(ValueError, match="no import"), extra("eval", "a report"):
         raise ValueError("no import")
+
+
+def test_the_wheel_carries_every_file_that_is_read():
+    """Templates, texts, presets: setuptools takes what pyproject.toml names, and nothing else."""
+    package = Path(kv_hf.__file__).parent
+    text = (package.parent / "pyproject.toml").read_text("utf-8")
+    settings = tomllib.loads(text)["tool"]["setuptools"]
+    assert settings["include-package-data"] is False
+    named = {
+        path for pattern in settings["package-data"]["kv_hf"] for path in package.glob(pattern)
+    }
+    compiled = package / "kernels" / "cpu"
+    read = {
+        path
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc") and compiled not in path.parents
+    }
+    assert len(read) > 60
+    assert read == {path for path in named if path.is_file()}
+
+
+@pytest.mark.slow
+def test_commands_work_from_what_the_wheel_carries(tmp_path):
+    """Built without the C kernel, and run where nothing of the checkout lies."""
+    checkout = Path(kv_hf.__file__).parent.parent
+    build = "import sys; sys.argv = ['setup.py', '-q', 'egg_info', '-e', {0!r}, 'build_py', '-d', {0!r}]; "
+    build = build.format(str(tmp_path)) + "from setuptools import setup; setup()"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build], check=True, cwd=checkout)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import kv_hf.evaluation
+from kv_hf.cli import main
+from kv_hf.texts import load_text
+assert kv_hf.__file__.startswith({str(tmp_path)!r})
+assert main(["memory", "llama-3.1-8b"]) == 0
+assert main(["explore", "--out", "page.html"]) == 0
+assert main(["lm-eval", "--include"]) == 0
+assert main(["doctor", "--no-self-test"]) == 0
+row = dict(kind="memory", model="m", cache="paged_int4")
+assert len(kv_hf.evaluation.write_report([row], __import__("pathlib").Path("report"))) == 1
+assert load_text()
+assert "measure" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr

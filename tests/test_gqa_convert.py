@@ -367,6 +367,23 @@ def test_convert_to_gqa_writes_a_card_under_the_front_matter_of_the_source(llama
     assert card.rstrip().endswith("# The original\n\nText --- and more.")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "---\nlicense: mit # ours\nversion: 1.10\n---\n",
+        "\n---\r\nlicense: mit\r\n---\r\n",
+        "---\nlicense: [\n---\n",
+    ],
+    ids=["spelling", "line ends", "no YAML"],
+)
+def test_front_matter_stays_as_it_is_spelt(head, llama, tmp_path):
+    (llama / "README.md").write_bytes(head.encode() + b"# The original\n")
+    kv_hf.convert_to_gqa(llama, tmp_path / "two", 2)
+    card = (tmp_path / "two" / "README.md").read_bytes().decode()
+    assert card.startswith(head.rstrip() + "\n\n# source, 4 to 2 kv heads\n")
+    assert card.count("license") == 1
+
+
 def test_convert_to_gqa_reports_progress_in_bytes(llama, tmp_path):
     seen = []
     report = kv_hf.convert_to_gqa(

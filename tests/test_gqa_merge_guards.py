@@ -315,7 +315,9 @@ def test_a_dry_run_reads_the_text(tmp_path):
 def test_a_dry_run_writes_nothing_and_tells_the_memory(calibration, tmp_path, monkeypatch):
     from kv_hf.gqa import calibration_text
 
-    monkeypatch.setattr(calibration_text, "sample", None)  # a dry run has the model write nothing
+    monkeypatch.setattr(
+        calibration_text, "sample_rows", None
+    )  # a dry run has the model write nothing
     with_tokenizer(tmp_path / "source")
     before = everything_under(tmp_path)
     report = kv_hf.convert_to_gqa(

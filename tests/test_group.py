@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 
 from kv_hf.errors import CacheMismatchError, InterruptedForwardError, PagePoolExhaustedError
+from kv_hf.pages.batch import Batch
 from kv_hf.pages.group import PageGroup
 from kv_hf.pages.tables import block_table
 from kv_hf.spec import sealed_pages
@@ -558,7 +559,7 @@ def test_check_integrity_finds_a_window_that_is_too_long():
     group.end_recording()  # the next append seals what is too much by then: nothing is wrong
     group.check_integrity()
     (row,) = group.rows
-    group.rows, group.seen = (replace(row, exact=5 + 2 * PAGE),), 5 + 2 * PAGE
+    group.batch, group.seen = Batch.of([replace(row, exact=5 + 2 * PAGE)]), 5 + 2 * PAGE
     with pytest.raises(ValueError, match=f"{5 + 2 * PAGE} exact tokens in {4 + 2 * PAGE} slots"):
         group.check_integrity()
 

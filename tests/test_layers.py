@@ -24,6 +24,7 @@ LAYERS = [
         "cache_names",
         "checks",
         "config",
+        "config_layers",
         "config_numbers",
         "field_names",
         "formats",
@@ -150,8 +151,9 @@ TOGETHER = {
     ("pages/storage.py", "take_over"),
     ("pages/offload_storage.py", "leave"),
 }
-# objects of transformers and numpy, which have no method for it
+# objects of transformers, numpy and ctypes, which have no method for it
 OF_OTHERS = {
+    ("pages/huge_pages.py", "_madvise"),
     ("bridge/handle.py", "numpy"),
     ("cache/compat.py", "forget_tokens"),
     ("cache/model_shape.py", "cross_config"),

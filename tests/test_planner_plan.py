@@ -17,7 +17,7 @@ from kv_hf.errors import (
     UnsupportedModelError,
 )
 from kv_hf.planner import choices
-from kv_hf.planner.choices import DEFAULT_CACHES, Choice
+from kv_hf.planner.choices import Choice, default_caches
 from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.fit import find_fit, largest, largest_context
 from kv_hf.planner.inventory import CachedLayer, Inventory, State
@@ -205,7 +205,7 @@ def test_default_caches_leave_out_with_a_reason_what_the_model_cannot_have():
     found = kv_hf.plan(model(states, model_type="mamba"), device_memory="1MiB", weights=0)
     assert [row.cache for row in found.rows] == ["dynamic", "static"]
     assert sum("no attention layer that pages could hold" in note for note in found.notes) == len(
-        DEFAULT_CACHES
+        default_caches()
     ) - len(found.rows)
     # states do not grow: no context is too long
     assert found.rows[0].fit.context is found.rows[0].fit.resident_tokens is None

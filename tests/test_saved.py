@@ -18,7 +18,9 @@ from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.cache import state, weights
+from kv_hf.cache.adapters import Adapters
 from kv_hf.cache.saved import container, files, identity, save
+from kv_hf.cache.static_cache import StaticPagedCache
 
 PAGE = 16
 FORMATS = ("exact", "fp8", "int8", "int4", "int2")
@@ -717,12 +719,112 @@ def test_cache_made_of_a_state_goes_on_bit_by_bit(family):
     model = make_sliding("gemma3", 24) if family == "gemma3" else shared_model(family)
     inputs = left_padded([70, 40])
     cache, text = filled(model, inputs, keys="int4", recent_tokens=5)
+    never_taken, _ = filled(model, inputs, keys="int4", recent_tokens=5)
     taken = kv_hf.PagedCache.from_state(model.config, cache.state())
     assert type(taken) is kv_hf.PagedCache and taken.options == cache.options
-    for layer, other in zip(taken.layers, cache.layers, strict=True):
-        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+    assert same_tokens(taken, cache)
     mask = inputs["attention_mask"]
-    check_equal(go_on(model, taken, text, mask), go_on(model, cache, text, mask))
+    expected = go_on(model, never_taken, text, mask)
+    check_equal(go_on(model, taken, text, mask), expected)
+    taken.update(
+        *torch.randn(2, 2, *taken.layers[0].keys.shape[1:2], 30, 16), 0
+    )  # of nobody's text
+    check_equal(go_on(model, cache, text, mask), expected)
+
+
+def test_cache_made_of_a_state_of_direct_calls_is_continued_by_generate():
+    model = shared_model("llama")
+    cache, text = kv_hf.PagedCache(model.config, page_size=PAGE), tokens(1, 40)
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+    taken = kv_hf.PagedCache.from_state(model.config, cache.state())
+    check_equal(go_on(model, taken, text, steps=3), go_on(model, cache, text, steps=3))
+
+
+def same_tokens(cache, other):
+    pairs = zip(cache.layers, other.layers, strict=True)
+    return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+
+
+@pytest.mark.parametrize("keys", ["exact", "int4"])
+def test_state_moves_between_growing_and_preallocated_caches(keys, tmp_path):
+    model, inputs = shared_model("llama"), left_padded([70, 40])
+    cache, text = filled(model, inputs, keys=keys)
+    fixed = kv_hf.PagedCache.from_state(model.config, cache.state(), max_length=160)
+    assert type(fixed) is StaticPagedCache
+    fixed.check_integrity()
+    assert same_tokens(fixed, cache)
+    smaller = kv_hf.PagedCache.from_state(model.config, fixed.state(), max_length=130)
+    fixed.save(tmp_path / "cache", model)
+    loaded = kv_hf.PagedCache.load(tmp_path / "cache", model)
+    room = kv_hf.PagedCache.load(tmp_path / "cache", model, max_length=150)
+    assert type(loaded) is kv_hf.PagedCache and type(room) is StaticPagedCache
+    mask = inputs["attention_mask"]
+    expected = go_on(model, filled(model, inputs, keys=keys)[0], text, mask)
+    for one in (loaded, fixed, smaller, room):
+        assert torch.equal(go_on(model, one, text, mask)[0], expected[0])
+        one.check_integrity()
+    assert same_tokens(fixed, loaded)
+
+
+def test_preallocated_cache_notes_by_which_adapters_it_was_filled(tmp_path, monkeypatch):
+    model, other = shared_model("llama"), Adapters(virtual="8 virtual tokens")
+    cache, _ = filled(model, left_padded([40]), max_length=96)
+    assert len(cache.computed_by) == 1
+    monkeypatch.setattr(save, "adapters_of", lambda model: other)
+    with pytest.raises(kv_hf.CacheMismatchError, match="the model to save it for has"):
+        cache.save(tmp_path / "cache", model)
+    cache.reset()
+    assert not cache.computed_by
+    with pytest.raises(kv_hf.CacheOptionError, match="max_length must be"):
+        kv_hf.PagedCache.load(tmp_path / "cache", model, max_length=0)
+
+
+def test_preallocated_cache_of_rows_that_share_pages_holds_each_its_own():
+    model = shared_model("llama")
+    cache, text = filled(model, left_padded([60]), keys="int8")
+    cache.batch_repeat_interleave(3)
+    fixed = kv_hf.PagedCache.from_state(model.config, cache.state(), max_length=128)
+    assert fixed.table.num_pages.tolist() == [4, 4, 4] and cache.group.pool.num_held == 4
+    assert same_tokens(fixed, cache)
+    texts = torch.cat([text.repeat(3, 1), tokens(3, 1)], -1)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    wanted = model.generate(texts, past_key_values=cache, **options)
+    assert torch.equal(model.generate(texts, past_key_values=fixed, **options), wanted)
+
+
+def test_preallocated_cache_takes_no_state_that_does_not_fit():
+    model = shared_model("llama")
+    cache, _ = filled(model, left_padded([60, 20]))
+    take, held = kv_hf.PagedCache.from_state, cache.state()
+    with pytest.raises(kv_hf.CacheMismatchError, match="max_length=50 is less than the 68 columns"):
+        take(model.config, held, max_length=50)
+    with pytest.raises(kv_hf.CacheMismatchError, match=r"layers \[0\] alone"):
+        take(
+            model.config, replace(held, layers=held.layers[:1], tensors=Unchecked()), max_length=99
+        )
+    (group,) = held.groups
+    dropped = (replace(group.rows[0], dropped=1), *group.rows[1:])
+    with pytest.raises(kv_hf.CacheMismatchError, match="row 0 of this state holds"):
+        take(model.config, replace(held, groups=(replace(group, rows=dropped),)), max_length=99)
+    recent, _ = filled(model, left_padded([60, 20]), recent_tokens=40)
+    with pytest.raises(
+        kv_hf.CacheOptionError, match="recent_tokens=40 does not go with max_length"
+    ):
+        take(model.config, recent.state(), max_length=99)
+    drafted = kv_hf.PagedCache(model.config, page_size=PAGE)
+    drafted.activate_past_recording()
+    with torch.no_grad():
+        model(tokens(1, 60), past_key_values=drafted)
+    with pytest.raises(kv_hf.CacheMismatchError, match="has 28 exact tokens"):
+        take(model.config, drafted.state(), max_length=99)
+
+
+class Unchecked:
+    """Tensors of a state that fit any pages."""
+
+    def check(self, pages):
+        pass
 
 
 def test_state_is_of_one_moment_and_of_one_model():

@@ -162,14 +162,14 @@ def test_seal_skips_jobs_without_a_page(name):
     expected = [{n: t.clone() for n, t in given.items()} for given in both]
     damaged = torch.zeros((), dtype=torch.uint8)
     load(name).seal_pair((run, run), jobs, tuple(both), store.spec, damaged, {})
-    for side, given, wanted in zip(sides, both, expected, strict=True):
+    for side, pages, wanted in zip(sides, both, expected, strict=True):
         reference.seal_pages(run, jobs[1:2], wanted, side.spec)
         for field, tensor in wanted.items():
-            assert torch.equal(given[field].view(torch.uint8), tensor.view(torch.uint8))
+            assert torch.equal(pages[field].view(torch.uint8), tensor.view(torch.uint8))
             assert not torch.equal(tensor[3], torch.ones_like(tensor[3]))
     load(name).seal_pair((run, run), jobs[:1], tuple(both), store.spec, damaged, {})
-    for given, wanted in zip(both, expected, strict=True):
-        assert all(torch.equal(given[n], t) for n, t in wanted.items())
+    for pages, wanted in zip(both, expected, strict=True):
+        assert all(torch.equal(pages[n], t) for n, t in wanted.items())
 
 
 # -- storage -------------------------------------------------------------------------------------------------------
@@ -398,8 +398,33 @@ def test_generate_fills_the_cache_to_the_last_column():
         assert torch.equal(got, wanted)
 
 
-def test_preallocated_cache_is_not_saved(tmp_path):
+def test_empty_preallocated_cache_is_not_saved(tmp_path):
     model = shared_model("llama")
     cache = kv_hf.PagedCache(model.config, max_length=64)
-    with pytest.raises(kv_hf.CacheOptionError, match="max_length cannot be saved"):
+    with pytest.raises(kv_hf.CacheMismatchError, match="empty"):
         cache.save(tmp_path / "cache.safetensors", model)
+
+
+def test_public_class_makes_the_sibling_that_its_options_ask_for():
+    config = make_config("llama")
+    grows, fixed = kv_hf.PagedCache(config), kv_hf.PagedCache(config, max_length=64)
+    named = kv_hf.PagedCache.from_implementation(config, "paged_int4", {"max_length": 64})
+    assert (type(grows), type(fixed), type(named)) == (
+        kv_hf.PagedCache,
+        StaticPagedCache,
+        StaticPagedCache,
+    )
+    assert not isinstance(fixed, type(grows).__mro__[1])  # siblings: neither is made of the other
+    for cache in (grows, fixed, named, kv_hf.CrossCache(config)):
+        assert isinstance(cache, kv_hf.PagedCache) and isinstance(cache, DynamicCache)
+    assert not isinstance(DynamicCache(config=config), kv_hf.PagedCache)
+
+
+def test_subclass_of_the_public_class_grows():
+    class Own(kv_hf.PagedCache):
+        pass
+
+    config = make_config("llama")
+    assert type(Own(config)) is type(Own.from_implementation(config, "paged_int4")) is Own
+    with pytest.raises(kv_hf.CacheOptionError, match="Own grows"):
+        Own(config, max_length=64)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kv_hf
 from kv_hf.errors import ConversionError, KVCacheError
-from kv_hf.gqa.uptrain import progress
+from kv_hf.gqa.uptrain import progress, sampling
 from kv_hf.gqa.uptrain.losses import distillation_loss, kl_and_entropy
 from kv_hf.gqa.uptrain.windows import WindowOrder, held_out, packed
 
@@ -233,6 +233,16 @@ def test_samples_of_the_teacher_are_kept_and_used_again(folders, tmp_path, monke
     assert kept and calls[-1] == (500, 500)
     second = run(folders, tmp_path / "b", settings, **options)
     assert bytes_of(tmp_path / "home") == kept and first.losses == second.losses
+
+
+def test_samples_do_not_depend_on_how_the_teacher_generates_for_users(folders):
+    """A repetition penalty of generation_config.json weighed the samples: transformers adds what the caller leaves open."""
+    teacher = AutoModelForCausalLM.from_pretrained(folders[1]).eval()
+    plain = sampling.sample_block(teacher, make_tokenizer(), 16, 5)
+    teacher.generation_config.repetition_penalty = 5.0
+    own = teacher.generation_config
+    assert sampling.sample_block(teacher, make_tokenizer(), 16, 5) == plain
+    assert teacher.generation_config is own
 
 
 # -- going on ----------------------------------------------------------------------------------------------
@@ -447,6 +457,13 @@ def test_bad_arguments_fail_before_anything_is_written(folders, tmp_path):
         ),
         (folders, out, {"data": [["w1 w2"]]}, "shorter than one window of 16 tokens"),
         (folders, out, {"data": [[text(20)]], "held": None}, "one window of 16 tokens"),
+        # the cases before have made accelerate's state, which is one for the process
+        (
+            folders,
+            out,
+            {"settings": replace(SHORT, dtype="bfloat16")},
+            "dtype 'bfloat16' needs a process of its own",
+        ),
     ]
     for pair, target, options, message in cases:
         with pytest.raises(KVCacheError, match=message):

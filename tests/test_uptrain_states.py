@@ -44,17 +44,19 @@ def stop_at(step):
     return stop
 
 
-# -- dropout -----------------------------------------------------------------------------------------------
+# -- dropout, experts --------------------------------------------------------------------------------------
 
-DROPOUT = {
+FAMILIES = {
     "llama": {"attention_dropout": 0.5, "vocab_size": 97, "max_position_embeddings": 64},
     "gpt2": {"vocab_size": 97, "n_positions": 64},  # 0.1 in three places, as GPT-2 itself
+    # its experts are one tensor in the class and many on disk: states in the names of checkpoints would lose them
+    "mixtral": {"vocab_size": 97, "max_position_embeddings": 64},
 }
 
 
-@pytest.mark.parametrize("family", DROPOUT)
-def test_models_with_dropout_repeat_and_go_on_bit_for_bit(family, tmp_path):
-    teacher = tiny_mha.save(tiny_mha.make(family, **DROPOUT[family]), tmp_path / "teacher")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_repeat_and_go_on_bit_for_bit(family, tmp_path):
+    teacher = tiny_mha.save(tiny_mha.make(family, **FAMILIES[family]), tmp_path / "teacher")
     make_tokenizer().save_pretrained(teacher)
     # a student that is its teacher: whatever makes it differ is noise
     pair, settings = (teacher, teacher), replace(SHORT, steps=4, evaluations=0)

@@ -67,11 +67,11 @@ class Tokens:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """What is added to the codes."""
+        """Return what is added to the codes: [.., tokens, head_dim]."""
         return self.numbers - self.codes
 
     def sizes(self, apart: bool) -> torch.Tensor:
-        """Return how large the terms are that a kernel sums: |code * scale| + |offset|, or their sum's size."""
+        """Return the size of the terms that a kernel sums, [.., tokens, head_dim]: |code * scale| + |offset|, or of their sum."""
         return self.codes.abs() + self.offsets.abs() if apart else self.numbers.abs()
 
     def double(self, head: int) -> "Tokens":

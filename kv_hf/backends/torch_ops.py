@@ -47,7 +47,9 @@ def traceable(backend: Backend, spec: str) -> Backend:
 def spec_name(spec: PageSpec) -> str:
     """Return the name under which operators know `spec`; to be asked before a forward is traced."""
     name = repr(spec)
-    _specs.setdefault(name, spec)
+    # not setdefault: another format may have been registered under the name of one that is gone
+    if _specs.get(name) != spec:
+        _specs[name] = spec
     return name
 
 

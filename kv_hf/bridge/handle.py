@@ -69,7 +69,7 @@ class KVView:
 
 
 class LayerView(KVView):
-    """What a layer holds now; nothing is gathered before somebody computes with it."""
+    """The keys or values that a layer holds now; nothing is gathered before some code computes with them."""
 
     def __init__(self, layer: Any) -> None:
         self.kernel = layer.store.kernel
@@ -130,7 +130,7 @@ class KVHandle(torch.Tensor):
         return first, second
 
     def dense(self) -> torch.Tensor:
-        """Return the dense tensor behind this handle."""
+        """Return the dense tensor behind this handle: [rows, num_kv_heads, seen, head_dim]."""
         return self.view_of_pages.dense(self.side)
 
     @classmethod
@@ -193,7 +193,7 @@ class KVPart(torch.Tensor):
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the ordinary tensor of a view of a handle, anything else as it is."""
+    """Return the ordinary tensor [any shape] of a view of a handle, anything else as it is."""
     return tensor.plain if isinstance(tensor, KVPart) else tensor
 
 
@@ -243,7 +243,7 @@ def warn_gradients() -> None:
 
 
 def check_unchanged(side: str, held: torch.Tensor | None, value: Any) -> None:
-    """Accept what is `held` already (code that copies a cache writes clones back), refuse anything else."""
+    """Accept the `held` tensor [rows, num_kv_heads, seen, head_dim] (code that copies a cache writes clones back), refuse all else."""
     if (
         held is not None
         and isinstance(value, torch.Tensor)
@@ -257,7 +257,7 @@ def check_unchanged(side: str, held: torch.Tensor | None, value: Any) -> None:
 
 
 def view_behind(keys: torch.Tensor, values: torch.Tensor) -> KVView | None:
-    """Return the view that both tensors are handles of, or None when they are ordinary tensors."""
+    """Return the view that keys and values [rows, num_kv_heads, seen, head_dim] are handles of, None for ordinary tensors."""
     if not (isinstance(keys, KVHandle) and isinstance(values, KVHandle)):
         return None
     same = keys.view_of_pages is values.view_of_pages

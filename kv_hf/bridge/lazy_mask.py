@@ -1,4 +1,4 @@
-"""A mask that nobody may need: kernels hide by themselves what it would hide, other code gets it when it asks."""
+"""A causal mask built only on demand. The kernels apply causality themselves, so most steps never build it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,11 +61,11 @@ class LazyMask(torch.Tensor):
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written to the mask, or may have."""
+        """Return whether some code has written to the mask, or may have."""
         return (self if self.whole is None else self.whole)._own is not None
 
     def dense(self) -> torch.Tensor:
-        """Return the mask as it is now, the same tensor each time: the layers of a forward ask one after the other."""
+        """Return the mask as it is now, [batch, 1, q_len, kv_len], the same tensor for all layers of a forward."""
         if self.whole is not None:
             if self._made is None or self._own is not self.whole._own:
                 self._own = self.whole._own
@@ -81,7 +81,7 @@ class LazyMask(torch.Tensor):
         return self._made
 
     def writable(self) -> torch.Tensor:
-        """Return the mask as a tensor of its own that may be written to; it counts as changed then."""
+        """Return the mask [batch, 1, q_len, kv_len] as a tensor of its own that may be written to; it counts as changed then."""
         (self if self.whole is None else self.whole)._change()
         return self.dense()
 
@@ -135,7 +135,7 @@ class LazyMask(torch.Tensor):
 
 
 def unless_changed(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the mask itself where attention has to read it because a model has written to it, else `mask` as it is."""
+    """Return the dense mask [batch, 1, q_len, kv_len] if a model has written to it and attention must read it, else `mask` as it is."""
     return mask.dense() if isinstance(mask, LazyMask) and mask.changed else mask
 
 

@@ -38,18 +38,19 @@ class MaskLength(int):
 
     @property
     def preallocated(self) -> bool:
-        """Whether the cache is of the preallocated form."""
+        """Return whether the cache is of the preallocated form."""
         return not any(isinstance(group, PageGroup) for group in self.groups)
 
     @property
     def padded(self) -> bool:
-        """Whether some row is known to begin with padding."""
+        """Return whether some row is known to begin with padding."""
         return any(bool(group.batch.padding.any()) for group in self.groups)
 
     def observe(self, attention_mask: torch.Tensor | None, single: bool = False) -> None:
         """Tell the groups which columns are left padding; None: there is no padding.
 
         Args:
+            attention_mask: [rows, columns], 0 in columns of padding; masks of four dimensions tell the groups nothing.
             single: the forward is of one token.
         Raises: CacheMismatchError where the mask shows columns that were left out as padding before.
         """

@@ -1,4 +1,4 @@
-"""Whether the masks of single-token steps say what the cache knows, found out without waiting for the device."""
+"""The comparison of single-token masks with the cache's padding, without waiting for the device."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ class MaskWatch:
         self._padding: tuple[bytes, torch.Tensor] | None = None
 
     def later(self, mask: torch.Tensor, single: bool) -> bool:
-        """Say whether the mask of a forward of one token (`single`) is compared later."""
+        """Say whether the mask [rows, columns] of a forward of one token (`single`) is compared later."""
         return single and self._trusted and not moved.is_host(mask.device)
 
     def hides_padding_only(self, mask: torch.Tensor, padding: Numbers, single: bool) -> bool:
@@ -58,7 +58,7 @@ class MaskWatch:
         return True
 
     def ask(self, right: torch.Tensor, message: str) -> None:
-        """Look at `right` (bool scalar on a device) in a later forward; where it is False then, raise with `message`."""
+        """Look at `right` ([], bool, on a device) in a later forward; raise with `message` if it is False then."""
         self._asked.append((Awaited(right), message))
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""What an operator's schema says: which of its arguments it writes to, and whether it returns views of them."""
+"""Facts from an operator's schema: the arguments that it writes to, and whether it returns views of them."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence

@@ -25,7 +25,7 @@ LATE = (
 
 
 def vouch(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a mask that was made of a 2D mask that was compared already; it is not compared again while it stays as it is."""
+    """Return a mask [batch, 1, q_len, kv_len] made of a 2D mask that was compared already; it is not compared again unless changed."""
     if mask is not None and not torch.compiler.is_compiling():
         vars(mask)["kv_hf_vouched"] = _version(mask)
     return mask

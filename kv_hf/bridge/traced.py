@@ -1,4 +1,4 @@
-"""How a layer tells the attention function, while torch.compile traces a forward, what it shall read.
+"""The way from a layer's pages to the attention function while torch.compile traces a forward.
 
 A lazy handle cannot be traced. A traced layer returns a pair of hollow tensors instead (the right shape, nan
 everywhere, no memory) and leaves its pages here; the attention function, which is called next, takes them if it is
@@ -36,7 +36,7 @@ _waiting = _Waiting()
 
 
 def hand_over(view: TracedView) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave `view` for the attention function; return the pair that stands for it."""
+    """Leave `view` for the attention function; return the pair [rows, num_kv_heads, columns, head_dim] that stands for it."""
     _waiting.view = view
     return view.keys, view.values
 
@@ -47,7 +47,7 @@ def forget() -> None:
 
 
 def taken(keys: torch.Tensor, values: torch.Tensor) -> TracedView | None:
-    """Return the view that was left, or None when no traced layer left one.
+    """Return the view that was left with this pair [rows, num_kv_heads, columns, head_dim], or None when no traced layer left one.
 
     Raises: UnsupportedModelError when the pair given is made of the one that stands for it.
     """

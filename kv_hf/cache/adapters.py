@@ -1,4 +1,4 @@
-"""Which adapters take part in a model's forwards, and with what settings. Reads peft's layers without importing peft.
+"""The adapters that take part in a model's forwards, with their settings. Reads peft's layers without importing peft.
 
 peft's tuner layers say it themselves: their class lists under `adapter_layer_names` the containers of an adapter's
 tensors and under `other_param_names` those of its settings, each of them keyed by the adapter's name.
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Adapters:
-    """What adapters do in a model at one moment.
+    """The state of a model's adapters at one moment.
 
     Attributes:
         active: names of the adapters that forwards add, sorted; without those that are merged or disabled.

@@ -1,4 +1,4 @@
-"""What a layer holds while the layers in front of it are one forward ahead: a model may read it before it updates it."""
+"""A layer's contents while the layers in front of it are one forward ahead: a model may read them before it updates them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are paged, in which groups, and where their pages live."""
+"""The paged layers of a model, their groups, and the storage of their pages."""
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any

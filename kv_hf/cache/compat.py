@@ -1,4 +1,4 @@
-"""What differs between the transformers versions that the cache supports, each with where it was read."""
+"""Differences between the transformers versions that the cache supports, each with the place where it was read."""
 
 from typing import Any
 

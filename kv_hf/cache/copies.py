@@ -2,18 +2,16 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from ..errors import CacheMismatchError, InterruptedForwardError, UnsupportedModelError
 from ..pages.group import PageGroup
 from ..pages.group_state import held_pages
-from ..printable import short
 from .base import CacheBase
 from .layer import PagedLayer
 from .report import tensor_bytes
-from .state import CacheState, LayerPages, LayerState, LiveTensors, in_rows, portable
+from .state import CacheState, LayerPages, LayerState, LiveTensors, portable
 
 
 def release_pages(layers: Sequence[Any]) -> None:
@@ -23,7 +21,7 @@ def release_pages(layers: Sequence[Any]) -> None:
 
 
 class Copyable(CacheBase):
-    """What copies of a growing cache share, and the checks that every change of it was finished."""
+    """Copies of a growing cache, the pages that they share, and the checks that every change was finished."""
 
     _releases = False
     groups: tuple[PageGroup, ...]
@@ -63,7 +61,6 @@ class Copyable(CacheBase):
             UnsupportedModelError where layers hold more than pages and exact tokens.
         """
         self._check_complete()
-        numbers = {id(group): number for number, group in enumerate(self.groups)}
         held = {layer.layer_idx: layer for layer in self.paged_layers}
         pages = {id(group): held_pages(group.rows) for group in self.groups}
         return CacheState(
@@ -71,7 +68,9 @@ class Copyable(CacheBase):
             self.model_signature,
             tuple(group.state() for group in self.groups),
             tuple(
-                LayerState.of(index, layer.store.spec, numbers[id(layer.group)], layer.store.device)
+                LayerState.of(
+                    index, layer.store.spec, self._group_number(layer), layer.store.device
+                )
                 for index, layer in held.items()
                 if layer.store is not None
             ),
@@ -106,31 +105,7 @@ class Copyable(CacheBase):
                 "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
             )
 
-    @classmethod
-    def from_state(cls, config: Any, state: CacheState, kernel: str | None = None) -> Self:
-        """Build a cache of the same model that goes on, bit by bit, as the one would have that gave `state`.
-
-        Args:
-            config: the model's config.
-            kernel: as in CacheConfig, in place of the state's.
-        Raises: CacheMismatchError, or another ValueError, where the state does not fit the model or itself: before pages or
-            windows are allocated.
-        """
-        asked = state.options if kernel is None else replace(state.options, kernel=kernel)
-        cache = cls.from_options(config, asked)
-        cache._take_over(state)
-        return cache
-
-    def _take_over(self, state: CacheState) -> None:
-        self.check_signature(state.signature)
-        windows = [group.window for group in self.groups]
-        claimed = [group.window for group in state.groups]
-        if windows != claimed:
-            raise CacheMismatchError(
-                f"its groups have the windows {short(claimed)}, this model's {windows}"
-            )
-        pages = self._pages_of(state)
-        state.tensors.check(pages)
+    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
         for number, (group, theirs) in enumerate(zip(self.groups, state.groups, strict=True)):
             for index, row in enumerate(theirs.rows):
                 if (row.pages or row.dropped) and row.exact < group.sink_tokens:
@@ -142,33 +117,9 @@ class Copyable(CacheBase):
             num_pages = state.groups[pages[one.layer].group].num_pages
             layer.resume(one, state.tensors, num_pages)
         self.check_integrity()
-        self.computed_by, self.from_file = state.computed_by, True
 
-    def _pages_of(self, state: CacheState) -> dict[int, LayerPages]:
-        """Return what the pages of the state's layers are like here. Raises CacheMismatchError for other layers."""
-        numbers = {id(group): number for number, group in enumerate(self.groups)}
-        found = {}
-        for one in state.layers:
-            layer = self.layers[one.layer] if one.layer < len(self.layers) else None
-            if not isinstance(layer, PagedLayer):
-                raise CacheMismatchError(
-                    f"it holds layer {one.layer}, which is no paged layer of this model"
-                )
-            if not one.value_dim and layer.formats.latent is None:
-                raise CacheMismatchError(f"it holds layer {one.layer} with values of no channels")
-            spec = layer.formats.spec(
-                num_kv_heads=one.num_kv_heads,
-                key_dim=one.key_dim,
-                value_dim=one.value_dim,
-                dtype=one.key_dtype,
-                value_dtype=one.value_dtype,
-            )
-            found[one.layer] = LayerPages(in_rows(spec), numbers[id(layer.group)])
-        held = {one.group for one in found.values()}
-        empty = [group.window for i, group in enumerate(self.groups) if i not in held]
-        if empty:
-            raise CacheMismatchError(f"it holds no layer of the groups with windows {empty}")
-        return found
+    def _group_number(self, layer: Any) -> int:
+        return next(number for number, group in enumerate(self.groups) if group is layer.group)
 
     def release_when_gone(self) -> None:
         """See to it that pages are freed with this cache although others share their storage."""

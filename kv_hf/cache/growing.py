@@ -128,7 +128,7 @@ class GrowingCache(SharingCache):
         self._select_rows(beam_idx.tolist(), "reorder_cache")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` (numbers or a bool mask)."""
+        """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
         if not self.group.rows:
             return
         self.check_steps()

@@ -31,7 +31,7 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
 
     @property
     def kind(self) -> str:
-        """What the layer holds, for reports."""
+        """Return the kind of the layer, for reports."""
         return super().kind + ", linear-attention state beside them"
 
     @property
@@ -41,7 +41,7 @@ class HybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ig
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether a crop leaves no trace: a recurrent state cannot be rolled back."""
+        """Return whether a crop leaves no trace: a recurrent state cannot be rolled back."""
         return bool(LinearAttentionCacheLayerMixin.is_croppable.fget(self))  # type: ignore[attr-defined]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

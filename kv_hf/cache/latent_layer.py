@@ -37,7 +37,7 @@ class LatentLayer(PagedLayer):
         super().__init__(layer_idx, *args)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Learn shapes, dtype and device; see what the model caches.
+        """Learn shapes, dtype and device, and whether the model caches latents [rows, 1, q_len, rank] or the keys of its heads.
 
         Raises: CacheOptionError where options about latents were given and there are none.
         """
@@ -52,7 +52,7 @@ class LatentLayer(PagedLayer):
 
     @property
     def kind(self) -> str:
-        """What the layer's pages hold, for reports."""
+        """Return the kind of the pages, for reports."""
         latent = self._caches_latents if self.spec is None else self.spec.is_latent
         return "paged latents" if latent else "paged"
 
@@ -81,14 +81,14 @@ class IndexedLatentLayer(LatentLayer, HandleLayer):
 
     @property
     def kind(self) -> str:
-        """What the layer holds, for reports."""
+        """Return the kind of the layer, for reports."""
         if not self.has_latents:
             return "indexer keys, latents of another layer"
         return super().kind + (", indexer keys beside them" if self.has_index else "")
 
     @property
     def is_indexer_initialized(self) -> bool:
-        """Whether indexer keys are held."""
+        """Return whether the layer holds indexer keys."""
         return self._index is not None
 
     @property

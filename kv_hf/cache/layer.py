@@ -75,7 +75,7 @@ class PagedLayer(DynamicLayer):
     # -- transformers' interface -------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Learn shapes, dtype and device from the first keys and values, and check the formats on them."""
+        """Learn shapes, dtype and device from the first keys and values [rows, num_kv_heads, q_len, head_dim]; check the formats on them."""
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
         pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
@@ -165,7 +165,7 @@ class PagedLayer(DynamicLayer):
         self.select_rows([row for row in range(self.rows_held) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` (numbers or a bool mask)."""
+        """Keep the rows `indices` (numbers [n] or a bool mask [rows])."""
         self.select_rows(chosen_rows(indices, self.rows_held))
 
     def activate_past_recording(self) -> None:
@@ -212,7 +212,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def kind(self) -> str:
-        """What the pages hold, for reports."""
+        """Return the kind of the pages, for reports."""
         return "paged"
 
     @property
@@ -292,7 +292,7 @@ class PagedLayer(DynamicLayer):
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether this layer has taken part in all steps of its group."""
+        """Return whether this layer has taken part in all steps of its group."""
         return self._epoch == self.group.epoch and not self.group.lockstep.opening
 
     def current_kv(self) -> PagedKV:

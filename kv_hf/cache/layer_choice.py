@@ -1,4 +1,4 @@
-"""Which layers of a model live in pages, and in which formats: decided by names, before any tensor."""
+"""The choice of the layers that live in pages, and of their formats: decided by names, before any tensor."""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any

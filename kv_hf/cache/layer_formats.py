@@ -1,4 +1,4 @@
-"""How one layer's tokens are stored: the formats of its keys and values, or of its latents and RoPE keys."""
+"""The formats of one layer: of its keys and values, or of its latents and RoPE keys."""
 
 from dataclasses import dataclass
 from typing import Any

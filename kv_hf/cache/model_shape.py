@@ -1,4 +1,4 @@
-"""What a model's config says about its cache, before any key is seen."""
+"""Facts about a model's cache from its config, before any key is seen."""
 
 import copy
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Which function of the tokens a model's keys and values are right now: adapters, hooks, autocast and weights."""
+"""Everything besides tokens that decides a model's keys and values now: adapters, hooks, autocast and weights."""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .weights import fingerprint, weights_of
 
 @dataclass(frozen=True)
 class ModelState:
-    """What besides tokens decides a model's keys and values, within this process.
+    """Everything besides tokens that decides a model's keys and values, within this process.
 
     Attributes:
         space: hexadecimal digest of adapters, hooks, autocast and dropout: what is switched to and fro.

@@ -1,4 +1,4 @@
-"""What a cache does ahead of a forward when its pages may live outside of the device."""
+"""Preparations for a forward if the cache's pages may live outside of the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def make_room(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Make room, for all layers, for the pages that an append of `keys` and `values` will seal.
+    """Make room, for all layers, for the pages that an append of keys and values [rows, heads, q_len, head_dim] will seal.
 
     Layers that have not seen keys yet are taken to have heads like these.
     Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.

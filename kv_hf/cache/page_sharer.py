@@ -1,4 +1,4 @@
-"""What a prefix store needs of a cache: its rows, their pages, and the exact tokens in front of these."""
+"""The parts of a cache that a prefix store needs: its rows, their pages, and the exact tokens in front of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class HeldRow:
 
 
 class PageSharer(Protocol):
-    """What a store needs of a cache; sharing.py implements it."""
+    """The methods that a store needs of a cache; sharing.py implements them."""
 
     @property
     def prefix_store(self) -> Any:

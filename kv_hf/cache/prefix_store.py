@@ -33,10 +33,10 @@ _FORMAT = (
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """What a store has done and holds.
+    """The counts and holdings of a store.
 
     Attributes:
-        rows, rows_hit: prompts asked for, and those of which at least a page was there.
+        rows, rows_hit: prompts asked for, and prompts of which at least one page was found in the store.
         tokens, tokens_computed: tokens of those prompts, and tokens that went through the model for them.
         pages, bytes: what the store holds now, shared pages once.
         evictions: pages given up because the store was full.

@@ -1,4 +1,4 @@
-"""What a cache tells about itself: the bytes that it holds, and how each layer is kept."""
+"""A cache's report about itself: the bytes that it holds, and the form of each layer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .layer import PagedLayer
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How one layer of the model is cached: its formats, or why transformers' own layer was kept.
+    """The cache of one layer of the model: its formats, or the reason why transformers' own layer was kept.
 
     Attributes:
         layer_idx: position in the model.

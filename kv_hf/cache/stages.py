@@ -1,4 +1,4 @@
-"""Which layer answers for one that this process does not run. Knows no tensors."""
+"""The layer that answers for a layer of another process (pipeline parallelism). Knows no tensors."""
 
 from collections.abc import Sequence
 from typing import Any

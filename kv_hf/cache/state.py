@@ -1,4 +1,4 @@
-"""What a cache holds, apart from where it holds it: what one cache gives and another one, or a file, takes.
+"""The contents of a cache apart from their place: one cache gives this state, another cache or a file takes it.
 
 Knows neither files nor caches. Pages are handed over some at a time, in layout "rows", so that nothing is held twice.
 """
@@ -18,8 +18,17 @@ from ..spec import ROWS, PageSpec, SideSpec
 from .adapters import Adapters
 
 PIECE = 4 << 20  # bytes of pages that are handed over at once
-# options that say where pages lie and with whom they are shared, which is a matter of one process; and where the others came from
-PLACEMENT = ("prefix_store", "offload", "device_bytes", "device_pages", "offload_dir", "recipe")
+# options that say where pages lie, how many there is room for and who shares them, which is a matter of one process; and where the
+# others came from
+PLACEMENT = (
+    "prefix_store",
+    "offload",
+    "device_bytes",
+    "device_pages",
+    "offload_dir",
+    "max_length",
+    "recipe",
+)
 
 
 class StateTensors(Protocol):
@@ -40,7 +49,7 @@ class StateTensors(Protocol):
 
 @dataclass(frozen=True)
 class LayerPages:
-    """What the pages of a layer are like, in layout ROWS, and the place of its group in `CacheState.groups`."""
+    """The form of a layer's pages, in layout ROWS, and the place of its group in `CacheState.groups`."""
 
     spec: PageSpec
     group: int

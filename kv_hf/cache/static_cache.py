@@ -1,7 +1,8 @@
 """The preallocated paged cache: `max_length` columns per row, made at the first forward."""
 
 import copy
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
@@ -9,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from ..backends.registry import choose
 from ..bridge.mask_length import MaskLength, check_padding_mask
 from ..config import CacheConfig
-from ..errors import CacheOptionError, UnsupportedModelError
+from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..pages import moved
 from ..pages.arena import PageArena
@@ -19,7 +20,7 @@ from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
 from .model_shape import latent_rank, page_sizes
 from .report import LayerReport
-from .state import CacheState
+from .state import CacheState, LayerPages, LayerState, LiveTensors, portable
 from .static_layer import StaticPagedLayer, refused
 from .static_store import check_static_kernel
 
@@ -78,13 +79,43 @@ class StaticPagedCache(CacheBase):
             layer.crop(tokens_to_remove)
 
     def state(self) -> CacheState:
-        """Raise CacheOptionError: saved caches grow."""
-        raise refused("be saved")
+        """Return what this cache holds, for a file or another cache; waits for the device.
 
-    @classmethod
-    def from_state(cls, config: Any, state: CacheState, kernel: str | None = None) -> Self:
-        """Raise CacheOptionError: saved caches grow."""
-        raise refused("be loaded")
+        Raises: CacheMismatchError for an empty cache, InterruptedForwardError after a forward that stopped half-way.
+        """
+        table, layers = self.table, {layer.layer_idx: layer for layer in self.paged_layers}
+        if not table.started:
+            raise CacheMismatchError("this cache is empty: there is nothing to save")
+        self.check_integrity()
+        ids = [
+            page
+            for row, held in enumerate(table.num_pages.tolist())
+            for page in table.block_table[row, :held].tolist()
+        ]
+        return CacheState(
+            portable(self.options),
+            self.model_signature,
+            (table.state(),),
+            tuple(
+                LayerState.of(index, layer.store.base.spec, 0, layer.device)
+                for index, layer in layers.items()
+                if layer.store is not None
+            ),
+            LiveTensors(layers, dict.fromkeys(layers, ids)),
+            self.computed_by,
+        )
+
+    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
+        (group,) = state.groups
+        if len(pages) != len(self.layers):
+            raise CacheMismatchError(
+                f"this state is of layers {sorted(pages)} alone; a preallocated cache holds all {len(self.layers)}"
+            )
+        self.table.check_state(group)
+        for one in sorted(state.layers, key=lambda one: one.layer):
+            self.paged_layers[one.layer].resume(one, state.tensors, group)
+        self.table.restore(group)
+        self.check_integrity()
 
     def _check_padding(self, mask: Any) -> None:
         check_padding_mask(mask, self.table.rows if self.table.started else 0, False)
@@ -122,6 +153,7 @@ class StaticPagedCache(CacheBase):
 
     def reset(self) -> None:
         """Forget all tokens; the tensors stay, so that the same batch size runs the same compiled code."""
+        self.forget_origin()
         for layer in self.paged_layers:
             layer.reset()
 

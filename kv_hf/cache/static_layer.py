@@ -16,11 +16,15 @@ from ..bridge.traced import forget, hand_over
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..formats import ATTENTION_NAME
 from ..pages import moved
+from ..pages.group_state import GroupState
 from ..pages.static_table import WORKING, StaticTable
+from ..pages.storage import PageStorage
 from ..pages.storing import storing
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
+from .state import LayerState, StateTensors
 from .static_store import StaticStore
+from .window import ExactWindow
 
 MAKES_TENSORS = (
     "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "
@@ -235,8 +239,26 @@ class StaticPagedLayer(CacheLayerMixin):
         return self.store.base.spec if self.store else None
 
     @property
+    def storage(self) -> PageStorage | None:
+        """The tensors of the sealed pages; None before the first keys."""
+        return self.store.base.pages if self.store else None
+
+    @property
+    def windows(self) -> tuple[ExactWindow, ExactWindow] | None:
+        """The exact tokens of keys and values; None before the first keys."""
+        return self.store.base.windows if self.store else None
+
+    def resume(self, state: LayerState, tensors: StateTensors, group: GroupState) -> None:
+        """Take over what another layer left; the table is restored behind the last layer."""
+        empty = (one.expand(len(group.rows), -1, -1, -1) for one in state.empty())
+        self.lazy_initialization(*empty)
+        assert self.store is not None
+        self.store.fill(tensors, group)
+        self._changes += 1
+
+    @property
     def revision(self) -> object:
-        """What differs after every change of this layer; a compiled step changes what Python knows of the length."""
+        """Return a value that differs after every change of this layer; a compiled step changes the length that Python knows."""
         return self._changes, self.table.known_columns
 
     def _outgrown(self, keys: torch.Tensor, values: torch.Tensor) -> bool:

@@ -7,10 +7,12 @@ from ..backends.inputs import PagedKV
 from ..backends.torch_ops import spec_name, traceable, write_pair
 from ..bridge.traced import TracedView
 from ..errors import CacheOptionError
+from ..pages.group_state import GroupState
 from ..pages.static_table import StaticStep, StaticTable
 from ..pages.storage import PageStorage, Pair
 from ..pages.storing import storing
 from ..spec import PageSpec
+from .state import StateTensors, codes_from_rows
 from .store import LayerStore
 
 
@@ -144,6 +146,18 @@ class StaticStore:
         return TracedView(
             kv, traceable(self.base.kernel, self.name), keys, values, self.table, first
         )
+
+    def fill(self, tensors: StateTensors, group: GroupState) -> None:
+        """Take over the pages and the exact tokens that another layer left; rows that shared a page get one each."""
+        places = self.table.places(group)
+        for side, window in zip(self.base.pages.sides, self.base.windows, strict=True):
+            name = side.spec.side
+            for field in side.fields:
+                for first, piece in tensors.pages(self.base.layer_idx, name, field):
+                    codes = codes_from_rows(piece, side.spec) if field == "codes" else piece
+                    side.spread(first, field, codes, places)
+            held = tensors.window(self.base.layer_idx, name)[:, :, : group.longest]
+            window.tokens[:, :, : group.longest] = held.to(window.tokens.device)
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Let row i continue the former row sources[i]: pages and windows are copied, in place."""

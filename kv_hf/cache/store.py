@@ -67,7 +67,7 @@ class LayerStore:
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Say whether keys and values have this layer's heads, dtype and device."""
+        """Say whether keys and values [rows, num_kv_heads, q_len, head_dim] have this layer's heads, dtype and device."""
         k, v = self.spec.sides
         return (
             keys.shape[1] == values.shape[1] == k.num_kv_heads
@@ -77,7 +77,7 @@ class LayerStore:
         )
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Size:
-        """Return the shape of `keys`. Raises CacheMismatchError unless keys and values fit this layer and each other."""
+        """Return the shape of `keys` [rows, num_kv_heads, q_len, head_dim]. Raises CacheMismatchError unless both fit this layer."""
         shape = keys.shape
         if (
             torch.compiler.is_compiling()
@@ -192,7 +192,7 @@ class LayerStore:
     def kv(
         self, view: TableView, window_keys: torch.Tensor, window_values: torch.Tensor, seen: int
     ) -> PagedKV:
-        """Return what a kernel reads: these pages and the given exact tokens, in the order of `view`."""
+        """Return the input of a kernel: these pages and the exact tokens [rows, num_kv_heads, slots, head_dim], in the order of `view`."""
         table = view.on(self.device)
         pages = self.pages.readable(view)
         return PagedKV(  # by position, which takes a third of the time

@@ -98,7 +98,7 @@ def _source(entry: Mapping[str, Any]) -> str:
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that a tensor is made of (a quantized or sharded one: those of this process)."""
+    """Yield the plain tensors [any shape] that a tensor is made of (a quantized or sharded one: those of this process)."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_parts(getattr(tensor, name))

@@ -10,7 +10,7 @@ from ..spec import SideSpec
 
 
 def chosen_rows(indices: torch.Tensor, rows: int) -> list[int]:
-    """Turn row numbers or a bool mask over `rows` rows into a list of row numbers."""
+    """Turn row numbers [n] or a bool mask [rows] into a list of row numbers."""
     return torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
 
 
@@ -32,13 +32,13 @@ class ExactWindow:
                     self.tokens[index, :, : first.shape[1]] = first
 
     def fit(self, rows: int, slots: int) -> torch.Tensor:
-        """Make room for `slots` tokens of `rows` rows where there is not; return the window."""
+        """Make room for `slots` tokens of `rows` rows; return the window [rows, num_kv_heads, slots, head_dim]."""
         self.tokens = self._resized(rows, slots)
         return self.tokens
 
     def hold(self, tokens: torch.Tensor) -> None:
-        """Hold `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
-        self.tokens = tokens.to(self.tokens.device)
+        """Hold a copy of `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
+        self.tokens = tokens.to(self.tokens.device, copy=True)
 
     def to(self, device: torch.device) -> None:
         """Move the tokens to `device`."""
@@ -65,9 +65,12 @@ class ExactWindow:
         self.tokens = _picked(self.tokens, step.index("drop", self.tokens.device, place))
 
     def run(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """Return each row's window with the new tokens behind it, left-aligned; the window is untouched.
+        """Return each row's window with the new tokens behind it, left-aligned: [rows, num_kv_heads, longest, head_dim].
 
-        Without a window and without padding this is `new` itself, not a copy.
+        The window is untouched. Without a window and without padding this is `new` itself, not a copy.
+
+        Args:
+            new: [rows, num_kv_heads, q_len, head_dim].
         """
         if all(row.exact_before == 0 and row.skip == 0 for row in step.rows):
             return new
@@ -86,7 +89,7 @@ class ExactWindow:
         return _picked(both, step.index(("run", slots), new.device, place))
 
     def keep_rest(self, step: Step, run: torch.Tensor, slots: int, sinks: int) -> None:
-        """Keep of `run` what the step did not seal: the sinks and the tail."""
+        """Keep the tokens of `run` [rows, num_kv_heads, longest, head_dim] that the step did not seal: the sinks and the tail."""
 
         def place() -> torch.Tensor:
             gone = [(row.passed + len(row.sealed)) * self.spec.page_size for row in step.rows]

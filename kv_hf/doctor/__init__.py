@@ -1,4 +1,4 @@
-"""What would run on this machine, why, and whether it works: kernels, seams of transformers, a self-test.
+"""A diagnosis of this machine: the kernels that would run, the reasons, the seams of transformers, a self-test.
 
 diagnosis = kv_hf.doctor.examine(kv_hf.doctor.Subject(torch.device("cpu")))
 diagnosis.broken  # [] where all is well

@@ -17,7 +17,7 @@ from .self_test import SECONDS, SelfTest, run_self_test
 
 @dataclass(frozen=True)
 class Subject:
-    """What pages are looked at: those of a model, or of plain sizes.
+    """The pages to examine: those of a model, or of plain sizes.
 
     Attributes:
         device, dtype, page_size: of the pages.
@@ -61,7 +61,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """All findings.
 
     Attributes:
         subject: what pages were looked at.
@@ -83,7 +83,7 @@ class Diagnosis:
 
     @property
     def broken(self) -> list[str]:
-        """What is broken, in words; nothing where all is well."""
+        """Return the broken parts, in words; nothing if all is well."""
         found = [
             f"{finding.name}: {finding.detail}"
             for finding in (*self.health, *self.seams)

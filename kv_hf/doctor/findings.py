@@ -12,7 +12,7 @@ SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one thing.
+    """The finding about one seam or requirement.
 
     Attributes:
         name: the thing.

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import transformers
 
+from ..cache.paged_cache import PagedCache
+from ..formats import ATTENTION_NAME
+from ..hf.step_graph import StepGraph
 from .trials import Planned
 
 COMMON: dict[str, Any] = {
@@ -64,7 +67,7 @@ class _Models:
         return model.to(self.device)
 
     def prompt(self) -> dict[str, torch.Tensor]:
-        """Return input_ids and attention_mask of the prompts, padded on the left."""
+        """Return input_ids and attention_mask [prompts, longest prompt], int64, padded on the left."""
         numbers = torch.Generator().manual_seed(SEED)
         ids = torch.randint(3, 97, (len(PROMPTS), max(PROMPTS)), generator=numbers)
         mask = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]
@@ -116,6 +119,46 @@ class _Generation:
         )
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """Decode steps replayed as a CUDA graph give the tokens of the same steps run by Python."""
+
+    models: _Models
+    implementation: str
+
+    def __call__(self) -> tuple[str, float | None, float | None]:
+        model = self.models.make(latent=False)
+        model.set_attn_implementation(ATTENTION_NAME)
+        python = self._cache(model)
+        expected = self._tokens(model, model, python)
+        cache = self._cache(model)
+        graph = StepGraph(model, cache)
+        got = self._tokens(model, graph, cache)
+        if graph.given_up is not None:
+            return f"Python runs all decode steps: {graph.given_up}", None, None
+        if not graph.is_replayed:
+            return "no decode step was captured", None, None
+        if not torch.equal(got, expected):
+            return "the replayed steps gave other tokens than Python's", None, None
+        return "", None, None
+
+    def _cache(self, model: Any) -> Any:
+        implementation, length = self.implementation, max(PROMPTS) + NEW_TOKENS
+        options = {**OPTIONS, "max_length": length}
+        return PagedCache.from_implementation(model.config, implementation, options)
+
+    def _tokens(self, model: Any, step: Any, cache: Any) -> torch.Tensor:
+        """Return the most likely tokens [1, NEW_TOKENS] behind the longest prompt."""
+        token = self.models.prompt()["input_ids"][:1]
+        found = []
+        with torch.no_grad():
+            for column in range(NEW_TOKENS):
+                call = model if column == 0 else step
+                token = call(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+                found.append(token)
+        return torch.cat(found, 1)
+
+
 def plan_generations(device: torch.device) -> Iterator[Planned]:
     """Yield trials of two models: one with keys and values, one with latents."""
     models = _Models(device)
@@ -124,3 +167,7 @@ def plan_generations(device: torch.device) -> Iterator[Planned]:
             name = f"tiny model, {implementation}" + (", latents" if latent else "")
             trial = _Generation(models, implementation, latent)
             yield Planned(name, "generate", "auto", trial)
+    if device.type == "cuda":
+        for implementation in ("paged_exact", "paged_int4"):
+            name = f"tiny model, {implementation}, CUDA graph"
+            yield Planned(name, "generate", "auto", _Captured(models, implementation))

@@ -1,4 +1,4 @@
-"""What is broken, and what is merely absent: requirements, the C kernel and the chosen device."""
+"""Requirements, the C kernel and the chosen device: broken, absent or well."""
 
 import os
 from importlib.metadata import PackageNotFoundError, requires, version

@@ -1,7 +1,6 @@
 """The kernel of every format on one device, and why not another."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,16 +9,18 @@ from ..backends.registry import layout_for, why_not
 from ..cache.layer_formats import LayerFormats
 from ..config import CacheConfig
 from ..errors import CacheOptionError
-from ..formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
+from ..formats import cache_names, format_names
 from ..spec import PageSpec
+
+PREFIX = "paged_"
 
 
 @dataclass(frozen=True)
 class FormatReport:
-    """Which kernel reads pages of one format.
+    """The kernel that reads pages of one format.
 
     Attributes:
-        format: exact, fp8, int8, int4 or int2.
+        format: of latents; else the name of a cache without its "paged_": exact, int8, k8v4, ..
         kernel: the implementation that kernel="auto" takes, or None when the format cannot store such heads.
         others: (name, why it cannot run, or None where it merely was not the best) of the other implementations.
     """
@@ -56,7 +57,7 @@ def report_formats(
         raise CacheOptionError(f"device {str(device)!r} cannot be used here: {reason}") from error
     reports = []
     key_dim, value_dim = latent or (head_dim, head_dim)
-    for name in FORMAT_NAMES if latent is None else LATENT_FORMAT_NAMES:
+    for name in paged_names() if latent is None else format_names("latent"):
         try:
             spec = spec_of(name, device, dtype, page_size, key_dim, value_dim, latent is not None)
         except CacheOptionError as error:
@@ -70,6 +71,11 @@ def report_formats(
     return reports
 
 
+def paged_names() -> list[str]:
+    """Return the names of all paged caches without their prefix."""
+    return [name.removeprefix(PREFIX) for name in cache_names()]
+
+
 def spec_of(
     name: str,
     device: torch.device,
@@ -81,8 +87,11 @@ def spec_of(
     num_kv_heads: int = 1,
 ) -> PageSpec:
     """Return what pages of format `name` are like on `device`. Raises CacheOptionError where it cannot store them."""
-    own: dict[str, Any] = {"latent": name} if latent else {"keys": name, "values": name}
-    options = CacheConfig(**own, page_size=page_size)
+    if latent:
+        options = CacheConfig(latent=name, page_size=page_size)
+    else:
+        options = CacheConfig.from_options(PREFIX + name, {"page_size": page_size})
+        options = replace(options, layers=None, recipe=None)  # of no model's layers in particular
     formats = LayerFormats.of(options, 0, 1, key_dim if latent else None)
     return formats.spec(
         num_kv_heads=num_kv_heads,

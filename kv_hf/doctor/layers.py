@@ -1,4 +1,4 @@
-"""How each layer of a model would be cached, from its config alone."""
+"""The way in which each layer of a model would be cached, from its config alone."""
 
 from pathlib import Path
 from typing import Any

@@ -20,7 +20,7 @@ UNUSED = 1  # pages that nobody holds, full of nan and nonsense
 
 @dataclass(frozen=True)
 class Case:
-    """What one format is tried out on, all of it on the CPU.
+    """The data that one format is tested on, all of it on the CPU.
 
     Attributes:
         tokens: of each side, the tokens whose pages are sealed: [1, num_kv_heads, pages * page_size, head_dim].
@@ -84,7 +84,7 @@ def make_case(spec: PageSpec, seed: int = 0) -> Case:
 
 
 def empty_fields(side: SideSpec, pages: int) -> dict[str, torch.Tensor]:
-    """Return storage of a side on the CPU, full of what no kernel may read: nan and nonsense."""
+    """Return storage of a side [pages, *shape of the field in a page] on the CPU, full of what no kernel may read."""
     fields = {}
     for name, (shape, dtype) in side.fields.items():
         filler = float("nan") if dtype.is_floating_point else 0x7F

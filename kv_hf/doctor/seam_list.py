@@ -13,7 +13,7 @@ class Seam:
         place: "module:name", the name with dots; the module lies within transformers.
         use: what it is for.
         parameters: names that the function has to know; None: it is no function, or its parameters are of no matter.
-        told: whether a change of its source is told: where kv_hf replaces it or counts on what it does.
+        told: whether the doctor reports a change in this function's source: kv_hf replaces it or relies on its behaviour.
         since: first version that has it.
     """
 

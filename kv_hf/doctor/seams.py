@@ -1,4 +1,4 @@
-"""Whether the installed transformers has the seams that kv_hf stands on, and whether they are the tested ones."""
+"""The check that the installed transformers has the seams that kv_hf relies on, and that they are the tested ones."""
 
 import importlib
 import inspect
@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation import configuration_utils
 
 from ..cache.compat import MINIMUM
-from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
+from ..formats import ATTENTION_NAME, cache_names
 from ..hf.install import original
 from .findings import BROKEN, NOTE, OK, WARNING, Finding
 from .fingerprints import KNOWN
@@ -101,7 +101,7 @@ def _compared(seam: Seam, value: Any) -> Finding:
 def check_registration() -> list[Finding]:
     """Say whether kv_hf's names are known to transformers."""
     names = getattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", ())
-    lacking = [name for name in IMPLEMENTATIONS if name not in names]
+    lacking = [name for name in cache_names() if name not in names]
     lacking += [
         f"{kind.__name__} {ATTENTION_NAME!r}"
         for kind in (AttentionInterface, AttentionMaskInterface)

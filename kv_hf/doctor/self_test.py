@@ -18,7 +18,7 @@ SECONDS = 5.0
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What the self-test gave.
+    """The results of the self-test.
 
     Attributes:
         trials: one for each format and kernel, and the generations.

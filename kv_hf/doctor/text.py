@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from ..formats import FORMAT_NAMES
+from ..formats import is_cache_name
 from .diagnosis import Diagnosis
 from .findings import NOTE, OK, SYMBOLS, WARNING, Finding
-from .kernels import FormatReport
+from .kernels import PREFIX, FormatReport
 from .self_test import SelfTest
 from .trials import Trial
 
@@ -50,7 +50,8 @@ def _seams(findings: Sequence[Finding], verbose: bool) -> Iterator[str]:
 
 def _formats(reports: Sequence[FormatReport]) -> Iterator[str]:
     for report in reports:
-        name = f"paged_{report.format}" if report.format in FORMAT_NAMES else report.format
+        name = PREFIX + report.format
+        name = name if is_cache_name(name) else report.format
         yield f"  {name:<13} {report.kernel or 'none'}"
     yield ""
     yield "Why not another kernel:"

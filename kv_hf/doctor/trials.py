@@ -22,7 +22,7 @@ RANK, ROPE = 512, 64  # of latents, where no model says otherwise: DeepSeek's
 
 @dataclass(frozen=True)
 class Trial:
-    """What one trial gave.
+    """The result of one trial.
 
     Attributes:
         format: a format of pages ("paged_int4"), of latents ("latents in int4"), or the model and cache that generate.

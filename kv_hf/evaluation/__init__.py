@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accuracy import measure_accuracy
+    from .cache_kinds import cache_kind
+    from .divergence import measure_divergence
     from .footprint import measure_footprint
     from .harness.tasks import run_tasks
+    from .held import measure_held
     from .report import write_report
     from .retrieval import needle_grid, retrieval_tasks
     from .rows import read_rows
 
 __all__ = [
+    "cache_kind",
     "measure_accuracy",
+    "measure_divergence",
     "measure_footprint",
+    "measure_held",
     "needle_grid",
     "read_rows",
     "retrieval_tasks",
@@ -24,8 +30,11 @@ __all__ = [
     "write_report",
 ]
 _HOMES = {
+    "cache_kind": "cache_kinds",
     "measure_accuracy": "accuracy",
+    "measure_divergence": "divergence",
     "measure_footprint": "footprint",
+    "measure_held": "held",
     "needle_grid": "retrieval",
     "read_rows": "rows",
     "retrieval_tasks": "retrieval",

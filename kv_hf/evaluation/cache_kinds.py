@@ -11,7 +11,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.report import tensor_bytes
 from ..cache_names import QUANTIZED, parse_cache_name
 from ..config import CacheConfig
-from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
+from ..formats import ATTENTION_NAME, is_cache_name
 from .shapes import SHAPES
 
 
@@ -30,7 +30,7 @@ class CacheKind:
 
 
 def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
-    """Return the cache called `name`: one of CACHE_NAMES, with options behind a colon if need be, or recipe:PATH.
+    """Return the cache called `name`: one of all_cache_names(), with options behind a colon if need be, or recipe:PATH.
 
     "paged_int4:keys=int8,recent_tokens=32" takes options of kv_hf.CacheConfig, "hqq_int4:axis_key=1" those of
     transformers' QuantizedCache. `kernel` is kv_hf's option of that name.
@@ -39,7 +39,7 @@ def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
         NAME=VALUE.
     """
     base, options = parse_cache_name(name)
-    if base in IMPLEMENTATIONS:
+    if is_cache_name(base):
         given = {"kernel": kernel, **options}
         CacheConfig.from_options(base, given)
         return CacheKind(

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from ..checks import check_choice
-from ..errors import ConversionError
+from ..errors import ConversionError, first_line
 from .calibration_text import calibration_windows
 from .checkpoint import Checkpoint
 from .merge_layer import LayerMerge
@@ -128,9 +128,8 @@ def solve(merge: LayerMerge, path: str) -> dict[str, torch.Tensor]:
     try:
         found = {name: tensor.float().contiguous() for name, tensor in merge.run().items()}
     except torch.linalg.LinAlgError as error:
-        first = str(error).strip().splitlines()[0]
         raise ConversionError(
-            f"{path!r} cannot be merged: what it computes on the calibration text is too large or not finite ({first})"
+            f"{path!r} cannot be merged: what it computes on the calibration text is too large or not finite ({first_line(error)})"
         ) from error
     for name, tensor in found.items():
         if not tensor.isfinite().all():

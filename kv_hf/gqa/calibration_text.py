@@ -1,11 +1,12 @@
 """Calibration text as windows of token ids: from a text, or written by the model itself."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ConversionError
+from ..errors import ConversionError, first_line
 from ..texts import longest_context, text_windows
 from .checkpoint import Checkpoint
 from .heads import text_config
@@ -34,8 +35,14 @@ def calibration_windows(
         return checked(source, structure)
     tokenizer, length = tokenizer_of(checkpoint), window_of(structure)
     if source == SAMPLES:
+        from transformers import AutoModelForCausalLM
+
         check_first(checkpoint, tokenizer)
-        return sample(checkpoint, tokenizer.bos_token_id, TOKENS // length, length)
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32)
+        first = torch.full((TOKENS // length, 1), tokenizer.bos_token_id)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return sample_rows(model.eval(), first, length)
     try:
         found = torch.tensor(text_windows(tokenizer, source, length, TOKENS // length))
     except ValueError as error:
@@ -66,17 +73,18 @@ def window_of(structure: Structure) -> int:
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Any:
-    """Return the tokenizer of a checkpoint. Raises ConversionError without one."""
+    """Return the tokenizer of a checkpoint. Raises ConversionError where there is none."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConversionError(
-            f"{checkpoint.folder} has no tokenizer to read calibration with: {first}"
-        ) from error
-    return tokenizer
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        why = first_line(error)
+    else:
+        if len(tokenizer):
+            return tokenizer
+        why = "its vocabulary is empty"
+    raise ConversionError(f"{checkpoint.folder} has no tokenizer to read text with: {why}")
 
 
 def check_first(checkpoint: Checkpoint, tokenizer: Any) -> None:
@@ -88,25 +96,26 @@ def check_first(checkpoint: Checkpoint, tokenizer: Any) -> None:
 
 
 @torch.no_grad()
-def sample(checkpoint: Checkpoint, first: int, windows: int, length: int) -> torch.Tensor:
-    """Return [windows, length] tokens that the model writes behind the token `first`, the same ones every time."""
-    from transformers import AutoModelForCausalLM
+def sample_rows(
+    model: Any, first: torch.Tensor, length: int, ends: Collection[int] = ()
+) -> torch.Tensor:
+    """Return what a model writes at temperature 1, with nothing cut off or weighed otherwise; draws from torch's generator.
 
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32).eval()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        rows = model.generate(
-            torch.full((windows, 1), first),
-            attention_mask=torch.ones(windows, 1, dtype=torch.long),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            max_new_tokens=length - 1,
-            min_new_tokens=length - 1,
-            eos_token_id=None,
-            pad_token_id=first,
-        )
-    found: torch.Tensor = rows.to(torch.int64)
-    return found
+    Args:
+        model: in evaluation mode; its own settings of generation, which transformers would add, are left out.
+        first: [rows, 1], int64: the token that each row begins with.
+        length: tokens of a row, the first one among them.
+        ends: tokens that a row may end with.
+    Returns: [rows, at most `length`], int64; behind its end a row holds one of `ends`.
+    """
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        rows: torch.Tensor = model.generate(
+            first, attention_mask=torch.ones_like(first), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=length - 1, eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=0),
+        )  # fmt: skip
+    finally:
+        model.generation_config = own
+    return rows

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
 from .beside import read_card_text
 from .checkpoint import Checkpoint
 from .report import ConversionReport
@@ -51,15 +53,11 @@ def model_card(checkpoint: Checkpoint, report: ConversionReport) -> str:
 
 
 def read_card(folder: Path) -> tuple[str, str]:
-    """Return (front matter with an empty line behind it, the rest) of a folder's card; both empty where there is none."""
-    return split_front_matter(read_card_text(folder))
+    """Return (front matter with an empty line behind it, the rest) of a folder's card; both empty where there is none.
 
-
-def split_front_matter(text: str) -> tuple[str, str]:
-    """Return (the YAML block at the top with what ends it, the rest)."""
-    lines = text.splitlines(keepends=True)
-    if lines and lines[0].strip() == "---":
-        for i, line in enumerate(lines[1:], 1):
-            if line.strip() == "---":
-                return "".join(lines[: i + 1]) + "\n", "".join(lines[i + 1 :])
-    return "", text
+    The hub's own pattern says what front matter is. It is not parsed: what is no YAML, comments and numbers as they are
+    spelt stay.
+    """
+    text = read_card_text(folder)
+    found = REGEX_YAML_BLOCK.search(text)
+    return (f"{text[: found.end()].rstrip()}\n\n", text[found.end() :]) if found else ("", text)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config_numbers import check_numbers
-from ..errors import ConversionError, InputFileError
+from ..errors import ConversionError, InputFileError, first_line, reason
 from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
 from .beside import check_inside
 from .tensor_file import Stamp, StoredTensor, TensorFile, stamp_of
@@ -113,9 +113,7 @@ class Checkpoint:
             try:
                 now = stamp_of(self.folder / name)
             except OSError as error:
-                raise ConversionError(
-                    f"{self.folder / name} is gone: {error.strerror or error}"
-                ) from error
+                raise ConversionError(f"{self.folder / name} is gone: {reason(error)}") from error
             if now != stamp:
                 raise ConversionError(f"{self.folder / name} was changed while it was read")
 
@@ -141,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except InputFileError as error:
         raise ConversionError(str(error)) from None
     except OSError as error:
-        raise ConversionError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ConversionError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def find_folder(source: str | Path, patterns: list[str]) -> Path:
@@ -164,8 +162,8 @@ def find_folder(source: str | Path, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConversionError(f"model {name!r} cannot be had from the hub: {first}") from error
+        why = first_line(error)
+        raise ConversionError(f"model {name!r} cannot be had from the hub: {why}") from error
 
 
 def listed_files(folder: Path) -> list[str]:

@@ -57,7 +57,11 @@ def _key_costs(keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary) -> tor
 
 
 def choose_groups(cost: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return an order of the heads whose neighbours form groups that lose little: from neighbours, the best swaps."""
+    """Return an order [heads] of the heads whose neighbours form groups that lose little: from neighbours, the best swaps.
+
+    Args:
+        cost: [heads, heads], the loss of merging each pair.
+    """
     heads = len(cost)
     size = heads // groups
     order = list(range(heads))

@@ -75,7 +75,11 @@ def run_seen(
 
 
 def sender(stream: LayerStream, index: int, places: Projections, hidden: torch.Tensor) -> Send:
-    """Return a function that puts rows in place of a projection's and returns what attention gets of them."""
+    """Return a function that puts rows in place of a projection's and returns attention's input made of them.
+
+    Args:
+        hidden: [windows, tokens, hidden] states that the layer reads.
+    """
 
     def send(kind: str, rows: torch.Tensor) -> torch.Tensor:
         path, first = places.modules(kind)
@@ -99,7 +103,7 @@ def sender(stream: LayerStream, index: int, places: Projections, hidden: torch.T
 def heads_of(
     stream: LayerStream, index: int, places: Projections, hidden: torch.Tensor
 ) -> tuple[dict[str, int], int, int]:
-    """Return ({"query": heads, "key": kv heads}, head_dim, value_dim) as attention gets them."""
+    """Return ({"query": heads, "key": kv heads}, head_dim, value_dim) as attention gets them; `hidden` is [windows, tokens, hidden]."""
     with looking():
         tap = run_seen(stream, index, places, hidden).tap
     return (
@@ -119,7 +123,7 @@ def passes_values(send: Send, heads: int, dim: int, tokens: int) -> bool:
 
 
 def is_residual(stream: LayerStream, index: int, places: Projections, hidden: torch.Tensor) -> bool:
-    """Return whether a layer adds its output projection to its hidden states before all else.
+    """Return whether a layer adds its output projection to its hidden states [windows, tokens, hidden] before all else.
 
     Then what the hidden states lack can be made up for by the output projection: the layer is run with d added to the
     one and taken from the other, which changes nothing.

@@ -75,7 +75,7 @@ def parts_of(name: str, structure: Structure) -> tuple[Part, ...]:
 
 
 def rows_of_a_head(kind: str, structure: Structure) -> tuple[Any, ...]:
-    """Return how many rows a head may have: others are of layers that have another number of heads."""
+    """Return how many rows a head may have: other tensors belong to layers with a different number of heads."""
     if kind == "value":
         return structure.head_dim, getattr(text_config(structure.old), "v_head_dim", None)
     return (structure.head_dim,) if kind == "key" else (structure.head_dim, 1)

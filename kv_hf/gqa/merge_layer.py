@@ -71,7 +71,7 @@ class LayerMerge:
         self.weights = places.read(stream.model)
 
     def run(self) -> dict[str, torch.Tensor]:
-        """Merge the layer, move both streams behind it and return its new tensors by their names on disk."""
+        """Merge the layer, move both streams behind it and return its new tensors [new shapes] by their names on disk."""
         if self.recipe.regroup and self.groups > 1:
             self._regroup()
         self._observe()

@@ -66,7 +66,7 @@ def merge_values(
 def sum_windows(
     run: Run, count: int, kv_of: torch.Tensor, new_of: torch.Tensor
 ) -> OutputMoments | OutputFactors:
-    """Return the sums over all tokens, held as whichever takes less memory; arguments as of `merge_values`."""
+    """Return the sums over all tokens, in the form that takes less memory; kv_of [heads] and new_of [kv heads] as of `merge_values`."""
     heads, groups = len(kv_of), int(new_of.max()) + 1
     group_of = new_of[kv_of]
     found: OutputMoments | OutputFactors | None = None

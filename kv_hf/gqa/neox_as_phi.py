@@ -96,7 +96,7 @@ def phi_tensors(config: Any, num_kv_heads: int, method: str) -> Made:
 
 
 def same(rows: torch.Tensor) -> torch.Tensor:
-    """Return all rows."""
+    """Return all rows [out, ..]."""
     return rows
 
 
@@ -109,14 +109,14 @@ def head_rows(
 
 
 def folded_weight(weight: torch.Tensor, norm: torch.Tensor, rows: Any = same) -> torch.Tensor:
-    """Return W * w in float64, w the weight of the norm before it."""
+    """Return W * w [out, in] in float64, w [in] the weight of the norm before it."""
     return rows(weight).double() * norm.double()
 
 
 def folded_bias(
     weight: torch.Tensor, norm: torch.Tensor, *bias: torch.Tensor, rows: Any = same
 ) -> torch.Tensor:
-    """Return W b + c in float64, b the bias of the norm before it and c the layer's own, if it has one."""
+    """Return W b + c [out] in float64, b [in] the bias of the norm before it and c [out] the layer's own, if it has one."""
     found = weight.double() @ norm.double()
     return rows(found + bias[0].double() if bias else found)
 

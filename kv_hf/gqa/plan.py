@@ -77,7 +77,7 @@ class Plan:
         return sum(recipe.nbytes for recipe in self.recipes.values())
 
     def make(self, checkpoint: Checkpoint, name: str) -> torch.Tensor:
-        """Return one tensor of the result."""
+        """Return one tensor [any shape] of the result."""
         recipe = self.recipes[name]
         tensors = [checkpoint.read(source) for source in recipe.sources]
         if recipe.build is None:
@@ -86,7 +86,7 @@ class Plan:
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in another dtype. Raises ConversionError where finite numbers would become infinite."""
+    """Return a tensor [any shape] in another dtype. Raises ConversionError where finite numbers would become infinite."""
     if tensor.dtype == dtype:
         return tensor
     found = tensor.to(dtype)
@@ -157,7 +157,7 @@ def kept(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def pool_parts(
     tensor: torch.Tensor, *, parts: tuple[Part, ...], groups: int, method: str
 ) -> torch.Tensor:
-    """Pool the heads of keys and values in one tensor of a checkpoint."""
+    """Pool the heads of keys and values in one tensor [rows of all heads, ..] of a checkpoint."""
     found = {
         kind: part if kind == "query" else pool_heads(part, groups, method)
         for kind, part in split(tensor, parts).items()
@@ -166,5 +166,5 @@ def pool_parts(
 
 
 def pool_norms(*norms: torch.Tensor, method: str) -> torch.Tensor:
-    """Pool the norms of a group of heads."""
+    """Pool the norms [head_dim] of a group of heads into one [head_dim]."""
     return pool_heads(torch.stack(norms), 1, method)[0]

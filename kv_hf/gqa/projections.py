@@ -75,7 +75,7 @@ class Projections:
             weight.data = join(rows, parts).to(weight.dtype)
 
     def on_disk(self, merged: Mapping[str, Heads]) -> dict[str, torch.Tensor]:
-        """Return names on disk -> tensors of the new shape."""
+        """Return names on disk -> tensors [rows of the new heads, ..]."""
         found = {}
         for name, parts in self.tensors.items():
             which = name.rpartition(".")[2]

@@ -9,7 +9,7 @@ import torch
 
 
 class OutputFactors:
-    """What refit_outputs.Sums says, of P and V.
+    """The sums of refit_outputs.Sums, computed from P and V.
 
     Args:
         heads: query heads; wide: numbers of a head's context.
@@ -27,7 +27,7 @@ class OutputFactors:
         self.count += len(target)
 
     def squares(self, group_of: torch.Tensor, groups: int) -> torch.Tensor:
-        """See Sums."""
+        """Return the sums [groups, wide, wide] of Sums.squares."""
         found = torch.zeros(groups, self.wide, self.wide, dtype=torch.float64)
         for weights, values, _ in self.windows:
             for group in range(groups):
@@ -40,7 +40,7 @@ class OutputFactors:
     def merged(
         self, down: torch.Tensor, group_of: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Sums."""
+        """Return the sums [heads * dim, heads * dim] and [heads * dim, out] of Sums.merged; `down` is [groups, dim, wide]."""
         size = self.heads * down.shape[1]
         square = torch.zeros(size, size, dtype=torch.float64)
         cross = torch.zeros(size, self.windows[0][2].shape[1], dtype=torch.float64)
@@ -53,7 +53,7 @@ class OutputFactors:
     def spread(
         self, down: torch.Tensor, gram: torch.Tensor, group_of: torch.Tensor
     ) -> torch.Tensor:
-        """See Sums."""
+        """Return the sums [groups, dim, wide] of Sums.spread; `gram` is [heads * dim, heads * dim]."""
         found = torch.zeros_like(down)
         for weights, values, _ in self.windows:
             flat = _contexts(weights, values, down, group_of)
@@ -61,7 +61,7 @@ class OutputFactors:
         return found
 
     def goal(self, output: torch.Tensor, group_of: torch.Tensor, groups: int) -> torch.Tensor:
-        """See Sums."""
+        """Return the sums [groups, dim, wide] of Sums.goal; `output` is [out, heads * dim]."""
         dim = output.shape[1] // self.heads
         found = torch.zeros(groups, dim, self.wide, dtype=torch.float64)
         for weights, values, target in self.windows:
@@ -82,7 +82,7 @@ class OutputFactors:
 
 
 def members(group_of: torch.Tensor, group: int) -> list[int]:
-    """Return the query heads of a group."""
+    """Return the query heads of a group; `group_of` is [heads]."""
     return [h for h, of in enumerate(group_of.tolist()) if of == group]
 
 

@@ -12,11 +12,11 @@ import torch
 
 
 class Sums(Protocol):
-    """What the fits need to know about contexts C and targets y, all sums over tokens, in float64.
+    """The sums over tokens of contexts C and targets y that the fits need, in float64.
 
     Attributes:
         heads, wide: query heads, and the numbers of a head's context.
-        energy: of y: its squares' sum.
+        energy: the sum of y's squares.
         count: tokens.
     """
 
@@ -64,7 +64,7 @@ class OutputMoments:
         self.count += len(flat)
 
     def squares(self, group_of: torch.Tensor, groups: int) -> torch.Tensor:
-        """See Sums."""
+        """Return the sums [groups, wide, wide] of Sums.squares."""
         blocks = self.contexts.reshape(self.heads, self.wide, self.heads, self.wide)
         found = torch.zeros(groups, self.wide, self.wide, dtype=torch.float64)
         return found.index_add_(
@@ -74,14 +74,14 @@ class OutputMoments:
     def merged(
         self, down: torch.Tensor, group_of: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Sums."""
+        """Return the sums [heads * dim, heads * dim] and [heads * dim, out] of Sums.merged; `down` is [groups, dim, wide]."""
         maps = torch.block_diag(*down[group_of])
         return maps @ self.contexts @ maps.T, maps @ self.targets
 
     def spread(
         self, down: torch.Tensor, gram: torch.Tensor, group_of: torch.Tensor
     ) -> torch.Tensor:
-        """See Sums."""
+        """Return the sums [groups, dim, wide] of Sums.spread; `gram` is [heads * dim, heads * dim]."""
         heads, wide, dim = self.heads, self.wide, down.shape[1]
         contexts = self.contexts.reshape(heads, wide, heads * wide)
         mixed = torch.einsum("hdw,hwx->hdx", down[group_of], contexts)
@@ -93,7 +93,7 @@ class OutputMoments:
         return torch.zeros_like(down).index_add_(0, group_of, each)
 
     def goal(self, output: torch.Tensor, group_of: torch.Tensor, groups: int) -> torch.Tensor:
-        """See Sums."""
+        """Return the sums [groups, dim, wide] of Sums.goal; `output` is [out, heads * dim]."""
         each = torch.einsum(
             "ohd,hwo->hdw",
             output.reshape(len(output), self.heads, -1),
@@ -192,7 +192,11 @@ def conjugate_gradients(apply, rest, start, precondition, steps, unbiased=False)
 def output_loss(
     sums: Sums, down: torch.Tensor, output: torch.Tensor, group_of: torch.Tensor
 ) -> float:
-    """Return E |y - sum_h O_h A_g C_h|^2 / E |y|^2; 0 where there is no y."""
+    """Return E |y - sum_h O_h A_g C_h|^2 / E |y|^2; 0 if y is 0.
+
+    Args:
+        down: A, [groups, dim, wide]; output: O, [out, heads * dim]; group_of: [heads].
+    """
     square, cross = sums.merged(down, group_of)
     error = float(((output @ square) * output).sum() - 2 * (output.T * cross).sum())
     return (error + sums.energy) / sums.energy if sums.energy else 0.0

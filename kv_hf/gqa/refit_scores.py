@@ -16,12 +16,12 @@ from .taps import Tap
 
 @dataclass
 class ScoreData:
-    """What scores are fitted on, window by window.
+    """The data that scores are fitted on, window by window.
 
     Attributes:
         inputs: [windows, tokens, inputs] of the projections, with a last one of ones where they have biases.
         taps: of the original, one per window.
-        importance: [windows, heads, tokens], what an error of a token's probabilities costs.
+        importance: [windows, heads, tokens], the cost of an error in a token's probabilities.
         kv_of, group_of: [heads], the original and the new kv head of each query head.
         rotary: of the layer.
     """
@@ -38,7 +38,7 @@ class ScoreData:
         return self.rotary.rotate(torch.einsum("ti,hdi->htd", self.inputs[window], weight), kind)
 
     def collect(self, window: int, grad: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return the adjoint of `project`."""
+        """Return the adjoint of `project`: [heads, dim, inputs] of gradients [heads, tokens, dim]."""
         back = self.rotary.rotate(grad, kind, back=True)
         return torch.einsum("htd,ti->hdi", back, self.inputs[window])
 
@@ -49,7 +49,7 @@ class ScoreData:
         return p * centred * (self.taps[window].scaling ** 2 * self.importance[window][..., None])
 
     def target(self, window: int) -> torch.Tensor:
-        """Return the original's scores without their scale."""
+        """Return the original's scores without their scale: [heads, tokens, tokens]."""
         return self.taps[window].query[0] @ self.taps[window].key[0][self.kv_of].mT
 
 
@@ -142,7 +142,11 @@ def _precondition(data: ScoreData, width: torch.Tensor, ridge: float):  # type: 
 
 
 def score_loss(data: ScoreData, query: torch.Tensor, key: torch.Tensor) -> float:
-    """Return the weighted variance of the scores' differences, per token and head."""
+    """Return the weighted variance of the scores' differences, per token and head.
+
+    Args:
+        query: weights [heads, dim, inputs]; key: weights [groups, dim, inputs].
+    """
     total, count = 0.0, 0
     for w in range(len(data.inputs)):
         scores = data.project(w, query, "query") @ data.project(w, key, "key")[data.group_of].mT

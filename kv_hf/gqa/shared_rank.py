@@ -43,7 +43,7 @@ def best_common(gram: torch.Tensor, readers: torch.Tensor) -> tuple[torch.Tensor
 def procrustes_mean(
     gram: torch.Tensor, readers: torch.Tensor, rounds: int = 20
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return down and up of the mean of a group's heads, each turned by the orthogonal map that brings them closest.
+    """Return down [dim, m * dim] and up [m, dim, dim] of the mean of heads that orthogonal maps bring closest.
 
     Generalized Procrustes analysis on second moments; arguments and results as of `best_common`.
     """
@@ -60,14 +60,18 @@ def procrustes_mean(
 
 
 def plain_mean(readers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return down and up of the mean of a group's heads; arguments and results as of `best_common`."""
+    """Return down [dim, m * dim] and up [m, dim, dim] of the plain mean of a group's heads; see `best_common`."""
     m, dim = readers.shape[:2]
     eye = torch.eye(dim, dtype=readers.dtype)
     return eye.repeat(1, m) / m, eye.repeat(m, 1, 1)
 
 
 def loss(gram: torch.Tensor, readers: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> float:
-    """Return sum_g E (x_g - up_g y)^T M_g (x_g - up_g y), what `best_common` makes least."""
+    """Return sum_g E (x_g - up_g y)^T M_g (x_g - up_g y), which `best_common` minimizes.
+
+    Args:
+        gram: [m * dim, m * dim]; readers, up: [m, dim, dim]; down: [dim, m * dim].
+    """
     m, dim = readers.shape[:2]
     left = torch.eye(m * dim, dtype=gram.dtype) - up.reshape(m * dim, dim) @ down
     error = (left @ gram @ left.T).reshape(m, dim, m, dim)

@@ -77,7 +77,12 @@ def tapped_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as the module's own eager attention does, and remember the call."""
+    """Attend as the module's own eager attention does, and remember the call.
+
+    Args:
+        query: [rows, heads, tokens, head_dim]; key, value: [rows, kv heads, tokens, ..].
+    Returns: the context [rows, tokens, heads, value_dim] and the probabilities [rows, heads, tokens, tokens].
+    """
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise ConversionError(
@@ -103,7 +108,7 @@ def tapped_attention(
 def read_weights(
     weights: torch.Tensor | None, value: torch.Tensor, context: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return `weights`, or a multiple of them for each token and head, with which values sum up to `context`.
+    """Return `weights` [rows, heads, tokens, tokens], or a multiple for each token and head, with which values sum up to `context`.
 
     Attention with sinks may scale its contexts behind the sum. Shapes as in Tap. None where there are no such weights.
     """

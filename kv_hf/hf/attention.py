@@ -32,7 +32,7 @@ from .models import wants_masks
 
 
 def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Make the mask that sdpa would get, and tell the cache which columns are left padding.
+    """Make the mask [batch, 1, q_len, kv_len] that sdpa would get, and tell the cache which columns are left padding.
 
     The kv_length that a paged layer returns knows its cache, and reaches this function before any layer runs.
     Several queries get a lazy mask where the kernels hide by themselves what it would hide, and where sdpa would get None:

@@ -1,4 +1,4 @@
-"""How a function gets its attention function from transformers' AttentionInterface, and how it calls it."""
+"""The way in which a function gets its attention function from transformers' AttentionInterface and calls it."""
 
 import ast
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ ORDER_OF_SDPA = 7
 
 @dataclass(frozen=True)
 class AttentionCalls:
-    """What one function does with attention functions.
+    """The uses of attention functions in one function.
 
     Attributes:
         gets: expressions that get one.

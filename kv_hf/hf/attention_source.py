@@ -1,4 +1,4 @@
-"""What the sources of a model say about its attention: who reads transformers' AttentionInterface, who asks for its name.
+"""Facts about a model's attention, read from its sources: uses of transformers' AttentionInterface and of the attention's name.
 
 Decides nothing about one model on its own: `hf/models.py` asks about the classes that a model is made of. A class is read
 once per process. Code whose source is not there (a notebook, a frozen program) proves nothing.
@@ -57,7 +57,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one function, or all functions of a class together, do.
+    """The uses in one function, or in all functions of a class together.
 
     Attributes:
         updates_cache: hands keys and values of a layer to a cache.

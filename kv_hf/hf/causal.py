@@ -17,7 +17,7 @@ from ..notices import warn_once
 
 
 def takes_bias(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Say whether torch's fused kernels may begin causality at the last key for these tensors.
+    """Say whether torch's fused kernels may begin causality at the last key for these [batch, heads, tokens, channels].
 
     Those for NVIDIA do. Elsewhere torch makes a mask of the bias in every layer (CPU), or hands it to kernels that align
     causality to the first key (flash attention on ROCm): there one mask for all layers is better. Autocast, which does

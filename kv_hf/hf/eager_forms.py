@@ -1,4 +1,4 @@
-"""Which eager attention functions do what "kv_hf" does: those of transformers' models, and copies of their common forms."""
+"""The eager attention functions that "kv_hf" can replace: those of transformers' models, and copies of their common forms."""
 
 import ast
 import functools

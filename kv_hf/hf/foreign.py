@@ -1,4 +1,4 @@
-"""Whether the code of other people shows that a model computes the same under the name "kv_hf".
+"""The check that code of other people computes the same under the name "kv_hf".
 
 transformers' own models are read in `hf/attention_source.py`, and were run one by one. Nothing is known of others: any
 mention of the attention's name beside a few harmless forms, and any code that cannot be read, speaks against a switch.

@@ -1,4 +1,4 @@
-"""How code of other people calls its attention function: what sdpa, or a known eager function, would make of that."""
+"""Calls of attention functions in code of other people, judged by the reaction of sdpa or of a known eager function."""
 
 import ast
 from collections.abc import Iterable, Iterator

@@ -28,7 +28,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
-from ..formats import ATTENTION_NAME, IMPLEMENTATIONS
+from ..formats import ATTENTION_NAME, cache_names, is_cache_name, named
 from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
@@ -50,6 +50,7 @@ from .step_graph import call_graphs, want_graphs
 OF_A_MODEL = ("layers", "recipe", "latent", "latent_group_size", "k_rope", "mla")
 
 _originals: dict[str, Callable[..., Any]] = {}
+_added: set[str] = set()  # names that were put beside transformers' own, gone ones included
 _OWNERS = {
     "_prepare_cache_for_generation": GenerationMixin,
     "_prefill": GenerationMixin,
@@ -64,9 +65,8 @@ def install() -> None:
     """Register the cache names and the attention; a second call changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, kv_hf_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, kv_hf_mask)
-    known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    missing = tuple(name for name in IMPLEMENTATIONS if name not in known)
-    _set_names(tuple(known) + missing)
+    _add_names()
+    named.watch(_add_names)
     if not _originals:
         wraps: tuple[Any, ...] = (
             _wrap, share_prefill, want_graphs, call_graphs, refuse_at_load, refuse_to_set
@@ -80,8 +80,8 @@ def uninstall() -> None:
     """Take the names back, unpatch generate() and give switched models their attention back."""
     restore_attention()
     restore_expansion()
-    known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    _set_names(tuple(name for name in known if name not in IMPLEMENTATIONS))
+    named.unwatch(_add_names)
+    _set_names(_others())
     for name, original in _originals.items():
         setattr(_OWNERS[name], name, original)
     _originals.clear()
@@ -96,6 +96,19 @@ def original(name: str) -> Callable[..., Any]:
         _OWNERS.get(name, GenerationMixin), name
     )
     return found
+
+
+def _add_names() -> None:
+    """Put the cache names that there are now behind those of others."""
+    others = _others()
+    _set_names((*others, *(name for name in cache_names() if name not in others)))
+    _added.update(cache_names())
+
+
+def _others() -> tuple[str, ...]:
+    """Return the names that transformers, or others, have put there."""
+    known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    return tuple(name for name in known if name not in _added)
 
 
 def _set_names(names: tuple[str, ...]) -> None:
@@ -129,7 +142,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             finally:
                 generation_config.cache_implementation = name
-        elif name in IMPLEMENTATIONS and given is None and generation_config.use_cache is not False:
+        elif is_cache_name(name) and given is None and generation_config.use_cache is not False:
             asked = Generation.of(self, generation_config, *args, **kwargs)
             cache = _new_cache(self, generation_config, asked)
             if isinstance(cache, StaticPagedCache):

@@ -96,7 +96,12 @@ def restore_expansion() -> None:
 def expanded(
     module: Any, latent: torch.Tensor, k_rope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of dense latents, as the model computes them."""
+    """Compute the keys and values of dense latents by the model's own `expand_kv`.
+
+    Args:
+        latent: [batch, 1, kv_len, kv_lora_rank]; k_rope: [batch, 1, kv_len, rope channels].
+    Returns: keys [batch, num_heads, kv_len, key channels] and values [batch, num_heads, kv_len, v_head_dim].
+    """
     return module.expand_kv(latent, k_rope)
 
 
@@ -219,7 +224,7 @@ def absorbs(module: torch.nn.Module, mla: str, query: torch.Tensor) -> bool:
 
 
 def shrink_of(query: torch.Tensor) -> float:
-    """Return what an absorbed query is multiplied by: products with weights stay within the range of float16."""
+    """Return the factor of an absorbed query [.., channels]: it keeps products with weights within the range of float16."""
     return 2.0**-8 if query.dtype == torch.float16 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Where code of other people mentions the attention's name, and in which forms that is harmless."""
+"""Mentions of the attention's name in code of other people, and the forms of mentions that are harmless."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Whether all code between generate()'s mask and the attention functions is transformers' own.
+"""The check that all code between generate()'s mask and the attention functions is transformers' own.
 
 Under an attention other than "kv_hf" nobody sees the mask that attention gets: padding may be left out of a cache only where the
 mask of generate() is known to arrive there as it is.

@@ -193,12 +193,11 @@ def note_origin(model: Any, cache: PagedCache) -> None:
     Raises: CacheMismatchError where a loaded cache was saved with other adapters.
     """
     seen = cache.get_seq_length()
-    if not isinstance(seen, int):
-        return  # preallocated: neither saved nor in a store
-    if not seen:
+    started = not isinstance(seen, int) or seen > 0  # a preallocated cache counts on the device
+    if not started:
         cache.forget_origin()
     cache.note_adapters(adapters_of(model))
-    if seen and cache.prefix_store is not None:
+    if started and cache.prefix_store is not None:
         tokens_alone = more_than_tokens(model) is None
         cache.note_space(cache.prefix_store.bind_model(model) if tokens_alone else None)
 

@@ -1,4 +1,4 @@
-"""Which code of other people a model may run: from its classes along the names in them, through helpers and their modules.
+"""The code of other people that a model may run: from its classes along the names in them, through helpers and their modules.
 
 Finds code, and judges none of it. transformers, torch and the standard library are not followed.
 """
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass
 class Reach:
-    """What was found.
+    """The code that was found.
 
     Attributes:
         pieces: all code that was found.

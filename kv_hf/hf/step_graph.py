@@ -61,12 +61,14 @@ class StepGraph:
     Args:
         model: what generate() would call.
         cache: the one that this generation fills.
+    Attributes:
+        given_up: why Python runs all steps from now on; None while nothing speaks against a graph.
     """
 
     def __init__(self, model: Any, cache: StaticPagedCache) -> None:
         self.model = model
         self.cache = cache
-        self.given_up = False
+        self.given_up: str | None = None
         self._has_run = False
         self._replay: Callable[[], None] | None = None
         self._inputs: list[Any] = []
@@ -75,7 +77,7 @@ class StepGraph:
 
     def __call__(self, **inputs: Any) -> Any:
         """Return what the model returns for `inputs`; its tensors are the caller's."""
-        if self.given_up or not self._is_step(inputs):
+        if self.given_up is not None or not self._is_step(inputs):
             return self.model(**inputs)
         if not self._has_run:
             # Triton compiles, libraries make their workspaces
@@ -92,6 +94,11 @@ class StepGraph:
         with self.cache.table.outside_python(1):
             self._replay()
         return self._result()
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether steps are replayed from now on."""
+        return self._replay is not None
 
     def _is_step(self, inputs: dict[str, Any]) -> bool:
         """Say whether `inputs` are one token per row for a cache that holds some."""
@@ -144,7 +151,7 @@ class StepGraph:
         return type(self._outputs)(**own)
 
     def _give_up(self, reason: str) -> None:
-        self.given_up = True
+        self.given_up = reason
         self._replay, self._inputs, self._outputs = None, [], None
         own = type(self.model).__name__
         warn_once(

@@ -1,4 +1,4 @@
-"""How far storage grows beyond what a step needs, where somebody has said how long the text will be.
+"""Growth of storage beyond the need of a step, if the length of the text is known.
 
 Growing copies a layer's pages, and on a GPU it costs calls to the driver. Whoever knows the length of the text (generate(),
 or PagedCache.expect_length) has storage grow in few large steps; a text that ends early leaves a bounded part unused.
@@ -47,7 +47,7 @@ def pages_to_come(sizes: RowPages, rows: Sequence[tuple[int, int]], new: int) ->
 
 
 class RoomAhead:
-    """How many pages the storage of a group makes room for when it grows.
+    """The number of pages that the storage of a group makes room for when it grows.
 
     Attributes:
         expected: how long the text will be; None where nobody has said it: then storage grows as the text does.

@@ -1,4 +1,4 @@
-"""How the pages of layers grow on a GPU: several layers in one allocation, whose predecessors go back to the device.
+"""Growth of pages on a GPU: several layers in one allocation, whose predecessors go back to the device.
 
 torch's caching allocator keeps what is freed, in the segments that it asked the driver for, and a layer's old pages never
 have room for its new ones. Growing layer by layer therefore keeps everything that was ever allocated (and allocations
@@ -93,7 +93,7 @@ class Neighbours:
         self.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Which layers they are; storages join again where the pickle is read, and blocks begin anew."""
+        """Return the layers alone; where the pickle is read, storages join again and blocks begin anew."""
         return {"layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which layers' pages stay on the device, under a budget. Moves nothing.
+"""The choice of the layers whose pages stay on the device, under a budget. Moves nothing.
 
 Every step of full attention reads all pages, so what was used last says nothing about what to keep. Whole layers
 stay, and the others are read through staging buffers: a layer that stays costs no copy at all, and the layers that
@@ -19,7 +19,7 @@ SEAL_PAGES = 8  # pages of one side that are encoded at a time on their way outs
 
 @dataclass(frozen=True)
 class Demand:
-    """What the pages of one layer take.
+    """The bytes of one layer's pages.
 
     Attributes:
         capacity: pages that storage has room for.
@@ -39,7 +39,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Split:
-    """Who stays and who leaves.
+    """The layers that stay and the layers that leave.
 
     Attributes:
         outside: layers whose pages live outside.

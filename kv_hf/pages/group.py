@@ -225,6 +225,8 @@ class PageGroup(PaddedRows):
     def _plan_append(self, op: tuple, batch: int, q_len: int) -> Planned:
         before, plan = self._plan_rows_of_append(batch, q_len)
         seen_after = self.seen + q_len
+        if plan.plain:
+            return self._plain_step(op, before, plan), plan.after(before), (), {}
         pages = self._name_pages(before, plan)
         found = replace(before, pages=pages.found)
         after = Batch(plan.padding, plan.exact_after, plan.dropped, plan.ahead, pages.kept)
@@ -243,7 +245,7 @@ class PageGroup(PaddedRows):
                 found, self.offset, plan.exact_read, plan.padding, plan.exact_before, plan.skip
             ),
             seal_first=SealJobs.build(pages.first, self.page_size, self.sink_tokens),
-            seal=SealJobs.build(pages.last, self.page_size, self.sink_tokens, plan.passed.tolist()),
+            seal=SealJobs.build(pages.last, self.page_size, self.sink_tokens, plan.passed),
             reserved=reserved_pages(batch, self.reserve, self.pool.max_pages),
             ahead=self.ahead.pages(self.sizes, after, seen_after, self.pool.num_ids),
         )
@@ -254,6 +256,21 @@ class PageGroup(PaddedRows):
                 self.pool.release(held)
             leaving = ()
         return step, after, leaving, pages.grown
+
+    def _plain_step(self, op: tuple, rows: Batch, plan: AppendPlan) -> Step:
+        """Return the step of an append that adds to all windows and does nothing else."""
+        seen_after, num_ids = self.seen + op[2], self.pool.num_ids
+        none: tuple[PageIds, ...] = ((),) * len(rows)
+        return Step(
+            op,
+            self.seen,
+            seen_after,
+            num_ids,
+            partial(plan.steps, none, none),
+            view=self._view(rows, 0, plan.exact_after, rows.padding, rows.exact, plan.skip),
+            reserved=reserved_pages(op[1], self.reserve, self.pool.max_pages),
+            ahead=self.ahead.pages(self.sizes, rows, seen_after, num_ids),
+        )
 
     def _name_pages(self, before: Batch, plan: AppendPlan) -> NamedPages:
         """Hand out page ids for what the append seals."""

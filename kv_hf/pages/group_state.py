@@ -1,4 +1,4 @@
-"""What a group of rows knows, as plain numbers: what a copy in another place needs to go on like it. Knows no tensor."""
+"""The state of a group of rows as plain numbers, from which a copy in another place goes on. Knows no tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -54,7 +54,7 @@ class HeldRows:
 
     @property
     def recording(self) -> bool:
-        """Whether past recording is on."""
+        """Return whether past recording is on."""
         return self.sizes.recording
 
     @property
@@ -93,7 +93,7 @@ class HeldRows:
         """Return where the tokens of `batch` lie, of which `exact` are in the window; `rest`: starts and skips.
 
         Dropped pages are left out: a kernel that knows the sliding window reads the pages behind them as if they
-        followed the sinks. That hides the sinks too, as the first page held begins in or before the window.
+        followed the sinks. Sinks are hidden as well: they lie before the first held page, which begins at or before the window.
         """
         tables = self._tables.show(batch.pages, self._grown)
         hidden = padding

@@ -41,7 +41,7 @@ class Extent:
 
 
 class Home:
-    """Where the pages of one layer lie while they are not on the device.
+    """The host pages of one layer: their place while they are not on the device.
 
     Args:
         spec: sizes and formats.

@@ -7,7 +7,7 @@ import torch
 
 
 class Lane(Protocol):
-    """Where pages are copied to the device.
+    """The order of copies to the device and kernels: a copy stream, or none.
 
     Attributes:
         buffers: staging buffers that make sense: two where a copy can run while the other one is read.
@@ -28,7 +28,7 @@ class Lane(Protocol):
         ...
 
     def keep(self, target: torch.Tensor) -> None:
-        """Let the memory of `target` not be used again before the copies into it are done, though it be dropped."""
+        """Keep the memory of `target` [any shape] from being used again before the copies into it are done, even if it is dropped."""
         ...
 
     def wait(self) -> None:

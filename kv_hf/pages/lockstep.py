@@ -1,4 +1,4 @@
-"""Who has taken part in which step: layers of a group follow each other, and groups of a cache do too."""
+"""The layers that have taken part in a step: layers of a group follow each other, and groups of a cache do too."""
 
 from collections.abc import Iterable
 

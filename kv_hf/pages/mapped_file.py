@@ -66,11 +66,11 @@ class MappedFile(OutsideMemory):
             raise self._full(needed, f"{free:,} bytes are free")
 
     def forget(self, piece: torch.Tensor) -> None:
-        """Unmap the memory pages of a piece and those mapped with them; what was written stays in the file."""
+        """Unmap the memory pages of a piece [bytes] and those mapped with them; its contents stay in the file."""
         self._advise(piece, "MADV_DONTNEED", AROUND)
 
     def expect(self, piece: torch.Tensor) -> None:
-        """Have the system read a piece from the disk, in the background."""
+        """Have the system read a piece [bytes] from the disk, in the background."""
         self._advise(piece, "MADV_WILLNEED", mmap.PAGESIZE)
 
     def _advise(self, piece: torch.Tensor, advice: str, alignment: int) -> None:

@@ -9,7 +9,7 @@ def is_host(device: torch.device | str) -> bool:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `tensor`, which lies on the CPU, on `device`.
+    """Return `tensor` [any shape], which lies on the CPU, on `device`.
 
     A copy from pageable memory to a GPU makes the host wait; one from pinned memory is queued. torch keeps the pinned
     block until the copy is done.

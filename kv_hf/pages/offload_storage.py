@@ -156,7 +156,7 @@ class OffloadedStorage(PageStorage):
 
     @property
     def home(self) -> Home | None:
-        """Where the pages live outside; None while they are on the device."""
+        """Return the host pages; None while the pages are on the device."""
         return self.keys.home
 
     @property
@@ -203,7 +203,7 @@ class OffloadedStorage(PageStorage):
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them, on the device or outside."""
+        """Append `new` [rows, heads, q_len, channels] to the windows [rows, heads, slots, channels]; seal on the device or outside."""
         inside = jobs if self.home is None else None
         super().write_pair(kernel, windows, new, view, inside, damaged, launches)
         if jobs is not None and inside is None:
@@ -217,7 +217,7 @@ class OffloadedStorage(PageStorage):
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` seal pages of both sides, on the device or, some at a time, outside."""
+        """Seal pages of both sides from `tokens` [rows, heads, slots, channels], on the device or, some at a time, outside."""
         home = self.home
         if home is None:
             super().seal_pair(kernel, tokens, jobs, damaged, launches)

@@ -29,7 +29,7 @@ class OutsideMemory:
         """Raise OffloadError where this memory is another process's; memory of one's own is copied by a fork."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` bytes that stay where they are: a uint8 tensor, aligned to ALIGNMENT.
+        """Return memory that never moves: [nbytes], uint8, aligned to ALIGNMENT.
 
         Raises: OffloadError when there is no room; what was handed out before is not touched.
         """
@@ -46,10 +46,10 @@ class OutsideMemory:
         """Raise OffloadError where `nbytes` more are known not to fit."""
 
     def forget(self, piece: torch.Tensor) -> None:
-        """Take a piece out of resident memory where that is possible; its contents stay."""
+        """Take a piece [bytes] out of resident memory where that is possible; its contents stay."""
 
     def expect(self, piece: torch.Tensor) -> None:
-        """Begin to bring a piece near where that is possible: it will be read soon."""
+        """Begin to read a piece [bytes] into resident memory where that is possible: it will be read soon."""
 
     def _new_region(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)

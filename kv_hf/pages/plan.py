@@ -1,4 +1,4 @@
-"""What an append or a crop does to each row, worked out without changing anything.
+"""Plans of appends and crops, row by row, made without changing anything.
 
 A row's real tokens lie, in order, in these places:
 
@@ -9,7 +9,7 @@ Pages are dropped in sliding groups only: as soon as no later query can see a to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -68,6 +68,7 @@ class AppendPlan:
         padding, dropped, ahead: as in Row, behind the step.
         exact_before, exact_after, skip, new, passed: as in RowStep.
         first, last: pages to seal before and behind the append.
+        plain: the append adds its tokens to the window of every row, and does nothing else.
     """
 
     padding: Numbers
@@ -80,16 +81,23 @@ class AppendPlan:
     passed: Numbers
     first: Numbers
     last: Numbers
+    plain: bool = False
 
     @cached_property
     def num_pages(self) -> int:
         """Page ids that the append takes."""
-        return int(self.first.sum() + self.last.sum())
+        return 0 if self.plain else int(self.first.sum() + self.last.sum())
 
     @cached_property
     def exact_read(self) -> Numbers:
         """[rows], exact tokens that the forward reads, its own included."""
-        return self.exact_before + self.new
+        return self.exact_after if self.plain else self.exact_before + self.new
+
+    def after(self, before: Batch) -> Batch:
+        """Return the rows behind a plain append to `before`: they hold the pages that they held."""
+        rows = replace(before, exact=self.exact_after)
+        vars(rows)["counts"] = before.counts
+        return rows
 
     def steps(self, first: Sequence[PageIds], last: Sequence[PageIds]) -> tuple[RowStep, ...]:
         """Return the step of each row, whose pages are named `first` and `last`."""
@@ -114,6 +122,18 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         seen: columns before the append.
         confirmed: columns that a crop has left standing (past recording).
     """
+    if sizes.window is None and not sizes.recording and _grows_alike(sizes, batch, seen, q_len):
+        nothing = np.zeros_like(batch.exact)
+        plain = dict.fromkeys(("ahead", "skip", "passed", "first", "last"), nothing)
+        return AppendPlan(
+            padding=batch.padding,
+            dropped=batch.dropped,
+            exact_before=batch.exact,
+            exact_after=batch.exact + q_len,
+            new=nothing + q_len,
+            plain=True,
+            **plain,
+        )
     size, seen_after = sizes.page_size, seen + q_len
     padding = np.minimum(batch.padding, seen_after)
     skip = np.maximum(np.maximum(0, padding - seen), np.minimum(batch.ahead, q_len))
@@ -145,6 +165,15 @@ def plan_append(sizes: RowSizes, batch: Batch, seen: int, q_len: int, confirmed:
         passed=passed,
         first=first,
         last=last - passed,
+    )
+
+
+def _grows_alike(sizes: RowSizes, batch: Batch, seen: int, q_len: int) -> bool:
+    """Say whether all that an append does is to add `q_len` tokens to the window of every row: most steps are such."""
+    return (
+        int(batch.padding.max()) <= seen
+        and not batch.ahead.any()
+        and int(batch.exact.max()) + q_len < sizes.held + sizes.page_size
     )
 
 

@@ -31,7 +31,12 @@ def carved_bytes(spec: PageSpec, pages: int, alignment: int = ALIGNMENT) -> int:
 def carve(
     raw: torch.Tensor, spec: PageSpec, pages: int, alignment: int = ALIGNMENT
 ) -> tuple[Fields, Fields]:
-    """Lay the fields of `pages` pages into the uint8 tensor `raw`; return those of keys and of values."""
+    """Lay the fields of `pages` pages into one piece of memory.
+
+    Args:
+        raw: [bytes], uint8; at least `carved_bytes(spec, pages, alignment)`, aligned to `alignment`.
+    Returns: the fields of keys and those of values by name, views of `raw`: [pages, *shape of the field in a page].
+    """
     found, start = [], 0
     for nbytes, shape, dtype in fields_of(spec):
         size = pages * nbytes

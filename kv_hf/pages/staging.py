@@ -35,13 +35,13 @@ class Outsider(Protocol):
 
     @property
     def home(self) -> Home | None:
-        """Where its pages are."""
+        """Return the host pages of the storage, None while they are on the device."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """Which page lies in which slot, for one block table.
+    """The slots of the pages of one block table.
 
     Attributes:
         source: the block table that this plan was made of.

@@ -14,6 +14,8 @@ import torch
 from ..errors import CacheMismatchError, InterruptedForwardError
 from ..spec import TABLE_DTYPE, sealed_pages
 from .device_flag import DeviceFlag
+from .group_state import GroupState, held_pages, renumbered
+from .step import Row
 
 OVERFULL, WRONG_MASK = 1, 2  # bits of the flag
 WORKING = -1  # as `turn`: a layer or the table itself is being changed
@@ -21,7 +23,7 @@ WORKING = -1  # as `turn`: a layer or the table itself is being changed
 
 @dataclass(frozen=True)
 class StaticStep:
-    """What one forward does to every row; all tensors int32, on the device.
+    """The change of every row in one forward; all tensors int32, on the device.
 
     Attributes:
         starts, skips: [rows], first free slot of the window, and leading new tokens that are padding.
@@ -40,7 +42,7 @@ class StaticStep:
 
 @dataclass(frozen=True)
 class Lengths:
-    """What a step moves on: tensors on the device, and the columns as Python knows them."""
+    """The state that a step changes: tensors on the device, and the columns as Python knows them."""
 
     tensors: tuple[torch.Tensor, ...]
     columns: int | None
@@ -64,6 +66,7 @@ class StaticTable:
         flag: set on the device by steps that nobody waits for: OVERFULL, WRONG_MASK.
     """
 
+    window = None  # all layers see all tokens
     block_table: torch.Tensor
     num_pages: torch.Tensor
     exact_lens: torch.Tensor
@@ -92,7 +95,7 @@ class StaticTable:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Block table and lengths."""
+        """Return the block table [rows, pages_per_row], num_pages, exact_lens and padding [rows], all int32, and seen [], int64."""
         return self.block_table, self.num_pages, self.exact_lens, self.padding, self.seen
 
     def allocate(self, rows: int, device: torch.device) -> None:
@@ -117,6 +120,62 @@ class StaticTable:
         self._known_padding, self.known_columns = None, 0
         self.step = None
         self.turn = 0
+
+    # -- states (group_state.py) ------------------------------------------------------------------------------
+
+    def state(self) -> GroupState:
+        """Return rows and lengths between two steps, pages numbered anew; waits for the device."""
+        self.check_turn(0)
+        lengths = (self.padding.tolist(), self.num_pages.tolist(), self.exact_lens.tolist())
+        rows = [
+            Row(padding, tuple(self.block_table[index, :held].tolist()), exact)
+            for index, (padding, held, exact) in enumerate(zip(*lengths, strict=True))
+        ]
+        held = held_pages(rows)
+        return GroupState(None, len(held), renumbered(rows), self.columns(), 0, False, None)
+
+    def check_state(self, state: GroupState) -> None:
+        """Raise CacheMismatchError where a state does not fit into this table."""
+        if state.seen > self.max_length:
+            raise CacheMismatchError(
+                f"max_length={self.max_length} is less than the {state.seen} columns of this state; make the cache with a "
+                "larger max_length"
+            )
+        for index, row in enumerate(state.rows):
+            held = len(row.pages) * self.page_size + row.exact
+            if held != max(0, state.seen - row.padding) or row.dropped or row.ahead:
+                raise CacheMismatchError(
+                    f"row {index} of this state holds {held} tokens in pages and beside them, not all {state.seen} columns "
+                    f"behind its padding of {row.padding}"
+                )
+            if row.exact >= self.slots:
+                raise CacheMismatchError(
+                    f"row {index} of this state has {row.exact} exact tokens, and a preallocated cache keeps fewer than "
+                    f"{self.slots}: call end_recording() and run a forward before, or leave max_length out"
+                )
+
+    def restore(self, state: GroupState) -> None:
+        """Let these rows, which are allocated and empty, stand where others stood whose `check_state` passed.
+
+        Stopped half-way, the next step raises InterruptedForwardError.
+        """
+        self.turn = WORKING
+        counts = ([len(row.pages) for row in state.rows], [row.exact for row in state.rows])
+        numbers = (*counts, [row.padding for row in state.rows])
+        lengths = (self.num_pages, self.exact_lens, self.padding)
+        for tensor, given in zip(lengths, numbers, strict=True):
+            tensor.copy_(torch.tensor(given, dtype=TABLE_DTYPE))
+        self.seen.fill_(state.seen)
+        self.known_columns, self.started = state.seen, True
+        self.turn = 0
+
+    def places(self, state: GroupState) -> list[list[int]]:
+        """Return, for each page of a state, the pages of this table that hold it: one for each row."""
+        found: list[list[int]] = [[] for _ in range(state.num_pages)]
+        for index, row in enumerate(state.rows):
+            for at, page in enumerate(row.pages):
+                found[page].append(index * self.pages_per_row + at)
+        return found
 
     # -- left padding, under the names of pages.group.PageGroup ---------------------------------------------
 

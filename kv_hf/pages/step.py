@@ -1,4 +1,4 @@
-"""What a step does to the rows of a batch, and where a forward then finds its tokens. Decides nothing."""
+"""The result of planning a step: changes of rows, and the places of a forward's tokens. Decides nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowStep:
-    """What a step does to one row.
+    """The change of one row in a step.
 
     Attributes:
         source: index of the row that this row continues.
@@ -64,7 +64,7 @@ class RowStep:
 
 @dataclass(frozen=True)
 class TableView:
-    """Where a forward finds its tokens; tensors on the CPU, moved to a device once by `on`.
+    """The places of a forward's tokens; tensors on the CPU, moved to a device once by `on`.
 
     Attributes:
         block_table: [rows, max pages of a row], int32; entries past a row's last page are 0, or of a later forward.
@@ -95,7 +95,12 @@ class TableView:
         rows: int,
         offset: int,
     ) -> "TableView":
-        """Return the view of `tables` with num_pages, exact_lens, padding (, starts, skips): one copy to a device moves all."""
+        """Return the view of `tables` with its lengths side by side, so that one copy to a device moves all of them.
+
+        Args:
+            tables: the block table [rows, max pages], int32, by device; the CPU's at least.
+            columns: num_pages, exact_lens, padding and, for an append, starts and skips; each [rows], integers.
+        """
         aligned = -(-rows // 4) * 4  # each begins at a multiple of 16 bytes
         lengths = np.zeros((len(columns), aligned), dtype=np.int32)
         for place, column in enumerate(columns):
@@ -155,22 +160,22 @@ class SealJobs:
         pages: Sequence[Sequence[int]],
         page_size: int,
         sink_tokens: int,
-        passed: Sequence[int] | None = None,
+        passed: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> "SealJobs | None":
         """Seal `pages` (for each row, in the order of its tokens) behind the sinks; None without any.
 
         `passed`: for each row, pages behind the sinks that are left out.
         """
-        starts = passed or [0] * len(pages)
         jobs = [
             (row, sink_tokens + place * page_size, page)
-            for row, (row_pages, start) in enumerate(zip(pages, starts, strict=True))
-            for place, page in enumerate(row_pages, start)
+            for row, row_pages in enumerate(pages)
+            if row_pages
+            for place, page in enumerate(row_pages, 0 if passed is None else int(passed[row]))
         ]
         return cls(torch.tensor(jobs, dtype=torch.int32)) if jobs else None
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the jobs on `device` (moved once, then remembered)."""
+        """Return the jobs [n, 3] on `device` (moved once, then remembered)."""
         if device == self.jobs.device:
             return self.jobs
         if device not in self._moved:
@@ -214,11 +219,11 @@ class Step:
 
     @cached_property
     def rows(self) -> tuple[RowStep, ...]:
-        """What the step does to each row; made when somebody asks."""
+        """Return the change of each row; made at the first call."""
         return self.make_rows()
 
     def moves(self, device: torch.device, rows: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return (rows that change, the former rows that they continue), int64 tensors on `device` (made once).
+        """Return (rows that change, the former rows that they continue), [n] and int64 each, on `device` (made once).
 
         The first is None where the batch had another number of rows: then all rows are new.
         """
@@ -234,7 +239,7 @@ class Step:
     def index(
         self, name: Any, device: torch.device, make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a tensor of this step, the same for all layers, on `device`; `make` makes it on the CPU, once."""
+        """Return a tensor of this step [any shape], the same for all layers, on `device`; `make` makes it on the CPU, once."""
         key = (name, device)
         if key not in self._indices:
             self._indices[key] = moved(make(), device)

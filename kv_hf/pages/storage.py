@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
 class PairWriter(Protocol):
-    """What writes pages: see backends/reference/pairs.py for both functions."""
+    """A backend's functions that write pages; backends/reference/pairs.py documents both."""
 
     @property
     def write_pair(self) -> Callable[..., None]:
@@ -94,6 +94,15 @@ class SideStorage:
     def put(self, first: int, field: str, pages: torch.Tensor) -> None:
         """Write one field of encoded pages [n, ..] to the ids first .. first + n - 1, which must have room."""
         self.fields[field][first : first + len(pages)].copy_(pages)
+
+    def spread(
+        self, first: int, field: str, pages: torch.Tensor, places: Sequence[Sequence[int]]
+    ) -> None:
+        """Write one field of encoded pages [n, ..], of which page i goes to each of the ids `places[first + i]`."""
+        pairs = [(at, page) for at in range(len(pages)) for page in places[first + at]]
+        if pairs:
+            sources, targets = (list(part) for part in zip(*pairs, strict=True))
+            self.fields[field][targets] = pages[sources].to(self.fields[field].device)
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
@@ -213,7 +222,14 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pairs.py)."""
+        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pairs.py).
+
+        Args:
+            windows: keys and values [rows, heads, slots, channels], written in place.
+            new: keys and values [rows, heads, q_len, channels] of this forward.
+            damaged: [], uint8; set to 1 where numbers had to be made finite.
+            launches: what the backend keeps for this layer.
+        """
         assert view.starts is not None and view.skips is not None
         table = None if jobs is None else jobs.on(self.device)
         fields = self.keys.fields, self.values.fields
@@ -229,7 +245,12 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` seal pages of both sides from `tokens` (see backends/reference/pairs.py)."""
+        """Have `kernel` seal pages of both sides from `tokens` (see backends/reference/pairs.py).
+
+        Args:
+            tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
+            damaged: [], uint8; set to 1 where numbers had to be made finite.
+        """
         kernel.seal_pair(tokens, jobs.on(self.device), self.fields, self.spec, damaged, launches)
 
     def readable(self, view: TableView) -> ReadablePages:

@@ -1,4 +1,4 @@
-"""How tensors that outlive a forward are made and written, whatever mode the caller runs in."""
+"""Tensors that outlive a forward: made and written alike in every mode (inference, no_grad) of the caller."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

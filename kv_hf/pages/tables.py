@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..spec import TABLE_DTYPE
@@ -11,6 +12,8 @@ from .step import Grown, PageIds, Row
 from .storing import storing
 
 Pages = tuple[PageIds, ...]
+CPU = torch.device("cpu")
+NO_TABLE = np.zeros((0, 0), dtype=np.int32)
 
 
 def block_table(rows: Sequence[Row]) -> torch.Tensor:
@@ -45,12 +48,17 @@ class Tables:
         """Drop the last table."""
         self._pages: Pages | None = None
         self._on: dict[torch.device, torch.Tensor] = {}
+        self._host = NO_TABLE  # the memory of the CPU's table
 
     def show(self, pages: Pages, grown: Mapping[int, Grown]) -> dict[torch.device, torch.Tensor]:
-        """Return the table of `pages` by device, at least the CPU's; others are made of that one when they are missing.
+        """Return the table of `pages` by device: [rows, most pages of a row], int32.
+
+        Entries past a row's last page are 0, or pages of a later forward.
+
+        The CPU's table is always there; a view makes those of other devices from it (TableView.on).
 
         Args:
-            grown: row -> what it held before and after pages were appended to it, for rows of which that is known.
+            grown: row -> its pages before and after an append, for rows that only an append has changed.
         """
         old = self._pages
         if old is pages:
@@ -59,7 +67,8 @@ class Tables:
         self._pages = None  # stopped in the middle, the next table is made anew
         with storing():
             if appended is None:
-                self._on = {torch.device("cpu"): _table(pages)}
+                table = _table(pages)
+                self._on, self._host = {CPU: table}, table.numpy()
             elif appended:
                 self._write(appended, max(map(len, pages)))
         self._pages = pages
@@ -67,12 +76,22 @@ class Tables:
 
     def _write(self, entries: list[tuple[int, int, int]], width: int) -> None:
         """Write (row, place, page id) into the tables, which shall have `width` columns."""
+        others = {device: one for device, one in self._on.items() if device != CPU}
+        if self._host.shape[1] < width:
+            wide = np.zeros((self._host.shape[0], width), dtype=np.int32)
+            wide[:, : self._host.shape[1]] = self._host
+            self._host = wide
+        rows, places, pages = zip(*entries, strict=True)
+        self._host[rows, places] = pages
         # always another object: who has renumbered the pages of a table knows it by that (staging.py)
-        self._on = {device: _widened(one, width)[:] for device, one in self._on.items()}
-        columns = torch.tensor(entries, dtype=torch.int64).T.contiguous()
-        for device, table in self._on.items():
+        self._on = {CPU: torch.from_numpy(self._host)}
+        if not others:
+            return
+        columns = torch.tensor((rows, places, pages), dtype=torch.int64)
+        for device, table in others.items():
             row, place, page = moved(columns, device).unbind(0)
-            table.index_put_((row, place), page.to(TABLE_DTYPE))
+            self._on[device] = wider = _widened(table, width)[:]
+            wider.index_put_((row, place), page.to(TABLE_DTYPE))
 
     @staticmethod
     def _appended(

@@ -1,1 +1,1 @@
-"""What a model's cache will take, before the model is loaded."""
+"""Memory of a model's caches, planned before the model is loaded."""

@@ -8,19 +8,13 @@ from ..cache_names import cache_label, parse_cache_name
 from ..checks import check_int
 from ..config import CacheConfig, check_option_names
 from ..errors import CacheOptionError
-from ..formats import IMPLEMENTATIONS
+from ..formats import cache_names, is_cache_name
 from ..spec import MemoryReport
 from .inventory import Inventory
 from .predict import predict
 from .units import parse_bytes, parse_tokens
 
-DEFAULT_CACHES = (
-    "dynamic",
-    "static",
-    *IMPLEMENTATIONS,
-    "paged_int4:offload=cpu",
-)
-PLANNED = ("dynamic", "static", *IMPLEMENTATIONS)
+EXACT_CACHES = ("dynamic", "static")  # transformers' own whose bytes are predicted
 NOT_PLANNED = {"offloaded": "the layer that is being computed"}
 # options that may be written with a unit
 PARSED = {
@@ -29,6 +23,16 @@ PARSED = {
     "reserve_tokens": parse_tokens,
 }
 FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
+
+
+def planned_caches() -> tuple[str, ...]:
+    """Return the names of caches whose bytes are predicted."""
+    return (*EXACT_CACHES, *cache_names())
+
+
+def default_caches() -> tuple[str, ...]:
+    """Return what a plan compares where no cache is named."""
+    return (*planned_caches(), "paged_int4:offload=cpu")
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,10 @@ class Choice:
             raise
         except ValueError as error:
             raise CacheOptionError(str(error)) from None
-        if base not in PLANNED:
+        if base not in planned_caches():
             raise CacheOptionError(
                 f"cache {base!r} is not planned: what it holds is up to {NOT_PLANNED.get(base, 'another package')}; planned "
-                f"are {', '.join(PLANNED)}"
+                f"are {', '.join(planned_caches())}"
             )
         if base == "static":
             length = options.pop("max_length", None)
@@ -79,7 +83,7 @@ class Choice:
                 check_int("max_length", length, 1)
             if not options:
                 return cls(given, base, length=length)
-        if base not in IMPLEMENTATIONS:
+        if not is_cache_name(base):
             if options:
                 takes = "only max_length" if base == "static" else "no options"
                 raise CacheOptionError(f"cache {base!r} takes {takes}, got {given!r}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..cache_names import STOCK
 from ..errors import KVCacheError
-from ..formats import IMPLEMENTATIONS
+from ..formats import cache_names
 from ..printable import tell_error
 from .devices import DEVICES
 from .inventory import Inventory
@@ -48,7 +48,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         metavar="NAME[:OPTION=VALUE,...]",
-        help=f"{', '.join([*STOCK[:3], *IMPLEMENTATIONS])} or recipe:PATH, with options of kv_hf.CacheConfig, such as "
+        help=f"{', '.join([*STOCK[:3], *cache_names()])} or recipe:PATH, with options of kv_hf.CacheConfig, such as "
         "paged_int4:keys=int8,offload=cpu (default: the common ones)",
     )
     found.add_argument("--device", metavar="NAME", help="memory and bandwidth of a known device")

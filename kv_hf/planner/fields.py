@@ -1,4 +1,4 @@
-"""What a config's names alone say about its cache: for models whose code cannot be run here."""
+"""Facts about a cache from the names in a config alone: for models whose code cannot be run here."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -9,7 +9,7 @@ EMPTY = MemoryReport(0, 0, 0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Figures:
-    """What a cache takes.
+    """The bytes of a cache.
 
     Attributes:
         report: its bytes, by part.

@@ -1,4 +1,4 @@
-"""How much fits: the largest context, batch and number of resident tokens that a memory holds."""
+"""The largest loads that fit: context, batch and number of resident tokens that a memory holds."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ MOST_ROWS = 1 << 16  # larger batches are not searched
 
 @dataclass(frozen=True)
 class Fit:
-    """What the memory behind the weights holds. None: nothing grows, or the limit lies beyond all use.
+    """The largest loads in the memory behind the weights. None: nothing grows, or the limit lies beyond all use.
 
     Attributes:
         context: tokens of each row at the batch of the plan.

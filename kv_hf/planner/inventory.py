@@ -1,4 +1,4 @@
-"""What a model keeps in its cache, layer by layer, and what its weights take: all that a plan needs to know of it."""
+"""All facts that a plan needs of a model: its cache, layer by layer, and the bytes of its weights."""
 
 import itertools
 import math
@@ -73,7 +73,7 @@ class CachedLayer:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a model's config says about memory.
+    """The facts about memory in a model's config.
 
     Attributes:
         name: of the model, for people.

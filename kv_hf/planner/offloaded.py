@@ -37,7 +37,7 @@ MOST_STEPS = 1 << 24  # that are followed; the pages that each needs are worked 
 
 @dataclass
 class _Room:
-    """What the arena of an offload has made room for so far.
+    """The room that the arena of an offload has made so far.
 
     Attributes:
         homes: layer -> pages that there is room for outside.

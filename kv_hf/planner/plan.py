@@ -1,4 +1,4 @@
-"""What a model's caches take and what fits, before anything is loaded: `kv_hf.plan(...)`."""
+"""Memory of a model's caches and the loads that fit, before anything is loaded: `kv_hf.plan(...)`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, KVCacheError
 from ..printable import short
 from ..spec import MemoryReport
-from .choices import DEFAULT_CACHES, Choice, choices_of
+from .choices import Choice, choices_of, default_caches
 from .devices import find_device
 from .fit import Fit, find_fit
 from .growing import behind_prefill
@@ -61,7 +61,7 @@ class CachePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the caches of a model take, at a batch and a context.
+    """Memory of the caches of a model, at a batch and a context.
 
     Attributes:
         inventory: of the whole model.
@@ -258,12 +258,12 @@ class _Planner:
         cache_config: Mapping[str, Any] | None,
         notes: list[str],
     ) -> tuple[CachePlan, ...]:
-        """Plan every cache. One of DEFAULT_CACHES that the model cannot have becomes a note."""
+        """Plan every cache. One of `default_caches` that the model cannot have becomes a note."""
         if isinstance(caches, str):
             raise CacheOptionError(f"caches must be a sequence of names, got {caches!r}")
         dynamic = self._memory(Choice("dynamic", "dynamic")).total
         rows = []
-        for choice in choices_of(DEFAULT_CACHES if caches is None else caches, cache_config):
+        for choice in choices_of(default_caches() if caches is None else caches, cache_config):
             try:
                 rows.append(self._row(choice, dynamic))
             except KVCacheError as error:

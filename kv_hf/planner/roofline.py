@@ -1,4 +1,4 @@
-"""What a decode step has to read, and the tokens per second that a memory's bandwidth allows at most.
+"""The bytes that a decode step has to read, and the most tokens per second that a memory's bandwidth allows.
 
 A bound, not a forecast: computing, writing, launching kernels and talking between devices take their time on top.
 """

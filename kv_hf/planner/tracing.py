@@ -22,7 +22,7 @@ _current = threading.local()
 
 @dataclass
 class Reads:
-    """What attention was seen to read.
+    """The attention modules that were seen to read each layer.
 
     Attributes:
         modules: layer of the cache -> id of attention module -> its query heads.

@@ -1,4 +1,4 @@
-"""What the weights of a folder of safetensors files take, and their dtype, from the files' headers alone."""
+"""Bytes and dtype of the weights in a folder of safetensors files, from the files' headers alone."""
 
 import math
 from collections import Counter
@@ -31,7 +31,7 @@ class StoredWeights:
     Attributes:
         numbers: of all tensors; packed numbers of quantized weights count as they are stored. None: not known.
         nbytes: of all tensors, None where not known.
-        dtype: that most numbers have of those that a model can have, as "float32"; None: no number has one.
+        dtype: the dtype that most parameters have, as "float32"; None: no parameter has a dtype that a model can have.
         packed: whether there are tensors of other dtypes: integers, fp8.
     """
 

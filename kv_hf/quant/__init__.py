@@ -1,1 +1,1 @@
-"""Encoding and decoding of pages in plain torch: the definition of each stored format."""
+"""Encoding and decoding of pages in plain torch: formats applied to pages, and where codes lie in them."""

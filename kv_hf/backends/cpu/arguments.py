@@ -11,7 +11,6 @@ from ...errors import CacheMismatchError
 from ...formats import Scheme
 from ...spec import LANES, PageFields, PageSpec, SideSpec
 
-_FORMATS = {"int8": 3, "int4": 4, "int2": 5, "fp8": 6, "fp8_ds_mla": 6}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _NO_MEMORY, _NO_SUCH_PAGE, _NO_SUCH_SLOT = -1, -2, -3  # enum Status
@@ -94,7 +93,7 @@ def side_fields(
     groups = scheme.scale_group or (0, 1)
     dtype = DTYPES[spec.dtype]
     return (
-        dtype if scheme.is_exact else _FORMATS[scheme.name],
+        dtype if scheme.is_exact else scheme.format.native_number or 0,
         spec.head_dim,
         groups[0],
         groups[1],

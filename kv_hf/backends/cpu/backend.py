@@ -6,6 +6,7 @@ import torch
 
 from ...spec import LANES, PageSpec
 from ..base import Backend
+from ..compiled_formats import unread_formats
 from ..reference.dense import dense_side
 from ..registry import register_backend
 from . import decode, library, write
@@ -26,6 +27,9 @@ def load() -> Backend:
 
 def why_not(device: torch.device, spec: PageSpec) -> str | None:
     """Return why the C kernel cannot read such pages on `device`, or None."""
+    unread = unread_formats(spec)
+    if unread:
+        return unread
     if device.type != "cpu":
         return f"it runs on the CPU, the pages are on {device}"
     return library.missing() or unsupported(spec)

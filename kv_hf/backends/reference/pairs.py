@@ -51,7 +51,7 @@ def seal_pair(
     damaged: torch.Tensor,
     launches: dict[Any, Any],
 ) -> None:
-    """Seal pages of both sides from `tokens`; the arguments are those of `write_pair`."""
+    """Seal pages of both sides from `tokens` [rows, heads, slots, head_dim]; the arguments are those of `write_pair`."""
     if damaged.is_meta:
         return
     for side, own, pages in zip(spec.sides, tokens, fields, strict=True):

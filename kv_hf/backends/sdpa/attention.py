@@ -17,7 +17,7 @@ TILE_TOKENS = 1024
 
 
 def paged_attention(call: AttentionCall) -> torch.Tensor:
-    """Attend to pages by SDPA, row by row; CPU tensors only. See `reference.paged_attention`.
+    """Attend to pages by SDPA, row by row; CPU tensors only.
 
     What SDPA cannot express (softcap, values of another head_dim than keys, float64, masks of the lowest number)
     goes to the reference. Decoded keys and values are rounded to the query's dtype.

@@ -4,6 +4,7 @@ import torch
 
 from ...spec import ROWS, PageSpec
 from ..base import Backend
+from ..compiled_formats import unread_formats
 from ..registry import register_backend
 from . import support
 
@@ -26,7 +27,7 @@ def load() -> Backend:
 
 def why_not(device: torch.device, spec: PageSpec) -> str | None:
     """Return why the Triton kernels cannot read such pages on `device`, or None."""
-    return support.why_not(device, spec.keys.dtype, spec)
+    return unread_formats(spec) or support.why_not(device, spec.keys.dtype, spec)
 
 
 def register() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...formats import key_scheme, value_scheme
+from ...formats import is_shipped, key_scheme, native_names, value_scheme
 from ...spec import PageSpec
 from .meta_params import column_block, tile_tokens
 
@@ -22,7 +22,7 @@ COPY_BYTES = 4.3e12  # bytes per second, measured copy on an H200
 MULTIPROCESSORS = 132
 CLOCK = 1.755e9
 
-FORMATS = ("exact", "fp8", "int8", "int4", "int2")
+FORMATS = tuple(name for name in native_names() if is_shipped(name))
 VARIANTS = (
     *(("sm_90", name, dim, 4) for name in FORMATS for dim in (64, 128, 256)),
     *(("sm_90", name, dim, 4) for name in ("int4", "int8") for dim in (80, 96, 192)),

@@ -8,11 +8,18 @@ for 8 columns or fewer. Knows nothing of launch sizes and devices.
 import triton
 import triton.language as tl
 
-from .keys import load_key_factors, score_codes, score_exact
+from .keys import load_key_factors, score_codes, score_exact, stack
 from .merge import add_sink, arrive_last, merge_columns
 from .softmax import LOG2E, bend, weigh
 from .tiles import chunk_size, load_query, rescale, store_parts
-from .values import add_codes, add_exact, load_value_factors, settle
+from .values import (
+    add_codes,
+    add_exact,
+    load_value_factors,
+    no_offsets,
+    offset_rows,
+    settle,
+)
 from .window import attend_window
 
 
@@ -128,6 +135,10 @@ def decode_kernel(
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     TILES_PER_PAGE: tl.constexpr = PAGE // TILE
+    PIECES: tl.constexpr = TILE // K_GROUP if K_FOLD == "tile" and K_GROUP < TILE else 1
+    LIFT: tl.constexpr = (
+        15 if V_FOLD == "token" and V_CODE == "unsigned" and offset_rows(V_DIM // V_GROUP) else 0
+    )
     V_RUNS: tl.constexpr = V_DIM // V_WIDTH
     V_PARTS: tl.constexpr = len(V_CHUNKS) * V_RUNS
     BENT: tl.constexpr = SOFTCAP or MASK == "float"
@@ -183,8 +194,7 @@ def decode_kernel(
         acc = acc + (tl.zeros([chunk_size(V_CHUNKS, p // V_RUNS), COLUMNS], tl.float32),)
     offsets = ()
     if V_CODE == "unsigned" and V_FOLD == "token":
-        for _ in tl.static_range(V_DIM // V_GROUP):
-            offsets = offsets + (tl.zeros([TILE, COLUMNS], tl.float32),)
+        offsets = no_offsets(V_DIM // V_GROUP, TILE, COLUMNS)
 
     lane = tl.arange(0, TILE)
     table = block_table + row.to(tl.int64) * table_row
@@ -198,7 +208,7 @@ def decode_kernel(
     token = (begin % TILES_PER_PAGE) * TILE
     key_offsets, key_scales = load_key_factors(
         key_scale, key_offset, block, token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS,
-        K_FOLD, True,
+        K_FOLD, True, PIECES,
     )  # fmt: skip
     value_factors = load_value_factors(
         value_scale, value_offset, block * PAGE + token + lane, live, V_DIM, V_GROUP, V_CODE, V_FOLD,
@@ -215,7 +225,7 @@ def decode_kernel(
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
         key_offsets, key_scales = load_key_factors(
             key_scale, key_offset, next_block, next_token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
-            W_CHUNKS, K_FOLD, False,
+            W_CHUNKS, K_FOLD, False, PIECES,
         )  # fmt: skip
         value_factors = load_value_factors(
             value_scale, value_offset, next_block * PAGE + next_token + lane, live, V_DIM, V_GROUP,
@@ -227,16 +237,23 @@ def decode_kernel(
             scores = score_exact(keys, real, q, K_DIM, K_CHUNKS, False, PRECISION)
         else:
             groups = block * (PAGE // K_GROUP) + (token + lane) // K_GROUP
-            scores = score_codes(
-                keys, k_offsets, k_scales, key_offset, key_scale, groups, q, whole_q, K_DIM,
-                K_WIDTH, K_CHUNKS, W_CHUNKS, K_CODE, K_BITS, K_FOLD,
-                0 if K_FOLD == "element" else ISA, PRECISION,
-            )  # fmt: skip
+            pieces = ()
+            for g in tl.static_range(PIECES):
+                if PIECES > 1:
+                    piece = token + g * K_GROUP + tl.arange(0, K_GROUP)
+                    keys = key_codes + block * (PAGE * K_WIDTH) + piece * K_WIDTH
+                one = score_codes(
+                    keys, k_offsets, k_scales, key_offset, key_scale, groups, q, whole_q, K_DIM,
+                    K_WIDTH, K_CHUNKS, W_CHUNKS, K_CODE, K_BITS, K_FOLD,
+                    0 if K_FOLD == "element" else ISA, PRECISION, g,
+                )  # fmt: skip
+                pieces = pieces + (one,)
+            scores = stack(pieces)
         scores = bend(
             scores, factor, sink_tokens + tile * TILE + lane, lane, query_at, softcap,
             sliding_window, masks, left, False, CAUSAL, WINDOWED, SOFTCAP, MASK,
         )  # fmt: skip
-        weights, keep, best = weigh(scores, factor, best, BENT, HIDES)
+        weights, keep, best = weigh(scores, factor, best, BENT, HIDES, LIFT)
         totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
         if V_FOLD == "none":
             values = value_codes + block * (PAGE * V_DIM) + (token + lane) * V_DIM
@@ -248,14 +265,25 @@ def decode_kernel(
             acc, offsets = add_codes(
                 values, v_factors, value_scale, value_offset, block * PAGE + token + lane, weights,
                 keep, acc, offsets, V_DIM, V_WIDTH, PAGE, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD,
-                V_BOOST, V_DTYPE, 0 if V_FOLD == "element" else ISA, PRECISION,
+                V_BOOST, 2.0**LIFT, V_DTYPE, 0 if V_FOLD == "element" else ISA, PRECISION,
             )  # fmt: skip
 
         block = next_block
 
-    total = tl.sum(totals, 0)
+    total = tl.sum(totals, 0) * (1.0 / 2.0**LIFT)
     acc = settle(
-        acc, offsets, V_WIDTH, V_RUNS, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD, V_BOOST, ISA
+        acc,
+        offsets,
+        V_WIDTH,
+        V_RUNS,
+        V_CHUNKS,
+        V_CODE,
+        V_BITS,
+        V_GROUP,
+        V_FOLD,
+        V_BOOST,
+        2.0**LIFT,
+        ISA,
     )
     if split == num_splits - 1:
         best, total, acc = attend_window(

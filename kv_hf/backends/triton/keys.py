@@ -25,6 +25,7 @@ def load_key_factors(
     D_CHUNKS: tl.constexpr,
     FOLD: tl.constexpr,
     GUARD: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """Load a tile's scales and offsets of keys, to be used one tile later.
 
@@ -38,8 +39,11 @@ def load_key_factors(
     offsets = ()
     scales = ()
     if FOLD == "page" or FOLD == "tile":
-        first = (block * (PAGE // GROUP) + token // GROUP) * DIM
-        offsets = load_parts(offset + first, live, DIM, DIM, D_CHUNKS, GUARD)
+        for g in tl.static_range(GROUPS):
+            first = (block * (PAGE // GROUP) + token // GROUP + g) * DIM
+            offsets = offsets + load_parts(offset + first, live, DIM, DIM, D_CHUNKS, GUARD)
+            if FOLD == "tile":
+                scales = scales + load_parts(scale + first, live, DIM, WIDTH, CHUNKS, GUARD)
         if FOLD == "page":
             one = (
                 tl.load(scale + block, mask=live > 0, other=0.0)
@@ -47,8 +51,6 @@ def load_key_factors(
                 else tl.load(scale + block)
             )
             scales = (one.to(tl.float32),)
-        else:
-            scales = load_parts(scale + first, live, DIM, WIDTH, CHUNKS, GUARD)
     return offsets, scales
 
 
@@ -96,8 +98,9 @@ def score_codes(
     FOLD: tl.constexpr,
     ISA: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """Scores of one tile of encoded keys.
+    """Scores of one tile of encoded keys, or of its piece number PIECE, a token group.
 
     Args:
         codes: [tokens], pointers to each token's bytes.
@@ -130,16 +133,39 @@ def score_codes(
                 k = k * tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
                 k = k + tl.load(offset + at, mask=inside, other=0.0).to(tl.float32)
             elif FOLD == "tile":
-                q = (q * (1.0 / run_unit(r, BITS, ISA))) * scales[c * RUNS + r].to(DTYPE)[:, None]
+                q = (q * (1.0 / run_unit(r, BITS, ISA))) * scales[
+                    (PIECE * len(CHUNKS) + c) * RUNS + r
+                ].to(DTYPE)[:, None]
             scores = tl.dot(k.to(DTYPE), q, scores, input_precision=PRECISION)
     if FOLD != "element":
         # offsets as a matrix product of rows that are all equal: exact products, and no sums across threads
         bias = tl.zeros([TOKENS, COLUMNS], tl.float32)
         for c in tl.static_range(len(D_CHUNKS)):
-            rows = tl.broadcast_to(offsets[c].to(DTYPE)[None, :], [TOKENS, chunk_size(D_CHUNKS, c)])
+            rows = tl.broadcast_to(
+                offsets[PIECE * len(D_CHUNKS) + c].to(DTYPE)[None, :],
+                [TOKENS, chunk_size(D_CHUNKS, c)],
+            )
             bias = tl.dot(rows, whole_query[c], bias, input_precision=PRECISION)
         unit = (
             tl.full([1, 1], 1.0 / tile_unit(BITS, ISA), tl.float32) if FOLD == "tile" else scales[0]
         )
         scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
     return scores
+
+
+@triton.jit
+def _stack_two(first, second):
+    both = tl.permute(tl.join(first, second), (2, 0, 1))
+    return tl.reshape(both, (2 * first.shape[0], first.shape[1]))
+
+
+@triton.jit
+def stack(parts):
+    """Return one, two or four equal parts [tokens, columns], one behind the other along the tokens."""
+    if len(parts) == 1:
+        whole = parts[0]
+    elif len(parts) == 2:
+        whole = _stack_two(parts[0], parts[1])
+    else:
+        whole = _stack_two(_stack_two(parts[0], parts[1]), _stack_two(parts[2], parts[3]))
+    return whole

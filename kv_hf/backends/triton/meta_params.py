@@ -10,6 +10,7 @@ import torch
 from ...spec import PageSpec, SideSpec
 
 MAX_TILE = 64  # tokens
+TOKEN_GROUPS = 2  # of the keys' scales in a tile: the scales of more would not fit into registers
 MIN_SIZE = 16  # a matrix product's smallest inner size
 MAX_COLUMNS = 16  # query columns of one program; more are spread over programs
 TILE_BYTES = 36 * 1024  # bytes of one tile's keys and values: two of them lie in shared memory
@@ -50,11 +51,11 @@ def in_float32(spec: PageSpec, query_dtype: torch.dtype) -> bool:
 
 
 def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return the tokens of a tile: a page, a part of it, or a token group of the keys' scales."""
+    """Return the tokens of a tile: a page, a part of it, or one or two token groups of the keys' scales."""
     tile = min(spec.keys.page_size, MAX_TILE)
     scheme = spec.keys.scheme
     if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] >= MIN_SIZE:
-        tile = min(tile, scheme.scale_group[0])
+        tile = min(tile, TOKEN_GROUPS * scheme.scale_group[0])
     token_bytes = sum(side.head_dim * side.code_bits for side in spec.sides) // 8
     most = TILE_BYTES
     if in_float32(spec, query_dtype):  # unpacked numbers go through shared memory
@@ -143,13 +144,13 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
     return pages[0], pages[1], window[0], window[1]
 
 
-def _key_fold(side: SideSpec, tile: int) -> str:
+def _key_fold(side: SideSpec) -> str:
     if side.scheme.is_exact:
         return "none"
     if side.scheme.code != "unsigned":
         return "page"
     assert side.scheme.scale_group is not None
-    return "tile" if side.scheme.scale_group[0] % tile == 0 else "element"
+    return "tile" if side.scheme.scale_group[0] >= MIN_SIZE else "element"
 
 
 def _value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, int], ...]]:
@@ -208,7 +209,7 @@ def constants(
         "K_WIDTH": keys.head_dim // keys.scheme.codes_per_byte,
         "K_CHUNKS": chunks(keys.head_dim // keys.scheme.codes_per_byte),
         "K_GROUP": keys.scheme.scale_group[0] if keys.scheme.scale_group else keys.page_size,
-        "K_FOLD": _key_fold(keys, tile), "K_DTYPE": types[0],
+        "K_FOLD": _key_fold(keys), "K_DTYPE": types[0],
         "V_CODE": code, "V_BITS": values.scheme.bits, "V_DIM": values.head_dim,
         "V_WIDTH": values.head_dim // values.scheme.codes_per_byte, "V_CHUNKS": v_chunks,
         "V_GROUP": v_group, "V_FOLD": v_fold, "V_BOOST": boost, "V_DTYPE": types[1],

@@ -75,13 +75,14 @@ def bend(
 
 
 @triton.jit
-def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr):
+def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr, LIFT: tl.constexpr = 0):
     """Move the running maximum and turn scores into weights.
 
     Args:
         scores: [tokens, columns] fp32; log2 where BENT, else raw with `factor` [columns] > 0 to log2.
         best: [columns] fp32, the running maximum in log2.
         HIDES: whether some scores may be -inf.
+        LIFT: the weights are multiplied by 2^LIFT, for who rounds them to float16.
     Returns: weights [tokens, columns], keep [columns] (what to multiply earlier sums by), the new maximum.
     """
     top = tl.max(scores, 0)
@@ -91,8 +92,14 @@ def weigh(scores, factor, best, BENT: tl.constexpr, HIDES: tl.constexpr):
     shift = top
     if HIDES:
         shift = tl.where(top == float("-inf"), 0.0, top)
+    keep = tl.exp2(best - shift)
     if BENT:
         weights = tl.exp2(scores - shift[None, :])
+        if LIFT:  # behind the difference: beside the lowest number of a dtype it would vanish
+            weights = weights * (2.0**LIFT)
     else:
-        weights = tl.exp2(tl.fma(scores, factor[None, :], -shift[None, :]))
-    return weights, tl.exp2(best - shift), top
+        down = -shift
+        if LIFT:
+            down = LIFT - shift
+        weights = tl.exp2(tl.fma(scores, factor[None, :], down[None, :]))
+    return weights, keep, top

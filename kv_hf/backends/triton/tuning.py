@@ -70,20 +70,22 @@ def warps_and_stages(
 
     Two warps: four would turn the products into warpgroup ones, which take the unpacked codes through shared
     memory. One warp where a tile has little work or the codes' bits are few (fewer barriers and repeated loads), and
-    where nothing else wants its registers: at 128 channels a mask does. Four where the accumulators of 16 columns
+    where nothing else wants its registers: at 128 channels a mask does beside four bits. Four where the accumulators of 16 columns
     would not fit into two warps' registers.
     """
     tile = tile_tokens(spec, query_dtype)
     dim = max(side.head_dim for side in spec.sides)
+    two_bits = any(side.scheme.bits == 2 for side in spec.sides)
     packed = any(0 < side.scheme.bits < 8 for side in spec.sides)
     if columns == 16 and dim > 128:
         num_warps = 4
     elif tile == 16 or (
-        packed and columns == 8 and (dim < 128 or (dim == 128 and (tile == 32 or mask == "none")))
+        packed
+        and columns == 8
+        and (dim < 128 or (dim == 128 and (two_bits or tile == 32 or mask == "none")))
     ):
         num_warps = 1
     else:
         num_warps = 2
     # two bits at 256 channels: the third stage costs registers that are not there
-    tight = dim > 128 and any(side.scheme.bits == 2 for side in spec.sides)
-    return num_warps, 2 if isa == HIP or tight else 3
+    return num_warps, 2 if isa == HIP or (dim > 128 and two_bits) else 3

@@ -9,6 +9,38 @@ import triton.language as tl
 from .dequant import run_unit, tile_unit, unpack
 from .tiles import chunk_size, chunk_start, group_of, reaches_past
 
+ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
+
+
+@triton.constexpr_function
+def offset_rows(GROUPS):
+    """Return whether the offsets of so many channel groups are summed by one matrix product, a group on each row.
+
+    One group is summed with fewer instructions number by number, beside the weights.
+    """
+    return GROUPS in (2, 4, 8, 16)
+
+
+@triton.jit
+def no_offsets(GROUPS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return zeros for the sums of weight * offset that `add_codes` adds to."""
+    sums = ()
+    if offset_rows(GROUPS):
+        sums = (tl.zeros([ROWS, COLUMNS], tl.float32),)
+    else:
+        for _ in tl.static_range(GROUPS):
+            sums = sums + (tl.zeros([TILE, COLUMNS], tl.float32),)
+    return sums
+
+
+@triton.jit
+def _load_held(pointers, live, GUARD: tl.constexpr):
+    if GUARD:
+        x = tl.load(pointers, mask=tl.zeros(pointers.shape, tl.int32) < live, other=0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
 
 @triton.jit
 def load_value_factors(
@@ -27,21 +59,23 @@ def load_value_factors(
     Args:
         scale, offset: DIM / GROUP numbers per token; tokens: [tokens], block * page size + place in the page.
         live: where GUARD, 1 if there is such a tile and 0 if nothing is to be read.
-    Returns: FOLD "token": (scale of each group ..) or (scale, offset of each group ..), each [tokens]; else ().
+    Returns: FOLD "token": scale of each group [tokens], and behind them the offsets of unsigned codes, alike or as one
+        [groups, tokens] (see offset_rows); else ().
     """
     factors = ()
     if FOLD == "token":
-        for g in tl.static_range(DIM // GROUP):
-            at = tokens * (DIM // GROUP) + g
-            if GUARD:
-                held = tl.zeros(tokens.shape, tl.int32) < live
-                factors = factors + (tl.load(scale + at, mask=held, other=0.0),)
-                if CODE == "unsigned":
-                    factors = factors + (tl.load(offset + at, mask=held, other=0.0),)
+        GROUPS: tl.constexpr = DIM // GROUP
+        for g in tl.static_range(GROUPS):
+            factors = factors + (_load_held(scale + tokens * GROUPS + g, live, GUARD),)
+        if CODE == "unsigned":
+            if offset_rows(GROUPS):
+                rows = tl.arange(0, GROUPS)[:, None]
+                factors = factors + (
+                    _load_held(offset + tokens[None, :] * GROUPS + rows, live, GUARD),
+                )
             else:
-                factors = factors + (tl.load(scale + at),)
-                if CODE == "unsigned":
-                    factors = factors + (tl.load(offset + at),)
+                for g in tl.static_range(GROUPS):
+                    factors = factors + (_load_held(offset + tokens * GROUPS + g, live, GUARD),)
     return factors
 
 
@@ -95,33 +129,46 @@ def add_codes(
     GROUP: tl.constexpr,
     FOLD: tl.constexpr,
     BOOST: tl.constexpr,
+    LIFT: tl.constexpr,
     DTYPE: tl.constexpr,
     ISA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add weights [tokens, columns] times one tile of encoded values to the parts of acc.
+    """Add LIFT * weights [tokens, columns] times one tile of encoded values to the parts of acc.
 
     Args:
         codes: [tokens], pointers to each token's byte in the first row of bytes; rows lie PAGE bytes apart.
         loaded: of `load_value_factors`; scale, offset, tokens: as there, read here where FOLD is "element".
         keep: [columns], what the earlier sums are multiplied by.
         acc: parts of [size, columns], in units of BOOST * tile_unit * run_unit.
-        offsets: per group [tokens, columns], sums of weight * offset that are still to be added up over tokens.
+        offsets: of `no_offsets`, sums of LIFT * weight * offset: of group g on row g, or per group [tokens, columns] that are
+            still to be added up over tokens.
     Returns: acc, offsets.
     """
     RUNS: tl.constexpr = DIM // WIDTH
+    GROUPS: tl.constexpr = DIM // GROUP
     factors = ()
     sums = ()
     if FOLD == "element":
         factors = (weights.to(DTYPE),)
         sums = offsets
     else:
-        for g in tl.static_range(DIM // GROUP):
-            s = loaded[2 * g if CODE == "unsigned" else g].to(tl.float32) * BOOST
+        for g in tl.static_range(GROUPS):
+            s = loaded[g].to(tl.float32) * (BOOST / LIFT)
             factors = factors + ((weights * s[:, None]).to(DTYPE),)
-            if CODE == "unsigned":
-                o = loaded[2 * g + 1].to(tl.float32)
-                sums = sums + (tl.fma(offsets[g], keep[None, :], weights * o[:, None]),)
+        if CODE == "unsigned":
+            if offset_rows(GROUPS):
+                TOKENS: tl.constexpr = weights.shape[0]
+                rows = tl.broadcast_to(
+                    loaded[GROUPS].to(DTYPE)[None], [ROWS // GROUPS, GROUPS, TOKENS]
+                )
+                rows = tl.reshape(rows, [ROWS, TOKENS])
+                total = offsets[0] * keep[None, :]
+                sums = (tl.dot(rows, weights.to(DTYPE), total, input_precision=PRECISION),)
+            else:
+                for g in tl.static_range(GROUPS):
+                    o = loaded[GROUPS + g].to(tl.float32)
+                    sums = sums + (tl.fma(offsets[g], keep[None, :], weights * o[:, None]),)
     new = ()
     for c in tl.static_range(len(CHUNKS)):
         place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
@@ -152,9 +199,19 @@ def add_codes(
 
 
 @triton.jit
+def _offset_of(sums, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Return the sum of weight * offset [columns] of channel group GROUP."""
+    if offset_rows(GROUPS):
+        x = tl.where((tl.arange(0, ROWS) == GROUP)[:, None], sums[0], 0.0)
+    else:
+        x = sums[GROUP]
+    return tl.sum(x, 0)
+
+
+@triton.jit
 def settle(
     acc, offsets, WIDTH: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr, CODE: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, BOOST: tl.constexpr, ISA: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, BOOST: tl.constexpr, LIFT: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Bring the parts of acc from `add_codes` to plain units and add the sums of offsets."""
     new = ()
@@ -163,6 +220,9 @@ def settle(
         if FOLD == "token":
             part = part * (1.0 / (BOOST * tile_unit(BITS, ISA) * run_unit(p % RUNS, BITS, ISA)))
             if CODE == "unsigned":
-                part += tl.sum(offsets[group_of(p, WIDTH, RUNS, CHUNKS, GROUP)], 0)[None, :]
+                o = _offset_of(
+                    offsets, group_of(p, WIDTH, RUNS, CHUNKS, GROUP), RUNS * WIDTH // GROUP
+                )
+                part += (o * (1.0 / LIFT))[None, :]
         new = new + (part,)
     return new

@@ -42,7 +42,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class RefusedError(Exception):
-    """What is wrong with a file; whoever knows the path makes a CacheFileError of it."""
+    """The fault of a file; code that knows the path makes a CacheFileError of it."""
 
 
 @dataclass(frozen=True)

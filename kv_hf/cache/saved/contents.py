@@ -1,4 +1,4 @@
-"""What a saved cache consists of, as plain numbers: options, rows, layers, and the tensors that follow from them.
+"""The contents of a saved cache as plain numbers: options, rows, layers, and the tensors that follow from them.
 
 Everything read from a file passes through here before any tensor is made.
 """

@@ -111,7 +111,7 @@ class SavedFile:
             raise RefusedError("its checksum does not fit its bytes: the file is damaged")
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first index, tensor) of pieces along a tensor's first dimension, on the CPU."""
+        """Yield (first index, piece [n, ..]) along a tensor's first dimension, on the CPU."""
         entry = self.entries[name]
         count = entry.shape[0]
         each = entry.nbytes // count if entry.nbytes else 0
@@ -120,7 +120,7 @@ class SavedFile:
             yield first, self._read(entry, first * each, min(step, count - first))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor, on the CPU."""
+        """Return a whole tensor of the shape in the file [any], on the CPU."""
         entry = self.entries[name]
         return self._read(entry, 0, entry.shape[0])
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from .container import RefusedError, check_entries, check_held
 from .contents import TOKEN_IDS, Contents, page_ids_name, tables, tensor_name, tensors
 from .files import SavedFile
 from .identity import check_identity
+from .registered import check_registered
 from .save import FORMAT, VERSION, check_model_argument
 
 
@@ -63,7 +63,7 @@ class FileTensors:
         return self._file.pieces(tensor_name(layer, side, field))
 
     def window(self, layer: int, side: str) -> torch.Tensor:
-        """Return the exact tokens, on the CPU."""
+        """Return the exact tokens [rows, num_kv_heads, slots, head_dim], on the CPU."""
         return self._file.tensor(tensor_name(layer, side, "window"))
 
 
@@ -73,11 +73,11 @@ def _read(
     """Return the state, and whether there are token ids."""
     _check_format(file.metadata)
     file.check_sum()
+    check_registered(file.metadata)
     contents = Contents.parse(file.metadata["cache"])
     check_identity(contents.model, model)
-    options = _options(contents.options)
-    if kernel is not None:
-        options = replace(options, kernel=kernel)
+    claimed = contents.options if kernel is None else {**contents.options, "kernel": kernel}
+    options = _options(claimed)
     check_held(file.entries, tables(contents))
     state = CacheState(
         options,
@@ -95,7 +95,7 @@ def _read(
 
 def _options(claimed: Mapping[str, Any]) -> CacheConfig:
     """Return the options of a file. Raises RefusedError for those of caches that are never saved."""
-    if any(claimed.get(name) is not None for name in ("max_length", *PLACEMENT)):
+    if any(claimed.get(name) is not None for name in PLACEMENT):
         raise RefusedError("it claims options of caches that are never saved")
     rest = {name: value for name, value in claimed.items() if name not in ("keys", "values")}
     return CacheConfig.from_arguments(claimed.get("keys"), claimed.get("values"), rest)

@@ -29,6 +29,7 @@ from .contents import (
 )
 from .files import Source, write
 from .identity import identity
+from .registered import registered_formats
 
 FORMAT = "kv_hf.PagedCache"
 VERSION = "2"
@@ -65,7 +66,13 @@ def save_state(
     try:
         write(
             Path(path),
-            {"format": FORMAT, "version": VERSION, **_versions(), "cache": contents.encode()},
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                **_versions(),
+                **registered_formats(one.spec for one in pages.values()),
+                "cache": contents.encode(),
+            },
             sources,
         )
     except RefusedError as error:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...cache.paged_cache import PagedCache
-from ...cache_names import CACHE_NAMES, parse_cache_name
+from ...cache_names import all_cache_names, parse_cache_name
 from ...config import CacheConfig
 from ...errors import CacheOptionError
 from ...files.json_text import parse_json
-from ...formats import ATTENTION_NAME, IMPLEMENTATIONS
+from ...formats import ATTENTION_NAME, is_cache_name
 from ...printable import short
 from ..cache_kinds import CacheKind, cache_kind
 
@@ -27,13 +27,13 @@ def harness_cache(
     if not isinstance(cache_implementation, str) or not cache_implementation:
         raise ValueError(
             "cache_implementation must name the cache to measure, one of "
-            f"{', '.join(CACHE_NAMES)}; got {cache_implementation!r}"
+            f"{', '.join(all_cache_names())}; got {cache_implementation!r}"
         )
     options = read_config(cache_config)
     if not options:
         return cache_kind(cache_implementation)
     base, named = parse_cache_name(cache_implementation)
-    if base in IMPLEMENTATIONS:
+    if is_cache_name(base):
         merged = {**named, **options}
         CacheConfig.from_options(base, merged)
         return CacheKind(

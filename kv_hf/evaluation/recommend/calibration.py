@@ -8,6 +8,7 @@ import torch
 
 from ...cache.paged_cache import PagedCache
 from ...cache.saved.identity import identity
+from ...formats import readers_of
 from ...notices import say_once
 from .divergence import divergence
 from .replay import Recording, find_layers, record, rerun
@@ -135,5 +136,5 @@ def with_group_sizes(
     return {
         name: value
         for name, value in options.items()
-        if name not in read or {"int4", "int2"} & set(read[name])
+        if name not in read or set(readers_of(name)) & set(read[name])
     }

@@ -8,7 +8,7 @@ import torch
 
 from ...cache.paged_cache import PagedCache
 from ...config import CacheConfig
-from ...formats import IMPLEMENTATIONS, key_scheme, value_scheme
+from ...formats import cache_names, is_cache_name, key_scheme, value_scheme
 from ...spec import (
     MemoryReport,
     PageSpec,
@@ -157,14 +157,14 @@ class Budget:
         if isinstance(given, (int, float)) and not isinstance(given, bool):
             return cls("bits", cls._amount(given, given))
         if isinstance(given, str):
-            if given in IMPLEMENTATIONS:
+            if is_cache_name(given):
                 return cls("like", like=given)
             named = re.fullmatch(rf"({'|'.join(BUDGETS)})=(.+)", given)
             if named:
                 return cls(named[1], cls._amount(named[2], given))
         raise ValueError(
             "budget must be a number of bits, 'bits=..', 'bytes_per_token=..', 'bytes=..' or one of "
-            f"{', '.join(IMPLEMENTATIONS)}, got {given!r}"
+            f"{', '.join(cache_names())}, got {given!r}"
         )
 
     @staticmethod
@@ -192,11 +192,13 @@ class Budget:
             bits = self.amount + ROUNDING
             return int(bits * stored_numbers(shapes, options, serving) / 8)
         if self.kind == "like":
-            name = IMPLEMENTATIONS[self.like]
+            like = CacheConfig.from_options(self.like, None)
             return sum(
-                side_bytes(shape, side, name, options, serving)
+                side_bytes(shape, side, scheme.name, options, serving)
                 for shape in shapes
-                for side in ("keys", "values")
+                for side, scheme in zip(
+                    ("keys", "values"), like.schemes(shape.layer, num_layers), strict=True
+                )
             )
         outside = predict_layers(shapes, options, num_layers, serving)
         allowed = self.amount * (

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...cache.model_shape import decoder_config, signature
 from ...config import CacheConfig
+from ...formats import readers_of, value_scheme
 from ...notices import say_once
 from ...recipe import MODEL_SIZES, Recipe
 from ...version import __version__
@@ -163,7 +164,7 @@ class Search:
 
 
 def standard_variants(study: Study) -> list[dict[str, Any]]:
-    """Return the options that are worth trying: newest tokens exact, and 2 bits with as few scales as 4 bits have.
+    """Return the options that are worth trying: newest tokens exact, and small groups of 2 bits as wide as those of 4.
 
     Options that the study sets itself are left alone.
     """
@@ -173,11 +174,17 @@ def standard_variants(study: Study) -> list[dict[str, Any]]:
     if exact:
         found.append(exact)
     dims = {shape.value_dim for shape in study.shapes}
-    if "int2" in study.choices and len(dims) == 1:
+    if any(map(_groups_small, study.choices)) and len(dims) == 1:
         sizes = {"key_group_size": options.page_size, "value_group_size": dims.pop()}
         if not set(sizes) & set(given):
             found.append({**exact, **sizes})
     return found
+
+
+def _groups_small(name: str) -> bool:
+    """Say whether the default groups of a format are smaller than a page and a head, and options make them larger."""
+    group = value_scheme(name).scale_group
+    return group is not None and group[1] < 0 and name in readers_of("value_group_size")
 
 
 def _least_bytes(study: Study) -> int:

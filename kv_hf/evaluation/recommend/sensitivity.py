@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...formats import FORMAT_NAMES
+from ...formats import format_names
 from ..rows import append_rows, make_row, read_rows
 from .calibration import Calibration
 
@@ -98,9 +98,11 @@ class CellFile:
 
 def check_formats(formats: Sequence[str], together: Sequence[str]) -> None:
     """Raise ValueError for formats that cannot be measured, or none."""
+    values = format_names("values")
+    known = [name for name in format_names("keys") if name in values and name != "exact"]
     for name in (*formats, *together):
-        if name not in FORMAT_NAMES or name == "exact":
-            raise ValueError(f"formats must be some of {', '.join(FORMAT_NAMES[1:])}, got {name!r}")
+        if name not in known:
+            raise ValueError(f"formats must be some of {', '.join(known)}, got {name!r}")
     if not formats:
         raise ValueError("formats must name at least one format to measure layer by layer")
 

@@ -10,7 +10,7 @@ MANY_ROWS = 1024
 
 
 def rows_at_once(tensor: torch.Tensor) -> int:
-    """Return how many positions are taken at a time on a tensor's device."""
+    """Return how many positions are taken at a time on the device of logits [positions, vocabulary]."""
     return ROWS.get(tensor.device.type, MANY_ROWS)
 
 
@@ -22,7 +22,7 @@ def shares(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_full(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits in fp32, or in fp64 where they are."""
+    """Return logits [positions, vocabulary] in fp32, or in fp64 if they are fp64."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

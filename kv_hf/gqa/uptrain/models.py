@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from ...errors import ConversionError, first_line
+from ...errors import ConversionError
+from ..calibration_text import tokenizer_of
 from ..checkpoint import Checkpoint
 from ..structure import load_config
 
@@ -36,7 +37,7 @@ class Pair:
         own, other = Checkpoint.open(student), Checkpoint.open(teacher)
         configs = [load_config(each.folder).get_text_config(decoder=True) for each in (own, other)]
         sizes = [config.vocab_size for config in configs]
-        tokenizers = [load_tokenizer(own), load_tokenizer(other)]
+        tokenizers = [tokenizer_of(own), tokenizer_of(other)]
         tables = [tokenizer.get_vocab() for tokenizer in tokenizers]
         if sizes[0] != sizes[1] or tables[0] != tables[1]:
             what = f"{sizes[0]:,} and {sizes[1]:,} tokens" if sizes[0] != sizes[1] else "the tokens"
@@ -56,19 +57,6 @@ class Pair:
                 f"length must be at most {self.longest}, which the models take, got {length}"
             )
         return length
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Return the tokenizer of a checkpoint. Raises ConversionError where there is none."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConversionError(
-            f"{checkpoint.folder} has no tokenizer: {first_line(error)}"
-        ) from error
-    if not len(tokenizer):
-        raise ConversionError(f"{checkpoint.folder} has no tokenizer: its vocabulary is empty")
-    return tokenizer
 
 
 def load_student(pair: Pair, train: str) -> Any:

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, parse_flag_from_env
 
-from ...errors import ConversionError
+from ...errors import ConversionError, first_line
 from .settings import UptrainSettings, mixed_precision
 
 COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -17,7 +17,8 @@ KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 def make_accelerator(settings: UptrainSettings) -> Accelerator:
     """Return accelerate's accelerator for these settings.
 
-    Raises: ConversionError for a dtype that the device lacks, and for what is not data parallelism.
+    Raises: ConversionError for a dtype that the device lacks, for another one than this process has computed in, and for
+        what is not data parallelism.
     """
     # accelerate joins processes without GPUs only when it is told that they have none
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
@@ -35,9 +36,15 @@ def make_accelerator(settings: UptrainSettings) -> Accelerator:
     if settings.dtype == "auto" and launched in COMPUTE and launched != "no":
         precision = launched
     plugin = GradientAccumulationPlugin(num_steps=settings.accumulate, sync_with_dataloader=False)
-    accelerator = Accelerator(
-        cpu=cpu, mixed_precision=precision, gradient_accumulation_plugin=plugin
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=cpu, mixed_precision=precision, gradient_accumulation_plugin=plugin
+        )
+    except ValueError as error:  # accelerate has one precision for a process
+        raise ConversionError(
+            f"dtype {settings.dtype!r} needs a process of its own: an earlier run or Accelerator of this one computes otherwise "
+            f"({first_line(error)})"
+        ) from error
     if accelerator.distributed_type not in KINDS:
         raise ConversionError(
             f"uptraining runs data parallel (a whole model per process), not as {accelerator.distributed_type.value}"

@@ -13,15 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 from ...errors import ConversionError, first_line
 from ...files.writing import replace_text, sync
@@ -38,34 +34,24 @@ def work_folder(destination: Path) -> Path:
     return target.with_name(target.name + WORK)
 
 
-def lock(work: Path) -> IO[bytes]:
-    """Return a file whose lock says that a run works here, until it is closed.
-
-    Raises: ConversionError where another process holds it.
-    """
-    file = (work / "lock").open("ab")
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise ConversionError(f"another process is training in {str(work)!r}") from None
-    return file
-
-
 @contextmanager
 def working_in(accelerator: Accelerator, work: Path) -> Iterator[None]:
-    """Have a working folder to oneself: made where it is not there, and locked by the main process."""
-    held = None
+    """Have a working folder to oneself: made where it is not there, and locked by the main process.
+
+    Raises: ConversionError where another run works there.
+    """
+    held = FileLock(work / "lock")
     with together(accelerator):
         if accelerator.is_main_process:
             work.mkdir(parents=True, exist_ok=True)
-            held = lock(work)
+            try:
+                held.acquire(timeout=0)
+            except Timeout:
+                raise ConversionError(f"another process is training in {str(work)!r}") from None
     try:
         yield
     finally:
-        if held is not None:
-            held.close()
+        held.release()
 
 
 @dataclass

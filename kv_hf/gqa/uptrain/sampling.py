@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from ...files.reading import ROWS_BYTES, read_json
 from ...files.writing import replace_text
 from ...home import home
+from ..calibration_text import sample_rows
 from .models import Pair, digest
 from .windows import begins_with_bos
 
@@ -59,8 +59,10 @@ def sampled(
 
 def sample_block(teacher: Any, tokenizer: Any, length: int, seed: int) -> list[list[int]]:
     """Return ROWS documents sampled from a model."""
-    device = teacher.device
-    bos = begins_with_bos(tokenizer)
+    device, bos = teacher.device, begins_with_bos(tokenizer)
+    own = teacher.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id} | (set(own) if isinstance(own, list) else {own})
+    ends.discard(None)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         if bos:
@@ -68,17 +70,7 @@ def sample_block(teacher: Any, tokenizer: Any, length: int, seed: int) -> list[l
         else:
             plain = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
             first = torch.tensor(plain)[torch.randint(len(plain), (ROWS, 1))]
-        own = teacher.generation_config.eos_token_id
-        ends = {tokenizer.eos_token_id} | (set(own) if isinstance(own, list) else {own})
-        ends.discard(None)
-        options = GenerationConfig(
-            do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=length - 1, eos_token_id=sorted(ends) or None,
-            pad_token_id=min(ends, default=0),
-        )  # fmt: skip
-        with torch.inference_mode():
-            rows = teacher.generate(
-                first.to(device), attention_mask=torch.ones_like(first).to(device), generation_config=options
-            ).tolist()  # fmt: skip
+        rows = sample_rows(teacher, first.to(device), length, ends).tolist()
     found = []
     for row in rows:
         end = next((i for i, token in enumerate(row) if i and token in ends), len(row))

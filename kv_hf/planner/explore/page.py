@@ -8,20 +8,13 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from ...config import CacheConfig
-from ...formats import (
-    FORMAT_NAMES,
-    LATENT_FORMAT_NAMES,
-    Scheme,
-    key_scheme,
-    latent_scheme,
-    value_scheme,
-)
+from ...formats import format_names, get_format
 from ...version import __version__
 from ..devices import DEVICES
 from ..inventory import Inventory
@@ -153,8 +146,8 @@ def page_data(models: Sequence[Model]) -> dict[str, Any]:
     return {
         "models": listed,
         "formats": formats(),
-        "format_names": list(FORMAT_NAMES),
-        "latent_format_names": list(LATENT_FORMAT_NAMES),
+        "format_names": [name for name in format_names("keys") if name in format_names("values")],
+        "latent_format_names": list(format_names("latent")),
         "page_sizes": list(PAGE_SIZES),
         "labels": {"dynamic": "DynamicCache", "static": "StaticCache"},
         "devices": devices,
@@ -164,16 +157,15 @@ def page_data(models: Sequence[Model]) -> dict[str, Any]:
 
 
 def formats() -> dict[str, dict[str, Any]]:
-    """Return every format of keys, values and latents with its groups, as formats.Scheme describes them."""
+    """Return every format of keys, values and latents with its groups, as formats.Scheme describes them, and the format of RoPE keys beside it."""
+    return {side: _schemes(side) for side in ("keys", "values", "latent")}
+
+
+def _schemes(side: str) -> dict[str, Any]:
+    found = {name: get_format(name) for name in format_names(side)}
     return {
-        "keys": _schemes({name: key_scheme(name) for name in FORMAT_NAMES}),
-        "values": _schemes({name: value_scheme(name) for name in FORMAT_NAMES}),
-        "latent": _schemes({name: latent_scheme(name) for name in LATENT_FORMAT_NAMES}),
+        name: {**one.scheme(side).as_dict(), "k_rope": one.k_rope} for name, one in found.items()
     }
-
-
-def _schemes(schemes: Mapping[str, Scheme]) -> dict[str, Any]:
-    return {name: asdict(scheme) for name, scheme in schemes.items()}
 
 
 def _order(model: Model) -> tuple[int, str]:

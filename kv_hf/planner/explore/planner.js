@@ -196,8 +196,8 @@ const Planner = (() => {
     if (!o.latent && o.keys !== o.values) {
       throw new Refused("latents are keys and values at once: they have one format");
     }
-    const exactRope = !layer.value_dim || name === "exact" || name === "fp8_ds_mla";
-    return [formats.latent[name], formats.keys[o.k_rope || (exactRope ? "exact" : "int8")]];
+    const kRope = o.k_rope || (layer.value_dim ? formats.latent[name].k_rope : "exact");
+    return [formats.latent[name], formats.keys[kRope]];
   }
 
   /* Return { payload, scales } of one page of one layer. */

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kv_hf.formats import FORMAT_NAMES, IMPLEMENTATIONS, LATENT_FORMAT_NAMES
+from kv_hf.formats import is_cache_name, native_names
 
 Size = tuple[int, int]  # (context in tokens, rows)
 
@@ -116,24 +116,24 @@ def _correctness(sizes: Sizes) -> Iterator[Job]:
     for shape, context, batch in timed:
         yield from _judged(sizes, shape, context, batch)
     for job in (*_models(sizes), *_latents(sizes)):
-        if job.settings["mode"] != "compiled" and job.settings["cache"] in IMPLEMENTATIONS:
+        if job.settings["mode"] != "compiled" and is_cache_name(job.settings["cache"]):
             yield Job(job.name, "warm", job.settings, 120)
     yield _job(sizes, "gate", f"{sizes.small} float32", {"model": sizes.small}, 140)
     for shape, context, batch in others:
         yield from _judged(sizes, shape, context, batch)
     for head_dim, page_size, dtype in sizes.heads:
-        for name in FORMAT_NAMES:
+        for name in native_names():
             of = {"format": name, "head_dim": head_dim, "page_size": page_size, "dtype": dtype}
             yield _job(sizes, "trials", f"{name} d{head_dim} page {page_size} {dtype}", of, 120)
     for rank, rope, dtype in sizes.latents:
-        for name in LATENT_FORMAT_NAMES:
+        for name in native_names("latent"):
             of = {"format": name, "head_dim": 64, "page_size": 64, "dtype": dtype}
             title = f"latents {name} {rank}+{rope} {dtype}"
             yield _job(sizes, "trials", title, {**of, "latent": [rank, rope]}, 120)
 
 
 def _judged(sizes: Sizes, shape: str, context: int, batch: int) -> Iterator[Job]:
-    for name in FORMAT_NAMES:
+    for name in native_names():
         of = {"shape": shape, "context": context, "batch": batch, "format": name}
         yield _job(sizes, "judge", f"{shape} {context}x{batch} {name}", of, 120)
 

@@ -7,7 +7,7 @@ import torch
 
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.decode_steps import Decoding, random_prompt
-from kv_hf.formats import IMPLEMENTATIONS
+from kv_hf.formats import cache_names
 
 # largest difference of two logits, as a part of the largest logit. fp32: sums in another order, and on a GPU
 # products of fewer digits; 16-bit: what the roundings of some 30 layers come to
@@ -52,7 +52,7 @@ def gate(model: Any, kernel: str = "auto") -> list[GateResult]:
         tokens.append(dynamic.token)
         right.append(dynamic.step().double())
     results = []
-    for name in IMPLEMENTATIONS:
+    for name in cache_names():
         against, expected = "dynamic", right
         if name != "paged_exact":
             against, expected = "reference", _logits(model, name, "reference", prompt, tokens)

@@ -1,0 +1,108 @@
+"""Number formats of stored keys and values, and the names of caches that store in them: a registry, not a list.
+
+A format is one file here, or one in another package (docs/formats.md, "Add a format"). Knows no page and no cache.
+"""
+
+from typing import Any
+
+from ..errors import CacheOptionError
+from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Format, Scheme, get_format
+from .named import Implementations, cache_names, cache_options, is_cache_name
+from .registry import (
+    format_names,
+    format_of_code,
+    is_shipped,
+    native_names,
+    readers_of,
+    register_format,
+    unregister_format,
+)
+
+__all__ = [
+    "ATTENTION_NAME",
+    "IMPLEMENTATIONS",
+    "SIDES",
+    "WHOLE_HEAD",
+    "WHOLE_PAGE",
+    "Format",
+    "Scheme",
+    "cache_names",
+    "cache_options",
+    "format_names",
+    "format_of_code",
+    "get_format",
+    "is_cache_name",
+    "is_shipped",
+    "k_rope_name",
+    "k_rope_scheme",
+    "key_scheme",
+    "latent_scheme",
+    "native_names",
+    "readers_of",
+    "register_format",
+    "unregister_format",
+    "value_scheme",
+]
+
+ATTENTION_NAME = "kv_hf"  # what transformers knows the paged attention by
+IMPLEMENTATIONS = Implementations()
+
+# names of before the registry -> the side whose formats they list; read anew at every access
+_LISTS = {"FORMAT_NAMES": "keys", "LATENT_FORMAT_NAMES": "latent", "K_ROPE_FORMAT_NAMES": "k_rope"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return the formats of a side under the name that their list had: `format_names` is the one that stays true."""
+    if name in _LISTS:
+        return format_names(_LISTS[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def key_scheme(name: str, group_size: int | None = None) -> Scheme:
+    """Describe how keys are stored in format `name`.
+
+    `group_size`: what key_group_size says, read by formats with groups of tokens; None takes the format's default.
+    """
+    return _of(name, "keys").scheme("keys", group_size)
+
+
+def value_scheme(name: str, group_size: int | None = None) -> Scheme:
+    """Describe how values are stored in format `name`.
+
+    `group_size`: what value_group_size says, read by formats with groups of channels; None takes the format's default.
+    """
+    return _of(name, "values").scheme("values", group_size)
+
+
+def latent_scheme(
+    name: str, group_size: int | None = None, key_group_size: int | None = None
+) -> Scheme:
+    """Describe how latents of multi-head latent attention are stored in format `name`.
+
+    Args:
+        group_size: what latent_group_size says, read by formats with groups along the rank.
+        key_group_size: what that option says, read by formats with groups of tokens.
+    """
+    found = _of(name, "latent")
+    sizes = {"latent_group_size": group_size, "key_group_size": key_group_size}
+    return found.scheme("latent", sizes.get(found.group_options.get("latent", "")))
+
+
+def k_rope_name(asked: str | None, latent: Scheme) -> str:
+    """Return the format of the RoPE keys beside latents: `asked`, or what goes with the format of the latents."""
+    return latent.format.k_rope if asked is None else asked
+
+
+def k_rope_scheme(name: str, rope_dim: int) -> Scheme:
+    """Describe how the RoPE keys beside latents are stored; models without RoPE have none, and store nothing exactly."""
+    return _of(name if rope_dim else "exact", "k_rope").scheme("k_rope")
+
+
+def _of(name: str, side: str) -> Format:
+    """Return a format. Raises CacheOptionError where there is none of that name, or none for that side."""
+    found = get_format(name)
+    if side not in found.sides:
+        raise CacheOptionError(
+            f"format {name!r} is for {', '.join(found.sides)}, not for {side}; use one of {', '.join(format_names(side))}"
+        )
+    return found

@@ -1,0 +1,234 @@
+"""What a number format is: a `Format` says how numbers become codes, a `Scheme` how one side of a page holds them.
+
+Knows no page layout, no cache and no kernel.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import CacheOptionError
+
+SIDES = ("keys", "values", "latent", "k_rope")
+GROUP_OPTIONS = ("key_group_size", "value_group_size", "latent_group_size")
+WHOLE_PAGE = 0  # a group that spans all tokens of a page
+WHOLE_HEAD = 0  # a group that spans all channels of a head
+SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
+
+# codes [.., page_size, head_dim], and scales and offsets [.., token groups, channel groups] where there are any
+Encoded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class Format(ABC):
+    """A number format of stored keys, values, latents or RoPE keys; one object per format, held by the registry.
+
+    A subclass in one file is a whole format (docs/formats.md shows one), which `kv_hf.register_format` makes known.
+
+    Attributes:
+        name: by which options and files call it: lower-case letters, digits and underscores.
+        bits: bits of a code: 1, 2, 4 or 8. Codes of less than 8 bits are packed.
+        code_dtype: of the codes that `encode` returns: torch.uint8, or torch.int8 for 8-bit codes with a sign.
+        sides: for which it may be used, some of SIDES.
+        group_options: side -> the option of CacheConfig (one of GROUP_OPTIONS) that sets the size of its groups;
+            a side that is not there has groups of a fixed size.
+        k_rope: format of the RoPE keys beside latents in this one, where no option names another.
+        native_number: the number by which the compiled kernels (enum Format of backends/cpu/native/kv_hf.h, and
+            Triton's) know the codes. None: they do not read it; the implementations in torch do, by `decode`.
+        native_code: what those kernels call the arithmetic of the codes: "unsigned", "signed" or "float8". A format
+            with a native_number of its own has a `code` of its own, its name.
+        version: saved in files beside the name. Count it up when the same numbers get other bytes.
+    """
+
+    name: ClassVar[str]
+    bits: ClassVar[int]
+    code_dtype: ClassVar[torch.dtype] = torch.uint8
+    sides: ClassVar[tuple[str, ...]] = ("keys", "values")
+    group_options: ClassVar[Mapping[str, str]] = {}
+    k_rope: ClassVar[str] = "int8"
+    native_number: ClassVar[int | None] = None
+    native_code: ClassVar[str] = ""
+    version: ClassVar[int] = 1
+
+    @abstractmethod
+    def scheme(self, side: str, group_size: int | None = None) -> "Scheme":
+        """Return how numbers of one side are stored; see `made`.
+
+        Args:
+            side: one of `sides`.
+            group_size: what the option in `group_options` says; None asks for the default, which must fit all models.
+        """
+
+    @abstractmethod
+    def encode(self, numbers: torch.Tensor, scheme: "Scheme") -> Encoded:
+        """Return the codes of whole pages, and their scales and offsets.
+
+        Each page is encoded by itself: its bytes must not depend on the pages that are encoded with it.
+
+        Args:
+            numbers: [pages, num_kv_heads, page_size, head_dim], fp32, finite, within float16's range, without -0.
+            scheme: as `scheme` returned it, with groups of plain sizes.
+        Returns: codes [pages, num_kv_heads, page_size, head_dim] of `code_dtype`, each below 2^bits; scale and offset
+            [pages, num_kv_heads, page_size / group tokens, head_dim / group channels] of scheme.scale_dtype, None where
+            the scheme has no such group.
+        """
+
+    @abstractmethod
+    def decode(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor | None,
+        offset: torch.Tensor | None,
+        scheme: "Scheme",
+    ) -> torch.Tensor:
+        """Return the numbers of codes as fp32 [pages, num_kv_heads, page_size, head_dim]; the shapes are `encode`'s."""
+
+    @property
+    def code(self) -> str:
+        """What backends call the arithmetic of the codes; the format's name where no compiled kernel knows it."""
+        return self.native_code or self.name
+
+    def reads(self, option: str) -> bool:
+        """Say whether any side of this format has groups whose size `option` sets."""
+        return option in self.group_options.values()
+
+    def made(
+        self,
+        scale_group: tuple[int, int] | None = None,
+        offset_group: tuple[int, int] | None = None,
+        *,
+        clip: float = 1.0,
+        scale_bits: int = 16,
+    ) -> "Scheme":
+        """Return a scheme of this format; the arguments are attributes of `Scheme`."""
+        return Scheme(
+            self.name, self.code, self.bits, scale_group, offset_group, clip, scale_bits, self
+        )
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __copy__(self) -> "Format":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Format":
+        """Return the format itself: there is one object of each."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get_format, (self.name,)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one side (keys, values, latents or RoPE keys) of a page is stored.
+
+    Attributes:
+        name: of the format.
+        code: "none" (model dtype, no scale), "unsigned" (codes 0 .. 2^bits - 1 from the group's minimum), "signed" (codes
+            -qmax .. qmax around the offset), "float8" (e4m3 around the offset), or the name of a format that no compiled
+            kernel reads.
+        bits: bits of a code; 0 for code "none".
+        scale_group: (tokens, channels) that share a scale: n > 0 exactly n, 0 all of the page or of the head,
+            -n the largest divisor of at most n (a default, which must fit every model).
+        offset_group: the same for offsets, or None where the format has no offset.
+        clip: part of a group's range that the codes span; numbers beyond it saturate ("unsigned" only).
+            Two bits have four codes: losing the extremes costs less than spreading the codes over them.
+        scale_bits: bits of a scale and of an offset, as floating-point numbers: 16 or 32.
+        format: which encodes and decodes.
+    Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of
+    keys, SageAttention (arXiv 2410.02367).
+    """
+
+    name: str
+    code: str
+    bits: int
+    scale_group: tuple[int, int] | None
+    offset_group: tuple[int, int] | None
+    clip: float
+    scale_bits: int
+    format: Format
+
+    @property
+    def is_exact(self) -> bool:
+        """True when numbers are stored as they are."""
+        return self.code == "none"
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Codes that share a byte (1 for 8-bit codes and for exact storage)."""
+        return max(1, 8 // self.bits) if self.bits else 1
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Dtype of a code, or of a byte of packed codes; of no meaning for exact storage."""
+        return self.format.code_dtype
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of scales and offsets."""
+        return SCALE_DTYPES[self.scale_bits]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attributes but the format, for JSON."""
+        own = [field.name for field in fields(self) if field.name != "format"]
+        return {name: getattr(self, name) for name in own}
+
+    def resolve(self, page_size: int, head_dim: int, where: str) -> "Scheme":
+        """Replace the "whole" groups by sizes and check that everything divides.
+
+        Raises: CacheOptionError naming `where` (e.g. "keys"), the size and what it must divide.
+        """
+        if self.is_exact:
+            return self
+        if head_dim % self.codes_per_byte:
+            size = "kv_lora_rank" if where == "latent" else "head_dim"
+            raise CacheOptionError(
+                f"{where} format {self.name!r} packs {self.codes_per_byte} channels into a byte, so {size} "
+                f"must be a multiple of {self.codes_per_byte}, got {head_dim}; use 'int8', 'fp8' or 'exact'"
+            )
+        scale, offset = (
+            None if group is None else self._sizes(group, page_size, head_dim, where)
+            for group in (self.scale_group, self.offset_group)
+        )
+        return replace(self, scale_group=scale, offset_group=offset)
+
+    def _sizes(
+        self, group: tuple[int, int], page_size: int, head_dim: int, where: str
+    ) -> tuple[int, int]:
+        tokens, channels = _size(group[0], page_size), _size(group[1], head_dim)
+        option = self.format.group_options.get(where)
+        if page_size % tokens:
+            what = option or f"the groups of {tokens} tokens of this format"
+            raise CacheOptionError(
+                f"{where} format {self.name!r}: {what} must divide page_size {page_size}, got {tokens}"
+            )
+        if head_dim % channels:
+            what = option or f"the groups of {channels} numbers of this format"
+            size = "kv_lora_rank" if where == "latent" else "head_dim"
+            raise CacheOptionError(
+                f"{where} format {self.name!r}: {what} must divide {size} {head_dim}, got {channels}"
+            )
+        return tokens, channels
+
+
+def _size(asked: int, whole: int) -> int:
+    if asked < 0:
+        return max(size for size in range(1, min(-asked, whole) + 1) if whole % size == 0)
+    return asked or whole
+
+
+FORMATS: dict[str, Format] = {}  # every known format by its name; the registry writes to it
+
+
+def get_format(name: str) -> Format:
+    """Return the format of that name. Raises CacheOptionError where none is registered under it."""
+    found = FORMATS.get(name)
+    if found is None:
+        raise CacheOptionError(
+            f"format {name!r} is not registered: there are {', '.join(FORMATS)}; one of another package is there once "
+            "kv_hf.register_format has been called with it"
+        )
+    return found

@@ -1,0 +1,105 @@
+"""Codes on a straight line, `x = code * scale + offset`: the arithmetic of all shipped formats but exact.
+
+Every step is elementwise, a minimum or a maximum, so the bytes of a page depend on its numbers alone and not on how
+many pages are encoded together. The compiled kernels do the same, bit by bit.
+"""
+
+import torch
+
+from .base import Encoded, Format, Scheme
+from .grouping import divided, divisor, join, over_groups, split
+
+SCALE_MAX = 65504.0  # largest float16: scales and offsets must stay finite
+
+
+class LinearFormat(Format):
+    """A format that decodes to `code * scale + offset`."""
+
+    def decode(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor | None,
+        offset: torch.Tensor | None,
+        scheme: Scheme,
+    ) -> torch.Tensor:
+        """Return code * scale + offset, fp32."""
+        assert scale is not None
+        numbers = join(split(self.numbers_of(codes), scheme.scale_group) * over_groups(scale))
+        if offset is None:
+            return numbers
+        return join(split(numbers, scheme.offset_group) + over_groups(offset))
+
+    def numbers_of(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that codes stand for, fp32."""
+        return codes.float()
+
+
+class RangeFormat(LinearFormat):
+    """Codes 0 .. 2^bits - 1 over the range of a group: kernels call them "unsigned"."""
+
+    native_code = "unsigned"
+
+    def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
+        """Return codes of equal steps from the minimum to the maximum of each group, less what `clip` cuts off."""
+        groups = split(numbers, scheme.scale_group)
+        low, high = groups.amin((-3, -1)), groups.amax((-3, -1))
+        top = float((1 << scheme.bits) - 1)
+        cut = (high - low) * (0.5 * (1.0 - scheme.clip))
+        low, high = low + cut, high - cut
+        scale = divided(high - low, top).clamp(max=SCALE_MAX).to(scheme.scale_dtype)
+        offset = low.to(scheme.scale_dtype)
+        steps = (groups - over_groups(offset)) / over_groups(divisor(scale))
+        return join(steps.round().clamp(0.0, top).to(torch.uint8)), scale, offset
+
+
+class CenteredFormat(LinearFormat):
+    """Codes -top .. top around the middle of a group's range, or around 0 where the scheme has no offset."""
+
+    top: float  # the largest code
+
+    def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
+        """Return codes of the distances from each group's middle, in units of the largest of them over `top`."""
+        offset = None
+        if scheme.offset_group is not None:
+            groups = split(numbers, scheme.offset_group)
+            middle = 0.5 * groups.amin((-3, -1)) + 0.5 * groups.amax((-3, -1))
+            offset = middle.to(scheme.scale_dtype)
+            numbers = join(groups - over_groups(offset))
+        groups = split(numbers, scheme.scale_group)
+        largest = divided(groups.abs().amax((-3, -1)), self.top)
+        scale = largest.clamp(max=SCALE_MAX).to(scheme.scale_dtype)
+        steps = (groups / over_groups(divisor(scale))).clamp(-self.top, self.top)
+        return join(self.codes_of(steps)), scale, offset
+
+    def codes_of(self, steps: torch.Tensor) -> torch.Tensor:
+        """Return the codes nearest to numbers within -top .. top."""
+        raise NotImplementedError
+
+
+class SignedFormat(CenteredFormat):
+    """Integer codes of 8 bits with a sign: kernels call them "signed"."""
+
+    native_code = "signed"
+    bits = 8
+    code_dtype = torch.int8
+    top = 127.0
+
+    def codes_of(self, steps: torch.Tensor) -> torch.Tensor:
+        """Return the nearest integers, int8."""
+        return steps.round().to(torch.int8)
+
+
+class Float8Format(CenteredFormat):
+    """e4m3 codes, kept in uint8 tensors because torch cannot index float8 tensors on every device."""
+
+    native_code = "float8"
+    bits = 8
+    top = 448.0  # the largest e4m3 number
+
+    def codes_of(self, steps: torch.Tensor) -> torch.Tensor:
+        """Return the nearest e4m3 numbers as bytes."""
+        return steps.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def numbers_of(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the e4m3 numbers of bytes, fp32."""
+        return codes.contiguous().view(torch.float8_e4m3fn).float()

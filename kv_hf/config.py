@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .backend_names import kernel_choices
 from .checks import (
     MOST_BYTES,
     MOST_PAGE_SIZE,
@@ -34,7 +35,6 @@ CROSS_ATTENTION_CHOICES = ("exact", "same")
 OFFLOAD_CHOICES = ("cpu", "disk")
 MLA_CHOICES = ("auto", "absorb", "expand")
 GRAPH_CHOICES = ("auto", "always", "never")
-KERNEL_CHOICES = ("auto", "triton", "c", "sdpa", "reference")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class CacheConfig:
         check_choice("keys", self.keys, format_names("keys"))
         check_choice("values", self.values, format_names("values"))
         check_choice("attention", self.attention, ATTENTION_CHOICES)
-        check_choice("kernel", self.kernel, KERNEL_CHOICES)
+        check_choice("kernel", self.kernel, kernel_choices())
         check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
         check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
         self._check_latent()

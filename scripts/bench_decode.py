@@ -20,7 +20,7 @@ from measure.speed.decode_contenders import Contender, Workload, dynamic, layers
 from rich.console import Console
 from rich.table import Table
 
-from kv_hf.config import KERNEL_CHOICES
+from kv_hf.backend_names import kernel_choices
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.evaluation.shapes import SHAPES
 from kv_hf.evaluation.timing import Budget, captured, copy_bandwidth, interleave, spread
@@ -38,7 +38,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--formats", nargs="+", default=list(FORMAT_NAMES), choices=FORMAT_NAMES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--kernel", default="auto", choices=KERNEL_CHOICES)
+    parser.add_argument("--kernel", default="auto", choices=kernel_choices())
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--layers", type=int, help="default: enough to leave the processor's cache")
     parser.add_argument("--threads", type=int, help="threads of torch on the CPU")

@@ -26,8 +26,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from kv_hf.backend_names import kernel_choices
 from kv_hf.cache_names import all_cache_names
-from kv_hf.config import KERNEL_CHOICES
 from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.evaluation.shapes import RANDOM_MODELS, random_model
@@ -58,7 +58,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--kernel", default="auto", choices=KERNEL_CHOICES)
+    parser.add_argument("--kernel", default="auto", choices=kernel_choices())
     parser.add_argument("--threads", type=int, help="threads of torch on the CPU")
     parser.add_argument("--scaling", action="store_true", help="ragged batches and growth instead")
     parser.add_argument("--growth-steps", type=int, default=256)

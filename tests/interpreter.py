@@ -16,6 +16,8 @@ import pytest
 import torch
 from packaging.version import Version
 
+from kv_hf.backends.base import AttentionCall
+
 _pool = None
 
 
@@ -80,15 +82,15 @@ def call(function, *args, **options):
 # -- functions that run in the worker --------------------------------------------------------------------------
 
 
-def attend(query, kv, *, splits=2, **options):
+def attend(asked, *, splits=2):
     """The decode kernel as compiled for no GPU in particular."""
     from kv_hf.backends.triton import launch
     from kv_hf.backends.triton.tuning import Launch
 
-    return launch.paged_attention(query, kv, launch=Launch(1, 2, splits), **options)
+    return launch.paged_attention(asked, Launch(1, 2, splits))
 
 
-def attend_with_ptx(query, kv, *, isa, splits=2, **options):
+def attend_with_ptx(asked, *, isa, splits=2):
     """The decode kernel as compiled for an NVIDIA GPU, its PTX carried out by `ptx`."""
     import triton.language as tl
 
@@ -115,7 +117,7 @@ def attend_with_ptx(query, kv, *, isa, splits=2, **options):
     tl.inline_asm_elementwise = inline_asm
     device.target_isa, real = (lambda where: isa), device.target_isa
     try:
-        return launch.paged_attention(query, kv, launch=Launch(1, 2, splits), **options)
+        return launch.paged_attention(asked, Launch(1, 2, splits))
     finally:
         tl.inline_asm_elementwise = kept
         device.target_isa = real
@@ -260,24 +262,25 @@ def dense(kv, side):
 # -- operators -----------------------------------------------------------------------------------------------------
 
 
-def attend_by_operator(query, kv, **options):
+def attend_by_operator(asked):
     """The decode kernel through torch.ops."""
-    from kv_hf.backends.triton import torch_ops
+    from kv_hf.backends.torch_ops import attend, spec_name
 
-    return torch_ops.paged_attention(query, kv, **options)
+    return attend("triton", spec_name(asked.kv.spec), asked)
 
 
 def compiled_step(backend):
-    """Run a step of all three operators as it is and compiled; returns both states and the number of graphs."""
+    """Run a step of both operators as it is and compiled; returns both states and the number of graphs."""
     from paged_inputs import make_kv, make_query
 
-    from kv_hf.backends.triton import torch_ops
+    from kv_hf.backends import torch_ops
 
-    def step(query, kv, new, starts, skips, jobs):
-        torch_ops.append_tokens(kv.window_keys, new + 1.0, starts, skips)
-        damaged = torch_ops.seal_pages(kv.window_keys, jobs, kv.key_pages, kv.spec.keys)
-        out = torch_ops.paged_attention(query * 2.0, kv, softmax_scale=0.125)
-        return out + 1.0, damaged
+    def step(query, kv, name, new, starts, skips, jobs, damaged):
+        windows, pages = (kv.window_keys, kv.window_values), (kv.key_pages, kv.value_pages)
+        both = new + 1.0, new - 1.0
+        torch_ops.write_pair("triton", name, windows, both, starts, skips, jobs, pages, damaged)
+        out = torch_ops.attend("triton", name, AttentionCall(query * 2.0, kv, 0.125))
+        return out + 1.0
 
     def state(run):
         kv = make_kv("int4", rows=[(3, 17), (2, 5)])
@@ -286,8 +289,12 @@ def compiled_step(backend):
         starts = torch.tensor([17, 5], dtype=torch.int32)
         skips = torch.tensor([0, 1], dtype=torch.int32)
         jobs = torch.tensor([[0, 4, 6]], dtype=torch.int32)
-        out, damaged = run(query, kv, new, starts, skips, jobs)
-        return {"out": out, "damaged": damaged, "window": kv.window_keys, **kv.key_pages}
+        damaged = torch.zeros((), dtype=torch.uint8)
+        name = torch_ops.spec_name(kv.spec)
+        out = run(query, kv, name, new, starts, skips, jobs, damaged)
+        values = {f"value {field}": tensor for field, tensor in kv.value_pages.items()}
+        windows = {"keys": kv.window_keys, "values": kv.window_values}
+        return {"out": out, "damaged": damaged, **windows, **kv.key_pages, **values}
 
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]

@@ -6,9 +6,10 @@ from dataclasses import fields, replace
 
 import torch
 
-from kv_hf.backends import reference
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
 from kv_hf.backends.inputs import PagedKV
+from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
@@ -238,7 +239,7 @@ def check(query, kv, attend=reference.paged_attention, rounding=None, **options)
     scale = kv.spec.query_dim**-0.5
     rounding = rounding or Rounding.of("reference", query.dtype)
     expected, bound = exact_attention(query, kv, scale, rounding, **options)
-    out = attend(query, kv, softmax_scale=scale, **options)
+    out = attend(AttentionCall(query, kv, scale, **options))
     assert out.dtype == query.dtype
     assert_within(out, expected, bound)
     return out

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kv_hf
 from kv_hf.backends import dispatch, registry
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
 from kv_hf.bridge.lazy_kv import KVView
 from kv_hf.hf import attention, causal, dense
@@ -50,7 +51,7 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
     if library.missing():
         pytest.skip(library.missing())
     view, real = filled(keys, chunk, window)
-    assert view.kernel.name == "c" and view.kernel.longest > chunk
+    assert view.kernel.name == "c" and view.kernel.max_queries > chunk
     query = torch.randn(3, 4, chunk, 32)
     given = {"softmax_scale": 0.2, "softcap": options.get("softcap")}
     if "sinks" in options:
@@ -63,7 +64,7 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
         given["mask"] = (mask & (columns >= view.kv.padding[:, None, None]))[:, None]
     whole, sliced = (
         dispatch.paged_attention(
-            query, view.kv, sliding_window=view.sliding_window, kernel=kernel, **given
+            AttentionCall(query, view.kv, sliding_window=view.sliding_window, **given), kernel
         )
         for kernel in ("reference", view.kernel)
     )
@@ -73,7 +74,7 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
 
 
 def test_chunks_go_densely_where_slices_would_be_slower():
-    assert registry.load("reference").longest == registry.load("sdpa").longest == 16
+    assert registry.load("reference").max_queries == registry.load("sdpa").max_queries == 16
 
 
 # -- chunks that are written out ------------------------------------------------------------------------------------

@@ -259,7 +259,7 @@ def test_a_step_never_waits_and_moves_no_tensor():
     assert [t.data_ptr() for layer in cache.layers for t in layer.store.tensors] == places
     assert len(targets) == 1
     ran = " ".join(targets[0])
-    for name in ("kv_hf.write_pair", "kv_hf.cpu_attend"):
+    for name in ("kv_hf.write_pair", "kv_hf.attend"):
         assert name in ran
     for name in ("local_scalar_dense", "nonzero", "masked_select", "unique", "_to_copy.device"):
         assert name not in ran

@@ -336,7 +336,7 @@ def test_cache_config_kernel_decides_who_reads_the_pages(kernel, monkeypatch):
     def load(asked):
         assert asked == name
         return dataclasses.replace(
-            chosen, attend=lambda *args, **kw: used.append(asked) or chosen.attend(*args, **kw)
+            chosen, attend=lambda call: used.append(asked) or chosen.attend(call)
         )
 
     monkeypatch.setattr(registry, "load", load)

@@ -14,6 +14,7 @@ import torch
 from guarded import guarded
 from paged_inputs import make_kv, make_query
 
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library, seal
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import FORMAT_NAMES, K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES
@@ -59,9 +60,9 @@ def check_decode(kv, queries):
     mask = torch.rand(1, 1, 1, kv.seen, generator=torch.Generator().manual_seed(3)) > 0.3
     for query in queries:
         for options in ({}, {"mask": mask.expand(1, 1, query.shape[2], -1)}):
-            expected = decode.paged_attention(query, kv, softmax_scale=0.1, **options)
+            expected = decode.paged_attention(AttentionCall(query, kv, 0.1, **options))
             options = {name: guarded(value) for name, value in options.items()}
-            out = decode.paged_attention(guarded(query), safe, softmax_scale=0.1, **options)
+            out = decode.paged_attention(AttentionCall(guarded(query), safe, 0.1, **options))
             assert torch.equal(out, expected)
 
 
@@ -146,12 +147,12 @@ def test_decode_refuses_a_page_that_does_not_exist(isa, at, page):
     queries = make_query(plain, dtype=torch.float32), test_cpu_latent.make_query(latent)
     for kv, query in zip((plain, latent), queries, strict=True):
         assert kv.key_pages["codes"].shape[0] == 11
-        expected = decode.paged_attention(query, kv, softmax_scale=0.1)
+        expected = decode.paged_attention(AttentionCall(query, kv, 0.1))
         table = kv.block_table.clone()
         table[0, at] = page
         with pytest.raises(CacheMismatchError, match=r"block_table must name pages .* 0 to 10"):
-            decode.paged_attention(query, replace(kv, block_table=table), softmax_scale=0.1)
-        assert torch.equal(decode.paged_attention(query, kv, softmax_scale=0.1), expected)
+            decode.paged_attention(AttentionCall(query, replace(kv, block_table=table), 0.1))
+        assert torch.equal(decode.paged_attention(AttentionCall(query, kv, 0.1)), expected)
 
 
 @pytest.mark.parametrize("field", ["codes", "scale", "offset"])
@@ -162,16 +163,16 @@ def test_decode_takes_the_least_room_of_all_fields(isa, side, field):
     cut = {**getattr(kv, side), field: getattr(kv, side)[field][:4]}
     with pytest.raises(CacheMismatchError, match="0 to 3, and names another"):
         decode.paged_attention(
-            make_query(kv, dtype=torch.float32), replace(kv, **{side: cut}), softmax_scale=0.1
+            AttentionCall(make_query(kv, dtype=torch.float32), replace(kv, **{side: cut}), 0.1)
         )
 
 
 def test_decode_reads_no_page_that_a_row_does_not_hold(isa):
     kv = make_kv("int4", layout=LANES, rows=[(5, 11), (2, 3)])
     query = make_query(kv, dtype=torch.float32)
-    expected = decode.paged_attention(query, kv, softmax_scale=0.1)
+    expected = decode.paged_attention(AttentionCall(query, kv, 0.1))
     kv.block_table[1, 2:] = 1 << 30
-    assert torch.equal(decode.paged_attention(query, kv, softmax_scale=0.1), expected)
+    assert torch.equal(decode.paged_attention(AttentionCall(query, kv, 0.1)), expected)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)

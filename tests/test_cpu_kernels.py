@@ -16,9 +16,12 @@ import torch
 from paged_inputs import DTYPES, ROWS, make_kv, make_query, row_alone
 
 import kv_hf
-from kv_hf.backends import dispatch, reference, registry, sdpa
+from kv_hf.backends import dispatch, registry
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library, seal
 from kv_hf.backends.error_bound import Rounding
+from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.sdpa import attention as sdpa
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
 from kv_hf.spec import LANES, PageFields, PageSpec
@@ -98,11 +101,11 @@ def test_kernel_of_another_step_uses_nothing_of_the_last():
     ]
     for query, kv, options in steps:
         expected = decode.paged_attention(
-            query, replace(kv, launches={}), softmax_scale=0.1, **options
+            AttentionCall(query, replace(kv, launches={}), 0.1, **options)
         )
         shared = replace(kv, launches=launches)
         assert torch.equal(
-            decode.paged_attention(query, shared, softmax_scale=0.1, **options), expected
+            decode.paged_attention(AttentionCall(query, shared, 0.1, **options)), expected
         )
     assert list(launches) == ["c attend"]
 
@@ -221,7 +224,7 @@ def test_kernel_survives_scores_that_overflow_exp(attend):
 def test_kernel_never_reads_unused_slots_and_pages(attend, name, dtype):
     clean, poisoned = (make_kv(name, dtype=dtype, layout=LANES, poison=p) for p in (False, True))
     query = make_query(clean, 3, dtype=dtype)
-    outs = [attend(query, kv, softmax_scale=0.125) for kv in (clean, poisoned)]
+    outs = [attend(AttentionCall(query, kv, 0.125)) for kv in (clean, poisoned)]
     assert bool(outs[1].isfinite().all())
     assert torch.equal(*outs)
     assert ROWS[4] == (0, 0)
@@ -232,11 +235,11 @@ def test_kernel_never_reads_unused_slots_and_pages(attend, name, dtype):
 def test_kernel_result_of_a_row_does_not_depend_on_its_batch(attend, name):
     kv = make_kv(name, layout=LANES, rows=[(20, 9), (3, 20), (0, 2)])
     query = make_query(kv, 1, 3, torch.float32)
-    together = attend(query, kv, softmax_scale=0.1)
+    together = attend(AttentionCall(query, kv, 0.1))
     for row in range(kv.rows):
         only = slice(row, row + 1)
         alone = row_alone(kv, row)
-        assert torch.equal(attend(query[only], alone, softmax_scale=0.1), together[only])
+        assert torch.equal(attend(AttentionCall(query[only], alone, 0.1)), together[only])
 
 
 @pytest.mark.parametrize("name", ["exact", "int4"])
@@ -248,7 +251,7 @@ def test_kernel_result_does_not_depend_on_the_number_of_threads(attend, name, th
         outs = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            outs.append(attend(query, kv, softmax_scale=0.1))
+            outs.append(attend(AttentionCall(query, kv, 0.1)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(outs[0], outs[1])
@@ -277,7 +280,7 @@ def test_kernel_lets_a_nan_in_the_query_through(attend, name, dtype):
     kv = make_kv(name, dtype=dtype, layout=LANES)
     query = make_query(kv, 1, 2, dtype)
     query[0, 1, 0, 3] = float("nan")
-    out = attend(query, kv, softmax_scale=0.1)
+    out = attend(AttentionCall(query, kv, 0.1))
     assert bool(out[0, 1].isnan().all())
     assert bool(out[1:].isfinite().all())
 
@@ -289,13 +292,13 @@ def test_kernel_lets_a_nan_in_the_query_through(attend, name, dtype):
 def test_decode_serves_several_threads_of_python_at_once(threads_of):
     kv = make_kv("int4", rows=[(200, 9)], layout=LANES)
     queries = [make_query(kv, 1, 3, torch.float32, seed=i) for i in range(4)]
-    expected = [decode.paged_attention(q, kv, softmax_scale=0.1) for q in queries]
+    expected = [decode.paged_attention(AttentionCall(q, kv, 0.1)) for q in queries]
     wrong = []
 
     def work(query, right):
         torch.set_num_threads(2)
         for _ in range(50):
-            if not torch.equal(decode.paged_attention(query, kv, softmax_scale=0.1), right):
+            if not torch.equal(decode.paged_attention(AttentionCall(query, kv, 0.1)), right):
                 wrong.append(1)
 
     threads = [
@@ -322,13 +325,14 @@ def test_decode_works_in_forked_processes():
 import os, signal, torch, sys
 sys.path.insert(0, "tests")
 from paged_inputs import make_kv, make_query
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu.decode import paged_attention
 from kv_hf.spec import LANES
 torch.set_num_threads(2)
 kv = make_kv("int4", rows=[(200, 9)], layout=LANES)
 query = make_query(kv, 1, 3, torch.float32)
 def attend():
-    return paged_attention(query, kv, softmax_scale=0.1)
+    return paged_attention(AttentionCall(query, kv, 0.1))
 def forked(right):
     child = os.fork()
     if child == 0:
@@ -449,8 +453,8 @@ def test_float64_is_read_by_the_reference():
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1)
     assert query.dtype == torch.float64
-    out = dispatch.paged_attention(query, kv, softmax_scale=0.1)
-    assert torch.equal(out, reference.paged_attention(query, kv, softmax_scale=0.1))
+    out = dispatch.paged_attention(AttentionCall(query, kv, 0.1))
+    assert torch.equal(out, reference.paged_attention(AttentionCall(query, kv, 0.1)))
 
 
 @needs_library
@@ -516,7 +520,7 @@ def test_threads_that_end_give_their_memory_back():
     def in_threads(count):
         for _ in range(count):
             thread = threading.Thread(
-                target=decode.paged_attention, args=(query, kv), kwargs={"softmax_scale": 0.1}
+                target=decode.paged_attention, args=(AttentionCall(query, kv, 0.1),)
             )
             thread.start()
             thread.join()
@@ -555,9 +559,9 @@ def test_kernels_keep_their_precision_under_autocast(name):
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1, 2, torch.float32)
     kernel = registry.load(name)
-    expected = kernel.attend(query, kv, softmax_scale=0.1)
+    expected = kernel.attend(AttentionCall(query, kv, 0.1))
     with torch.autocast("cpu", torch.bfloat16):
-        out = kernel.attend(query, kv, softmax_scale=0.1)
+        out = kernel.attend(AttentionCall(query, kv, 0.1))
     assert torch.equal(out, expected)
 
 
@@ -581,7 +585,7 @@ def test_kernel_takes_lanes_that_fill_no_vector(attend, name, head_dim, page):
 def test_sdpa_says_what_it_leaves_to_the_reference(options, says):
     kv = make_kv("int8", layout=LANES, value_dim=64 if options else 32)
     with pytest.warns(kv_hf.KVCacheWarning, match=says):
-        sdpa.paged_attention(make_query(kv, 1, 2, torch.float32), kv, softmax_scale=0.1, **options)
+        sdpa.paged_attention(AttentionCall(make_query(kv, 1, 2, torch.float32), kv, 0.1, **options))
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -589,4 +593,4 @@ def test_ops_say_why_they_take_the_reference(learns):
     kv = make_kv("int8", layout=LANES)
     query = make_query(kv, 1, 2, torch.float32 if learns else torch.float64).requires_grad_(learns)
     with pytest.warns(kv_hf.KVCacheWarning, match="backward" if learns else "float64"):
-        dispatch.paged_attention(query, kv, softmax_scale=0.1, kernel="sdpa")
+        dispatch.paged_attention(AttentionCall(query, kv, 0.1), kernel="sdpa")

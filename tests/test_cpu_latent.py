@@ -8,10 +8,12 @@ import pytest
 import torch
 from paged_inputs import DTYPES
 
-from kv_hf.backends import dispatch, reference, registry
+from kv_hf.backends import dispatch, registry
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import arguments, decode, library, seal
 from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.inputs import PagedKV
+from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES, k_rope_scheme, latent_scheme
 from kv_hf.spec import LANES, PageSpec
 from kv_hf.spec import ROWS as ROWS_LAYOUT
@@ -190,7 +192,7 @@ def test_latent_kernel_gives_zeros_where_nothing_is_seen(isa):
     assert not bool(out[:, :, 1].any())
     assert ROWS[4] == (0, 0)
     assert not bool(out[4].any())
-    assert not bool(decode.paged_attention(query, kv, mask=mask & False, softmax_scale=1.0).any())
+    assert not bool(decode.paged_attention(AttentionCall(query, kv, 1.0, mask=mask & False)).any())
 
 
 def test_latent_kernel_gathers_the_few_tokens_that_a_sparse_mask_shows(isa):
@@ -212,10 +214,12 @@ def test_latent_kernel_opens_no_page_that_the_mask_hides(isa):
     mask = torch.zeros(1, 1, 1, kv.seen, dtype=torch.bool)
     mask[..., visible] = True
     query = make_query(kv, 5)
-    expected = decode.paged_attention(query, kv, mask=mask, softmax_scale=0.1)
+    expected = decode.paged_attention(AttentionCall(query, kv, 0.1, mask=mask))
     gone = kv.block_table.clone()
     gone[:, [0, 1, 2, 3, 5, 6, 7, 8]] = 1 << 30  # reading there would end the process
-    out = decode.paged_attention(query, replace(kv, block_table=gone), mask=mask, softmax_scale=0.1)
+    out = decode.paged_attention(
+        AttentionCall(query, replace(kv, block_table=gone), 0.1, mask=mask)
+    )
     assert torch.equal(out, expected)
 
 
@@ -230,7 +234,7 @@ def test_latent_kernel_never_reads_unused_slots_and_pages(isa):
         rank = 128 if latent == "fp8_ds_mla" else 60
         clean, poisoned = (make_kv(latent, k_rope, rank=rank, poison=p) for p in (False, True))
         query = make_query(clean, 3)
-        outs = [decode.paged_attention(query, kv, softmax_scale=0.125) for kv in (clean, poisoned)]
+        outs = [decode.paged_attention(AttentionCall(query, kv, 0.125)) for kv in (clean, poisoned)]
         assert bool(outs[1].isfinite().all())
         assert torch.equal(*outs)
 
@@ -243,7 +247,7 @@ def test_latent_kernel_result_depends_on_neither_threads_nor_batch(isa):
         outs = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            outs.append(decode.paged_attention(query, kv, softmax_scale=0.1))
+            outs.append(decode.paged_attention(AttentionCall(query, kv, 0.1)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(outs[0], outs[1])
@@ -260,28 +264,28 @@ def test_latent_kernel_result_depends_on_neither_threads_nor_batch(isa):
             padding=torch.zeros(1, dtype=torch.int32),
             seen=kv.seen - int(kv.padding[row]),
         )
-        out = decode.paged_attention(query[only], alone, softmax_scale=0.1)
+        out = decode.paged_attention(AttentionCall(query[only], alone, 0.1))
         assert torch.equal(out, outs[0][only])
 
 
 def test_latent_kernel_takes_strided_queries_and_windows(isa):
     kv = make_kv("int8")
     query = make_query(kv, 6, 3)
-    expected = decode.paged_attention(query, kv, softmax_scale=0.1)
+    expected = decode.paged_attention(AttentionCall(query, kv, 0.1))
     longer = replace(
         kv,
         window_keys=torch.cat([kv.window_keys] * 2, 2)[:, :, : kv.window_keys.shape[2]],
         window_values=torch.cat([kv.window_values] * 2, 3)[..., : kv.spec.values.head_dim],
     )
     strided = query.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(decode.paged_attention(strided, longer, softmax_scale=0.1), expected)
+    assert torch.equal(decode.paged_attention(AttentionCall(strided, longer, 0.1)), expected)
 
 
 def test_latent_kernel_lets_a_nan_in_the_query_through(isa):
     kv = make_kv("int8")
     query = make_query(kv, 6)
     query[0, 1, 0, 3] = float("nan")
-    out = decode.paged_attention(query, kv, softmax_scale=0.1)
+    out = decode.paged_attention(AttentionCall(query, kv, 0.1))
     assert bool(out[0, 1].isnan().all())
     assert bool(out[0, 2:].isfinite().all())
     assert bool(out[1:].isfinite().all())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from paged_inputs import DTYPES, make_kv, make_query, tokens_of
 
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library
 from kv_hf.quant.codec import encode
 from kv_hf.spec import LANES
@@ -73,7 +74,7 @@ def test_kernel_keeps_its_digits_beside_outlier_channels(monkeypatch, isa, side,
             query, scale = make_query(kv, 1, 4, dtype, seed), kv.spec.keys.head_dim**-0.5
             integers = isa == VNNI and dtype != torch.float32 and name != "int2"
             expected, allowed = exact_and_allowed(query, kv, scale, integers)
-            out = decode.paged_attention(query, kv, softmax_scale=scale)[0].double()
+            out = decode.paged_attention(AttentionCall(query, kv, scale))[0].double()
             assert float(((out - expected).abs() / allowed).max()) <= 1, (
                 f"{size} times, seed {seed}"
             )
@@ -87,10 +88,10 @@ def test_kernel_rounds_each_query_by_itself(monkeypatch, isa):
     query = make_query(kv, 1, 7, torch.float16)
     for head in (1, 2, 5, 9):
         query[:, head, :, list(CHANNELS)] = 0
-    together = decode.paged_attention(query, kv, softmax_scale=0.1)
+    together = decode.paged_attention(AttentionCall(query, kv, 0.1))
     for head in range(14):
         only = query.clone()
         only[:, torch.arange(14) != head] = 0
         assert torch.equal(
-            decode.paged_attention(only, kv, softmax_scale=0.1)[:, head], together[:, head]
+            decode.paged_attention(AttentionCall(only, kv, 0.1))[:, head], together[:, head]
         )

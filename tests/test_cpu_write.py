@@ -10,8 +10,8 @@ import torch
 from guarded import guarded
 from paged_inputs import DTYPES
 
-from kv_hf.backends import reference
 from kv_hf.backends.cpu import decode, library, write
+from kv_hf.backends.reference import attention as reference
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
 from kv_hf.spec import LANES, PageFields, PageSpec

@@ -10,8 +10,10 @@ import torch
 
 import kv_hf
 from kv_hf import cli
-from kv_hf.backends import reference, sdpa
 from kv_hf.backends.cpu import library
+from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference import pairs
+from kv_hf.backends.sdpa import attention as sdpa
 from kv_hf.doctor import Subject, generation, self_test
 from kv_hf.doctor.self_test import run_self_test
 from kv_hf.formats import cache_names, format_names
@@ -48,28 +50,28 @@ def test_every_format_and_kernel_is_tried_and_right(dtype):
     ]
 
 
-def shifted_page(query, kv, **options):
+def shifted_page(asked):
     """Read the page behind the right one in the last row."""
-    table = kv.block_table.clone()
+    table = asked.kv.block_table.clone()
     table[-1] = table[0, 1]
-    return reference.paged_attention(query, replace(kv, block_table=table), **options)
+    return reference.paged_attention(replace(asked, kv=replace(asked.kv, block_table=table)))
 
 
-def lost_token(query, kv, **options):
+def lost_token(asked):
     """Leave out the last exact token of each row."""
-    lens = kv.exact_lens - 1
-    return reference.paged_attention(query, replace(kv, exact_lens=lens), **options)
+    lens = asked.kv.exact_lens - 1
+    return reference.paged_attention(replace(asked, kv=replace(asked.kv, exact_lens=lens)))
 
 
-def nan(query, kv, **options):
-    return reference.paged_attention(query, kv, **options) * float("nan")
+def nan(asked):
+    return reference.paged_attention(asked) * float("nan")
 
 
-def flat(query, kv, **options):
-    return reference.paged_attention(query, kv, **options).flatten(1, 2)
+def flat(asked):
+    return reference.paged_attention(asked).flatten(1, 2)
 
 
-def raises(query, kv, **options):
+def raises(asked):
     raise RuntimeError("no such instruction\nand more")
 
 
@@ -113,15 +115,13 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
 
 @pytest.mark.skipif(not HAS_C, reason="no C kernel here")
 def test_other_bytes_of_a_seal_are_found(monkeypatch):
-    from kv_hf.backends.cpu import seal
+    from kv_hf.backends.cpu import write
 
-    def wrong(tokens, jobs, fields, spec):
-        damaged = reference.seal_pages(tokens, jobs, fields, spec)
-        if spec.side in ("values", "k_rope"):
-            fields["codes"][int(jobs[0, 2])].view(torch.uint8).flatten()[0] ^= 1
-        return damaged
+    def wrong(tokens, jobs, fields, spec, damaged, launches):
+        pairs.seal_pair(tokens, jobs, fields, spec, damaged, launches)
+        fields[1]["codes"][int(jobs[0, 2])].view(torch.uint8).flatten()[0] ^= 1
 
-    monkeypatch.setattr(seal, "seal_pages", wrong)
+    monkeypatch.setattr(write, "seal_pair", wrong)
     failed = [trial for trial in run().failed if trial.what == "seal"]
     assert len(failed) == len(cache_names()) + len(format_names("latent"))
     assert all(trial.error == 1 and trial.kernel == "c" for trial in failed)

@@ -14,8 +14,10 @@ from paged_inputs import (
     terms_of,
 )
 
-from kv_hf.backends import reference, sdpa
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.error_bound import Rounding, roundings
+from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.sdpa import attention as sdpa
 from kv_hf.formats import FORMAT_NAMES
 from kv_hf.spec import LANES
 
@@ -79,7 +81,7 @@ def test_bound_holds_over_many_draws(kernel, dtype, name):
     for seed in range(5):
         kv = make_kv(name, dtype=dtype, rows=ROWS, seed=seed, layout=LANES)
         query = make_query(kv, 2, dtype=dtype, seed=seed + 100)
-        out = kernel.paged_attention(query, kv, softmax_scale=SCALE)
+        out = kernel.paged_attention(AttentionCall(query, kv, SCALE))
         assert_within(out, *exact_attention(query, kv, SCALE, rounding))
 
 
@@ -146,7 +148,7 @@ def tf32(query):
 
 
 def run(query, kv, options):
-    return reference.paged_attention(query, kv, softmax_scale=SCALE, **options)
+    return reference.paged_attention(AttentionCall(query, kv, SCALE, **options))
 
 
 def pages_scaled(kv, side, field):
@@ -174,7 +176,7 @@ SLIGHT_FAULTS = {
     "key-offset": lambda q, kv, o: run(q, pages_scaled(kv, "key_pages", "offset"), o),
     "value-offset": lambda q, kv, o: run(q, pages_scaled(kv, "value_pages", "offset"), o),
     "lowest-bit-of-codes": lambda q, kv, o: run(q, changed(kv, "key_pages", "codes", lambda c: c ^ 1), o),
-    "softmax-scale": lambda q, kv, o: reference.paged_attention(q, kv, softmax_scale=1.001 * SCALE, **o),
+    "softmax-scale": lambda q, kv, o: reference.paged_attention(AttentionCall(q, kv, 1.001 * SCALE, **o)),
     "softcap-dropped": lambda q, kv, o: run(q, kv, {**o, "softcap": None}),
     "sink-dropped": lambda q, kv, o: run(q, kv, {**o, "sink_logits": None}),
     "sink-of-the-next-head": lambda q, kv, o: run(q, kv, {**o, "sink_logits": o["sink_logits"].roll(1)}),

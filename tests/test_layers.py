@@ -9,7 +9,17 @@ import kv_hf
 
 ROOT = Path(kv_hf.__file__).parent
 LAYERS = [
-    {"errors", "extras", "files", "notices", "printable", "records", "user_dir", "version"},
+    {
+        "backend_names",
+        "errors",
+        "extras",
+        "files",
+        "user_dir",
+        "notices",
+        "printable",
+        "records",
+        "version",
+    },
     {
         "cache_names",
         "checks",

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig
 
 import kv_hf
-from kv_hf.backends import reference, sdpa
+from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.sdpa import attention as sdpa
 from kv_hf.pages.tables import block_table
 
 TILE_TOKENS = max(sdpa.TILE_TOKENS, reference.TILE_TOKENS)

@@ -1,5 +1,6 @@
 """scripts/measure/families: tiny models of every family, and that the walk finds what is wrong."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -82,8 +83,8 @@ def faulty_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = attention.paged_attention
 
-    def scaled(*args, softmax_scale, **more):
-        return whole(*args, softmax_scale=1.05 * softmax_scale, **more)
+    def scaled(asked, kernel):
+        return whole(dataclasses.replace(asked, softmax_scale=1.05 * asked.softmax_scale), kernel)
 
     monkeypatch.setattr(attention, "paged_attention", scaled)
 

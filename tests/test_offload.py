@@ -713,7 +713,7 @@ def steps(cache, first, count):
         for i in range(LAYERS):
             handles = cache.update(*torch.zeros(2, 1, 2, 1, 64, dtype=torch.bfloat16), i)
             view = handles[0].view_of_pages
-            kv_hf.backends.dispatch.paged_attention(torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16), view.kv, softmax_scale=1.0)
+            kv_hf.backends.dispatch.paged_attention(AttentionCall(torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16), view.kv, 1.0))
 torch.set_num_threads(1)
 steps(kv_hf.PagedCache(config, offload="disk", offload_dir=sys.argv[1]), 500, 3)
 before = resident()["VmRSS"]

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import kv_hf
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.dispatch import paged_attention
 
 PAGE, WINDOW, HEADS, DIM = 16, 24, 2, 32
@@ -95,10 +96,7 @@ class Pair:
         view = ours[0].view_of_pages
         query = torch.randn(len(self.rows), HEADS, count, DIM)
         found = paged_attention(
-            query,
-            view.kv,
-            softmax_scale=0.2,
-            sliding_window=view.sliding_window,
+            AttentionCall(query, view.kv, 0.2, sliding_window=view.sliding_window),
             kernel=view.kernel,
         )
         keys, values = theirs

@@ -15,9 +15,11 @@ from paged_inputs import (
     tokens_of,
 )
 
-from kv_hf.backends import dispatch, reference
-from kv_hf.backends.dense import dense_side
+from kv_hf.backends import dispatch
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.error_bound import Rounding
+from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.dense import dense_side
 from kv_hf.errors import CacheMismatchError, CacheOptionError
 from kv_hf.formats import FORMAT_NAMES
 from kv_hf.spec import LANES
@@ -137,11 +139,11 @@ def test_paged_attention_does_not_depend_on_the_padding(masked):
 def test_paged_attention_of_a_row_does_not_depend_on_its_batch(name):
     kv = make_kv(name)
     query = make_query(kv, 3)
-    together = reference.paged_attention(query, kv, softmax_scale=0.1)
+    together = reference.paged_attention(AttentionCall(query, kv, 0.1))
     for row in range(kv.rows):
         only = slice(row, row + 1)
         alone = row_alone(kv, row)
-        out = reference.paged_attention(query[only], alone, softmax_scale=0.1)
+        out = reference.paged_attention(AttentionCall(query[only], alone, 0.1))
         assert torch.allclose(out, together[only], rtol=0, atol=1e-13)
 
 
@@ -154,7 +156,7 @@ def test_paged_attention_is_the_same_for_permuted_page_ids(name, shuffle):
     plain, permuted = make_kv(name), make_kv(name, shuffle=shuffle)
     assert not torch.equal(plain.block_table, permuted.block_table)
     query = make_query(plain, 3, dtype=torch.float32)
-    outs = [reference.paged_attention(query, kv, softmax_scale=0.125) for kv in (plain, permuted)]
+    outs = [reference.paged_attention(AttentionCall(query, kv, 0.125)) for kv in (plain, permuted)]
     assert torch.equal(*outs)
 
 
@@ -172,7 +174,7 @@ def test_paged_attention_never_reads_unused_slots_and_pages(name, masking):
     sinks = torch.zeros(query.shape[1])
     outs = [
         reference.paged_attention(
-            query, kv, softmax_scale=0.125, mask=mask, softcap=20.0, sink_logits=sinks
+            AttentionCall(query, kv, 0.125, mask=mask, softcap=20.0, sink_logits=sinks)
         )
         for kv in (clean, poisoned)
     ]
@@ -191,7 +193,7 @@ def test_paged_attention_changes_none_of_its_inputs():
         **{f"value {name}": tensor for name, tensor in kv.value_pages.items()},
     }
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    reference.paged_attention(query, kv, softmax_scale=0.125, softcap=3.0)
+    reference.paged_attention(AttentionCall(query, kv, 0.125, softcap=3.0))
     assert [name for name, tensor in tensors.items() if not torch.equal(tensor, before[name])] == []
 
 
@@ -345,8 +347,8 @@ def test_dense_side_attends_as_the_pages_do(name):
 def test_ops_give_what_the_reference_gives():
     kv = make_kv()
     query = make_query(kv, 3, dtype=torch.float32)
-    expected = reference.paged_attention(query, kv, softmax_scale=0.125)
-    named = dispatch.paged_attention(query, kv, softmax_scale=0.125, kernel="reference")
+    expected = reference.paged_attention(AttentionCall(query, kv, 0.125))
+    named = dispatch.paged_attention(AttentionCall(query, kv, 0.125), kernel="reference")
     assert torch.equal(named, expected)
 
 
@@ -355,8 +357,8 @@ def test_ops_give_what_the_reference_gives():
 def test_ops_apply_every_option(kernel, layout):
     kv = make_kv("int4", layout=layout)
 
-    def attend(*args, **options):
-        return dispatch.paged_attention(*args, **options, kernel=kernel)
+    def attend(asked):
+        return dispatch.paged_attention(asked, kernel)
 
     query = make_query(kv, 3, dtype=torch.float32)
     check(query, kv, attend)
@@ -370,9 +372,9 @@ def test_ops_expand_a_mask_of_one_query(kind):
     kv = make_kv("int4")
     query = make_query(kv, 3)
     mask = random_mask(kv, kind, (5, 1, 1))
-    out = dispatch.paged_attention(query, kv, softmax_scale=0.125, mask=mask)
+    out = dispatch.paged_attention(AttentionCall(query, kv, 0.125, mask=mask))
     whole = mask.expand(5, 4, 3, kv.seen).contiguous()
-    assert torch.equal(out, dispatch.paged_attention(query, kv, softmax_scale=0.125, mask=whole))
+    assert torch.equal(out, dispatch.paged_attention(AttentionCall(query, kv, 0.125, mask=whole)))
     check(query, kv, dispatch.paged_attention, mask=mask)
 
 
@@ -382,7 +384,7 @@ def test_ops_read_the_first_columns_of_a_mask_that_is_too_wide():
     query = make_query(kv, 3)
     mask = random_mask(kv, "bool", (5, 4, 3))
     wide = torch.cat([mask, torch.zeros(5, 4, 3, 11).bool()], -1)
-    outs = [dispatch.paged_attention(query, kv, softmax_scale=0.125, mask=m) for m in (mask, wide)]
+    outs = [dispatch.paged_attention(AttentionCall(query, kv, 0.125, mask=m)) for m in (mask, wide)]
     assert torch.equal(*outs)
 
 
@@ -390,7 +392,8 @@ def _ask(**changes):
     """Call dispatch with arguments that fit, except for `changes`; the kv has 5 rows, 2 kv heads of 64."""
     kv = make_kv()
     arguments = {"query": make_query(kv, 3), "kv": kv, "softmax_scale": 0.125, **changes}
-    return dispatch.paged_attention(arguments.pop("query"), arguments.pop("kv"), **arguments)
+    kernel = arguments.pop("kernel", "auto")
+    return dispatch.paged_attention(AttentionCall(**arguments), kernel)
 
 
 def test_ops_refuse_nothing_that_fits():

@@ -8,6 +8,7 @@ from test_interrupted import dense, feed, same, text
 from test_operations import FULL, HYBRID, PAGE
 
 import kv_hf
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import library
 from kv_hf.backends.dispatch import paged_attention
 from kv_hf.pages.host_pages import HostPages
@@ -167,10 +168,10 @@ def test_kernel_refuses_a_table_that_names_a_page_without_room(page):
     table[0, 3] = page
     query = torch.randn(1, 2, 1, 32)
     with pytest.raises(kv_hf.CacheMismatchError, match="block_table must name pages.*0 to 5"):
-        paged_attention(query, replace(kv, block_table=table), softmax_scale=1.0, kernel="c")
+        paged_attention(AttentionCall(query, replace(kv, block_table=table), 1.0), kernel="c")
     few = torch.tensor([3], dtype=torch.int32)  # behind the row's last page anything may stand
     paged_attention(
-        query, replace(kv, block_table=table, num_pages=few), softmax_scale=1.0, kernel="c"
+        AttentionCall(query, replace(kv, block_table=table, num_pages=few), 1.0), kernel="c"
     )
 
 
@@ -179,11 +180,11 @@ def test_kernel_refuses_a_table_that_names_a_page_without_room(page):
 def test_kernel_looks_at_the_least_field_of_both_sides(name):
     _, kv = view_of()
     query = torch.randn(1, 2, 1, 32)
-    paged_attention(query, kv, softmax_scale=1.0, kernel="c")
+    paged_attention(AttentionCall(query, kv, 1.0), kernel="c")
     whole = kv.value_pages[name]
     kv.value_pages[name] = whole[:-1]
     with pytest.raises(kv_hf.CacheMismatchError, match="must name pages.*0 to 4"):
-        paged_attention(query, kv, softmax_scale=1.0, kernel="c")
+        paged_attention(AttentionCall(query, kv, 1.0), kernel="c")
 
 
 @compiled

@@ -11,7 +11,7 @@ from tiny_models import left_padded, make_config, make_model, shared_model, toke
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.backends import reference
+from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.registry import load, why_not
 from kv_hf.cache.static_cache import StaticPagedCache
 from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
@@ -157,16 +157,19 @@ def test_seal_skips_jobs_without_a_page(name):
         pytest.skip("the C kernel is not there")
     jobs = torch.tensor([[0, 2, -1], [1, 2, 3], [2, 2, -1]], dtype=torch.int32)
     run = torch.randn(3, HEADS, 18, DIM)
-    for side in store.pages.sides:
-        given = {n: torch.full_like(t[:5], 1) for n, t in side.fields.items()}
-        wanted = {n: t.clone() for n, t in given.items()}
+    sides = store.pages.sides
+    both = [{n: torch.full_like(t[:5], 1) for n, t in side.fields.items()} for side in sides]
+    expected = [{n: t.clone() for n, t in given.items()} for given in both]
+    damaged = torch.zeros((), dtype=torch.uint8)
+    load(name).seal_pair((run, run), jobs, tuple(both), store.spec, damaged, {})
+    for side, pages, wanted in zip(sides, both, expected, strict=True):
         reference.seal_pages(run, jobs[1:2], wanted, side.spec)
-        load(name).seal(run, jobs, given, side.spec)
         for field, tensor in wanted.items():
-            assert torch.equal(given[field].view(torch.uint8), tensor.view(torch.uint8))
+            assert torch.equal(pages[field].view(torch.uint8), tensor.view(torch.uint8))
             assert not torch.equal(tensor[3], torch.ones_like(tensor[3]))
-        load(name).seal(run, jobs[:1], given, side.spec)
-        assert all(torch.equal(given[n], t) for n, t in wanted.items())
+    load(name).seal_pair((run, run), jobs[:1], tuple(both), store.spec, damaged, {})
+    for pages, wanted in zip(both, expected, strict=True):
+        assert all(torch.equal(pages[n], t) for n, t in wanted.items())
 
 
 # -- storage -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from interpreter import attend, attend_with_ptx, call, needs_interpreter
 from paged_inputs import ROWS, assert_within, check, exact_attention, make_kv, make_query
 
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.error_bound import Rounding
 from kv_hf.formats import FORMAT_NAMES
 
@@ -165,7 +166,7 @@ def test_decode_of_one_query_needs_no_mask_on_a_preallocated_cache(splits):
 
 def test_decode_gives_a_view_of_tokens_with_their_heads_side_by_side():
     kv = make_kv("int4", rows=FEW)
-    out = call(attend, make_query(kv, 3, dtype=FP32), kv, softmax_scale=0.125)
+    out = call(attend, AttentionCall(make_query(kv, 3, dtype=FP32), kv, 0.125))
     assert out.transpose(1, 2).is_contiguous()
 
 
@@ -173,7 +174,7 @@ def test_decode_is_the_same_for_permuted_page_ids():
     outs = []
     for shuffle in (0, 1):
         kv = make_kv("int4", shuffle=shuffle)
-        outs.append(call(attend, make_query(kv, dtype=FP32), kv, softmax_scale=0.125))
+        outs.append(call(attend, AttentionCall(make_query(kv, dtype=FP32), kv, 0.125)))
     assert torch.equal(*outs)
 
 
@@ -188,7 +189,7 @@ def test_decode_takes_queries_of_any_strides():
     query = make_query(kv, 3, dtype=FP32)
     moved = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert not moved.is_contiguous()
-    outs = [call(attend, q, kv, softmax_scale=0.125) for q in (query, moved)]
+    outs = [call(attend, AttentionCall(q, kv, 0.125)) for q in (query, moved)]
     assert torch.equal(*outs)
 
 
@@ -225,9 +226,9 @@ def test_decode_reads_the_first_columns_of_a_mask_that_is_too_wide():
     query = make_query(kv, 3, dtype=FP32)
     wide = random_mask(kv, "bool", (2, 4, 3))
     wide = torch.cat([wide, torch.ones(2, 4, 3, 11).bool()], -1)
-    out = call(attend, query, kv, mask=wide, softmax_scale=0.125)
+    out = call(attend, AttentionCall(query, kv, 0.125, mask=wide))
     narrow = wide[..., : kv.seen].contiguous()
-    assert torch.equal(out, call(attend, query, kv, mask=narrow, softmax_scale=0.125))
+    assert torch.equal(out, call(attend, AttentionCall(query, kv, 0.125, mask=narrow)))
 
 
 def test_decode_averages_where_a_mask_holds_only_the_lowest_number():
@@ -292,7 +293,7 @@ def test_decode_keeps_queries_in_range(size):
     """Queries are brought near 1 by a power of two: without it their squares leave fp32's range."""
     kv = make_kv("int4", rows=FEW)
     query = make_query(kv, dtype=FP32)
-    out = call(attend, query * size, kv, softmax_scale=0.125 / size)
+    out = call(attend, AttentionCall(query * size, kv, 0.125 / size))
     assert_within(out, *exact_attention(query, kv, 0.125, Rounding.of("triton", FP32)))
 
 
@@ -320,7 +321,7 @@ def test_decode_with_ptx_keeps_small_and_large_numbers_in_float16(name, sizes):
                 fields[field].copy_((fields[field].float() * size).half())
     query = make_query(kv, 1, dtype=torch.float16)
     scale = 0.1 / max(key_size, 1.0)
-    out = call(attend_with_ptx, query, kv, isa=90, softmax_scale=scale)
+    out = call(attend_with_ptx, AttentionCall(query, kv, scale), isa=90)
     assert_within(out, *exact_attention(query, kv, scale, Rounding.of("triton", torch.float16)))
 
 

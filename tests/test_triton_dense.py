@@ -15,7 +15,7 @@ from test_triton_latent import spec_of as latents_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kv_hf
-from kv_hf.backends.dense import dense_side
+from kv_hf.backends.reference.dense import dense_side
 from kv_hf.bridge.lazy_mask import LazyMask
 from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
 from kv_hf.hf import attention, causal

@@ -9,11 +9,12 @@ from pathlib import Path
 import paged_inputs
 import pytest
 import torch
-from interpreter import call, needs_interpreter, seal
+from interpreter import attend_by_operator, call, needs_interpreter, seal
 
-from kv_hf.backends import reference
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.inputs import PagedKV
+from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import LATENT_FORMAT_NAMES, k_rope_name, k_rope_scheme, latent_scheme
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, PageSpec
@@ -97,12 +98,12 @@ def make_query(kv, q_len=1, heads=HEADS, dtype=FP32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
-def attend(query, kv, *, splits=2, **options):
+def attend(asked, *, splits=2):
     """The kernel as compiled for no GPU in particular (runs in the worker)."""
     from kv_hf.backends.triton.launch import paged_attention
     from kv_hf.backends.triton.tuning import Launch
 
-    return paged_attention(query, kv, launch=Launch(4, 2, splits), **options)
+    return paged_attention(asked, Launch(4, 2, splits))
 
 
 def check(query, kv, splits=2, kernel=attend, **options):
@@ -274,7 +275,7 @@ def test_ptx_unpacks_every_word(bits, code):
         assert torch.equal(got.double()[finite], wanted[finite])
 
 
-def attend_with_ptx(query, kv, *, isa, **options):
+def attend_with_ptx(asked, *, isa):
     """The kernel as compiled for an NVIDIA GPU, its PTX carried out by `interpreter.ptx` (runs in the worker)."""
     import numpy as np
     import triton.language as tl
@@ -296,7 +297,7 @@ def attend_with_ptx(query, kv, *, isa, **options):
     kept, real = tl.inline_asm_elementwise, device.target_isa
     tl.inline_asm_elementwise, device.target_isa = inline_asm, lambda where: isa
     try:
-        return launch.paged_attention(query, kv, launch=Launch(4, 2, 2), **options)
+        return launch.paged_attention(asked, Launch(4, 2, 2))
     finally:
         tl.inline_asm_elementwise, device.target_isa = kept, real
 
@@ -319,8 +320,8 @@ def test_decode_with_ptx_errs_no_more_than_float16(name, page, size):
     for field in {"scale", "offset"} & set(kv.key_pages):
         kv.key_pages[field].copy_((kv.key_pages[field].float() * size).half())
     query, scale = make_query(kv, 3, dtype=torch.float16), 0.1 / max(size, 1.0)
-    expected = reference.paged_attention(query.double(), kv, softmax_scale=scale)
-    out = call(attend_with_ptx, query, kv, isa=80, softmax_scale=scale)
+    expected = reference.paged_attention(AttentionCall(query.double(), kv, scale))
+    out = call(attend_with_ptx, AttentionCall(query, kv, scale), isa=80)
     eps, moved = 2.0**-11, 0.0
     latents = kv.spec.keys
     stored = decode(kv.key_pages, latents, torch.float64)
@@ -421,26 +422,20 @@ def test_seal_makes_numbers_finite_and_says_so(name, bad):
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
-def attend_by_operator(query, kv, **options):
-    from kv_hf.backends.triton import torch_ops
-
-    return torch_ops.paged_attention(query, kv, **options)
-
-
 @needs_interpreter
 @pytest.mark.parametrize("name", ["int4", slow("exact"), "fp8_ds_mla"])
 def test_operator_gives_what_the_launch_gives(name):
     kv = make_kv(name, rope="int8")
     query = make_query(kv, 3)
-    by_operator = call(attend_by_operator, query, kv, softmax_scale=0.1)
-    assert torch.equal(by_operator, call(attend, query, kv, splits=1, softmax_scale=0.1))
+    by_operator = call(attend_by_operator, AttentionCall(query, kv, 0.1))
+    assert torch.equal(by_operator, call(attend, AttentionCall(query, kv, 0.1), splits=1))
 
 
 @needs_triton
 def test_operator_has_the_shape_of_its_result():
     from torch._subclasses import FakeTensorMode
 
-    from kv_hf.backends.triton import torch_ops
+    from kv_hf.backends import torch_ops
 
     kv = make_kv("int4", rope="int8")
     with FakeTensorMode(allow_non_fake_inputs=False) as fakes:
@@ -459,18 +454,20 @@ def test_operator_has_the_shape_of_its_result():
         parts = fake({name: getattr(kv, name) for name in names})
         parts |= {"key_pages": fake(kv.key_pages), "value_pages": fake(kv.value_pages)}
         query = torch.empty(2, 5, 3, 80, dtype=torch.bfloat16)
-        out = torch_ops.paged_attention(query, replace(kv, **parts), softmax_scale=0.1)
+        asked = AttentionCall(query, replace(kv, **parts), 0.1)
+        out = torch_ops.attend("triton", torch_ops.spec_name(kv.spec), asked)
         assert (out.shape, out.dtype) == ((2, 5, 3, 64), torch.bfloat16)
 
 
 @needs_triton
 def test_operator_refuses_softcap():
-    from kv_hf.backends.triton import torch_ops
+    from kv_hf.backends import torch_ops
     from kv_hf.errors import CacheOptionError
 
     kv = make_kv("int4")
+    asked = AttentionCall(make_query(kv), kv, 0.1, softcap=5.0)
     with pytest.raises(CacheOptionError, match="softcap: pages of latents"):
-        torch_ops.paged_attention(make_query(kv), kv, softmax_scale=0.1, softcap=5.0)
+        torch_ops.attend("triton", torch_ops.spec_name(kv.spec), asked)
 
 
 # -- whole generation ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import pytest
 import torch
 from paged_inputs import make_kv, make_query
 
+from kv_hf.backends.base import AttentionCall
+
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
 )
@@ -24,7 +26,7 @@ def gpu():
 def attend(query, kv, **options):
     from kv_hf.backends.triton import launch
 
-    return launch.paged_attention(query, kv, softmax_scale=0.1, **options)
+    return launch.paged_attention(AttentionCall(query, kv, 0.1, **options))
 
 
 def bf16_kv(name="int4", pages=3, rows=1):

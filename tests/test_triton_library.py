@@ -10,6 +10,8 @@ import torch
 from interpreter import call, compiled_step, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 
+from kv_hf.backends import torch_ops
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.triton import device, meta_params, support, tuning
 from kv_hf.backends.triton.support import why_not
 from kv_hf.formats import (
@@ -68,67 +70,48 @@ def test_operators_compile_into_one_graph_each(backend):
 
 @needs_interpreter
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_decode_operator_rebuilds_the_spec(name):
-    """Formats and groups are read from the tensors: every format gives what the specs of the test give."""
+def test_attend_operator_finds_the_spec_by_its_name(name):
     from interpreter import attend_by_operator
 
     values = {"int4": "int8", "fp8": "exact"}.get(name, name)
     kv = make_kv(name, values, key_dim=64, value_dim=32, rows=[(3, 5), (0, 2)])
     query = make_query(kv, 3, dtype=torch.float32)
-    check(query, kv, lambda *args, **given: call(attend_by_operator, *args, **given))
+    check(query, kv, lambda asked: call(attend_by_operator, asked))
 
 
-@needs_triton
-def test_operators_have_the_shapes_of_their_results():
+def test_attend_operator_has_the_shape_of_its_result():
     """Without running: what torch.compile sees."""
     from torch._subclasses import FakeTensorMode
 
-    from kv_hf.backends.triton import torch_ops
-
-    with FakeTensorMode(allow_non_fake_inputs=False):
-        query = torch.empty(2, 4, 3, 64, dtype=torch.bfloat16)
-        codes = torch.empty(5, 2, 16, 64, dtype=torch.bfloat16)
-        window = torch.empty(2, 2, 40, 64, dtype=torch.bfloat16)
-        narrow = torch.empty(2, 2, 40, 32, dtype=torch.bfloat16)
-        ints = torch.empty(2, dtype=torch.int32)
-        out = torch.ops.kv_hf.paged_decode(
-            query, codes, None, None, codes, None, None, torch.empty(2, 3, dtype=torch.int32), ints,
-            window, narrow, ints, ints, None, None, 0.1, None, None, 4, 16, "none", 0, "none", 0,
-        )  # fmt: skip
-        assert (out.shape, out.dtype) == ((2, 3, 4, 32), torch.bfloat16)
-        jobs = torch.empty(1, 3, dtype=torch.int32)
-        damaged = torch_ops.seal_pages(
-            window, jobs, {"codes": codes}, spec_of("exact", 64, 16).keys
-        )
-        assert (damaged.shape, damaged.dtype) == ((), torch.bool)
+    kv = make_kv("exact", key_dim=64, value_dim=32)
+    name = torch_ops.spec_name(kv.spec)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query = torch.empty(5, 4, 3, 64, dtype=torch.bfloat16)
+        out = torch_ops.attend("triton", name, AttentionCall(query, kv, 0.1))
+    assert (out.shape, out.dtype) == ((5, 4, 3, 32), torch.bfloat16)
+    assert out.transpose(1, 2).is_contiguous()
 
 
 @needs_triton
-def test_operators_refuse_cpu_tensors_outside_of_the_interpreter():
-    from kv_hf.backends.triton import torch_ops
+def test_attend_operator_refuses_cpu_tensors_outside_of_the_interpreter():
     from kv_hf.errors import CacheOptionError
 
     kv = make_kv("int4")
-    with pytest.raises(
-        CacheOptionError, match=r"kv_hf.paged_decode needs a GPU.*TRITON_INTERPRET=1"
-    ):
-        torch_ops.paged_attention(make_query(kv, dtype=torch.float32), kv, softmax_scale=0.1)
-    ints = torch.zeros(5, dtype=torch.int32)
-    with pytest.raises(CacheOptionError, match="kv_hf.append_tokens needs a GPU"):
-        torch_ops.append_tokens(kv.window_keys, kv.window_keys[:, :, :1], ints, ints)
+    asked = AttentionCall(make_query(kv, dtype=torch.float32), kv, 0.1)
+    with pytest.raises(CacheOptionError, match=r"'triton' needs a GPU.*TRITON_INTERPRET=1"):
+        torch_ops.attend("triton", torch_ops.spec_name(kv.spec), asked)
 
 
-@needs_triton
 def test_operators_declare_what_they_change():
-    from kv_hf.backends.triton import torch_ops  # noqa: F401
-
     def changed(name):
         schema = getattr(torch.ops.kv_hf, name).default._schema
         return {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
 
-    assert changed("paged_decode") == set()
-    assert changed("seal_pages") == {"codes", "scale", "offset"}
-    assert changed("append_tokens") == {"window"}
+    fields = {
+        f"{side}_{field}" for side in ("key", "value") for field in ("codes", "scale", "offset")
+    }
+    assert changed("attend") == set()
+    assert changed("write_pair") == {"window_keys", "window_values", *fields, "damaged"}
 
 
 # -- support -------------------------------------------------------------------------------------------------------

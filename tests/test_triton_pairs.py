@@ -7,7 +7,7 @@ import torch
 from interpreter import call, needs_interpreter, write_pair
 from paged_inputs import DTYPES
 
-from kv_hf.backends import reference
+from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import (
     FORMAT_NAMES,
     LATENT_FORMAT_NAMES,

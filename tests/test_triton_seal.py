@@ -5,7 +5,7 @@ import torch
 from interpreter import append, call, needs_interpreter, seal
 from paged_inputs import DTYPES
 
-from kv_hf.backends import reference
+from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
 from kv_hf.spec import PageSpec
 

@@ -1,43 +1,32 @@
-"""Validate the arguments of paged attention and call the chosen implementation."""
+"""Validate the arguments of paged attention and call the chosen backend."""
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ..errors import CacheMismatchError
 from ..notices import warn_once
-from .inputs import PagedKV
-from .registry import Kernel, choose, load
+from .base import AttentionCall, Backend
+from .registry import choose, load
 
-MAX_DECODE_QUERIES = 16  # queries of one call of a kernel; more go in slices
+MAX_DECODE_QUERIES = 16  # queries of one call of a backend; more go in slices
 
 
-def paged_attention(
-    query: torch.Tensor,
-    kv: PagedKV,
-    *,
-    softmax_scale: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    kernel: Kernel | str = "auto",
-) -> torch.Tensor:
-    """Attend `query` to the pages and the window of `kv`; see `reference.paged_attention`.
+def paged_attention(call: AttentionCall, kernel: Backend | str = "auto") -> torch.Tensor:
+    """Attend to the pages and the window of `call.kv`; see AttentionCall.
 
     More than MAX_DECODE_QUERIES queries go in slices; then the window has to hold the tokens of all queries.
 
     Args:
-        query: [rows, num_heads, q_len, key_dim].
-        kernel: one that was chosen for these pages, or a name for `choice.choose`.
-    Returns: [rows, num_heads, q_len, value_dim] in query's dtype.
-    Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for a kernel that is
+        kernel: a backend that was chosen for these pages, or a name for `registry.choose`.
+    Returns: [rows, num_heads, q_len, out_dim] in the query's dtype.
+    Raises: CacheMismatchError naming the argument whose shape does not fit; CacheOptionError for a backend that is
         unknown or cannot run here.
     """
+    query, kv = call.query, call.kv
     spec = kv.spec
-    if not isinstance(kernel, Kernel):
+    if not isinstance(kernel, Backend):
         kernel = choose(kernel, query.device, spec)
     learns = query.requires_grad and torch.is_grad_enabled()
     if kernel.name != "reference" and (learns or query.dtype == torch.float64):
@@ -58,50 +47,39 @@ def paged_attention(
             f"query must be [{kv.rows}, a multiple of {heads}, q_len, {spec.query_dim}], "
             f"got {tuple(shape)}"
         )
-    rows, num_heads, q_len, _ = shape
-    if sink_logits is not None and sink_logits.shape != (num_heads,):
+    _, num_heads, q_len, _ = shape
+    if call.sink_logits is not None and call.sink_logits.shape != (num_heads,):
         raise CacheMismatchError(
-            f"sink_logits must be [{num_heads}], got {tuple(sink_logits.shape)}"
+            f"sink_logits must be [{num_heads}], got {tuple(call.sink_logits.shape)}"
         )
-    if sliding_window is not None and sliding_window < 1:
-        raise CacheMismatchError(f"sliding_window must be at least 1, got {sliding_window}")
-    if mask is not None:
-        whole = (rows, num_heads, q_len, kv.seen)
-        if mask.ndim != 4 or any(
-            m not in (f, 1) for m, f in zip(mask.shape[:3], whole[:3], strict=True)
-        ):
-            raise CacheMismatchError(f"mask must broadcast to {whole}, got {tuple(mask.shape)}")
-        if mask.shape[-1] < kv.seen:
-            raise CacheMismatchError(
-                f"mask must have at least {kv.seen} columns, got {mask.shape[-1]}"
-            )
-        mask = mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
+    if call.sliding_window is not None and call.sliding_window < 1:
+        raise CacheMismatchError(f"sliding_window must be at least 1, got {call.sliding_window}")
+    if call.mask is not None:
+        call = replace(call, mask=_expanded_mask(call.mask, query, kv.seen))
     if kv.hold is nullcontext and q_len <= MAX_DECODE_QUERIES:
-        return kernel.attend(
-            query,
-            kv,
-            softmax_scale=softmax_scale,
-            mask=mask,
-            softcap=softcap,
-            sink_logits=sink_logits,
-            sliding_window=sliding_window,
-        )
-    options = {"softmax_scale": softmax_scale, "softcap": softcap, "sink_logits": sink_logits}
+        return kernel.attend(call)
     with kv.hold():
-        if q_len <= MAX_DECODE_QUERIES or kernel.longest <= MAX_DECODE_QUERIES:
-            return kernel.attend(query, kv, mask=mask, sliding_window=sliding_window, **options)
-        return _attend_in_slices(kernel, query, kv, mask, sliding_window, options)
+        if q_len <= MAX_DECODE_QUERIES or kernel.max_queries <= MAX_DECODE_QUERIES:
+            return kernel.attend(call)
+        return _attend_in_slices(kernel, call)
 
 
-def _attend_in_slices(
-    kernel: Kernel,
-    query: torch.Tensor,
-    kv: PagedKV,
-    mask: torch.Tensor | None,
-    sliding_window: int | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
+def _expanded_mask(mask: torch.Tensor, query: torch.Tensor, seen: int) -> torch.Tensor:
+    """Return the mask with a row per query. Raises CacheMismatchError where it does not broadcast to the scores."""
+    rows, num_heads, q_len, _ = query.shape
+    whole = (rows, num_heads, q_len, seen)
+    if mask.ndim != 4 or any(
+        m not in (f, 1) for m, f in zip(mask.shape[:3], whole[:3], strict=True)
+    ):
+        raise CacheMismatchError(f"mask must broadcast to {whole}, got {tuple(mask.shape)}")
+    if mask.shape[-1] < seen:
+        raise CacheMismatchError(f"mask must have at least {seen} columns, got {mask.shape[-1]}")
+    return mask.expand(mask.shape[0], mask.shape[1], q_len, mask.shape[3])
+
+
+def _attend_in_slices(kernel: Backend, call: AttentionCall) -> torch.Tensor:
     """Attend MAX_DECODE_QUERIES queries at a time."""
+    query, kv, mask = call.query, call.kv, call.mask
     q_len = query.shape[2]
     parts = []
     for first in range(0, q_len, MAX_DECODE_QUERIES):
@@ -112,12 +90,12 @@ def _attend_in_slices(
             behind = q_len - last
             lens = (kv.exact_lens - behind).clamp(min=0)
             cut = replace(kv, exact_lens=lens, seen=kv.seen - behind)
-            parts.append(
-                kernel.attend(part, cut, mask=None, sliding_window=sliding_window, **options)
-            )
+            parts.append(kernel.attend(replace(call, query=part, kv=cut)))
         else:
-            rows_of = _within(mask[:, :, first:last], kv.seen - q_len + first, sliding_window)
-            parts.append(kernel.attend(part, kv, mask=rows_of, sliding_window=None, **options))
+            rows_of = _within(mask[:, :, first:last], kv.seen - q_len + first, call.sliding_window)
+            parts.append(
+                kernel.attend(replace(call, query=part, mask=rows_of, sliding_window=None))
+            )
     return torch.cat(parts, 2)
 
 

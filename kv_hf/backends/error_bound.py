@@ -38,19 +38,19 @@ class Rounding:
 
     @classmethod
     def of(cls, kernel: str, dtype: torch.dtype, integers: bool = False) -> "Rounding":
-        """Return where the kernel of that name (see `choice`) rounds for queries of `dtype`.
+        """Return where the kernel of that name (see registry.py) rounds for queries of `dtype`.
 
         Args:
             integers: the C kernel sums codes in integers where queries have 16 bits (AVX-512 VNNI).
         """
         if kernel == "c":
             return cls(dtype, integers=integers and dtype != torch.float32)
-        if kernel == "triton":
-            return cls(dtype, operands=dtype)
         if kernel == "sdpa":
             return cls(dtype, operands=dtype, apart=False)
-        own = torch.promote_types(dtype, torch.float32)  # the reference, fp32 at least
-        return cls(dtype, operands=own, sums=own, apart=False)
+        if kernel == "reference":
+            own = torch.promote_types(dtype, torch.float32)  # fp32 at least
+            return cls(dtype, operands=own, sums=own, apart=False)
+        return cls(dtype, operands=dtype)  # Triton's, and backends of others
 
 
 @dataclass(frozen=True)

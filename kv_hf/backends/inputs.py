@@ -10,6 +10,8 @@ import torch
 from ..geometry import page_start, window_token
 from ..spec import PageSpec
 
+SHARED = "shared"  # a key of `launches` that serve layers of several caches, as those of operators of torch do
+
 
 # not frozen, which would make it slower to make: there is one per layer and step
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
-"""The CPU implementations as operators of torch, `torch.ops.kv_hf.cpu_*`, which torch.compile takes as they are.
+"""The backends as operators of torch, `torch.ops.kv_hf.*`, which torch.compile takes as they are.
 
-Operators take tensors, numbers and strings; the specs are rebuilt from the tensors' shapes. Triton's own operators
-are in triton/torch_ops.py. Computes nothing itself: each operator calls the implementation that it is told to.
+Operators take tensors, numbers and strings: specs and backends go by their names. Computes nothing itself: each
+operator calls the backend that it is told to.
 """
 
 from dataclasses import replace
@@ -12,37 +12,36 @@ import torch
 from torch.library import Library, register_fake
 
 from ..spec import PageSpec
-from .inputs import PagedKV
-from .pairs import Fields, Pair
-from .registry import Kernel, load
-from .stored import stored_fields, stored_side
+from .base import AttentionCall, Backend
+from .inputs import SHARED, PagedKV
+from .reference.pairs import Fields, Pair
+from .registry import load
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _LIBRARY.define(
-    "cpu_attend(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor value_codes, "
+    "attend(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor value_codes, "
     "Tensor? value_scale, Tensor? value_offset, Tensor block_table, Tensor num_pages, Tensor window_keys, "
-    "Tensor window_values, Tensor exact_lens, Tensor padding, Tensor? mask, Tensor? sink_logits, "
-    "float softmax_scale, float? softcap, int? sliding_window, int seen, int sink_tokens, int page_size, "
-    "str key_code, int key_bits, str value_code, int value_bits, str layout, str kernel) -> Tensor"
+    "Tensor window_values, Tensor exact_lens, Tensor padding, int seen, int sink_tokens, float softmax_scale, "
+    "Tensor? mask, float? softcap, Tensor? sink_logits, int? sliding_window, str spec, str backend) -> Tensor"
 )
 _LIBRARY.define(
     "write_pair(Tensor(a!) window_keys, Tensor(b!) window_values, Tensor new_keys, Tensor new_values, Tensor starts, "
     "Tensor skips, Tensor jobs, Tensor(c!) key_codes, Tensor(d!)? key_scale, Tensor(e!)? key_offset, "
     "Tensor(f!) value_codes, Tensor(g!)? value_scale, Tensor(h!)? value_offset, Tensor(i!) damaged, str spec, "
-    "str kernel) -> ()"
+    "str backend) -> ()"
 )
 
 _specs: dict[str, PageSpec] = {}  # by what they print, which says everything about them
-_launches: dict[tuple[str, str], dict[Any, Any]] = {}  # (spec, kernel) -> what the backend keeps
+_launches: dict[tuple[str, str], dict[Any, Any]] = {}  # (spec, backend) -> what the backend keeps
 
 
-def traceable(kernel: Kernel) -> Kernel:
-    """Return `kernel` with an `attend` that torch.compile takes whole; tokens are written by `write_pair`."""
-    if kernel.name != "triton":
-        return replace(kernel, attend=partial(_attend, kernel.name))
-    from .triton import torch_ops
+def traceable(backend: Backend, spec: str) -> Backend:
+    """Return `backend` with an `attend` that torch.compile takes whole; tokens are written by `write_pair`.
 
-    return replace(kernel, attend=torch_ops.paged_attention)
+    Args:
+        spec: name of the pages' spec, by `spec_name`.
+    """
+    return replace(backend, attend=partial(attend, backend.name, spec))
 
 
 def spec_name(spec: PageSpec) -> str:
@@ -54,9 +53,24 @@ def spec_name(spec: PageSpec) -> str:
     return name
 
 
+def attend(backend: str, spec: str, call: AttentionCall) -> torch.Tensor:
+    """Attend as the backend of that name does, through one operator.
+
+    Args:
+        spec: name of the pages' spec, by `spec_name`.
+    """
+    kv = call.kv
+    out: torch.Tensor = torch.ops.kv_hf.attend(
+        call.query, *_tensors(kv.key_pages), *_tensors(kv.value_pages), kv.block_table, kv.num_pages, kv.window_keys,
+        kv.window_values, kv.exact_lens, kv.padding, kv.seen, kv.sink_tokens, call.softmax_scale, call.mask,
+        call.softcap, call.sink_logits, call.sliding_window, spec, backend,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
 def write_pair(
-    kernel: str,
-    name: str,
+    backend: str,
+    spec: str,
     windows: Pair,
     new: Pair,
     starts: torch.Tensor,
@@ -65,140 +79,80 @@ def write_pair(
     fields: tuple[Fields, Fields],
     damaged: torch.Tensor,
 ) -> None:
-    """Append to both windows and seal pages from them as pairs.write_pair does, through one operator.
+    """Append to both windows and seal pages from them as reference.pairs.write_pair does, through one operator.
 
     Args:
-        kernel: name of the implementation; name: of the spec, by `spec_name`.
+        backend: name of the backend; spec: name of the pages' spec, by `spec_name`.
     """
     keys, values = fields
     torch.ops.kv_hf.write_pair(
-        *windows, *new, starts, skips, jobs, keys["codes"], keys.get("scale"), keys.get("offset"),
-        values["codes"], values.get("scale"), values.get("offset"), damaged, name, kernel,
-    )  # fmt: skip
+        *windows,
+        *new,
+        starts,
+        skips,
+        jobs,
+        *_tensors(keys),
+        *_tensors(values),
+        damaged,
+        spec,
+        backend,
+    )
 
 
-# -- what a traced forward calls --------------------------------------------------------------------------------------
+def _tensors(fields: Fields) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    return fields["codes"], fields.get("scale"), fields.get("offset")
 
 
-def _attend(
-    kernel: str,
-    query: torch.Tensor,
-    kv: PagedKV,
-    *,
-    softmax_scale: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
-    keys, values = kv.key_pages, kv.value_pages
-    key_scheme, value_scheme = kv.spec.keys.scheme, kv.spec.values.scheme
-    out: torch.Tensor = torch.ops.kv_hf.cpu_attend(
-        query, keys["codes"], keys.get("scale"), keys.get("offset"),
-        values["codes"], values.get("scale"), values.get("offset"),
-        kv.block_table, kv.num_pages, kv.window_keys, kv.window_values, kv.exact_lens, kv.padding,
-        mask, sink_logits, softmax_scale, softcap, sliding_window, kv.seen, kv.sink_tokens, kv.page_size,
-        key_scheme.code, key_scheme.bits, value_scheme.code, value_scheme.bits, kv.spec.keys.layout, kernel,
-    )  # fmt: skip
-    return out.transpose(1, 2)
+def _fields(
+    codes: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of SideSpec.fields that are there, by name."""
+    found = {"codes": codes, "scale": scale, "offset": offset}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _cpu_attend(
-    query: torch.Tensor,
-    key_codes: torch.Tensor,
-    key_scale: torch.Tensor | None,
-    key_offset: torch.Tensor | None,
-    value_codes: torch.Tensor,
-    value_scale: torch.Tensor | None,
-    value_offset: torch.Tensor | None,
-    block_table: torch.Tensor,
-    num_pages: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    exact_lens: torch.Tensor,
-    padding: torch.Tensor,
-    mask: torch.Tensor | None,
-    sink_logits: torch.Tensor | None,
-    softmax_scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    seen: int,
-    sink_tokens: int,
-    page_size: int,
-    key_code: str,
-    key_bits: int,
-    value_code: str,
-    value_bits: int,
-    layout: str,
-    kernel: str,
-) -> torch.Tensor:
-    keys = stored_fields(key_codes, key_scale, key_offset)
-    values = stored_fields(value_codes, value_scale, value_offset)
-    spec = PageSpec(
-        stored_side("keys", keys, page_size, window_keys, key_code, key_bits, layout=layout),
-        stored_side(
-            "values", values, page_size, window_values, value_code, value_bits, layout=layout
-        ),
-    )
-    out = load(kernel).attend(
-        query,
-        PagedKV(
-            keys, values, spec, block_table, num_pages, window_keys, window_values, exact_lens,
-            padding, seen, sink_tokens,
-        ),
-        softmax_scale=softmax_scale,
-        mask=mask,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        sliding_window=sliding_window,
+def _attend(query: torch.Tensor, *given: Any) -> torch.Tensor:
+    """Put together what the schema of `attend` takes apart; returns a contiguous [rows, q_len, num_heads, out_dim]."""
+    *pages, table, num_pages, keys, values, exact_lens, padding = given[:12]
+    seen, sink_tokens, *options, name, backend = given[12:]
+    implementation = load(backend)
+    launches = {}
+    if not implementation.keeps_tensors:
+        launches = _launches.setdefault((name, backend), {SHARED: None})
+    kv = PagedKV(
+        _fields(*pages[:3]), _fields(*pages[3:]), _specs[name], table, num_pages, keys, values, exact_lens, padding,
+        seen, sink_tokens, launches=launches,
     )  # fmt: skip
-    # the strides that the fake below promises, which are those of the C kernel: no copy there
+    out = implementation.attend(AttentionCall(query, kv, *options))
+    # the strides that the fake below promises, which are those of the compiled kernels: no copy there
     return out.transpose(1, 2).contiguous()
 
 
-def _write_pair(
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    starts: torch.Tensor,
-    skips: torch.Tensor,
-    jobs: torch.Tensor,
-    key_codes: torch.Tensor,
-    key_scale: torch.Tensor | None,
-    key_offset: torch.Tensor | None,
-    value_codes: torch.Tensor,
-    value_scale: torch.Tensor | None,
-    value_offset: torch.Tensor | None,
-    damaged: torch.Tensor,
-    spec: str,
-    kernel: str,
-) -> None:
-    fields = (
-        stored_fields(key_codes, key_scale, key_offset),
-        stored_fields(value_codes, value_scale, value_offset),
+def _write_pair(*given: Any) -> None:
+    """Put together what the schema of `write_pair` takes apart."""
+    windows, new, starts, skips, jobs = given[:2], given[2:4], given[4], given[5], given[6]
+    fields = _fields(*given[7:10]), _fields(*given[10:13])
+    damaged, spec, backend = given[13:]
+    launches = _launches.setdefault((spec, backend), {SHARED: None})
+    load(backend).write_pair(
+        windows, new, starts, skips, jobs, fields, _specs[spec], damaged, launches
     )
-    load(kernel).write_pair(
-        (window_keys, window_values), (new_keys, new_values), starts, skips, jobs, fields, _specs[spec], damaged,
-        _launches.setdefault((spec, kernel), {}),
-    )  # fmt: skip
 
 
 for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("attend", _attend, _device)
     _LIBRARY.impl("write_pair", _write_pair, _device)
-_LIBRARY.impl("cpu_attend", _cpu_attend, "CPU")
 
 
-@register_fake("kv_hf::cpu_attend", lib=_LIBRARY)
-def _fake_attend(query, key_codes, *others):  # type: ignore[no-untyped-def]
+@register_fake("kv_hf::attend", lib=_LIBRARY)
+def _fake_attend(query, *given):  # type: ignore[no-untyped-def]
     rows, num_heads, q_len, _ = query.shape
-    window_values = others[8]
-    return query.new_empty(rows, q_len, num_heads, window_values.shape[-1])
+    return query.new_empty(rows, q_len, num_heads, _specs[given[-2]].out_dim)
 
 
 @register_fake("kv_hf::write_pair", lib=_LIBRARY)
-def _fake_write_pair(*tensors_and_names):  # type: ignore[no-untyped-def]
+def _fake_write_pair(*given):  # type: ignore[no-untyped-def]
     return None

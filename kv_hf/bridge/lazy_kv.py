@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..backends.base import Backend
 from ..backends.inputs import PagedKV
-from ..backends.registry import Kernel
 from ..errors import StaleHandleError, UnsupportedModelError
 from ..notices import warn_once
 from .operators import returns_views, written_by
@@ -28,7 +28,7 @@ class KVView:
         kv: PagedKV,
         layer: Any,
         revision: object,
-        kernel: Kernel,
+        kernel: Backend,
         sliding_window: int | None = None,
     ) -> None:
         self.kernel = kernel

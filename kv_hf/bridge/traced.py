@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..backends.base import Backend
 from ..backends.inputs import PagedKV
-from ..backends.registry import Kernel
 from ..errors import UnsupportedModelError
 
 
@@ -20,7 +20,7 @@ class TracedView:
     """The pages of the layer that was updated last, and the pair that stands for them."""
 
     kv: PagedKV
-    kernel: Kernel
+    kernel: Backend
     keys: torch.Tensor
     values: torch.Tensor
     table: Any = None

@@ -2,8 +2,8 @@
 
 import torch
 
+from ..backends.base import Backend
 from ..backends.inputs import PagedKV
-from ..backends.registry import Kernel
 from ..backends.torch_ops import spec_name, traceable, write_pair
 from ..bridge.traced import TracedView
 from ..errors import CacheOptionError
@@ -16,9 +16,9 @@ from .state import StateTensors, codes_from_rows
 from .store import LayerStore
 
 
-def check_static_kernel(kernel: Kernel, device: torch.device) -> None:
+def check_static_kernel(kernel: Backend, device: torch.device) -> None:
     """Raise CacheOptionError where a step by `kernel` would wait for the device."""
-    if device.type != "cpu" and kernel.name != "triton":
+    if device.type != "cpu" and kernel.waits:
         raise CacheOptionError(
             f"max_length needs the Triton kernels on {device}, and this cache gets kernel {kernel.name!r}, which waits for "
             "the device at every step; `kv-hf doctor` says why Triton's cannot run, or leave max_length out"
@@ -143,7 +143,9 @@ class StaticStore:
             scalar.expand(shape) for scalar, shape in zip(self.hollow, shapes, strict=True)
         )
         first = self.base.layer_idx == 0
-        return TracedView(kv, traceable(self.base.kernel), keys, values, self.table, first)
+        return TracedView(
+            kv, traceable(self.base.kernel, self.name), keys, values, self.table, first
+        )
 
     def fill(self, tensors: StateTensors, group: GroupState) -> None:
         """Take over the pages and the exact tokens that another layer left; rows that shared a page get one each."""

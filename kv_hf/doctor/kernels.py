@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..backends.registry import NAMES, layout_for, why_not
+from ..backend_names import auto_names, backend_names
+from ..backends.registry import layout_for, why_not
 from ..cache.layer_formats import LayerFormats
 from ..config import CacheConfig
 from ..errors import CacheOptionError
@@ -62,8 +63,9 @@ def report_formats(
         except CacheOptionError as error:
             reports.append(FormatReport(name, None, (("any", str(error)),)))
             continue
-        reasons = [(kernel, why_not(kernel, device, spec)) for kernel in NAMES]
-        chosen = next(kernel for kernel, reason in reasons if reason is None)
+        reasons = [(kernel, why_not(kernel, device, spec)) for kernel in backend_names()]
+        able = [kernel for kernel, reason in reasons if reason is None]
+        chosen = next(kernel for kernel in able if kernel in auto_names())
         others = tuple(pair for pair in reasons if pair[0] != chosen)
         reports.append(FormatReport(name, chosen, others))
     return reports

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..backends import reference
 from ..backends.error_bound import Rounding, Tokens, attend_exactly
 from ..backends.inputs import PagedKV
+from ..backends.reference import attention as reference
 from ..quant.codec import decode
 from ..spec import PageSpec, SideSpec
 

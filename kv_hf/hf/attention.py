@@ -1,11 +1,14 @@
 """The attention function and the mask function that transformers calls under the name "kv_hf"."""
 
 import functools
-from typing import Any, TypeGuard
+from dataclasses import replace
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from transformers.masking_utils import sdpa_mask
 
+from ..backends.base import AttentionCall, Backend
 from ..backends.dispatch import paged_attention
 from ..bridge.lazy_kv import KVView, view_behind
 from ..bridge.lazy_mask import LazyMask, unless_changed
@@ -94,98 +97,77 @@ def kv_hf_attention(
     view = view_behind(key, value) if traced is None else traced
     if view is None:
         hand_latents_through(module)  # for the forwards that come
-    elif (
-        (attention_mask is None and position_bias is None and indices is None)
-        and _is_plain_step(view, query)
-        and _why_dense(dropout, kwargs) is None
-    ):
-        check_shown(view, None, 1)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = paged_attention(
-            query,
-            view.kv,
-            softmax_scale=scale,
-            softcap=softcap,
-            sink_logits=s_aux,
-            sliding_window=view.sliding_window,
-            kernel=view.kernel,
-        )
-        return out.transpose(1, 2).contiguous(), None
+    route = _route(module, view, query, dropout, softcap, kwargs)
     if indices is not None:
         if isinstance(attention_mask, LazyMask):
             attention_mask = attention_mask.dense()
         causal = is_causal(module, kwargs)
         attention_mask = _chosen(attention_mask, indices, query, key.shape[2], causal)
-    attention_mask = unless_changed(attention_mask)
-    lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
-    if lazy is None and isinstance(view, KVView):
+    if attention_mask is not None:
+        attention_mask = unless_changed(attention_mask)
+    if isinstance(view, KVView) and not isinstance(attention_mask, LazyMask):
         check_shown(view, attention_mask, query.shape[2])
-    reason = None
-    held = isinstance(view, KVView) and view.kv.spec.is_latent
-    latents = held and is_latent_attention(module)  # else keys that merely have the size of latents
-    absorb = isinstance(view, KVView) and latents and absorbs(module, view.mla, query)
-    if view is not None and (absorb if held else query.shape[2] <= view.kernel.longest):
-        reason = _why_dense(dropout, kwargs)
-        if reason is None and absorb and softcap is not None:
-            reason = "no kernel knows a softcap for latents"
-        if reason is None:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            if view.table is not None and _knows_mask(view, query, attention_mask):
-                attention_mask = None
-            out = paged_attention(
-                absorbed_query(module, query) if absorb else query,
-                view.kv,
-                softmax_scale=scale / shrink_of(query) if absorb else scale,
-                mask=_paged_mask(
-                    None if lazy is not None else _fitting(attention_mask, view),
-                    position_bias,
-                    query,
-                    key.shape[2],
-                    lazy is not None or is_causal(module, kwargs),
-                ),
-                softcap=softcap,
-                sink_logits=s_aux,
-                sliding_window=view.sliding_window,
-                kernel=view.kernel,
-            )
-            if absorb:
-                return from_latent(module, out), None
-            return out.transpose(1, 2).contiguous(), None
-        if traced is None:
-            warn_once(
-                f"dense attention: {reason}",
-                f"This decode step writes out each layer's whole cache densely because {reason}",
-            )
-    if isinstance(view, TracedView):
-        raise UnsupportedModelError(
-            f"a compiled forward cannot write out the cache densely, which this one needs: {reason}. Run it without "
-            "torch.compile"
+    if view is None or route.path is Path.DENSE:
+        named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+        kwargs.update({name: given for name, given in named.items() if given is not None})
+        kwargs = {"dropout": dropout, "scaling": scaling, **kwargs}
+        if view is not None:
+            key, value = _written_out(module, view, route.reason)
+        return _attend_dense(module, query, key, value, attention_mask, kwargs)
+    mask = None
+    if attention_mask is not None or position_bias is not None or query.shape[2] > 1:
+        mask = _kernel_mask(
+            module, view, query, key.shape[2], attention_mask, position_bias, kwargs
         )
-    if view is not None:
-        key, value = view.dense("keys"), view.dense("values")
-        if latents:
-            key, value = expanded(module, key, value)
-    if lazy is not None:
-        left_out = lazy.plain and lazy.shape[-2:] == (query.shape[2], key.shape[2])
-        attention_mask = None if left_out else lazy
-        # a model that says is_causal has perhaps concluded it from a mask that is not None (moonshine)
-        if left_out and (lazy.certain or kwargs.get("is_causal") is not None):
-            kwargs["is_causal"] = True
-    named = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
-    kwargs.update({name: given for name, given in named.items() if given is not None})
-    return dense_attention(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        {"dropout": dropout, "scaling": scaling, **kwargs},
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(query, view.kv, scale, mask, softcap, s_aux, view.sliding_window)
+    if route.path is Path.LATENT:
+        return _attend_latent(module, call, view.kernel), None
+    return paged_attention(call, view.kernel).transpose(1, 2).contiguous(), None
 
 
-def _is_plain_step(view: KVView | TracedView, query: torch.Tensor) -> TypeGuard[KVView]:
-    """Say whether a single query meets the pages of a growing cache's keys and values, the step that runs most often."""
-    return type(view) is KVView and query.shape[2] == 1 and not view.kv.spec.is_latent
+# -- which path -----------------------------------------------------------------------------------------------------
+
+
+class Path(Enum):
+    """The ways to attend: over pages of keys and values, over pages of latents, over dense keys and values."""
+
+    PAGED = "paged"
+    LATENT = "latent"
+    DENSE = "dense"
+
+
+class Route(NamedTuple):
+    """The path of one call; `reason`: why pages that could be read are not, or None."""
+
+    path: Path
+    reason: str | None = None
+
+
+def _route(
+    module: torch.nn.Module,
+    view: KVView | TracedView | None,
+    query: torch.Tensor,
+    dropout: float,
+    softcap: float | None,
+    kwargs: dict[str, Any],
+) -> Route:
+    """Decide how a call attends; depends on no mask."""
+    if view is None:
+        return Route(Path.DENSE)
+    latent = isinstance(view, KVView) and view.kv.spec.is_latent
+    if latent:
+        # other modules' keys merely have the size of latents
+        if not (is_latent_attention(module) and absorbs(module, view.mla, query)):  # type: ignore[union-attr]
+            return Route(Path.DENSE)
+    elif query.shape[2] > view.kernel.max_queries:
+        return Route(Path.DENSE)
+    reason = _why_dense(dropout, kwargs)
+    if reason is None and latent and softcap is not None:
+        reason = "no kernel knows a softcap for latents"
+    if reason is not None:
+        return Route(Path.DENSE, reason)
+    return Route(Path.LATENT if latent else Path.PAGED)
 
 
 def _why_dense(dropout: float, kwargs: dict[str, Any]) -> str | None:
@@ -198,6 +180,63 @@ def _why_dense(dropout: float, kwargs: dict[str, Any]) -> str | None:
     if unknown:
         return f"the model passes {', '.join(unknown)}, which paged attention does not know"
     return None
+
+
+# -- latents, and dense keys and values -----------------------------------------------------------------------------
+
+
+def _attend_latent(module: torch.nn.Module, call: AttentionCall, kernel: Backend) -> torch.Tensor:
+    """Attend over pages of latents: the query takes the key projection, the result the value projection."""
+    query = absorbed_query(module, call.query)
+    scale = call.softmax_scale / shrink_of(call.query)
+    return from_latent(
+        module, paged_attention(replace(call, query=query, softmax_scale=scale), kernel)
+    )
+
+
+def _written_out(
+    module: torch.nn.Module, view: KVView | TracedView, reason: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of all tokens, with one warning where a reason made a decode step take this path.
+
+    Raises: UnsupportedModelError in a compiled forward.
+    """
+    if isinstance(view, TracedView):
+        raise UnsupportedModelError(
+            f"a compiled forward cannot write out the cache densely, which this one needs: {reason}. Run it without "
+            "torch.compile"
+        )
+    if reason is not None:
+        warn_once(
+            f"dense attention: {reason}",
+            f"This decode step writes out each layer's whole cache densely because {reason}",
+        )
+    key, value = view.dense("keys"), view.dense("values")
+    if view.kv.spec.is_latent and is_latent_attention(module):
+        key, value = expanded(module, key, value)
+    return key, value
+
+
+def _attend_dense(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend as sdpa does; a lazy mask is left out where sdpa's own causality hides the same."""
+    if isinstance(mask, LazyMask):
+        lazy = mask
+        left_out = lazy.plain and lazy.shape[-2:] == (query.shape[2], key.shape[2])
+        mask = None if left_out else lazy
+        # a model that says is_causal has perhaps concluded it from a mask that is not None (moonshine)
+        if left_out and (lazy.certain or kwargs.get("is_causal") is not None):
+            kwargs["is_causal"] = True
+    return dense_attention(module, query, key, value, mask, kwargs)
+
+
+# -- masks ----------------------------------------------------------------------------------------------------------
 
 
 def _knows_mask(view: Any, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -245,6 +284,22 @@ def _fitting(mask: torch.Tensor | None, view: Any) -> torch.Tensor | None:
             "mask [batch, columns], from which the model makes the one that fits"
         )
     return mask
+
+
+def _kernel_mask(
+    module: torch.nn.Module,
+    view: KVView | TracedView,
+    query: torch.Tensor,
+    kv_len: int,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """Return the mask that a kernel needs beside what it hides by itself, or None; see `_paged_mask`."""
+    lazy = isinstance(mask, LazyMask)
+    if lazy or (view.table is not None and _knows_mask(view, query, mask)):
+        mask = None
+    return _paged_mask(_fitting(mask, view), bias, query, kv_len, lazy or is_causal(module, kwargs))
 
 
 def _paged_mask(

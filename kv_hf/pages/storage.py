@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
 class PairWriter(Protocol):
-    """A backend's functions that write pages; backends/pairs.py documents both."""
+    """A backend's functions that write pages; backends/reference/pairs.py documents both."""
 
     @property
     def write_pair(self) -> Callable[..., None]:
@@ -222,7 +222,7 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/pairs.py).
+        """Have `kernel` append `new` to the windows, and seal pages from them (see backends/reference/pairs.py).
 
         Args:
             windows: keys and values [rows, heads, slots, channels], written in place.
@@ -245,7 +245,7 @@ class PageStorage:
         damaged: torch.Tensor,
         launches: dict[Any, Any],
     ) -> None:
-        """Have `kernel` seal pages of both sides from `tokens` (see backends/pairs.py).
+        """Have `kernel` seal pages of both sides from `tokens` (see backends/reference/pairs.py).
 
         Args:
             tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ...spec import PageFields
+from ..base import AttentionCall
 from ..inputs import PagedKV
 from .abi import DECODE, DTYPES, MaskKind
 from .arguments import Block, raise_for, side_fields, take_block
@@ -17,16 +18,7 @@ _FIELDS = DECODE.count
 _NAME = "c attend"
 
 
-def paged_attention(
-    query: torch.Tensor,
-    kv: PagedKV,
-    *,
-    softmax_scale: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
+def paged_attention(call: AttentionCall) -> torch.Tensor:
     """Attend to pages in layout "lanes" without writing any of them out; see `reference.paged_attention`.
 
     Sums are kept in fp32. For bf16 and fp16 queries a processor with AVX-512 VNNI multiplies 4- and 8-bit codes as
@@ -35,11 +27,11 @@ def paged_attention(
     time, and multiplied as such.
 
     Args:
-        query: [rows, num_heads, q_len, query_dim], fp32, bf16 or fp16.
-        kv: its `launches` keep the packed arguments for the next call.
+        call: with a query in fp32, bf16 or fp16; `call.kv.launches` keep the packed arguments for the next call.
     Returns: [rows, num_heads, q_len, out_dim], a view of a [rows, q_len, num_heads, out_dim] tensor.
     Raises: CacheMismatchError where a page that is read does not exist; MemoryError.
     """
+    query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
     keys, values = kv.key_pages, kv.value_pages
     if type(keys) is not PageFields or type(values) is not PageFields:
         # asked for once: staged pages are fetched then; others have no mark, and are packed at every call
@@ -50,7 +42,7 @@ def paged_attention(
     if mask is not None:
         mask = _readable_mask(mask)
         shown = mask.shape, mask.stride(), mask.dtype
-    options = softmax_scale, softcap, sliding_window, shown
+    options = call.softmax_scale, call.softcap, call.sliding_window, shown
     table, num_pages = kv.block_table, kv.num_pages
     room, other = keys.room, values.room
     capacity = room if room < other else other

@@ -1,6 +1,6 @@
 """Decode attention over pages: one program walks a split of one row's pages for the queries of one kv head.
 
-The definition of the result is backends/reference.py. Tokens lie on the rows of the matrix products and query
+The definition of the result is backends/reference/attention.py. Tokens lie on the rows of the matrix products and query
 columns (query heads of the kv head times q_len) on their columns, which costs half the products of the usual order
 for 8 columns or fewer. Knows nothing of launch sizes and devices.
 """

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..inputs import PagedKV
 from .decode import decode_kernel
-from .launch_plan import Call, Plan
+from .launch_plan import Plan, Shapes
 from .meta_params import column_block, constants
 from .tuning import MIN_TILES, Launch, launch_parameters, most_splits
 
@@ -25,7 +25,9 @@ def triton_constants(plain: dict[str, Any]) -> dict[str, Any]:
 POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 17)
 
 
-def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launch | None) -> Plan:
+def prepare(
+    kv: PagedKV, shapes: Shapes, isa: int, shared: int | None, launch: Launch | None
+) -> Plan:
     """Make the plan of a call over pages of keys and values.
 
     Args:
@@ -35,24 +37,26 @@ def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launc
     """
     spec = kv.spec
     heads = spec.keys.num_kv_heads
-    group = call.heads // heads
-    columns = column_block(spec, group, call.q_len, isa)
-    blocks = heads * -(-group * call.q_len // columns)
-    chosen = launch or launch_parameters(spec, columns, isa, call.query_dtype, shared, call.mask)
+    group = shapes.heads // heads
+    columns = column_block(spec, group, shapes.q_len, isa)
+    blocks = heads * -(-group * shapes.q_len // columns)
+    chosen = launch or launch_parameters(
+        spec, columns, isa, shapes.query_dtype, shared, shapes.mask
+    )
     plain = constants(
         spec,
-        query_dtype=call.query_dtype,
+        query_dtype=shapes.query_dtype,
         group=group,
-        q_len=call.q_len,
+        q_len=shapes.q_len,
         isa=isa,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
-        mask=call.mask,
-        softcap=call.softcap,
-        sliding_window=call.sliding_window,
-        sinks=call.sinks,
+        mask=shapes.mask,
+        softcap=shapes.softcap,
+        sliding_window=shapes.sliding_window,
+        sinks=shapes.sinks,
     )
-    shape, strides = call.result(spec.values.head_dim)
+    shape, strides = shapes.result(spec.values.head_dim)
     return Plan(
         spec=spec,
         kernel=decode_kernel,
@@ -60,7 +64,7 @@ def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launc
         options={"num_warps": chosen.num_warps, "enable_fp_fusion": True},
         arguments=arguments,
         pointers=POINTERS,
-        rows=call.rows,
+        rows=shapes.rows,
         blocks=blocks,
         shape=shape,
         strides=strides,
@@ -68,7 +72,7 @@ def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launc
         dim=spec.values.head_dim,
         tiles_per_page=kv.page_size // plain["TILE"],
         min_tiles=MIN_TILES,
-        max_splits=most_splits(call.rows * blocks),
+        max_splits=most_splits(shapes.rows * blocks),
         fixed_splits=chosen.num_splits,
     )
 

@@ -1,7 +1,7 @@
 """Write one side of a layer out densely, in one launch: what a long chunk of queries, or code that is not ours, reads.
 
 One program writes TILE columns of one (row, kv head). Knows nothing of attention; the bits are those of
-`backends/dense.py`, which is the definition.
+`backends/reference/dense.py`, which is the definition.
 """
 
 import triton

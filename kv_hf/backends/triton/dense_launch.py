@@ -39,7 +39,7 @@ def dense_constants(spec: SideSpec) -> dict[str, Any]:
 
 
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
-    """Write a side out as `backends.dense.dense_side` does, with equal bits, in one launch and without waiting.
+    """Write a side out as `reference.dense.dense_side` does, with equal bits, in one launch and without waiting.
 
     Args and returns: as there.
     """

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from ...spec import ROWS
 from .. import registry
-from . import device, support, torch_ops
+from . import device, launch, support
 
 H200_SHARED = 232448  # bytes of shared memory that one program may take
 
@@ -57,7 +57,7 @@ def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Itera
     replaced: list[tuple[Any, str, Any]] = [
         (device, "target_isa", lambda where: capability),
         (device, "shared_memory", lambda where: shared_memory),
-        (torch_ops, "refuse_cpu", lambda name: None),
+        (launch, "refuse_cpu", lambda: None),
         (support, "why_not", lambda *args, **options: None),
     ]
     layout = registry.layout_for

@@ -1,6 +1,6 @@
 """Decode attention over pages of latents: one program walks a split of one row's pages for 16 query rows.
 
-The definition of the result is backends/reference.py. A tile of latents is read once, as keys and as values: products
+The definition of the result is backends/reference/attention.py. A tile of latents is read once, as keys and as values: products
 run over chunks of the rank, one for each warp, and scores are summed over them. Query rows lie on the rows of
 the products, so that weights go from one product to the next without leaving their registers.
 """

@@ -20,35 +20,37 @@ from .latent_meta_params import (
     most_splits,
     tile_tokens,
 )
-from .launch_plan import Call, Plan
+from .launch_plan import Plan, Shapes
 from .tuning import Launch
 
 # query, codes, scales and offsets of both sides, windows
 POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 16)
 
 
-def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launch | None) -> Plan:
+def prepare(
+    kv: PagedKV, shapes: Shapes, isa: int, shared: int | None, launch: Launch | None
+) -> Plan:
     """Make the plan of a call over pages of latents; arguments as decode_launch.prepare takes them."""
     spec = kv.spec
-    blocks = -(-call.heads * call.q_len // COLUMNS)
+    blocks = -(-shapes.heads * shapes.q_len // COLUMNS)
     rank = spec.out_dim
     chosen = launch or launch_parameters(spec, isa)
     plain = latent_constants(
         spec,
-        query_dtype=call.query_dtype,
-        heads=call.heads,
-        q_len=call.q_len,
+        query_dtype=shapes.query_dtype,
+        heads=shapes.heads,
+        q_len=shapes.q_len,
         isa=isa,
         num_stages=chosen.num_stages,
-        mask=call.mask,
-        sliding_window=call.sliding_window,
-        sinks=call.sinks,
+        mask=shapes.mask,
+        sliding_window=shapes.sliding_window,
+        sinks=shapes.sinks,
     )
     combined = {
-        "HEADS": call.heads, "COLUMNS": COLUMNS, "V_DIM": rank, "SINKS": call.sinks,
+        "HEADS": shapes.heads, "COLUMNS": COLUMNS, "V_DIM": rank, "SINKS": shapes.sinks,
         "SPLITS": COMBINED_SPLITS, "DIM": COMBINED,
     }  # fmt: skip
-    shape, strides = call.result(rank)
+    shape, strides = shapes.result(rank)
     return Plan(
         spec=spec,
         kernel=latent_kernel,
@@ -56,20 +58,20 @@ def prepare(kv: PagedKV, call: Call, isa: int, shared: int | None, launch: Launc
         options={"num_warps": chosen.num_warps, "enable_fp_fusion": True},
         arguments=arguments,
         pointers=POINTERS,
-        rows=call.rows,
+        rows=shapes.rows,
         blocks=blocks,
         shape=shape,
         strides=strides,
         columns=COLUMNS,
         dim=rank,
-        tiles_per_page=kv.page_size // tile_tokens(spec, call.query_dtype),
+        tiles_per_page=kv.page_size // tile_tokens(spec, shapes.query_dtype),
         min_tiles=MIN_TILES,
-        max_splits=most_splits(call.rows * blocks),
+        max_splits=most_splits(shapes.rows * blocks),
         fixed_splits=chosen.num_splits,
         combine=(
             combine_kernel,
             combined,
-            call.rows * call.heads * call.q_len,
+            shapes.rows * shapes.heads * shapes.q_len,
             -(-rank // COMBINED),
         ),
     )

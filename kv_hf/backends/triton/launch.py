@@ -5,46 +5,35 @@ from typing import Any
 import torch
 
 from ...errors import CacheOptionError
-from ..inputs import PagedKV
+from ..base import AttentionCall
+from ..inputs import SHARED, PagedKV
 from . import decode_launch, device, direct, latent_launch
 from .decode import decode_kernel
 from .direct import ALIGNED, Compiled, Workspace, address, as_bytes
-from .launch_plan import Call, Plan
+from .launch_plan import Plan, Shapes
 from .tuning import Launch
 
 INTERPRETED = direct.interpreted(decode_kernel)
 MASKS = {torch.bool: "bool"}
-SHARED = "shared"  # a key of `launches` that serve layers of several caches, as those of the operators do
 MOST = 64  # plans of a layer: shapes that change all the time are not remembered forever
 NO_MASK: tuple[int, ...] = (0, 0, 0)  # its strides
 
 
-def paged_attention(
-    query: torch.Tensor,
-    kv: PagedKV,
-    *,
-    softmax_scale: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    launch: Launch | None = None,
-) -> torch.Tensor:
+def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.Tensor:
     """Attend as `reference.paged_attention` does, on the device of `query`, without waiting for it.
 
     Args:
-        query: [rows, heads, q_len, dim]; kv: of keys and values, or of latents. `kv.launches` keeps the plan.
+        call: over keys and values, or over latents. `call.kv.launches` keeps the plan.
         launch: warps, stages and splits, or None for those of tuning.py and latent_meta_params.py.
     Returns: [rows, heads, q_len, value dim], a view of a contiguous [rows, q_len, heads, value dim].
     Raises: CacheOptionError for a softcap over latents.
     """
+    query, kv, mask, sink_logits = call.query, call.kv, call.mask, call.sink_logits
+    softcap, sliding_window = call.softcap, call.sliding_window
     index = query.get_device()
     if not INTERPRETED and not direct.is_current(index):
         with torch.cuda.device(index):
-            return paged_attention(
-                query, kv, softmax_scale=softmax_scale, mask=mask, softcap=softcap, sink_logits=sink_logits,
-                sliding_window=sliding_window, launch=launch,
-            )  # fmt: skip
+            return paged_attention(call, launch)
     strides = query.stride()
     if strides[3] != 1:
         query = query.contiguous()
@@ -64,7 +53,7 @@ def paged_attention(
     if plan is None:
         if softcap is not None and kv.spec.is_latent:
             raise CacheOptionError(f"softcap: pages of latents are read without one, got {softcap}")
-        call = Call(
+        shapes = Shapes(
             rows=shape[0],
             heads=shape[1],
             q_len=shape[2],
@@ -74,13 +63,13 @@ def paged_attention(
             sliding_window=sliding_window is not None,
             sinks=sink_logits is not None,
         )
-        plan = _prepare(query, kv, call, launch)
+        plan = _prepare(query, kv, shapes, launch)
         if len(kv.launches) >= MOST:
             for old in [known for known, value in kv.launches.items() if isinstance(value, Plan)]:
                 del kv.launches[old]
         kv.launches[key] = plan
     out = query.new_empty_strided(plan.shape, plan.strides)
-    numbers = softmax_scale, softcap, sliding_window
+    numbers = call.softmax_scale, softcap, sliding_window
     if INTERPRETED:
         _interpret(plan, query, kv, mask, mask_strides, sink_logits, out, numbers)
         return out
@@ -93,7 +82,7 @@ def paged_attention(
     sinks = there if sink_logits is None else address(sink_logits)
     arguments = plan.arguments(
         address, query, kv, there if mask is None else address(mask), mask_strides, sinks, there, partial, bests,
-        counters, softmax_scale, softcap, sliding_window,
+        counters, *numbers,
     )  # fmt: skip
     pointers = plan.pointers(arguments)
     a, b, c, d, e, f, g, h, i = pointers
@@ -113,16 +102,27 @@ def paged_attention(
     return out
 
 
+def refuse_cpu() -> None:
+    """Raise CacheOptionError where tensors on the CPU can be no kernel's."""
+    if not INTERPRETED:
+        raise CacheOptionError(
+            "kernel 'triton' needs a GPU, and its tensors are on the CPU; use another backend, or set "
+            "TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
+        )
+
+
 def _mask_strides(mask: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of rows, heads and queries, 0 where all share one."""
     sizes = zip(mask.shape[:3], mask.stride()[:3], strict=True)
     return tuple(stride if size > 1 else 0 for size, stride in sizes)
 
 
-def _prepare(query: torch.Tensor, kv: PagedKV, call: Call, launch: Launch | None) -> Plan:
+def _prepare(query: torch.Tensor, kv: PagedKV, shapes: Shapes, launch: Launch | None) -> Plan:
     where = query.device
+    if where.type == "cpu":
+        refuse_cpu()
     module = latent_launch if kv.spec.is_latent else decode_launch
-    plan = module.prepare(kv, call, device.target_isa(where), device.shared_memory(where), launch)
+    plan = module.prepare(kv, shapes, device.target_isa(where), device.shared_memory(where), launch)
     # zeros made outside of any graph: a graph that captures this plan later need not set its counters
     if SHARED not in kv.launches and not direct.is_capturing(query.get_device()):
         plan.counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)

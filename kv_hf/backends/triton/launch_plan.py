@@ -16,7 +16,7 @@ ALIGNED = 4  # numbers: maxima begin at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Shapes:
     """What a plan depends on besides the pages: shapes, dtypes and which options are there."""
 
     rows: int

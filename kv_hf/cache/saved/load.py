@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ...backend_names import kernel_choices
 from ...checks import check_choice
-from ...config import KERNEL_CHOICES, CacheConfig
+from ...config import CacheConfig
 from ...errors import CacheFileError, CacheOptionError
 from ...pages.persistent import persistent_tensors
 from ...printable import short
@@ -37,7 +38,7 @@ def opened_state(
     """
     check_model_argument(model)
     if kernel is not None:
-        check_choice("kernel", kernel, KERNEL_CHOICES)
+        check_choice("kernel", kernel, kernel_choices())
     chosen = _device(device)
     try:
         with SavedFile(Path(path)) as file, persistent_tensors():

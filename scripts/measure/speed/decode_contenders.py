@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu.decode import paged_attention as c_attention
 from kv_hf.backends.cpu.write import write_pair
 from kv_hf.backends.dispatch import paged_attention
@@ -180,7 +181,7 @@ def paged(
 
     def run() -> list[torch.Tensor]:
         return [
-            paged_attention(query, kv, softmax_scale=work.scale, kernel=layer.store.kernel)  # type: ignore[union-attr]
+            paged_attention(AttentionCall(query, kv, work.scale), layer.store.kernel)  # type: ignore[union-attr]
             for query, kv, layer in zip(work.queries, views, cache.paged_layers, strict=True)
         ]
 
@@ -232,7 +233,7 @@ def kernel_calls(work: Workload, whole: Contender) -> Contender:
                 (kv.key_pages, kv.value_pages),
             )
             write_pair(windows, new, starts, skips, None, fields, kv.spec, damaged, kv.launches)
-            outs.append(c_attention(query, kv, softmax_scale=work.scale))
+            outs.append(c_attention(AttentionCall(query, kv, work.scale)))
         return outs
 
     def verdict() -> Verdict:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
 from kv_hf.backends.inputs import PagedKV
-from kv_hf.backends.reference import decode_tile
+from kv_hf.backends.reference.attention import decode_tile
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Verdict:
 def decoded_tokens(kv: PagedKV, side: str, row: int) -> torch.Tensor:
     """Return a row's keys or values in order, sinks, pages, tail: [num_kv_heads, tokens, head_dim], fp32.
 
-    Unlike `backends.dense` nothing is rounded to the model's dtype: kernels do not round decoded numbers either.
+    Unlike `reference.dense` nothing is rounded to the model's dtype: kernels do not round decoded numbers either.
     """
     spec = getattr(kv.spec, side)
     fields = kv.key_pages if side == "keys" else kv.value_pages

@@ -5,13 +5,12 @@ Refuses to be clever: it walks the block table, decodes one tile at a time, and 
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
-from ..quant.codec import decode, encode
-from ..spec import SideSpec
-from .inputs import PagedKV
+from ...quant.codec import decode, encode
+from ...spec import SideSpec
+from ..base import AttentionCall
 
 TILE_TOKENS = (
     512  # tokens decoded at a time (a page, where pages are larger): the largest temporary
@@ -21,7 +20,7 @@ SEAL_PAGES = 64  # pages encoded at a time: bounds the fp32 temporaries of a lon
 
 
 def seal_pages(
-    tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
+    tokens: torch.Tensor, jobs: torch.Tensor, fields: Mapping[str, torch.Tensor], spec: SideSpec
 ) -> torch.Tensor:
     """Encode full pages of exact tokens into their places in storage.
 
@@ -74,26 +73,19 @@ def decode_tile(
     return tokens.flatten(2, 3)
 
 
-def _without_autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _without_autocast(
+    function: Callable[[AttentionCall], torch.Tensor],
+) -> Callable[[AttentionCall], torch.Tensor]:
     @functools.wraps(function)
-    def run(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        with torch.autocast(query.device.type, enabled=False):
-            return function(query, *args, **options)
+    def run(call: AttentionCall) -> torch.Tensor:
+        with torch.autocast(call.query.device.type, enabled=False):
+            return function(call)
 
     return run
 
 
 @_without_autocast
-def paged_attention(
-    query: torch.Tensor,
-    kv: PagedKV,
-    *,
-    softmax_scale: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
+def paged_attention(call: AttentionCall) -> torch.Tensor:
     """Attend the newest tokens of each row to all of the row's tokens.
 
         out[b, h, i] = softmax(cap(softmax_scale * q[b, h, i] @ K[b, h // group].T) + mask) @ V[b, h // group]
@@ -101,20 +93,14 @@ def paged_attention(
 
     Pages of latents are one kv head with K = [latent, RoPE key] and V = latent (absorbed multi-head latent attention).
 
-    Args:
-        query: [rows, num_heads, q_len, query_dim], fp64, fp32, fp16 or bf16; the last q_len tokens.
-        kv: keys and values, the q_len tokens included.
-        softmax_scale: factor of the scores.
-        mask: [rows or 1, num_heads or 1, q_len, seen] over columns (padding included): bool (True = attend)
-            or additive float. None: causal inside the q_len tokens, everything before them visible.
-        softcap: bound of the scores, or None.
-        sink_logits: [num_heads], a learnt extra logit in the softmax's denominator, or None.
-        sliding_window: tokens that a query sees, itself included, or None for all; on top of the mask.
     Returns: [rows, num_heads, q_len, out_dim] in query's dtype, accumulated in fp32 (fp64 for fp64); a
         query that may see no token gives zeros.
     Source: PagedAttention (arXiv 2309.06180) with the online softmax of arXiv 1805.02867; absorption, DeepSeek-V2
         (arXiv 2405.04434, section 2.1.2).
     """
+    query, kv, mask = call.query, call.kv, call.mask
+    softmax_scale, softcap = call.softmax_scale, call.softcap
+    sink_logits, sliding_window = call.sink_logits, call.sliding_window
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
     group = num_heads // heads

@@ -2,8 +2,8 @@
 
 import torch
 
-from .inputs import PagedKV
-from .reference import TILE_TOKENS, decode_tile
+from ..inputs import PagedKV
+from .attention import TILE_TOKENS, decode_tile
 
 
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:

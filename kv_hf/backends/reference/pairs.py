@@ -1,19 +1,18 @@
-"""Writing both sides of a step by one-sided functions: what backends without functions for pairs do."""
+"""Writing both sides of a step, one after the other: the definition of what every backend writes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ..spec import PageSpec
+from ...spec import PageSpec
+from .attention import append_tokens, seal_pages
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = Mapping[str, torch.Tensor]
 
 
 def write_pair(
-    append: Callable[..., None],
-    seal: Callable[..., torch.Tensor],
     windows: Pair,
     new: Pair,
     starts: torch.Tensor,
@@ -27,7 +26,6 @@ def write_pair(
     """Append new tokens to both windows in place; where there are jobs, seal these pages from the windows.
 
     Args:
-        append, seal: as reference.append_tokens and reference.seal_pages.
         windows: keys and values, [rows, heads, slots, head_dim].
         new: their new tokens, [rows, heads, q_len, head_dim].
         starts, skips: [rows], int32: first free slot, and leading new tokens that are left out.
@@ -39,14 +37,13 @@ def write_pair(
     if windows[0].is_meta:  # which hold nothing, and whose lengths cannot be read
         return
     for window, tokens in zip(windows, new, strict=True):
-        append(window, tokens, starts, skips)
+        append_tokens(window, tokens, starts, skips)
     if jobs is not None:
         assert fields is not None
-        seal_pair(seal, windows, jobs, fields, spec, damaged, launches)
+        seal_pair(windows, jobs, fields, spec, damaged, launches)
 
 
 def seal_pair(
-    seal: Callable[..., torch.Tensor],
     tokens: Pair,
     jobs: torch.Tensor,
     fields: tuple[Fields, Fields],
@@ -58,4 +55,4 @@ def seal_pair(
     if damaged.is_meta:
         return
     for side, own, pages in zip(spec.sides, tokens, fields, strict=True):
-        damaged.logical_or_(seal(own, jobs, pages, side))
+        damaged.logical_or_(seal_pages(own, jobs, pages, side))

@@ -7,29 +7,23 @@ the tiles are merged by their log-sum-exps. Nothing larger than a tile is ever d
 
 import torch
 
-from ..notices import warn_once
-from .inputs import PagedKV
-from .reference import decode_tile
-from .reference import paged_attention as reference_attention
+from ...notices import warn_once
+from ..base import AttentionCall
+from ..inputs import PagedKV
+from ..reference.attention import decode_tile
+from ..reference.attention import paged_attention as reference_attention
 
 TILE_TOKENS = 1024
 
 
-def paged_attention(
-    query: torch.Tensor,
-    kv: PagedKV,
-    *,
-    softmax_scale: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
-    """Attend `query` [rows, num_heads, q_len, key_dim] to pages by SDPA, row by row; CPU tensors only.
+def paged_attention(call: AttentionCall) -> torch.Tensor:
+    """Attend to pages by SDPA, row by row; CPU tensors only.
 
     What SDPA cannot express (softcap, values of another head_dim than keys, float64, masks of the lowest number)
-    goes to the reference, `reference.paged_attention`, which documents the arguments. Decoded keys and values are rounded to the query's dtype.
+    goes to the reference. Decoded keys and values are rounded to the query's dtype.
     """
+    query, kv, mask = call.query, call.kv, call.mask
+    sink_logits, sliding_window = call.sink_logits, call.sliding_window
     spec = kv.spec
     # a query that sees nothing but such a mask attends to all tokens alike, which log-sum-exps cannot tell
     lowest = False
@@ -38,7 +32,7 @@ def paged_attention(
     differing = spec.keys.head_dim != spec.values.head_dim
     reasons = {
         "a mask of the lowest number": lowest,
-        "softcap": softcap is not None,
+        "softcap": call.softcap is not None,
         "values of another head_dim than keys": differing,
         "float64": query.dtype.itemsize > 4,
     }
@@ -48,15 +42,7 @@ def paged_attention(
             f"sdpa {reason}",
             f"kernel 'sdpa' leaves {reason} to 'reference', which is slower: SDPA cannot express it",
         )
-        return reference_attention(
-            query,
-            kv,
-            softmax_scale=softmax_scale,
-            mask=mask,
-            softcap=softcap,
-            sink_logits=sink_logits,
-            sliding_window=sliding_window,
-        )
+        return reference_attention(call)
     rows, num_heads, q_len, dim = query.shape
     heads = spec.keys.num_kv_heads
     group = num_heads // heads
@@ -88,7 +74,7 @@ def paged_attention(
                 keys.to(q.dtype).contiguous(),  # it takes the last stride for 1 unasked
                 values.to(q.dtype).contiguous(),
                 attn_mask=None if bias is None else bias.to(q.dtype),
-                scale=softmax_scale,
+                scale=call.softmax_scale,
             )
             lse = lse.float().reshape(1, heads, group * q_len)
             if bias is not None:

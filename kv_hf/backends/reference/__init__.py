@@ -1,0 +1,1 @@
+"""The definition in readable torch: what every other backend is tested against."""

@@ -7,6 +7,7 @@ import torch
 from paged_inputs import make_kv, make_query
 from test_cpu_write import Inputs, make_spec
 
+from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import abi, decode, library, seal, write
 from kv_hf.formats import FORMAT_NAMES, get_format
 from kv_hf.spec import LANES
@@ -85,7 +86,7 @@ def test_paged_attention_packs_every_field_under_its_name(masked):
     if masked:
         options["mask"] = torch.ones(kv.rows, 1, 3, kv.seen, dtype=torch.bool).tril(kv.seen - 3)
         options["sink_logits"] = torch.randn(query.shape[1])
-    out = decode.paged_attention(query, kv, **options)
+    out = decode.paged_attention(AttentionCall(query, kv, **options))
     numbers = abi.DECODE.whole.read(kv.launches["c attend"].memory)
     for prefix, spec, fields, window in zip(
         ("keys", "values"),

@@ -8,10 +8,11 @@ from interpreter import call, needs_interpreter
 from paged_inputs import check, make_kv, make_query
 from place_cases import SIZES, lengths_of, name_of
 
-from kv_hf.backends import reference, sdpa
 from kv_hf.backends.cpu import decode, library
-from kv_hf.backends.dense import dense_side
 from kv_hf.backends.error_bound import Rounding
+from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference.dense import dense_side
+from kv_hf.backends.sdpa import attention as sdpa
 from kv_hf.geometry import Place, full_pages, place_of, token_at, window_token
 from kv_hf.pages.group import PageGroup
 from kv_hf.pages.static_table import StaticTable

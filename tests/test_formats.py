@@ -138,7 +138,7 @@ def test_generate_in_a_registered_format_reads_its_reference_decode(nf4, model):
         generated(model, "paged_nf4")
     [warning] = said(caught)
     assert "no compiled kernel reads the format 'nf4' of keys and values" in warning
-    assert "slower than the compiled kernel 'c'" in warning
+    assert "slower than 'c'" in warning
     reference = generated(model, "paged_nf4", kernel="reference")
     exact = generated(model, "paged_exact", kernel="reference")
     assert torch.equal(got.sequences, reference.sequences)

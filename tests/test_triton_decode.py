@@ -148,7 +148,9 @@ def test_decode_never_reads_unused_slots_and_pages(name, masked):
     for poison in (False, True):
         kv = make_kv(name, heads=1, poison=poison, shuffle=0)
         mask = torch.zeros(1, 1, 3, kv.seen) if masked else None
-        outs.append(call(attend, make_query(kv, 3, dtype=FP32), kv, mask=mask, **options))
+        outs.append(
+            call(attend, AttentionCall(make_query(kv, 3, dtype=FP32), kv, mask=mask, **options))
+        )
     assert bool(kv.window_keys.isnan().any())
     assert bool(outs[1].isfinite().all())
     assert torch.equal(*outs)

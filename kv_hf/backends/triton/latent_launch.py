@@ -1,10 +1,4 @@
-"""What a launch of the latent kernel takes: its plan and its run-time arguments."""
-
-from collections.abc import Callable
-from operator import itemgetter
-from typing import Any
-
-import torch
+"""What a launch of the latent kernel takes: its plan."""
 
 from ..inputs import PagedKV
 from .combine import combine_kernel
@@ -20,11 +14,9 @@ from .latent_meta_params import (
     most_splits,
     tile_tokens,
 )
+from .launch_arguments import LATENT_POINTERS
 from .launch_plan import Plan, Shapes
 from .tuning import Launch
-
-# query, codes, scales and offsets of both sides, windows
-POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 16)
 
 
 def prepare(
@@ -56,8 +48,7 @@ def prepare(
         kernel=latent_kernel,
         constants=triton_constants(plain),
         options={"num_warps": chosen.num_warps, "enable_fp_fusion": True},
-        arguments=arguments,
-        pointers=POINTERS,
+        pointers=LATENT_POINTERS,
         rows=shapes.rows,
         blocks=blocks,
         shape=shape,
@@ -75,40 +66,3 @@ def prepare(
             -(-rank // COMBINED),
         ),
     )
-
-
-def arguments(
-    at: Callable[[torch.Tensor], Any],
-    query: torch.Tensor,
-    kv: PagedKV,
-    mask: Any,
-    mask_strides: tuple[int, ...],
-    sink_logits: Any,
-    out: Any,
-    partial: Any,
-    bests: Any,
-    counters: Any,
-    softmax_scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-) -> tuple[Any, ...]:
-    """Return the run-time arguments of the latent kernel in order; the same as decode_launch.arguments takes."""
-    latents, ropes = kv.key_pages, kv.value_pages
-    scale, offset = latents.get("scale"), latents.get("offset")
-    rope_scale, rope_offset = ropes.get("scale"), ropes.get("offset")
-    table, window, window_rope = kv.block_table, kv.window_keys, kv.window_values
-    query_row, query_head, query_token, _ = query.stride()
-    row, _, slot, _ = window.stride()
-    rope_row, _, rope_slot, _ = window_rope.stride()
-    mask_row, mask_head, mask_query = mask_strides
-    return (
-        at(query), query_row, query_head, query_token,
-        at(latents["codes"]), out if scale is None else at(scale), out if offset is None else at(offset),
-        at(ropes["codes"]), out if rope_scale is None else at(rope_scale),
-        out if rope_offset is None else at(rope_offset),
-        at(table), table.stride(0), at(kv.num_pages),
-        at(window), row, slot, at(window_rope), rope_row, rope_slot,
-        at(kv.exact_lens), at(kv.padding), mask, mask_row, mask_head, mask_query,
-        sink_logits, out, partial, bests,
-        softmax_scale, sliding_window or 0, kv.sink_tokens, query.shape[2],
-    )  # fmt: skip

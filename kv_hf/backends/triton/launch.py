@@ -1,5 +1,6 @@
 """Attend to pages: one call finds its plan, hands over addresses and launches; refuses to look into device tensors."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ..inputs import SHARED, PagedKV
 from . import decode_launch, device, direct, latent_launch
 from .decode import decode_kernel
 from .direct import ALIGNED, Compiled, Workspace, address, as_bytes
+from .launch_arguments import arguments
 from .launch_plan import Plan, Shapes
 from .tuning import Launch
 
@@ -69,36 +71,35 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
                 del kv.launches[old]
         kv.launches[key] = plan
     out = query.new_empty_strided(plan.shape, plan.strides)
-    numbers = call.softmax_scale, softcap, sliding_window
     if INTERPRETED:
-        _interpret(plan, query, kv, mask, mask_strides, sink_logits, out, numbers)
+        _interpret(plan, call, query, mask, mask_strides, out)
         return out
     stream = direct.current_stream(index)
     splits = plan.splits(kv.block_table.shape[1])
-    partial = bests = counters = there = address(out)
+    there = address(out)
+    room: tuple[Any, Any, Any] = (there, there, there)
     if splits > 1:
-        room = None if direct.is_capturing(index) else plan.workspaces.get(stream)
-        partial, bests, counters, _kept = room or _workspace(plan, index, stream, query.device)
+        held = None if direct.is_capturing(index) else plan.workspaces.get(stream)
+        held = held or _workspace(plan, index, stream, query.device)  # alive until the launch
+        room = held[:3]
     sinks = there if sink_logits is None else address(sink_logits)
-    arguments = plan.arguments(
-        address, query, kv, there if mask is None else address(mask), mask_strides, sinks, there, partial, bests,
-        counters, *numbers,
-    )  # fmt: skip
-    pointers = plan.pointers(arguments)
+    shown = there if mask is None else address(mask)
+    given = arguments(address, call, query, shown, mask_strides, sinks, there, room)
+    pointers = plan.pointers(given)
     a, b, c, d, e, f, g, h, i = pointers
     odd: Any = (a | b | c | d | e | f | g | h | i) % ALIGNED
     if odd:
         odd = tuple(pointer % ALIGNED == 0 for pointer in pointers)
     compiled = plan.compiled.get(odd)
     if compiled is None:
-        compiled = _compile(plan, query, kv, mask, mask_strides, sink_logits, out, numbers)
+        compiled = _compile(plan, call, query, mask, mask_strides, out)
         plan.compiled[odd] = compiled
-    compiled(plan.rows, plan.blocks, splits, stream, *arguments)
+    compiled(plan.rows, plan.blocks, splits, stream, *given)
     if splits > 1 and plan.combine is not None:
         if plan.combined is None:
             plan.combined = _compile_combine(plan, sink_logits, out)
         _, _, programs, parts = plan.combine
-        plan.combined(programs, parts, 1, stream, partial, bests, sinks, there, shape[2], splits)
+        plan.combined(programs, parts, 1, stream, *room[:2], sinks, there, shape[2], splits)
     return out
 
 
@@ -154,22 +155,41 @@ def _workspace(
     return found
 
 
-def _compile(
-    plan: Plan,
+def _as_tensors(
+    call: AttentionCall,
     query: torch.Tensor,
-    kv: PagedKV,
     mask: torch.Tensor | None,
     mask_strides: tuple[int, ...],
-    sink_logits: torch.Tensor | None,
     out: torch.Tensor,
-    numbers: tuple[float, float | None, int | None],
+    room: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> tuple[Any, ...]:
+    """Return the run-time arguments with tensors in place of addresses."""
+    sinks = out if call.sink_logits is None else call.sink_logits
+    return arguments(
+        as_bytes,
+        call,
+        query,
+        out if mask is None else as_bytes(mask),
+        mask_strides,
+        sinks,
+        out,
+        room,
+    )
+
+
+def _compile(
+    plan: Plan,
+    call: AttentionCall,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    mask_strides: tuple[int, ...],
+    out: torch.Tensor,
 ) -> Compiled:
     some = torch.empty(ALIGNED, dtype=torch.float32, device=out.device)
-    arguments = plan.arguments(
-        as_bytes, query, kv, out if mask is None else as_bytes(mask), mask_strides,
-        out if sink_logits is None else sink_logits, out, some, some, some.view(torch.int32), float(numbers[0]), *numbers[1:],
-    )  # fmt: skip
-    return Compiled(plan.kernel, arguments, plan.constants, **plan.options)
+    room = some, some, some.view(torch.int32)
+    call = replace(call, softmax_scale=float(call.softmax_scale))
+    given = _as_tensors(call, query, mask, mask_strides, out, room)
+    return Compiled(plan.kernel, given, plan.constants, **plan.options)
 
 
 def _compile_combine(plan: Plan, sink_logits: torch.Tensor | None, out: torch.Tensor) -> Compiled:
@@ -182,26 +202,21 @@ def _compile_combine(plan: Plan, sink_logits: torch.Tensor | None, out: torch.Te
 
 def _interpret(
     plan: Plan,
+    call: AttentionCall,
     query: torch.Tensor,
-    kv: PagedKV,
     mask: torch.Tensor | None,
     mask_strides: tuple[int, ...],
-    sink_logits: torch.Tensor | None,
     out: torch.Tensor,
-    numbers: tuple[float, float | None, int | None],
 ) -> None:
     """Run the kernels in Triton's interpreter: partial results begin as nan, and the counters must end as zeros."""
-    splits = plan.splits(kv.block_table.shape[1])
-    room = torch.full((plan.numbers,), float("nan"))
-    bests = room[plan.partial_results :]
+    splits = plan.splits(call.kv.block_table.shape[1])
+    numbers = torch.full((plan.numbers,), float("nan"))
+    bests = numbers[plan.partial_results :]
     counters = torch.zeros(plan.groups, dtype=torch.int32)
-    sinks = out if sink_logits is None else sink_logits
-    arguments = plan.arguments(
-        as_bytes, query, kv, out if mask is None else as_bytes(mask), mask_strides, sinks, out, room, bests,
-        counters, *numbers,
-    )  # fmt: skip
-    plan.kernel[plan.rows, plan.blocks, splits](*arguments, **plan.constants, **plan.options)
+    given = _as_tensors(call, query, mask, mask_strides, out, (numbers, bests, counters))
+    plan.kernel[plan.rows, plan.blocks, splits](*given, **plan.constants, **plan.options)
     assert not counters.any()
     if splits > 1 and plan.combine is not None:
         kernel, constants, programs, parts = plan.combine
-        kernel[programs, parts](room, bests, sinks, out, query.shape[2], splits, **constants)
+        sinks = out if call.sink_logits is None else call.sink_logits
+        kernel[programs, parts](numbers, bests, sinks, out, query.shape[2], splits, **constants)

@@ -41,8 +41,7 @@ class Plan:
     Attributes:
         spec: of the pages; keeps what the plan's key names by id.
         kernel: to be compiled with `constants` (by name) and `options`.
-        arguments: gives the run-time arguments in order, see decode_launch.
-        pointers: picks the nine among them whose alignment the kernel is compiled for.
+        pointers: picks the nine run-time arguments whose alignment the kernel is compiled for.
         rows, blocks: the grid without its splits.
         shape, strides: of the result, [rows, heads, q_len, dim] over a contiguous [rows, q_len, heads, dim].
         columns, dim: of a program's partial result.
@@ -58,7 +57,6 @@ class Plan:
     kernel: Any
     constants: dict[str, Any]
     options: dict[str, Any]
-    arguments: Callable[..., tuple[Any, ...]]
     pointers: Callable[[tuple[Any, ...]], tuple[int, ...]]
     rows: int
     blocks: int

@@ -1,0 +1,70 @@
+"""The run-time arguments of the kernels that attend, in their order; addresses for a launch, tensors for the compiler."""
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from ..base import AttentionCall
+
+# places of query, codes, scales and offsets of both sides, windows
+POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 17)
+LATENT_POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 16)
+
+
+def arguments(
+    at: Callable[[torch.Tensor], Any],
+    call: AttentionCall,
+    query: torch.Tensor,
+    mask: Any,
+    mask_strides: tuple[int, ...],
+    sink_logits: Any,
+    out: Any,
+    room: tuple[Any, Any, Any],
+) -> tuple[Any, ...]:
+    """Return the run-time arguments of the decode kernel, or over latents of the latent kernel.
+
+    Args:
+        at: what to hand over for a tensor, its address or itself; from `mask` on it was applied already, and what is
+            absent is replaced by `out`.
+        query: of the call, with contiguous channels.
+        room: partial results, their maxima and sums, counters.
+    """
+    kv = call.kv
+    keys, values = kv.key_pages, kv.value_pages
+    key_scale, key_offset = keys.get("scale"), keys.get("offset")
+    value_scale, value_offset = values.get("scale"), values.get("offset")
+    table, window_keys, window_values = kv.block_table, kv.window_keys, kv.window_values
+    query_row, query_head, query_token, _ = query.stride()
+    key_row, key_head, key_slot, _ = window_keys.stride()
+    value_row, value_head, value_slot, _ = window_values.stride()
+    partial, bests, counters = room
+    pages = (
+        at(query), query_row, query_head, query_token,
+        at(keys["codes"]),
+        out if key_scale is None else at(key_scale), out if key_offset is None else at(key_offset),
+        at(values["codes"]),
+        out if value_scale is None else at(value_scale), out if value_offset is None else at(value_offset),
+        at(table), table.stride(0), at(kv.num_pages), at(window_keys), key_row,
+    )  # fmt: skip
+    others = (
+        at(kv.exact_lens),
+        at(kv.padding),
+        mask,
+        *mask_strides,
+        sink_logits,
+        out,
+        partial,
+        bests,
+    )
+    window = call.sliding_window or 0
+    if kv.spec.is_latent:  # one head, no softcap; splits are merged by another kernel
+        return (
+            *pages, key_slot, at(window_values), value_row, value_slot, *others,
+            call.softmax_scale, window, kv.sink_tokens, query.shape[2],
+        )  # fmt: skip
+    return (
+        *pages, key_head, key_slot, at(window_values), value_row, value_head, value_slot, *others, counters,
+        call.softmax_scale, call.softcap or 1.0, window, kv.sink_tokens, query.shape[2],
+    )  # fmt: skip

@@ -20,16 +20,16 @@ ROWS = [text(1, 400)]
 
 def failing_at(monkeypatch, number):
     """Let the `number`th field that is to grow find no memory."""
-    left, new_zeros = [number], torch.Tensor.new_zeros
+    left, new_empty = [number], torch.Tensor.new_empty
 
     def short(tensor, size, *args, **kwargs):
         if len(size) == 4 and size[0] > tensor.shape[0]:
             left[0] -= 1
             if left[0] == 0:
                 raise MemoryError("no memory for a field")
-        return new_zeros(tensor, size, *args, **kwargs)
+        return new_empty(tensor, size, *args, **kwargs)
 
-    monkeypatch.setattr(torch.Tensor, "new_zeros", short)
+    monkeypatch.setattr(torch.Tensor, "new_empty", short)
 
 
 def rooms(cache):
@@ -192,12 +192,13 @@ def test_kernel_looks_at_the_least_field_of_both_sides(name):
 def test_sealing_refuses_a_page_without_room_and_writes_nothing(count):
     cache, _ = view_of()
     store = cache.layers[0].store
-    side, fields = store.pages.keys, store.pages.keys.fields
-    before = {name: tensor.clone() for name, tensor in fields.items()}
+    both = store.pages.keys.fields, store.pages.values.fields
+    before = [{name: tensor.clone() for name, tensor in fields.items()} for fields in both]
     tokens = torch.randn(1, 2, 4 + count * PAGE, 32)
     pages = [*range(count - 1), 6] if count > 1 else [6]
     jobs = torch.tensor([(0, 4 + i * PAGE, p) for i, p in enumerate(pages)], dtype=torch.int32)
     jobs[:-1, 2].clamp_(max=5)
     with pytest.raises(kv_hf.CacheMismatchError, match="jobs must name pages.*0 to 5"):
-        store.kernel.seal(tokens, jobs, fields, side.spec)
-    assert all(torch.equal(fields[name], tensor) for name, tensor in before.items())
+        store.kernel.seal_pair((tokens, tokens), jobs, both, store.spec, store.damaged, {})
+    for fields, kept in zip(both, before, strict=True):
+        assert all(torch.equal(fields[name], tensor) for name, tensor in kept.items())

@@ -58,13 +58,13 @@ test-all: $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, the ke
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(MAKE) test-processors
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"
-	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/test_integrations.py -k quantized
+	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/hf/test_integrations.py -k quantized
 	KV_HF_ISA=none $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'
 	$(OLDEST_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
-	$(OLDEST_VENV)/bin/python -m pytest -n 0 tests/test_model_families.py
+	$(OLDEST_VENV)/bin/python -m pytest -n 0 tests/hf/test_model_families.py
 
 test-asan: $(VENV)/.installed ## test the C kernel on builds that check addresses, undefined behaviour and threads
 	$(BIN)/python scripts/sanitize.py

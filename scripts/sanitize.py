@@ -34,11 +34,11 @@ SANITIZERS = {
         flags=("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
         runtimes=("libasan.so", "libubsan.so"),
         tests=(
-            "tests/test_cpu_kernels.py",
-            "tests/test_cpu_latent.py",
-            "tests/test_cpu_bounds.py",
-            "tests/test_cpu_outliers.py",
-            "tests/test_cpu_write.py",
+            "tests/backends/test_cpu_kernels.py",
+            "tests/backends/test_cpu_latent.py",
+            "tests/backends/test_cpu_bounds.py",
+            "tests/backends/test_cpu_outliers.py",
+            "tests/backends/test_cpu_write.py",
         ),
         # Python keeps memory for the whole process, which is no leak; a test expects SIGSEGV; freed memory that is
         # held back would look like a leak to the test that watches the process's size
@@ -52,10 +52,10 @@ SANITIZERS = {
         flags=("-fsanitize=thread", "-DKV_HF_OWN_THREADS"),
         runtimes=("libtsan.so",),
         tests=(
-            "tests/test_threads.py",
-            "tests/test_cpu_kernels.py",
-            "tests/test_cpu_latent.py",
-            "tests/test_cpu_write.py",
+            "tests/backends/test_threads.py",
+            "tests/backends/test_cpu_kernels.py",
+            "tests/backends/test_cpu_latent.py",
+            "tests/backends/test_cpu_write.py",
             "-k",
             "thread and not fork",  # it does not know threads that start in a forked process
         ),

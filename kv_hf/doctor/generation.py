@@ -43,7 +43,7 @@ class _Models:
     """The models of the trials, made when the first of them asks.
 
     They compute in fp32, where the tokens of two right caches are the same: rounding moves these logits by some 1e-5,
-    and the best token of these weights lies 0.06 and more above the second (tests/test_doctor.py).
+    and the best token of these weights lies 0.06 and more above the second (tests/doctor/test_doctor.py).
     """
 
     device: torch.device

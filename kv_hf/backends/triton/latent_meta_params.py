@@ -104,7 +104,7 @@ def compute_types(spec: PageSpec, query_dtype: torch.dtype) -> tuple[str, str, s
 
 
 def shared_bytes(spec: PageSpec, query_dtype: torch.dtype, isa: int) -> int:
-    """Return the most bytes of shared memory that a program of the latent kernel takes (tests/test_triton_shared.py).
+    """Return the most bytes of shared memory that a program of the latent kernel takes (tests/backends/test_triton_shared.py).
 
     In 16 bits a tile of words, the queries and reductions; in float32 also the numbers of a tile, as keys and as values.
     """

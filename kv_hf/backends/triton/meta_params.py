@@ -82,7 +82,7 @@ def shared_bytes(
 
     Tiles on their way; one operand as it is multiplied, where codes are unpacked through shared memory (in float32, and
     on AMD); two copies of the queries, and weights; later a tile of the window in their place. What compiled kernels
-    take is at most that (tests/test_triton_shared.py).
+    take is at most that (tests/backends/test_triton_shared.py).
     """
     tile = tile_tokens(spec, query_dtype)
     size = 4 if in_float32(spec, query_dtype) else 2

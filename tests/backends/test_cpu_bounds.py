@@ -1,0 +1,207 @@
+"""The C kernel stays inside of its arguments: forbidden memory behind every tensor, and page ids that do not exist."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields as fields_of
+from dataclasses import replace
+
+import pytest
+import test_cpu_latent
+import torch
+from guarded import guarded
+from paged_inputs import make_kv, make_query
+from paths import TESTS
+
+from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.cpu import decode, library, seal
+from kv_hf.errors import CacheMismatchError
+from kv_hf.formats import FORMAT_NAMES, K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES
+from kv_hf.spec import LANES
+
+pytestmark = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
+ISAS = range(1 if library.missing() else library.isa() + 1)
+# head_dim, page_size, value group: lanes that fill vectors, and lanes that do not
+SIZES = [(64, 16, None), (80, 16, 16)]
+MORE_SIZES = [
+    (16, 16, 16),
+    (128, 64, None),
+    (48, 32, 16),
+    (96, 128, None),
+    (256, 16, None),
+    (192, 512, None),
+]
+LATENT_SIZES = [(64, 16, 16), (60, 0, 16)]
+MORE_LATENT_SIZES = [(512, 64, 64), (16, 8, 32), (240, 36, 128)]
+
+
+@pytest.fixture(params=ISAS, ids=lambda isa: library.ISA_NAMES[isa])
+def isa(request, monkeypatch):
+    for module in (decode, seal):
+        monkeypatch.setattr(module, "isa", lambda: request.param)
+    return request.param
+
+
+def guard(kv):
+    """Every tensor of `kv` in memory of its own, with nothing behind it."""
+    changes = {}
+    for field in fields_of(kv):
+        value = getattr(kv, field.name)
+        if isinstance(value, torch.Tensor):
+            changes[field.name] = guarded(value)
+        elif field.name in ("key_pages", "value_pages"):
+            changes[field.name] = {name: guarded(tensor) for name, tensor in value.items()}
+    return replace(kv, **changes)
+
+
+def check_decode(kv, queries):
+    safe = guard(kv)
+    mask = torch.rand(1, 1, 1, kv.seen, generator=torch.Generator().manual_seed(3)) > 0.3
+    for query in queries:
+        for options in ({}, {"mask": mask.expand(1, 1, query.shape[2], -1)}):
+            expected = decode.paged_attention(AttentionCall(query, kv, 0.1, **options))
+            options = {name: guarded(value) for name, value in options.items()}
+            out = decode.paged_attention(AttentionCall(guarded(query), safe, 0.1, **options))
+            assert torch.equal(out, expected)
+
+
+def check_seal(spec, window, pages):
+    """All of a window that is as long as its pages, into fields that hold exactly them."""
+    jobs = torch.tensor([(0, page * spec.page_size, page) for page in range(pages)]).int()
+    written = []
+    for place in (torch.clone, guarded):
+        fields = {
+            name: place(torch.zeros(pages, *shape, dtype=kind))
+            for name, (shape, kind) in spec.fields.items()
+        }
+        seal.seal_pages(place(window), place(jobs), fields, spec)
+        written.append(fields)
+    for name, stored in written[0].items():
+        assert torch.equal(stored.view(torch.uint8), written[1][name].view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "sizes", [SIZES, pytest.param(MORE_SIZES, marks=pytest.mark.slow)], ids=["some", "more"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_kernel_stays_inside_of_its_arguments(isa, name, dtype, sizes):
+    for dim, page, group in sizes:
+        kv = make_kv(
+            name,
+            dtype=dtype,
+            key_dim=dim,
+            page=page,
+            layout=LANES,
+            value_group=group,
+            rows=[(2, 11), (0, 3), (1, 4), (0, 0)],
+            slots=11,
+            shuffle=1,
+        )
+        last = kv.key_pages["codes"].shape[0] - 1
+        kv.block_table[0, 0] = last  # the page that has nothing behind it
+        check_decode(kv, [make_query(kv, q_len, group, dtype) for q_len, group in ((1, 1), (3, 5))])
+        for side in kv.spec.sides:
+            tokens = torch.randn(1, 2, 2 * page, dim, generator=torch.Generator().manual_seed(2))
+            check_seal(side, tokens.to(dtype), 2)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [LATENT_SIZES, pytest.param(MORE_LATENT_SIZES, marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
+@pytest.mark.parametrize("latent", LATENT_FORMAT_NAMES)
+def test_latent_kernel_stays_inside_of_its_arguments(isa, latent, sizes):
+    for k_rope in K_ROPE_FORMAT_NAMES:
+        for rank, rope, page in sizes:
+            rank = 128 if latent == "fp8_ds_mla" else rank
+            kv = test_cpu_latent.make_kv(
+                latent,
+                k_rope,
+                rank=rank,
+                rope=rope,
+                page=page,
+                dtype=torch.bfloat16,
+                rows=[(2, 11), (0, 3), (1, 4), (0, 0)],
+                slots=11,
+                poison=False,
+            )
+            kv.block_table[0, 0] = kv.key_pages["codes"].shape[0] - 1
+            queries = [test_cpu_latent.make_query(kv, heads, q) for heads, q in ((1, 1), (5, 3))]
+            check_decode(kv, queries)
+            for side in kv.spec.sides:
+                tokens = torch.randn(1, 1, 2 * page, side.head_dim)
+                check_seal(side, tokens.bfloat16(), 2)
+
+
+# -- page ids ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [-1, 11, 1 << 30, -(1 << 31)])
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_decode_refuses_a_page_that_does_not_exist(isa, at, page):
+    plain = make_kv("int4", layout=LANES, rows=[(5, 11), (3, 2)])
+    latent = test_cpu_latent.make_kv("int8", "int8", rows=[(5, 11), (4, 2)])
+    queries = make_query(plain, dtype=torch.float32), test_cpu_latent.make_query(latent)
+    for kv, query in zip((plain, latent), queries, strict=True):
+        assert kv.key_pages["codes"].shape[0] == 11
+        expected = decode.paged_attention(AttentionCall(query, kv, 0.1))
+        table = kv.block_table.clone()
+        table[0, at] = page
+        with pytest.raises(CacheMismatchError, match=r"block_table must name pages .* 0 to 10"):
+            decode.paged_attention(AttentionCall(query, replace(kv, block_table=table), 0.1))
+        assert torch.equal(decode.paged_attention(AttentionCall(query, kv, 0.1)), expected)
+
+
+@pytest.mark.parametrize("field", ["codes", "scale", "offset"])
+@pytest.mark.parametrize("side", ["key_pages", "value_pages"])
+def test_decode_takes_the_least_room_of_all_fields(isa, side, field):
+    """Storage that stopped growing between keys and values: the next page would lie behind the values."""
+    kv = make_kv("int4", layout=LANES, rows=[(5, 11)])
+    cut = {**getattr(kv, side), field: getattr(kv, side)[field][:4]}
+    with pytest.raises(CacheMismatchError, match="0 to 3, and names another"):
+        decode.paged_attention(
+            AttentionCall(make_query(kv, dtype=torch.float32), replace(kv, **{side: cut}), 0.1)
+        )
+
+
+def test_decode_reads_no_page_that_a_row_does_not_hold(isa):
+    kv = make_kv("int4", layout=LANES, rows=[(5, 11), (2, 3)])
+    query = make_query(kv, dtype=torch.float32)
+    expected = decode.paged_attention(AttentionCall(query, kv, 0.1))
+    kv.block_table[1, 2:] = 1 << 30
+    assert torch.equal(decode.paged_attention(AttentionCall(query, kv, 0.1)), expected)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_seal_refuses_a_page_that_does_not_exist_before_it_writes(isa, name):
+    kv = make_kv(name, layout=LANES)
+    for side in kv.spec.sides:
+        fields = {
+            field: torch.zeros(4, *shape, dtype=kind)
+            for field, (shape, kind) in side.fields.items()
+        }
+        tokens = torch.randn(1, 2, 64, 64)
+        for field, tensor in fields.items():
+            less = {**fields, field: tensor[:3]}
+            jobs = torch.tensor([(0, 0, 0), (0, 16, -1), (0, 32, 3)]).int()
+            with pytest.raises(CacheMismatchError, match="jobs must name pages .* 0 to 2"):
+                seal.seal_pages(tokens, jobs, less, side)
+            assert not any(bool(one.view(torch.uint8).any()) for one in fields.values())
+        seal.seal_pages(tokens, jobs, fields, side)
+        assert bool(fields["codes"][3].view(torch.uint8).any())
+        assert not bool(fields["codes"][1].view(torch.uint8).any())
+
+
+def test_guarded_memory_ends_the_process_that_reads_on():
+    """Without that the tests above could not fail."""
+    code = "import torch, guarded, ctypes; t = guarded.guarded(torch.ones(5)); ctypes.string_at(t.data_ptr(), 21)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGSEGV, done.stderr

@@ -1,0 +1,457 @@
+"""Encoder-decoder models with a paged cache, each against the same call on transformers' own caches."""
+
+import copy
+import functools
+import io
+import pickle
+import re
+import warnings
+
+import pytest
+import tiny_encoder_decoders as tiny
+import torch
+import transformers
+from paths import ROOT
+from transformers import DynamicCache, EncoderDecoderCache
+
+import kv_hf
+from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
+
+NEW = 28  # past the sinks and a page of 16 tokens; beams and drafts go past two
+GREEDY = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "no_repeat_ngram_size": 2,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+TOLERANCE = 1e-5  # of fp32 logits of size 1 to 10; sums of 64 products, added in another order
+LENGTHS = [70, 33, 9]  # of the encoder's rows, padded on the right
+MAKES_ITS_CROSS_CACHE = ("t5gemma",)
+
+
+def paged(cross="exact", name="paged_exact", **options):
+    return {
+        "cache_implementation": name,
+        "cache_config": {"page_size": 16, "cross_attention": cross, **options},
+    }
+
+
+def other_inputs(name):
+    if name == "whisper":
+        return tiny.whisper()
+    if name == "bert":
+        return tiny.bert_to_bert(), tiny.sources(LENGTHS)
+    return tiny.vision_encoder_decoder(name)
+
+
+@functools.cache
+def stock_greedy(family):
+    """What a model with the weights that every model of the family has gives on transformers' own cache."""
+    return tiny.make_model(family).generate(**tiny.sources(LENGTHS), **GREEDY)
+
+
+def assert_same(expected, found):
+    assert torch.equal(expected.sequences, found.sequences)
+    for a, b in zip(expected.logits, found.logits, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=TOLERANCE)
+
+
+# before 5.23 T5 and its kin compute attention by themselves: from dense tensors
+OLD = CHUNKS_BEHIND_A_CACHE is False
+DENSE = ("t5", "mt5", "umt5", "switch") if OLD else ()
+
+
+def said(record):
+    """Return what kv_hf said about dense routes; which kernel reads the pages depends on the machine."""
+    texts = [str(w.message) for w in record if issubclass(w.category, kv_hf.KVCacheWarning)]
+    return [text for text in texts if "dense" in text]
+
+
+@pytest.mark.parametrize("cross", ["exact", "same"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_generate_equals_dynamic_cache_and_reads_pages(family, cross, recwarn):
+    if cross == "same" and family in MAKES_ITS_CROSS_CACHE:
+        pytest.skip("refused, see below")
+    model, inputs, expected = tiny.make_model(family), tiny.sources(LENGTHS), stock_greedy(family)
+    warnings.simplefilter("always", kv_hf.KVCacheWarning)
+    for _ in range(2):  # the encoder of the first call ran before the attention was switched
+        found = model.generate(**inputs, **GREEDY, **paged(cross))
+        assert_same(expected, found)
+    assert family in DENSE or not said(recwarn)
+    cache = found.past_key_values
+    assert isinstance(cache, kv_hf.PagedEncoderDecoderCache)
+    cache.check_integrity()
+    kinds = {row.kind for row in cache.report()}
+    assert (
+        "paged" in kinds and ("cross paged" if cross == "same" else "cross DynamicLayer") in kinds
+    )
+    assert cache.self_attention_cache.memory().pages_held > 0
+    if cross == "same":
+        assert cache.cross_attention_cache.memory().pages_held >= 3 * 2
+
+
+@pytest.mark.parametrize("cross", ["exact", "same"])
+@pytest.mark.parametrize("name", ["whisper", "gpt2", "mbart", "bert"])
+def test_audio_vision_and_composed_models_equal_dynamic_cache(name, cross):
+    model, inputs = other_inputs(name)
+    expected = model.generate(**inputs, **GREEDY)
+    cache = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16, cross_attention=cross)
+    found = model.generate(**inputs, **GREEDY, past_key_values=cache)
+    assert_same(expected, found)
+    cache.check_integrity()
+    held = cache.memory().pages_held
+    assert held > 0 and (cross == "exact" or cache.cross_attention_cache.memory().pages_held > 0)
+
+
+def test_decoder_without_an_attention_interface_warns_and_works():
+    model, inputs = tiny.vision_encoder_decoder("trocr")
+    expected = model.generate(**inputs, **GREEDY)
+    with pytest.warns(kv_hf.KVCacheWarning, match="AttentionInterface"):
+        found = model.generate(**inputs, **GREEDY, **paged("same"))
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("family", tiny.OWN_MASKS)
+def test_encoder_with_attention_of_its_own_keeps_the_masks_that_it_wants(family):
+    """Such an encoder adds the mask to the scores by itself, and shares its config with the decoder."""
+    model, inputs = tiny.make_model(family), tiny.sources(LENGTHS)
+    expected = model.generate(**inputs, **GREEDY)
+    with pytest.warns(kv_hf.KVCacheWarning, match="from the masks of 'eager'"):
+        found = model.generate(**inputs, **GREEDY, **paged("exact"))
+    assert_same(expected, found)
+    assert_same(expected, model.generate(**inputs, **GREEDY, **paged("same")))
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.5},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": True, "num_beams": 2},
+    ],
+    ids=["beams", "beams-returned", "samples", "beam-samples"],
+)
+@pytest.mark.parametrize("cross", ["exact", "same"])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_beams_and_samples_equal_dynamic_cache(family, cross, options):
+    model, inputs = tiny.shared_model(family), tiny.sources(LENGTHS)
+    options = {"max_new_tokens": 40, **options}
+    torch.manual_seed(7)
+    expected = model.generate(**inputs, **options)
+    torch.manual_seed(7)
+    assert torch.equal(expected, model.generate(**inputs, **options, **paged(cross)))
+
+
+@pytest.mark.parametrize("cross", ["exact", "same"])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_assisted_and_lookup_decoding_equal_plain_decoding(family, cross):
+    model = tiny.shared_model(family)
+    assistant = tiny.make_model(
+        family, **{"t5": {"num_decoder_layers": 1}}.get(family, {"decoder_layers": 1})
+    )
+    inputs = {"input_ids": tiny.sources([40])["input_ids"]}
+    options = {"max_new_tokens": 40, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    assert torch.equal(
+        plain, model.generate(**inputs, **options, **paged(cross), assistant_model=assistant)
+    )
+    assert torch.equal(
+        plain, model.generate(**inputs, **options, **paged(cross), prompt_lookup_num_tokens=4)
+    )
+
+
+@pytest.mark.parametrize("family", [family for family in ("t5", "bart") if family not in DENSE])
+def test_prompts_of_the_decoder_may_be_padded_on_the_left(family):
+    """Padding of the decoder is not stored: a row's tokens are those of the row alone."""
+    model, inputs = tiny.shared_model(family), tiny.sources([30, 30])
+    prompt = torch.randint(4, 97, (2, 30), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(prompt)
+    prompt[0, 0], prompt[1, 20] = (
+        3,
+        3,
+    )  # where a row begins with its start token, generate() adds none
+    prompt[1, :20], mask[1, :20] = 0, 0
+    given = {"decoder_input_ids": prompt, "decoder_attention_mask": mask}
+    expected = model.generate(**inputs, **given, **GREEDY)
+    found = model.generate(**inputs, **given, **GREEDY, **paged("same"))
+    assert_same(expected, found)
+    own = found.past_key_values.self_attention_cache
+    assert [own.group.tokens(row) for row in own.group.rows] == [29 + NEW, 9 + NEW]
+    model = tiny.make_model(family)
+    kept = model.generate(**inputs, **given, **GREEDY, **paged(attention="keep"))
+    own = kept.past_key_values.self_attention_cache  # generate() itself tells the cache
+    assert [own.group.tokens(row) for row in own.group.rows] == [29 + NEW, 9 + NEW]
+    cache = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16)
+    model.set_attn_implementation("kv_hf")
+    with torch.no_grad():  # without generate() the mask function tells the cache
+        model(**inputs, **given, past_key_values=cache)
+    own = cache.self_attention_cache
+    assert [own.group.tokens(row) for row in own.group.rows] == [30, 10]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_caches_made_by_the_user_equal_dynamic_cache(family):
+    model, inputs = tiny.shared_model(family), tiny.sources(LENGTHS)
+    expected = model.generate(**inputs, **GREEDY)
+    config = model.config
+    for own, cross in (
+        (kv_hf.PagedCache(config, page_size=16), DynamicCache(config=config)),
+        (kv_hf.PagedCache(config, page_size=16), kv_hf.CrossCache(config, page_size=16)),
+        (DynamicCache(config=config), kv_hf.CrossCache(config, page_size=16)),
+    ):
+        cache = EncoderDecoderCache(own, cross)
+        assert_same(expected, model.generate(**inputs, **GREEDY, past_key_values=cache))
+        assert own.get_seq_length() == NEW and cross.get_seq_length() == 70
+    cache = kv_hf.PagedEncoderDecoderCache(config, page_size=16, cross_attention="same")
+    for lengths in (LENGTHS, [12, 50]):  # reset() makes room for other rows and another encoder
+        inputs = tiny.sources(lengths)
+        found = model.generate(**inputs, **GREEDY, past_key_values=cache)
+        assert_same(model.generate(**inputs, **GREEDY), found)
+        cache.reset()
+        assert cache.memory().tokens == 0 == cache.memory().pages_held
+        assert not any(cache.is_updated.values())
+
+
+@pytest.mark.parametrize("cross", ["exact", "same"])
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
+def test_copy_goes_on_as_the_cache_would(cross, copied):
+    model = tiny.shared_model("bart")
+    inputs = tiny.sources([40, 21])
+    cache = kv_hf.PagedEncoderDecoderCache(
+        model.config, keys="int8", page_size=16, cross_attention=cross
+    )
+    encoded = model.get_encoder()(**inputs)
+    step = {"encoder_outputs": encoded, "attention_mask": inputs["attention_mask"]}
+    prompt = torch.randint(4, 97, (2, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.set_attn_implementation("kv_hf")
+        for part in (prompt[:, :28], prompt[:, 28:29]):
+            model(**step, decoder_input_ids=part, past_key_values=cache)
+        if copied == "deepcopy":
+            other = copy.deepcopy(cache)
+        else:
+            other = pickle.load(io.BytesIO(pickle.dumps(cache)))
+        logits = [
+            model(**step, decoder_input_ids=prompt[:, 29:], past_key_values=each).logits
+            for each in (cache, other)
+        ]
+    assert torch.equal(*logits)
+    if cross == "same":  # a copy carries no gathered tensors along
+        assert "_view" not in cache.cross_attention_cache.layers[0].__getstate__()
+    other.reset()
+    assert cache.get_seq_length() == 30
+    cache.check_integrity()
+
+
+def test_decoder_with_more_layers_than_the_encoder_is_cached_whole():
+    """transformers 5.23 counts the encoder's layers of a T5 and fails; a DynamicCache without a config does not."""
+    model = tiny.make_model("t5", num_layers=1, num_decoder_layers=3)
+    inputs = tiny.sources(LENGTHS)
+    dynamic = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    expected = model.generate(**inputs, **GREEDY, past_key_values=dynamic)
+    for cross in ("exact", "same"):
+        found = model.generate(**inputs, **GREEDY, **paged(cross))
+        assert_same(expected, found)
+        assert len(found.past_key_values.self_attention_cache.layers) == 3
+
+
+@pytest.mark.parametrize("name", ["paged_fp8", "paged_int8", "paged_int4", "paged_int2"])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_quantized_pages_give_what_their_dense_numbers_give(family, name):
+    """The paged attention and sdpa on written-out pages read the same numbers, in both halves of the cache."""
+    inputs = tiny.sources(LENGTHS)
+    logits = []
+    for attention in ("auto", "keep"):
+        model = tiny.make_model(family)
+        out = model.generate(**inputs, **GREEDY, **paged("same", name, attention=attention))
+        logits.append(torch.stack(out.logits[:20]))
+        kinds = {(row.keys, row.values) for row in out.past_key_values.report()}
+        assert kinds == {(name[6:], name[6:])}
+    torch.testing.assert_close(*logits, rtol=0, atol=2 * TOLERANCE)
+
+
+def test_int8_cross_attention_is_within_its_rounding():
+    """|out' - out| <= (exp(2 d) - 1) max|v| + max|v' - v| with d = max|scale q (k' - k)|, and k' - k half a step."""
+    model, inputs = tiny.shared_model("bart"), tiny.sources([120])
+    config = model.config
+    exact, stored = DynamicCache(config=config), kv_hf.CrossCache(config, keys="int8", page_size=16)
+    for cross in (exact, stored):
+        pair = EncoderDecoderCache(DynamicCache(config=config), cross)
+        with torch.no_grad():
+            model(**inputs, decoder_input_ids=torch.tensor([[3]]), past_key_values=pair)
+    module = model.model.decoder.layers[0].encoder_attn
+    query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0)) * 3
+    keys, values = exact.layers[0].keys, exact.layers[0].values
+    from kv_hf.hf.attention import kv_hf_attention
+
+    expected = kv_hf_attention(module, query, keys, values, None, scaling=0.25)[0]
+    handles = stored.layers[0].keys, stored.layers[0].values
+    found = kv_hf_attention(module, query, *handles, None, scaling=0.25)[0]
+    read = [handle.dense() for handle in handles]
+    spread = keys.amax(2) - keys.amin(2)
+    # 254 steps over the widest channel of a page and head; scale and middle are kept in 16 bits
+    step = spread.amax(-1) / 254 * (1 + 2**-10)
+    assert ((read[0] - keys).abs().amax((2, 3)) <= step / 2 + keys.abs().amax() * 2**-11).all()
+    assert (read[0] - keys).abs().amax() > 0
+    moved = (query @ (read[0] - keys).transpose(2, 3)).abs().amax() * 0.25
+    bound = torch.expm1(2 * moved) * values.abs().amax() + (read[1] - values).abs().amax()
+    assert 0 < (found - expected).abs().amax() <= bound + 1e-6
+    assert bound < 0.2 * expected.abs().amax()  # the bound says something
+
+
+def test_beams_share_the_encoders_pages():
+    """All beams of a text come from one row of the encoder: after the first selection they hold the same pages."""
+    model = tiny.shared_model("bart")
+    inputs = tiny.sources([70, 70])
+    out = model.generate(
+        **inputs, max_new_tokens=6, num_beams=4, return_dict_in_generate=True, **paged("same")
+    )
+    cross = out.past_key_values.cross_attention_cache
+    pages = [row.pages for row in cross.group.rows]
+    assert len(pages) == 8 and len(set(pages)) == 2
+    assert cross.memory().pages_held == 2 * len(pages[0]) == 8
+
+
+def test_memory_of_the_pair_is_the_sum_of_its_halves():
+    model, inputs = tiny.shared_model("bart"), tiny.sources(LENGTHS)
+    for cross in ("exact", "same"):
+        cache = model.generate(**inputs, **GREEDY, **paged(cross, "paged_int4")).past_key_values
+        own, whole = cache.self_attention_cache.memory(), cache.memory()
+        assert whole.tokens == own.tokens + 3 * 70 == 3 * (NEW + 70)
+        if cross == "same":
+            half = cache.cross_attention_cache.memory()
+            assert half.total == whole.total - own.total
+            assert (
+                half.payload == 2 * 2 * 12 * 16 * 64 // 2
+            )  # 4 pages of each row, sides, layers; 4 bits
+        else:
+            assert whole.other == 2 * 2 * 3 * 70 * 64 * 4
+            assert (whole.payload, whole.tail) == (own.payload, own.tail)
+        text = repr(cache)
+        assert "PagedCache(keys='int4'" in text
+
+
+def test_layer_formats_reach_both_halves():
+    model = tiny.shared_model("t5")
+    options = {"layers": {"1": {"keys": "int8"}}, "reserve_tokens": 500, "recent_tokens": 8}
+    out = model.generate(
+        **tiny.sources(LENGTHS), **GREEDY, **paged("same", "paged_int4", **options)
+    )
+    rows = out.past_key_values.report()
+    assert [(row.kind, row.keys, row.values) for row in rows] == [
+        (kind, keys, "int4") for kind in ("paged", "cross paged") for keys in ("int4", "int8")
+    ]
+    assert out.past_key_values.cross_attention_cache.memory().pages_allocated == 12
+
+
+def test_whisper_reads_attention_weights_and_long_audio():
+    model, inputs = tiny.whisper()
+    features = torch.randn(2, 16, 260, generator=torch.Generator().manual_seed(0))
+    assert model.config.max_source_positions * 2 < features.shape[-1]
+    options = {
+        "max_new_tokens": 20,
+        "return_timestamps": True,
+        "attention_mask": torch.ones(2, 260, dtype=torch.long),
+    }
+    model = copy.deepcopy(model)
+    generation = model.generation_config
+    generation.no_timestamps_token_id, generation.eos_token_id = 90, 2
+    expected = model.generate(features, **options)
+    for cross in ("exact", "same"):
+        assert torch.equal(expected, model.generate(features, **options, **paged(cross)))
+
+
+@pytest.mark.parametrize("cross", ["exact", "same"])
+def test_output_attentions_take_the_dense_route(cross):
+    model = tiny.make_model("bart")
+    model.set_attn_implementation("eager")
+    inputs = {"input_ids": tiny.sources([40])["input_ids"]}  # no mask: an encoder is not causal
+    options = {**GREEDY, "output_attentions": True}
+    expected = model.generate(**inputs, **options)
+    model.set_attn_implementation("kv_hf")
+    with pytest.warns(kv_hf.KVCacheWarning, match="output_attentions=True needs"):
+        found = model.generate(**inputs, **options, **paged(cross))
+    assert_same(expected, found)
+    for name in ("encoder_attentions", "cross_attentions", "decoder_attentions"):
+        for a, b in zip(getattr(expected, name), getattr(found, name), strict=True):
+            for c, d in zip(a, b, strict=True):
+                torch.testing.assert_close(c, d, rtol=0, atol=TOLERANCE)
+
+
+def test_bad_caches_and_options_are_refused():
+    model, inputs = tiny.shared_model("bart"), tiny.sources([20])
+    config = model.config
+    with pytest.raises(kv_hf.CacheMismatchError, match="wants two caches"):
+        model.generate(**inputs, past_key_values=kv_hf.PagedCache(config), max_new_tokens=2)
+    with pytest.raises(kv_hf.CacheOptionError, match="cross_attention must be one of exact, same"):
+        model.generate(**inputs, **paged("int4"), max_new_tokens=2)
+    with pytest.raises(kv_hf.CacheOptionError, match="is for encoder-decoder models"):
+        kv_hf.PagedCache(transformers.LlamaConfig(), cross_attention="same")
+    with pytest.raises(
+        kv_hf.UnsupportedModelError, match="'llama' is not an encoder-decoder model"
+    ):
+        kv_hf.PagedEncoderDecoderCache(transformers.LlamaConfig())
+    with pytest.raises(kv_hf.UnsupportedModelError, match="makes its cross-attention cache itself"):
+        tiny.shared_model("t5gemma").generate(**inputs, **paged("same"), max_new_tokens=2)
+    heads_of_7 = transformers.SwitchTransformersConfig(d_model=64, num_heads=4, d_kv=7)
+    with pytest.raises(kv_hf.CacheOptionError, match="head_dim must be a multiple of"):
+        kv_hf.PagedEncoderDecoderCache(heads_of_7, keys="int4")
+    other = kv_hf.PagedEncoderDecoderCache(tiny.shared_model("t5").config)
+    with pytest.raises(kv_hf.CacheMismatchError, match="model_type='t5'"):
+        model.generate(**inputs, past_key_values=other, max_new_tokens=2)
+    pair = kv_hf.PagedEncoderDecoderCache(config)
+    with pytest.raises(ValueError, match="Passing both"):
+        model.generate(**inputs, past_key_values=pair, **paged(), max_new_tokens=2)
+    with pytest.raises(kv_hf.PagePoolExhaustedError):
+        model.generate(**tiny.sources([90]), **paged("same", max_pages=2), max_new_tokens=2)
+    assert model.generate(**inputs, **paged("same"), max_new_tokens=3).shape == (1, 4)
+
+
+@pytest.mark.parametrize("kind", ["exact", "same"])
+def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder_in_custom_loops(kind):
+    model, inputs = tiny.make_model("t5gemma"), tiny.sources(LENGTHS)
+    prompt = torch.randint(4, 97, (3, 30), generator=torch.Generator().manual_seed(1))
+    pair = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16, cross_attention=kind)
+    with torch.no_grad():
+        whole = model(**inputs, decoder_input_ids=prompt, use_cache=False).logits
+        model.set_attn_implementation("kv_hf")
+        for part in prompt.split([20, 1, 1, 3, 5], -1):
+            last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
+    torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=TOLERANCE)
+
+
+def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder():
+    """A step looks at all of the encoder, however short the window over the decoder's own tokens is."""
+    model, inputs = tiny.make_model("t5gemma"), tiny.sources(LENGTHS)
+    prompt = torch.randint(4, 97, (3, 30), generator=torch.Generator().manual_seed(1))
+    cross = kv_hf.CrossCache(model.config, page_size=16)
+    assert {row.kind for row in cross.report()} == {"paged"}
+    pair = EncoderDecoderCache(kv_hf.PagedCache(model.config, page_size=16), cross)
+    with torch.no_grad():
+        whole = model(**inputs, decoder_input_ids=prompt, use_cache=False).logits
+        model.set_attn_implementation("kv_hf")
+        for part in prompt.split([20, 1, 1, 3, 5], -1):
+            last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
+    torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=TOLERANCE)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="makes its cross-attention cache itself"):
+        model.generate(**inputs, past_key_values=pair, max_new_tokens=2)
+
+
+def test_uninstall_gives_encoder_and_decoder_their_attention_back():
+    model = tiny.make_model("bart")
+    model.generate(**tiny.sources([20]), **paged("same"), max_new_tokens=3)
+    assert model.config._attn_implementation == "kv_hf"
+    kv_hf.uninstall()
+    assert model.config._attn_implementation == "sdpa"
+    kv_hf.install()
+
+
+def test_documented_examples_run(capsys):
+    text = (ROOT / "docs" / "encoder_decoder.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(examples) == 2
+    exec(compile("\n".join(examples), "docs/encoder_decoder.md", "exec"), {})
+    assert "cross paged" in capsys.readouterr().out

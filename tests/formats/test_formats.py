@@ -1,0 +1,692 @@
+"""Formats of other packages: nf4 (tests/nf4_format.py) goes through everything that a shipped format goes through."""
+
+import copy
+import json
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import nf4_format
+import pytest
+import tiny_latent
+import tiny_models
+import torch
+from nf4_format import NF4
+from paths import ROOT
+from transformers import GenerationConfig
+from transformers.generation import configuration_utils
+
+import kv_hf
+from kv_hf import cli, doctor
+from kv_hf.backends import torch_ops
+from kv_hf.backends.cpu import library
+from kv_hf.backends.registry import choose, layout_for
+from kv_hf.backends.torch_ops import spec_name
+from kv_hf.cache_names import all_cache_names, parse_cache_name
+from kv_hf.errors import CacheFileError, CacheOptionError
+from kv_hf.evaluation.cache_kinds import cache_kind
+from kv_hf.evaluation.harness.caches import harness_cache
+from kv_hf.evaluation.recommend.cost import Budget
+from kv_hf.formats import (
+    base,
+    format_names,
+    get_format,
+    key_scheme,
+    named,
+    native_names,
+    plugins,
+    registry,
+)
+from kv_hf.formats.base import Format
+from kv_hf.planner.explore.page import page_data
+from kv_hf.quant.codec import decode, encode
+from kv_hf.recipe import Recipe
+from kv_hf.spec import PageSpec
+
+CPU = torch.device("cpu")
+PROMPT, NEW = 70, 12  # with pages of 16 tokens several are sealed before and while tokens are made
+
+
+@pytest.fixture
+def nf4():
+    """Register nf4 as another package would, and take it back."""
+    kv_hf.register_format(NF4)
+    yield get_format("nf4")
+    for name in [name for name in kv_hf.cache_names() if not named._caches[name].shipped]:
+        if name != "paged_nf4":
+            kv_hf.unregister_cache(name)
+    if "nf4" in format_names():
+        kv_hf.unregister_format("nf4")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models.make_model("llama")
+
+
+def generated(model, implementation, **options):
+    prompt = tiny_models.tokens(2, PROMPT)
+    return model.generate(
+        prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, return_dict_in_generate=True,
+        output_logits=True, cache_implementation=implementation, cache_config={"page_size": 16, **options},
+    )  # fmt: skip
+
+
+def said(caught):
+    return [str(one.message) for one in caught if issubclass(one.category, kv_hf.KVCacheWarning)]
+
+
+def nf4_spec(layout="rows", dim=32):
+    return PageSpec.build(
+        key_scheme("nf4"), get_format("nf4").scheme("values"), num_kv_heads=2, key_dim=dim, value_dim=dim,
+        page_size=16, dtype=torch.float32, layout=layout,
+    )  # fmt: skip
+
+
+# -- nf4, from registration to text -----------------------------------------------------------------------------------
+
+
+def test_register_format_makes_its_names_known_and_unregister_takes_them_back():
+    before = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    with pytest.raises(CacheOptionError, match="keys must be one of .*, got 'nf4'"):
+        kv_hf.CacheConfig(keys="nf4")
+    assert kv_hf.register_format(NF4) is NF4
+    assert "nf4" in format_names("keys") and "nf4" not in format_names("latent")
+    assert "paged_nf4" in kv_hf.cache_names() and kv_hf.IMPLEMENTATIONS["paged_nf4"] == "nf4"
+    assert "paged_nf4" in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    GenerationConfig(cache_implementation="paged_nf4").validate()
+    kv_hf.unregister_format("nf4")
+    assert before == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    assert "nf4" not in kv_hf.formats.FORMAT_NAMES and "paged_nf4" not in kv_hf.IMPLEMENTATIONS
+    with pytest.raises(CacheOptionError, match="cache_implementation must be one of"):
+        kv_hf.CacheConfig.from_options("paged_nf4", None)
+
+
+def test_uninstall_takes_registered_names_back_and_install_brings_them(nf4):
+    kv_hf.uninstall()
+    try:
+        assert not set(kv_hf.cache_names()) & set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS)
+        kv_hf.register_cache("paged_while_away", keys="nf4")
+        assert "paged_while_away" not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    finally:
+        kv_hf.install()
+    assert {"paged_nf4", "paged_while_away"} < set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize("layout", ["rows", "lanes"])
+def test_pages_hold_what_a_registered_format_encodes(nf4, layout):
+    """Every stored number is its group's largest times a level; packing and both layouts lose nothing."""
+    for side in nf4_spec(layout).sides:
+        tokens = torch.randn(3, 2, 16, 32, generator=torch.Generator().manual_seed(1))
+        fields, damaged = encode(tokens, side)
+        assert {name: (t.shape[1:], t.dtype) for name, t in fields.items()} == side.fields
+        assert set(fields) == {"codes", "scale"} and not bool(damaged)
+        around = -2 if side.side == "keys" else -1
+        scale = tokens.abs().amax(around, keepdim=True).half().float()
+        nearest = (tokens[..., None] / scale[..., None] - nf4_format.LEVELS).abs().argmin(-1)
+        expected = nf4_format.LEVELS[nearest] * scale
+        assert torch.equal(decode(fields, side, torch.float32), expected)
+
+
+def test_generate_in_a_registered_format_reads_its_reference_decode(nf4, model):
+    """generate() gives the tokens and logits of an exact cache whose sealed numbers were rounded by nf4 itself."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", kv_hf.KVCacheWarning)
+        got = generated(model, "paged_nf4")
+        generated(model, "paged_nf4")
+    [warning] = said(caught)
+    assert "no compiled kernel reads the format 'nf4' of keys and values" in warning
+    assert "slower than 'c'" in warning
+    reference = generated(model, "paged_nf4", kernel="reference")
+    exact = generated(model, "paged_exact", kernel="reference")
+    assert torch.equal(got.sequences, reference.sequences)
+    for own, right, other in zip(got.logits, reference.logits, exact.logits, strict=True):
+        assert torch.allclose(own, right, atol=1e-4)
+        rounded = float((right - other).abs().max())
+    assert rounded > 1e-3  # what nf4 rounds is seen
+    assert torch.equal(
+        rounded_by_hand(model, reference.sequences), torch.stack(reference.logits, 1).argmax(-1)
+    )
+
+
+def rounded_by_hand(model, sequences):
+    """Return the greedy choices of a loop over DynamicCache, whose full pages are replaced by what nf4 makes of them."""
+    from transformers import DynamicCache
+
+    cache, choices, done = DynamicCache(config=model.config), [], 0
+    spec = PageSpec.build(
+        key_scheme("nf4"), get_format("nf4").scheme("values"), num_kv_heads=2, key_dim=16, value_dim=16,
+        page_size=16, dtype=torch.float32,
+    )  # fmt: skip
+    fed = sequences[:, :PROMPT]
+    for step in range(NEW):
+        with torch.no_grad():
+            logits = model(fed, past_key_values=cache, use_cache=True).logits[:, -1]
+        choices.append(logits.argmax(-1))
+        full = (cache.get_seq_length() - 4) // 16
+        for layer in cache.layers:
+            for name, side in zip(("keys", "values"), spec.sides, strict=True):
+                tensor = getattr(layer, name)
+                for page in range(done, full):
+                    span = slice(4 + 16 * page, 20 + 16 * page)
+                    fields, _ = encode(tensor[:, :, span], side)
+                    tensor[:, :, span] = decode(fields, side, torch.float32)
+        done = full
+        fed = sequences[:, PROMPT + step : PROMPT + step + 1]
+    return torch.stack(choices, 1)
+
+
+@pytest.mark.parametrize("options", [
+    {"keys": "nf4"},
+    {"keys": "nf4", "values": "int8"},
+    {"keys": "int4", "values": "nf4", "value_group_size": 8},
+    {"keys": "exact", "layers": {"1": {"keys": "nf4"}}},
+    {"keys": "nf4", "key_group_size": 8, "recent_tokens": 8},
+], ids=str)  # fmt: skip
+def test_memory_of_a_registered_format_is_what_is_predicted(nf4, model, options):
+    cache = kv_hf.PagedCache(model.config, page_size=16, **options)
+    with torch.no_grad():
+        model(tiny_models.tokens(2, PROMPT), past_key_values=cache)
+    held = cache.memory()
+    specs = [layer.spec for layer in cache.paged_layers]
+    predicted = kv_hf.predict_memory(
+        specs, [PROMPT, PROMPT], sink_tokens=4, recent_tokens=options.get("recent_tokens", 0)
+    )
+    assert held == predicted
+    assert held.payload + held.scales == sum(
+        tensor.nbytes
+        for layer in cache.paged_layers
+        for side in layer.storage.sides
+        for tensor in side.fields.values()
+    )
+    names = (
+        [name for row in cache.report() for name in (row.keys, row.values)]
+        if hasattr(cache, "report")
+        else []
+    )
+    assert not names or "nf4" in names
+
+
+def test_static_cache_steps_through_operators_in_a_registered_format(nf4, model):
+    """A preallocated cache rebuilds specs from tensors: the code of nf4 must not become int4's, which has as many bits."""
+    growing = generated(model, "paged_nf4", kernel="reference")
+    fixed = generated(model, "paged_nf4", kernel="reference", max_length=PROMPT + NEW)
+    assert torch.equal(growing.sequences, fixed.sequences)
+    for own, other in zip(growing.logits, fixed.logits, strict=True):
+        assert torch.allclose(own, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["c", "triton"])
+def test_a_compiled_kernel_asked_for_by_name_refuses_a_registered_format(nf4, model, kernel):
+    with pytest.raises(
+        CacheOptionError, match=f"kernel='{kernel}' cannot run here: .*'nf4' of keys"
+    ):
+        generated(model, "paged_nf4", kernel=kernel)
+    with pytest.raises(CacheOptionError, match="reads the format 'nf4' of values"):
+        generated(model, "paged_int8", values="nf4", kernel=kernel)
+
+
+def test_choose_takes_no_compiled_kernel_on_a_gpu_either(nf4):
+    """On a GPU the reference is what is left; nothing is compiled to find that out."""
+    with pytest.warns(kv_hf.KVCacheWarning, match="'nf4' of keys and values"):
+        assert choose("auto", torch.device("cuda"), nf4_spec()).name == "reference"
+
+
+def test_latents_refuse_a_format_of_keys_and_values(nf4):
+    tiny = tiny_latent.make_model("deepseek_v3") if hasattr(tiny_latent, "make_model") else None
+    with pytest.raises(CacheOptionError, match="latent must be one of"):
+        kv_hf.CacheConfig(latent="nf4")
+    if tiny is not None:
+        with pytest.raises(
+            CacheOptionError, match="format 'nf4' is for keys, values, not for latent"
+        ):
+            kv_hf.PagedCache(tiny.config, keys="nf4")
+
+
+# -- files, plans, evaluation, doctor, recipes ------------------------------------------------------------------------
+
+
+def test_saved_cache_of_a_registered_format_needs_the_same_format(nf4, model, tmp_path):
+    cache = kv_hf.PagedCache(model.config, keys="nf4", page_size=16)
+    prompt = tiny_models.tokens(1, PROMPT)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    path = tmp_path / "cache.safetensors"
+    cache.save(path, model)
+    again = kv_hf.PagedCache.load(path, model)
+    for own, other in zip(cache.paged_layers, again.paged_layers, strict=True):
+        for side, loaded in zip(own.storage.sides, other.storage.sides, strict=True):
+            assert all(
+                torch.equal(side.fields[name][:4], loaded.fields[name][:4]) for name in side.fields
+            )
+    kv_hf.unregister_format("nf4")
+    with pytest.raises(
+        CacheFileError, match="format 'nf4', which is not registered here.*register_format"
+    ):
+        kv_hf.PagedCache.load(path, model)
+    kv_hf.register_format(type("NewNF4", (NF4,), {"version": 2}))
+    with pytest.raises(
+        CacheFileError, match="version 1 of format 'nf4', and version 2 is registered"
+    ):
+        kv_hf.PagedCache.load(path, model)
+
+
+def test_files_of_shipped_formats_say_nothing_of_formats(model, tmp_path):
+    """A file that any version of kv_hf may read has no entry that only this one writes."""
+    from safetensors import safe_open
+
+    cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16)
+    with torch.no_grad():
+        model(tiny_models.tokens(1, PROMPT), past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors", model)
+    with safe_open(tmp_path / "cache.safetensors", "pt") as file:
+        assert "formats" not in file.metadata()
+
+
+def test_plan_and_its_command_know_a_registered_format(nf4, capsys):
+    found = kv_hf.plan("llama-3.1-8b", context=4096)
+    rows = {row.cache: row.memory.total for row in found.rows}
+    # 4 bits and a scale, where int4 has an offset as well
+    assert rows["paged_int2"] < rows["paged_nf4"] < rows["paged_int4"] < rows["paged_k8v4"]
+    assert cli.main(["memory", "llama-3.1-8b", "--cache", "paged_nf4:keys=int8", "paged_k8v4"]) == 0
+    assert "paged_nf4:keys=int8" in capsys.readouterr().out
+    data = json.loads(json.dumps(page_data([])))  # what the planner's page is made of
+    assert data["formats"]["values"]["nf4"]["scale_group"] == [1, 0]
+    assert "nf4" in data["format_names"] and "nf4" not in data["latent_format_names"]
+
+
+def test_evaluation_knows_a_registered_format(nf4, model):
+    assert "paged_nf4" in all_cache_names()
+    assert parse_cache_name("paged_nf4:key_group_size=8") == ("paged_nf4", {"key_group_size": 8})
+    for kind in (cache_kind("paged_nf4:keys=int8"), harness_cache("paged_nf4", "keys=int8")):
+        [layer, *_] = kind.make(model.config, 0).paged_layers
+        assert layer.formats.names == ("int8", "nf4")
+    size = Budget.parse("paged_nf4")
+    assert size.like == "paged_nf4"
+
+
+def test_doctor_tries_a_registered_format(nf4, capsys):
+    [report] = [
+        one for one in doctor.report_formats(CPU, torch.float32, 32, 16) if one.format == "nf4"
+    ]
+    assert report.kernel == "sdpa"
+    assert "'nf4' of keys and values" in dict(report.others)["c"]
+    assert cli.main(
+        ["doctor", "--device", "cpu", "--head-dim", "32", "--json", "--seconds", "1000"]
+    ) in (0, 1)
+    trials = json.loads(capsys.readouterr().out)["self_test"]["trials"]
+    own = [trial for trial in trials if trial["format"] == "paged_nf4"]
+    assert {trial["kernel"] for trial in own} == {"sdpa", "reference"}
+    assert all(trial["status"] == "ok" for trial in own)
+
+
+def test_recipe_of_a_registered_format_generates(nf4, model, tmp_path):
+    recipe = Recipe(("nf4", "int8"), ("int4", "nf4"), {"page_size": 16})
+    recipe.save(tmp_path / "recipe.json")
+    cache = kv_hf.PagedCache(model.config, recipe=str(tmp_path / "recipe.json"))
+    assert [layer.formats.names for layer in cache.paged_layers] == [
+        ("nf4", "int4"),
+        ("int8", "nf4"),
+    ]
+    kv_hf.unregister_format("nf4")
+    with pytest.raises(CacheOptionError, match="keys of layer 0 must be one of .*, got 'nf4'"):
+        Recipe.read(tmp_path / "recipe.json")
+
+
+def test_recommend_measures_a_registered_format(nf4, model):
+    found = kv_hf.recommend(
+        model, "paged_nf4", text=tiny_models.tokens(1, 96).tolist(), prompt=48, window=96, formats=("nf4",),
+        context=96, variants=(), page_size=16,
+    )  # fmt: skip
+    assert set(found.recipe.keys) | set(found.recipe.values) <= {"exact", "int8", "nf4"}
+    assert any(one.format == "nf4" for one in found.sensitivities)
+
+
+class Counted(dict):
+    """Formats by name, and how often anybody asked for one."""
+
+    asked = 0
+
+    def __getitem__(self, name):
+        self.asked += 1
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.asked += 1
+        return super().get(name, default)
+
+    def items(self):
+        self.asked += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])
+def test_decode_steps_ask_the_registry_for_nothing(nf4, model, monkeypatch, kernel):
+    """Schemes hold their format: a step costs no look-up, also where pages are sealed and decoded in torch."""
+    counted = Counted(base.FORMATS)
+    monkeypatch.setattr(base, "FORMATS", counted)
+    monkeypatch.setattr(registry, "FORMATS", counted)
+    keys = "int4" if kernel == "auto" else "nf4"
+    cache = kv_hf.PagedCache(model.config, keys=keys, page_size=16, kernel=kernel)
+    assert counted.asked
+    prompt = tiny_models.tokens(1, PROMPT)
+    with torch.no_grad():
+        for columns in (prompt[:, :40], prompt[:, 40:41]):
+            model(columns, past_key_values=cache)
+        counted.asked = 0
+        for column in prompt[:, 41:].split(1, 1):
+            model(column, past_key_values=cache)
+    assert counted.asked == 0
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+
+def made(**changes):
+    return type("Odd", (NF4,), {"name": "odd", **changes})
+
+
+def wrong_shape(self, numbers, scheme):
+    codes, scale, offset = NF4.encode(self, numbers, scheme)
+    return codes[..., :-1], scale, offset
+
+
+def too_large(self, numbers, scheme):
+    codes, scale, offset = NF4.encode(self, numbers, scheme)
+    return codes + 9, scale, offset
+
+
+def of_all_pages(self, numbers, scheme):
+    codes, scale, offset = NF4.encode(self, numbers - numbers.mean(0), scheme)
+    return codes, scale, offset
+
+
+def raises(self, numbers, scheme):
+    raise ZeroDivisionError("by nothing")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (made(name="NF 4"), "name of a format must be lower-case"),
+        (made(name="int4"), "format 'int4' is registered already"),
+        (made(bits=3), "bits must be 1, 2, 4 or 8, got 3"),
+        (made(sides=("keys", "queries")), "sides must be some of keys, values, latent, k_rope"),
+        (made(group_options={"keys": "group"}), "group_options must map"),
+        (made(code_dtype=torch.int8), "code_dtype must be torch.uint8"),
+        (made(native_number=9), "native_number and native_code must be those of a format"),
+        (made(native_code="unsigned"), "needs the native_number"),
+        (made(encode=wrong_shape), "encode's codes must be torch.uint8"),
+        (made(encode=too_large), r"codes must be below 2\^4"),
+        (made(encode=of_all_pages), "the same codes alone as beside other pages"),
+        (made(encode=raises), "cannot encode and decode keys: ZeroDivisionError: by nothing"),
+        (made(decode=lambda self, codes, *_: codes), "decode's numbers must be torch.float32"),
+        ("nf4", "format must be a kv_hf.Format"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_register_format_refuses_and_changes_nothing(given, says):
+    before = kv_hf.cache_names(), dict(base.FORMATS)
+    with pytest.raises(CacheOptionError, match=says):
+        kv_hf.register_format(given)
+    assert (kv_hf.cache_names(), dict(base.FORMATS)) == before
+
+
+def test_register_format_refuses_a_second_one_of_a_name(nf4):
+    with pytest.raises(CacheOptionError, match=r"kv_hf.unregister_format\('nf4'\) takes it back"):
+        kv_hf.register_format(NF4)
+
+
+def test_a_format_of_keys_alone_has_no_cache_name_of_its_own():
+    kv_hf.register_format(made(sides=("keys",), group_options={"keys": "key_group_size"}))
+    try:
+        assert "odd" in format_names("keys") and "odd" not in format_names("values")
+        assert "paged_odd" not in kv_hf.cache_names()
+        assert kv_hf.CacheConfig(keys="odd", values="int8").keys == "odd"
+        with pytest.raises(CacheOptionError, match="values must be one of .*, got 'odd'"):
+            kv_hf.CacheConfig(values="odd")
+    finally:
+        kv_hf.unregister_format("odd")
+
+
+def test_unregister_format_refuses_what_is_shipped_unknown_or_needed(nf4):
+    with pytest.raises(CacheOptionError, match="'int4' comes with kv_hf and stays"):
+        kv_hf.unregister_format("int4")
+    with pytest.raises(CacheOptionError, match="format 'nf5' is not registered"):
+        kv_hf.unregister_format("nf5")
+    kv_hf.register_cache("paged_mixed", keys="int8", layers={"0": {"values": "nf4"}})
+    with pytest.raises(CacheOptionError, match="needed by the cache names paged_mixed"):
+        kv_hf.unregister_format("nf4")
+    assert "nf4" in format_names()
+
+
+def test_a_cache_goes_on_when_its_format_is_unregistered(nf4, model):
+    cache = kv_hf.PagedCache(model.config, keys="nf4", page_size=16)
+    prompt = tiny_models.tokens(1, PROMPT)
+    with torch.no_grad():
+        model(prompt[:, :-20], past_key_values=cache)
+        other = copy.deepcopy(cache)
+        right = model(prompt[:, -20:], past_key_values=cache).logits
+        kv_hf.unregister_format("nf4")
+        assert torch.equal(model(prompt[:, -20:], past_key_values=other).logits, right)
+
+
+def test_formats_are_one_object_each_also_in_copies_and_pickles(nf4):
+    scheme = key_scheme("nf4", 8)
+    assert copy.deepcopy(scheme).format is nf4 and pickle.loads(pickle.dumps(scheme)) == scheme
+    kv_hf.unregister_format("nf4")
+    kv_hf.register_format(NF4)
+    assert key_scheme("nf4", 8) != scheme  # another object, which may store other bytes
+
+
+def test_operators_know_a_format_anew_that_took_the_name_of_another(nf4):
+    first = nf4_spec()
+    name = spec_name(first)
+    kv_hf.unregister_format("nf4")
+    kv_hf.register_format(NF4)
+    second = nf4_spec()
+
+    assert spec_name(second) == name and torch_ops._specs[name] is second
+
+
+class Wider(kv_hf.formats.registry.Int4):
+    """int4 in groups of 16 at most, whose codes the compiled kernels know."""
+
+    name = "int4_g16"
+    group_options = {}
+
+    def scheme(self, side, group_size=None):
+        return super().scheme(side, -16)
+
+
+@pytest.mark.skipif(library.missing() is not None, reason="no C kernel here")
+def test_a_format_of_shipped_codes_is_read_by_the_compiled_kernels(model):
+    """Another grouping of int4 needs no other kernel: native_number says so."""
+    kv_hf.register_format(Wider)
+    try:
+        assert "int4_g16" in native_names()
+        spec = PageSpec.build(
+            key_scheme("int4_g16"), get_format("int4_g16").scheme("values"), num_kv_heads=2, key_dim=16, value_dim=16,
+            page_size=64, dtype=torch.float32, layout=layout_for(CPU),
+        )  # fmt: skip
+        assert choose("auto", CPU, spec).name == "c"
+        got, right = (
+            generated(model, "paged_int4_g16", kernel=name) for name in ("c", "reference")
+        )
+        assert torch.equal(got.sequences, right.sequences)
+    finally:
+        kv_hf.unregister_format("int4_g16")
+
+
+def test_native_numbers_are_those_of_the_c_header():
+    header = (Path(library.FOLDER) / "native" / "kv_hf.h").read_text()
+    line = next(line for line in header.splitlines() if line.startswith("enum Format"))
+    names = [name.strip() for name in line.partition("{")[2].partition("}")[0].split(",")]
+    expected = {
+        "exact": "F32",
+        "int8": "INT8",
+        "int4": "UINT4",
+        "int2": "UINT2",
+        "fp8": "FLOAT8",
+        "fp8_ds_mla": "FLOAT8",
+    }
+    assert {name: names[get_format(name).native_number] for name in expected} == expected
+    assert {*format_names("keys"), *format_names("latent")} == set(expected)
+
+
+# -- names of caches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def named_cache():
+    kv_hf.register_cache("paged_mine", keys="int8", values="int2", value_group_size=8, page_size=16)
+    yield "paged_mine"
+    kv_hf.unregister_cache("paged_mine")
+
+
+def test_register_cache_gives_options_a_name(named_cache, model):
+    cache = kv_hf.PagedCache.from_implementation(model.config, named_cache, {"sink_tokens": 2})
+    options = cache.options
+    assert (options.keys, options.values, options.value_group_size) == ("int8", "int2", 8)
+    assert (options.page_size, options.sink_tokens) == (16, 2)
+    named_out = generated(model, named_cache)
+    spelt_out = generated(model, "paged_int8", values="int2", value_group_size=8)
+    assert torch.equal(named_out.sequences, spelt_out.sequences)
+    with pytest.raises(KeyError):
+        kv_hf.IMPLEMENTATIONS[named_cache]  # which has formats, not a format
+
+
+def test_register_cache_names_a_recipe(model, tmp_path):
+    Recipe(("int8", "int4"), ("int4", "int2"), {"page_size": 16}).save(tmp_path / "recipe.json")
+    kv_hf.register_cache("paged_recipe", recipe=str(tmp_path / "recipe.json"))
+    try:
+        cache = kv_hf.PagedCache.from_implementation(model.config, "paged_recipe")
+        assert [one.formats.names for one in cache.paged_layers] == [
+            ("int8", "int4"),
+            ("int4", "int2"),
+        ]
+        assert cache.options.page_size == 16
+    finally:
+        kv_hf.unregister_cache("paged_recipe")
+
+
+def test_paged_k8v4_is_int8_keys_and_int4_values(model):
+    assert "paged_k8v4" in kv_hf.cache_names()
+    assert kv_hf.CacheConfig.from_options("paged_k8v4", None) == kv_hf.CacheConfig(
+        keys="int8", values="int4"
+    )
+    got, right = generated(model, "paged_k8v4"), generated(model, "paged_int4", keys="int8")
+    assert torch.equal(got.sequences, right.sequences)
+    with pytest.raises(CacheOptionError, match="'paged_k8v4' comes with kv_hf and stays"):
+        kv_hf.unregister_cache("paged_k8v4")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("k8v4", {}, "name must be paged_ and lower-case letters, digits or underscores"),
+        ("paged_a:b", {}, "name must be paged_"),
+        (4, {}, "name must be paged_"),
+        ("paged_int4", {}, "'paged_int4' is registered already, for keys='int4', values='int4'"),
+        ("paged_new", {"keys": "int3"}, "keys must be one of .*, got 'int3'"),
+        ("paged_new", {"page_sise": 16}, "did you mean 'page_size'"),
+        ("paged_new", {"page_size": 24}, "page_size must be a power of two"),
+        (
+            "paged_new",
+            {"keys": "int8", "key_group_size": 8},
+            "read by the formats int4 and int2 only",
+        ),
+    ],
+)
+def test_register_cache_refuses_and_changes_nothing(name, options, says):
+    before = kv_hf.cache_names()
+    with pytest.raises(CacheOptionError, match=says):
+        kv_hf.register_cache(name, **options)
+    assert kv_hf.cache_names() == before
+
+
+def test_unregister_cache_refuses_names_that_it_did_not_add(nf4):
+    with pytest.raises(CacheOptionError, match="'paged_gone' is not registered"):
+        kv_hf.unregister_cache("paged_gone")
+    with pytest.raises(
+        CacheOptionError, match=r"belongs to the format 'nf4': kv_hf.unregister_format\('nf4'\)"
+    ):
+        kv_hf.unregister_cache("paged_nf4")
+
+
+# -- entry points ------------------------------------------------------------------------------------------------------
+
+
+def plugin_folder(folder, target, source=""):
+    """Make an installed package of one module with an entry point."""
+    folder.mkdir(exist_ok=True)
+    (folder / "kv_hf_plugin.py").write_text(source)
+    info = folder / "kv_hf_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kv-hf-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[kv_hf.formats]\nnf4 = {target}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "says"),
+    [
+        ("kv_hf_plugin:Missing", "", "AttributeError"),
+        ("kv_hf_plugin:x", "raise OSError('no such device')", "OSError: no such device"),
+        ("kv_hf_plugin:x", "x = 3", "format must be a kv_hf.Format"),
+    ],
+)
+def test_load_plugins_names_the_package_that_it_leaves_out(
+    monkeypatch, tmp_path, target, source, says
+):
+    monkeypatch.syspath_prepend(str(plugin_folder(tmp_path / "site", target, source)))
+    monkeypatch.delitem(sys.modules, "kv_hf_plugin", raising=False)
+    before = kv_hf.cache_names()
+    with pytest.warns(
+        kv_hf.KVCacheWarning, match="'nf4' of package 'kv-hf-plugin' is left out: .*" + says
+    ):
+        plugins.load_plugins()
+    assert kv_hf.cache_names() == before
+
+
+def test_load_plugins_registers_once(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(plugin_folder(tmp_path / "site", "nf4_format:NF4")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", kv_hf.KVCacheWarning)
+        plugins.load_plugins()
+        plugins.load_plugins()
+    assert isinstance(get_format("nf4"), Format)
+    kv_hf.unregister_format("nf4")
+
+
+def test_an_installed_format_is_there_on_the_command_line(tmp_path):
+    """A program that only imports kv_hf, as commands do, finds the formats of installed packages."""
+    source = Path(nf4_format.__file__).read_text()
+    folder = plugin_folder(tmp_path / "site", "kv_hf_plugin:NF4", source)
+    root = Path(kv_hf.__file__).parent.parent
+    command = [sys.executable, "-m", "kv_hf.cli", "memory", "llama-3.1-8b", "--cache", "paged_nf4"]
+    done = subprocess.run(
+        command,
+        env={"PYTHONPATH": f"{folder}:{root}", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "paged_nf4" in done.stdout
+
+
+def test_docs_add_a_format_works_as_written(capsys):
+    """The page shows this folder's nf4_format.py, and then what can be done with it."""
+    text = (ROOT / "docs" / "formats.md").read_text()
+    shown, used = re.findall(
+        r"^```python\n(.*?)^```", text.partition("## Add a format")[2], re.M | re.S
+    )
+    assert shown == Path(nf4_format.__file__).read_text()
+    before = kv_hf.cache_names()
+    exec(compile(used, "docs/formats.md", "exec"), {})
+    assert "MemoryReport(payload=" in capsys.readouterr().out
+    assert kv_hf.cache_names() == before

@@ -1,0 +1,186 @@
+"""Models over several devices: accelerate's offloading on the CPU, and two pretended devices in a process of its own."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+from devices_worker import CASES
+from paths import TESTS
+from tiny_models import left_padded, make_model, shared_model, tokens
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.generation.utils import GenerationMode
+
+import kv_hf
+from kv_hf.cache import layer_formats
+from kv_hf.hf.devices import execution_devices
+from kv_hf.spec import ROWS
+
+CPU = torch.device("cpu")
+
+
+# -- two devices -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_two_devices() -> dict[str, str]:
+    """Case -> "ok" or its error; in a process of its own, since a device type cannot be unregistered."""
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "devices_worker.py")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_devices(on_two_devices, case):
+    """Each layer's pages lie on its layer's device, and nothing crosses but by copies."""
+    assert on_two_devices[case] == "ok", on_two_devices[case]
+
+
+# -- offloaded weights -------------------------------------------------------------------------------------
+
+MAP = {
+    "model.embed_tokens": "cpu",
+    "model.rotary_emb": "cpu",
+    "model.layers.0": "disk",
+    "model.layers.1": "cpu",
+    "model.norm": "disk",
+    "lm_head": "cpu",
+}
+
+
+def offloaded(how, folder):
+    model = make_model("llama")
+    if how == "cpu":
+        cpu_offload(model, CPU)
+    elif how == "disk":
+        disk_offload(model, folder, CPU)
+    elif how == "dispatch":
+        dispatch_model(model, MAP, main_device="cpu", offload_dir=folder)
+    else:
+        model.save_pretrained(folder / "model")
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / "model", device_map=MAP, offload_folder=folder
+        )
+        model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference", "sdpa"])
+@pytest.mark.parametrize("how", ["cpu", "disk", "dispatch", "from_pretrained"])
+def test_offloaded_weights_give_the_same_tokens(how, kernel, tmp_path):
+    """Weights on "meta" between two forwards: a kernel named was refused for pages on meta."""
+    model, batch = offloaded(how, tmp_path), left_padded([70, 30])
+    out = model.generate(
+        **batch,
+        max_new_tokens=50,
+        do_sample=False,
+        cache_implementation="paged_exact",
+        cache_config={"kernel": kernel},
+        return_dict_in_generate=True,
+    )
+    want = shared_model("llama").generate(**batch, max_new_tokens=50, do_sample=False)
+    assert torch.equal(out.sequences, want)
+    assert {layer.device for layer in out.past_key_values.layers} == {CPU}
+
+
+def test_execution_devices_are_those_of_the_hooks_not_of_the_weights():
+    model = make_model("llama")
+    assert execution_devices(model) == [CPU]
+    model.to("meta")
+    add_hook_to_module(model, AlignDevicesHook(execution_device="cpu"), append=True)
+    add_hook_to_module(model.model.layers[0], AlignDevicesHook())
+    second = AlignDevicesHook(execution_device=torch.device("cuda", 1))
+    model.model.layers[1]._hf_hook = SequentialHook(AlignDevicesHook(), second)
+    assert execution_devices(model) == [CPU, torch.device("cuda", 1)]
+
+
+def test_a_named_kernel_is_refused_if_one_device_of_several_cannot_run_it():
+    """Before the first forward; the device of the first weights alone would let it pass."""
+    model = make_model("llama")
+    model.model.layers[1]._hf_hook = AlignDevicesHook(execution_device=torch.device("cuda", 1))
+    model.model._hf_hook = AlignDevicesHook(execution_device="cpu")
+    with pytest.raises(kv_hf.CacheOptionError, match="the pages are on cuda:1"):
+        model.generate(
+            tokens(1, 5),
+            cache_implementation="paged_exact",
+            cache_config={"kernel": "sdpa"},
+            max_new_tokens=1,
+        )
+
+
+# -- moved caches ------------------------------------------------------------------------------------------
+
+
+def filled(**options):
+    cache = kv_hf.PagedCache(shared_model("llama").config, keys="int4", **options)
+    keys = torch.randn(2, 2, 90, 16, generator=torch.Generator().manual_seed(0))
+    for index in range(2):
+        cache.update(keys, keys, index)
+    return cache
+
+
+def loaded(cache, where):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False, map_location=where)
+
+
+def test_a_cache_loaded_elsewhere_lies_there():
+    """It kept the device of the machine that wrote it: every later key was refused."""
+    cache = loaded(filled(), "meta")
+    for layer in cache.layers:
+        assert layer.storage.keys.fields["codes"].device.type == "meta"
+        assert layer.device == layer.store.device == torch.device("meta")
+        assert layer.store.kernel.name == "reference"
+    keys = torch.ones(2, 2, 1, 16, device="meta")
+    assert cache.update(keys, keys, 0)[0].shape == (2, 2, 91, 16)
+
+
+def test_a_cache_saved_while_offloaded_returns_to_its_device():
+    cache = filled()
+    for layer in cache.layers:
+        layer.device = layer.store.device = torch.device("meta")  # stands for a GPU
+    cache = loaded(cache, None)
+    for layer in cache.layers:
+        assert layer.device == layer.store.device == torch.device("meta")
+        assert layer.storage.keys.fields["codes"].device == CPU
+
+
+def test_pages_of_a_gpu_are_read_on_the_cpu_and_the_kernel_says_why(monkeypatch):
+    """A cache brought from a GPU keeps that layout: the C kernel cannot read it, and blamed the head size."""
+    want = filled().layers[0].keys
+    monkeypatch.setattr(layer_formats, "layout_for", lambda device: ROWS)
+    cache = filled()
+    assert cache.layers[0].store.kernel.name == "sdpa"
+    assert torch.equal(cache.layers[0].keys, want)
+    with pytest.raises(kv_hf.CacheOptionError, match="layout of another device's kernel"):
+        filled(kernel="c")
+
+
+# -- transformers' own offloaded cache -----------------------------------------------------------------------
+
+
+def test_the_offloaded_cache_of_transformers_is_left_alone(monkeypatch):
+    """Here only its making can be tested: moving layers needs a device with streams."""
+    monkeypatch.setattr(torch, "Stream", lambda *args, **kwargs: None)
+    model = make_model("llama")
+    config, made = model.generation_config, {}
+    config.cache_implementation = "offloaded"
+    model._prepare_cache_for_generation(config, made, GenerationMode.GREEDY_SEARCH, 1, 20)
+    assert type(made["past_key_values"]) is DynamicCache
+    assert made["past_key_values"].offloading
+    assert config.cache_implementation == "offloaded"
+    assert model.config._attn_implementation == "sdpa"

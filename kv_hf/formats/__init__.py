@@ -10,7 +10,6 @@ from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Format, Scheme, get_format
 from .named import Implementations, cache_names, cache_options, is_cache_name
 from .registry import (
     format_names,
-    format_of_code,
     is_shipped,
     native_names,
     readers_of,
@@ -29,7 +28,6 @@ __all__ = [
     "cache_names",
     "cache_options",
     "format_names",
-    "format_of_code",
     "get_format",
     "is_cache_name",
     "is_shipped",

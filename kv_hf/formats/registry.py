@@ -22,21 +22,12 @@ _SHIPPED = (Exact, Fp8, Int8, Int4, Int2, Fp8DsMla)  # in this order everywhere
 Given = TypeVar("Given", bound="Format | type[Format]")
 
 FORMATS.update({kind.name: kind() for kind in _SHIPPED})
-# (code, bits) -> the first format with it. An unregistered one stays: caches that hold its pages go on
-_coded: dict[tuple[str, int], Format] = {}
 _lock = threading.RLock()
-for _format in FORMATS.values():
-    _coded.setdefault((_format.code, _format.bits), _format)
 
 
 def format_names(side: str = "keys") -> tuple[str, ...]:
     """Return the names of all formats that may be used for one of base.SIDES, the shipped ones first."""
     return tuple(name for name, found in list(FORMATS.items()) if side in found.sides)
-
-
-def format_of_code(code: str, bits: int) -> Format:
-    """Return a format whose codes have this arithmetic, for specs rebuilt from tensors."""
-    return _coded[code, bits]
 
 
 def readers_of(option: str) -> tuple[str, ...]:
@@ -53,6 +44,11 @@ def native_formats() -> dict[int | None, Format]:
     """Return a shipped format for each number that compiled kernels know codes by; exact's codes have none."""
     shipped = [FORMATS[kind.name] for kind in _SHIPPED if kind is not Exact]
     return {one.native_number: one for one in reversed(shipped)}
+
+
+def native_codes() -> set[str]:
+    """Return what backends call the codes of shipped formats: names that mean something else than a format."""
+    return {FORMATS[kind.name].code for kind in _SHIPPED}
 
 
 def is_registered(kind: type) -> bool:
@@ -86,7 +82,7 @@ def register_format(format: Given) -> Given:
         raise CacheOptionError(
             f"format must be a kv_hf.Format, or a class of one, got {type(made).__name__}"
         )
-    check_attributes(made, native_formats())
+    check_attributes(made, native_formats(), native_codes())
     check_arithmetic(made)
     cache = f"paged_{made.name}"
     with _lock:
@@ -98,8 +94,6 @@ def register_format(format: Given) -> Given:
         if both:
             named.add(cache, {"keys": made.name, "values": made.name}, made.name)
         FORMATS[made.name] = made
-        if made.native_number is None:
-            _coded[made.code, made.bits] = made
     return format
 
 

@@ -1,7 +1,8 @@
 """The checks before a format is registered: its attributes, and codes of random numbers."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from inspect import getattr_static
 
 import torch
 
@@ -12,17 +13,38 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PAGE, _DIM = 64, 128  # of the trial, if groups of these sizes are whole
 
 
-def check_attributes(made: Format, native: Mapping[int | None, Format]) -> None:
+# what decides how the codes of shipped formats are made and read, beside the scheme
+_ARITHMETIC = (
+    "encode",
+    "decode",
+    "numbers_of",
+    "codes_of",
+    "top",
+    "mantissa_bits",
+    "exponent_bias",
+    "code_dtype",
+)
+
+
+def check_attributes(
+    made: Format, native: Mapping[int | None, Format], codes: Collection[str]
+) -> None:
     """Raise CacheOptionError for attributes that no format can have, or that contradict each other.
 
     Args:
         native: the shipped formats by the number that compiled kernels know them by.
+        codes: names of arithmetic, which backends would take for that of a shipped format.
     """
     name = getattr(made, "name", None)
     where = f"format {name!r}"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CacheOptionError(
             f"name of a format must be lower-case letters, digits or underscores, got {name!r}"
+        )
+    if name in codes:
+        raise CacheOptionError(
+            f"name of a format must not be one of {', '.join(sorted(codes))}, by which backends know the codes of shipped "
+            f"formats, got {name!r}"
         )
     bits = getattr(made, "bits", None)
     if bits not in (1, 2, 4, 8) or isinstance(bits, bool):
@@ -49,6 +71,12 @@ def check_attributes(made: Format, native: Mapping[int | None, Format]) -> None:
                 "compiled kernel reads the format"
             )
         return
+    _check_native(made, native)
+
+
+def _check_native(made: Format, native: Mapping[int | None, Format]) -> None:
+    """Raise CacheOptionError where compiled kernels would read another arithmetic into the codes than the format's own."""
+    where, bits = f"format {made.name!r}", made.bits
     same = native.get(made.native_number)
     if same is None or (made.code, bits) != (same.code, same.bits):
         known = ", ".join(
@@ -58,6 +86,13 @@ def check_attributes(made: Format, native: Mapping[int | None, Format]) -> None:
             f"{where}: native_number and native_code must be those of a format that the compiled kernels read ({known}), got "
             f"{made.native_number!r}: {made.code} of {bits} bits"
         )
+    for what in _ARITHMETIC:
+        if getattr_static(made, what, None) is not getattr_static(same, what, None):
+            raise CacheOptionError(
+                f"{where}: {what} differs from that of format {same.name!r}, whose native_number {made.native_number} it "
+                'has: compiled kernels would ignore it. Set native_number = None and native_code = "" where the format '
+                f"has its own arithmetic, or leave {what} out"
+            )
 
 
 def check_arithmetic(made: Format) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import kv_hf
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import decode, library, seal
+from kv_hf.backends.cpu import backend, decode, library, seal
 from kv_hf.backends.cpu.arguments import unsupported
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.triton.support import _why_not_sizes
@@ -168,3 +168,49 @@ def test_schemes_of_shipped_formats_are_all_read():
             )  # fmt: skip
             found = reason(spec) if reason else _why_not_sizes(torch.float32, spec, 1)
             assert found is None
+
+
+# -- what the kernels would ignore -------------------------------------------------------------------------------------
+
+
+def clipped(self, numbers, scheme):
+    return Int4.encode(self, numbers.clamp(-0.3, 0.3), scheme)
+
+
+def sevens(self, codes, scale, offset, scheme):
+    return Int4.decode(self, codes, scale, offset, scheme) * 0 + 7.0
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "what"),
+    [
+        (Int4, {"encode": clipped}, "encode"),
+        (Int4, {"decode": sevens}, "decode"),
+        (Int4, {"numbers_of": lambda self, codes: codes.float() + 1}, "numbers_of"),
+        (Int4, {"__init__": lambda self: setattr(self, "encode", clipped)}, "encode"),
+        (Int8, {"codes_of": lambda self, steps: steps.floor().to(torch.int8)}, "codes_of"),
+        (Fp8, {"top": 240.0}, "top"),
+    ],
+)
+def test_register_format_refuses_arithmetic_that_compiled_kernels_would_ignore(base, changes, what):
+    with pytest.raises(
+        CacheOptionError, match=f"format 'other': {what} differs from .*{base.name}"
+    ):
+        kv_hf.register_format(type("Other", (base,), {"name": "other", **changes}))
+
+
+def test_a_subclass_of_int4_with_its_own_arithmetic_is_a_format_without_native_number(registered):
+    changes = {"name": "other", "encode": clipped, "native_number": None, "native_code": ""}
+    own = registered(type("Other", (Int4,), changes))
+    assert own.code == "other"
+    assert "no compiled kernel reads the format 'other'" in str(
+        backend.why_not(torch.device("cpu"), spec_of("keys", LANES))
+    )
+
+
+@pytest.mark.parametrize("name", ["none", "signed", "unsigned", "float8"])
+def test_register_format_refuses_the_names_of_shipped_codes(name):
+    """A format called "none" was taken for exact storage, one called "signed" for int8."""
+    own = {"name": name, "native_number": None, "native_code": ""}
+    with pytest.raises(CacheOptionError, match=f"must not be one of .*, got '{name}'"):
+        kv_hf.register_format(type("Other", (Int8,), own))

@@ -404,6 +404,24 @@ def of_all_pages(self, numbers, scheme):
     return codes, scale, offset
 
 
+def scales_of_all_pages(self, numbers, scheme):
+    codes, scale, offset = NF4.encode(self, numbers, scheme)
+    return codes, scale * len(numbers), offset
+
+
+def of_one_head(self, numbers, scheme):
+    codes, scale, offset = NF4.encode(self, numbers, scheme)
+    return codes[:, :1], scale, offset
+
+
+def zeros(self, codes, *rest):
+    return torch.zeros(codes.shape)
+
+
+def in_groups(*group, **options):
+    return lambda self, side, group_size=None: self.made(scale_group=group, **options)
+
+
 def raises(self, numbers, scheme):
     raise ZeroDivisionError("by nothing")
 
@@ -422,6 +440,15 @@ def raises(self, numbers, scheme):
         (made(encode=wrong_shape), "encode's codes must be torch.uint8"),
         (made(encode=too_large), r"codes must be below 2\^4"),
         (made(encode=of_all_pages), "the same codes alone as beside other pages"),
+        (made(encode=scales_of_all_pages), "the same scales alone as beside other pages"),
+        (made(encode=of_one_head), r"encode's codes must be torch.uint8 \[2, 2, 64, 128\]"),
+        (made(decode=zeros), "decode must give numbers near to those that were encoded"),
+        (
+            made(encode=lambda *_: None),
+            r"encode must return \(codes, scale, offset\), got NoneType",
+        ),
+        (made(scheme=in_groups(1, 24), encode=lambda *_: None), "encode must return"),
+        (made(scheme=in_groups(24, 1)), "tokens of a group must divide a page"),
         (made(encode=raises), "cannot encode and decode keys: ZeroDivisionError: by nothing"),
         (made(decode=lambda self, codes, *_: codes), "decode's numbers must be torch.float32"),
         ("nf4", "format must be a kv_hf.Format"),
@@ -522,9 +549,10 @@ def test_a_format_of_shipped_codes_is_read_by_the_compiled_kernels(model):
 
 
 def test_native_numbers_are_those_of_the_c_header():
-    header = (Path(library.FOLDER) / "native" / "kv_hf.h").read_text()
+    header = (Path(library.FOLDER) / "native" / "abi.h").read_text()
     line = next(line for line in header.splitlines() if line.startswith("enum Format"))
-    names = [name.strip() for name in line.partition("{")[2].partition("}")[0].split(",")]
+    numbers = re.findall(r"(\w+) = (\d+)", line)
+    names = {int(number): name for name, number in numbers}
     expected = {
         "exact": "F32",
         "int8": "INT8",

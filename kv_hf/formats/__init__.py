@@ -9,6 +9,7 @@ from ..errors import CacheOptionError
 from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Format, Scheme, get_format
 from .named import Implementations, cache_names, cache_options, is_cache_name
 from .registry import (
+    check_format,
     format_names,
     is_shipped,
     native_names,
@@ -27,6 +28,7 @@ __all__ = [
     "Scheme",
     "cache_names",
     "cache_options",
+    "check_format",
     "format_names",
     "get_format",
     "is_cache_name",

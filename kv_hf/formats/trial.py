@@ -29,19 +29,23 @@ _ARITHMETIC = (
 
 
 def check_attributes(
-    made: Format, native: Mapping[int | None, Format], codes: Collection[str]
+    made: Format,
+    native: Mapping[int | None, Format],
+    codes: Collection[str],
+    k_ropes: Collection[str],
 ) -> None:
     """Raise CacheOptionError for attributes that no format can have, or that contradict each other.
 
     Args:
         native: the shipped formats by the number that compiled kernels know them by.
         codes: names of arithmetic, which backends would take for that of a shipped format.
+        k_ropes: the formats that RoPE keys may have.
     """
     name = getattr(made, "name", None)
     where = f"format {name!r}"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CacheOptionError(
-            f"name of a format must be lower-case letters, digits or underscores, got {name!r}"
+            f"name of a format must be lower-case letters, digits or underscores, a letter first, got {name!r}"
         )
     if name in codes:
         raise CacheOptionError(
@@ -49,16 +53,21 @@ def check_attributes(
             f"formats, got {name!r}"
         )
     bits = getattr(made, "bits", None)
-    if bits not in (1, 2, 4, 8) or isinstance(bits, bool):
+    if type(bits) is not int or bits not in (1, 2, 4, 8):
         raise CacheOptionError(f"{where}: bits must be 1, 2, 4 or 8, got {bits!r}")
     signed = made.code_dtype == torch.int8 and bits == 8
     if made.code_dtype != torch.uint8 and not signed:
         raise CacheOptionError(
             f"{where}: code_dtype must be torch.uint8 (or torch.int8 for codes of 8 bits), got {made.code_dtype}"
         )
-    if isinstance(made.sides, str) or not made.sides or set(made.sides) - set(SIDES):
+    sides = made.sides if isinstance(made.sides, (tuple, list)) else ()
+    if not sides or any(side not in SIDES for side in sides):
         raise CacheOptionError(
             f"{where}: sides must be some of {', '.join(SIDES)}, got {made.sides!r}"
+        )
+    if not isinstance(made.group_options, Mapping):
+        raise CacheOptionError(
+            f"{where}: group_options must map sides to options, got {made.group_options!r}"
         )
     for side, option in made.group_options.items():
         if side not in made.sides or option not in GROUP_OPTIONS:
@@ -66,6 +75,15 @@ def check_attributes(
                 f"{where}: group_options must map some of {', '.join(made.sides)} to one of {', '.join(GROUP_OPTIONS)}, "
                 f"got {side!r}: {option!r}"
             )
+    known = (*k_ropes, name) if "k_rope" in made.sides else tuple(k_ropes)
+    if made.k_rope not in known:
+        raise CacheOptionError(
+            f"{where}: k_rope must be a format of RoPE keys, one of {', '.join(known)}, got {made.k_rope!r}"
+        )
+    if type(made.version) is not int or made.version < 1:
+        raise CacheOptionError(
+            f"{where}: version must be a whole number of at least 1, got {made.version!r}"
+        )
     if made.native_number is None:
         if made.native_code:
             raise CacheOptionError(
@@ -79,7 +97,7 @@ def check_attributes(
 def _check_native(made: Format, native: Mapping[int | None, Format]) -> None:
     """Raise CacheOptionError where compiled kernels would read another arithmetic into the codes than the format's own."""
     where, bits = f"format {made.name!r}", made.bits
-    same = native.get(made.native_number)
+    same = native.get(made.native_number) if type(made.native_number) is int else None
     if same is None or (made.code, bits) != (same.code, same.bits):
         known = ", ".join(
             f"{number}: {one.code} of {one.bits} bits" for number, one in native.items()

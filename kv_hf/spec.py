@@ -92,6 +92,12 @@ class SideSpec:
         return self.scheme.bits or 8 * self.dtype.itemsize
 
     @property
+    def fills_words(self) -> bool:
+        """True where layout LANES is not asked for, or the codes that it packs fill whole words of 32 bits."""
+        packed = self.head_dim if self.side == "keys" else self.page_size
+        return self.layout != LANES or packed * self.code_bits % 32 == 0
+
+    @property
     def fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape of one page, dtype) of every tensor that stores this side."""
         scheme, heads = self.scheme, self.num_kv_heads
@@ -187,7 +193,7 @@ class PageSpec:
         """Resolve both schemes for these sizes. Raises CacheOptionError where they do not fit.
 
         `value_dtype` is that of the values where it differs from the keys' (autocast makes it so).
-        `layout` LANES is replaced by ROWS where a key's bytes do not fill whole words.
+        `layout` LANES is replaced by ROWS where the bytes of a key, or of a channel of the values, do not fill whole words.
         """
         keys = key_scheme.resolve(page_size, key_dim, "keys")
         values = value_scheme.resolve(page_size, value_dim, "values")
@@ -197,9 +203,7 @@ class PageSpec:
                 "values", values, num_kv_heads, value_dim, page_size, value_dtype or dtype, layout
             ),
         )
-        if layout == LANES and key_dim * spec.keys.code_bits % 32:
-            return cls(replace(spec.keys, layout=ROWS), replace(spec.values, layout=ROWS))
-        return spec
+        return spec._in_whole_words()
 
     @classmethod
     def build_latent(
@@ -216,14 +220,15 @@ class PageSpec:
     ) -> "PageSpec":
         """Resolve both schemes for latents of `rank` numbers and RoPE keys of `rope_dim` (0: none), one head each.
 
-        The latents take the place of the keys, the RoPE keys that of the values, as in transformers' caches.
+        The latents take the place of the keys, the RoPE keys that of the values, as in transformers' caches. `layout` as
+        for `build`.
         """
         latent = latent_scheme.resolve(page_size, rank, "latent")
         k_rope = k_rope_scheme.resolve(page_size, rope_dim, "k_rope")
         return cls(
             SideSpec("latent", latent, 1, rank, page_size, dtype, layout),
             SideSpec("k_rope", k_rope, 1, rope_dim, page_size, rope_dtype or dtype, layout),
-        )
+        )._in_whole_words()
 
     def __post_init__(self) -> None:
         keys, values = self.keys, self.values
@@ -232,6 +237,12 @@ class PageSpec:
         object.__setattr__(self, "is_latent", latent)
         object.__setattr__(self, "query_dim", keys.head_dim + (values.head_dim if latent else 0))
         object.__setattr__(self, "out_dim", keys.head_dim if latent else values.head_dim)
+
+    def _in_whole_words(self) -> "PageSpec":
+        """Return this spec, in layout ROWS where words of four bytes would not hold a side."""
+        if all(side.fills_words for side in self.sides):
+            return self
+        return PageSpec(*(replace(side, layout=ROWS) for side in self.sides))
 
     @property
     def sides(self) -> tuple[SideSpec, SideSpec]:

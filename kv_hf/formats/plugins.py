@@ -18,7 +18,8 @@ def load_plugins() -> None:
     for point in entry_points(group=GROUP):
         try:
             _load(point)
-        except Exception as error:  # whatever another package raises when it is imported
+        # whatever another package raises when it is imported, also where it would end the program
+        except (Exception, SystemExit) as error:
             package = point.dist.name if point.dist is not None else "?"
             warn_once(
                 f"{GROUP} {point.name}",

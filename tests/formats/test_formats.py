@@ -752,6 +752,7 @@ def plugin_folder(folder, target, source=""):
     [
         ("kv_hf_plugin:Missing", "", "AttributeError"),
         ("kv_hf_plugin:x", "raise OSError('no such device')", "OSError: no such device"),
+        ("kv_hf_plugin:x", "raise SystemExit(3)", "SystemExit: 3"),
         ("kv_hf_plugin:x", "x = 3", "format must be a kv_hf.Format"),
     ],
 )

@@ -1,14 +1,21 @@
 """Bytes: what PageSpec states, what storage allocates and what predict_memory adds up are one number."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kv_hf
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
+from kv_hf.formats import FORMAT_NAMES, WHOLE_HEAD, get_format, key_scheme, value_scheme
+from kv_hf.formats.int4 import Int4
 from kv_hf.pages.storage import PageStorage
+from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import (
+    LANES,
+    ROWS,
     MemoryReport,
     PageSpec,
     page_capacity,
@@ -17,7 +24,7 @@ from kv_hf.spec import (
     window_slots,
 )
 
-F16, U8, I8 = torch.float16, torch.uint8, torch.int8
+F16, FP32, U8, I8 = torch.float16, torch.float32, torch.uint8, torch.int8
 
 
 def make_spec(
@@ -327,3 +334,51 @@ def test_predict_memory_saves_what_is_promised_at_every_length(name, most, heads
 @pytest.mark.parametrize(("name", "most"), [("int4", 0.30), ("int8", 0.53), ("fp8", 0.53)])
 def test_predict_memory_of_a_batch_stays_close_to_that_of_a_row(name, most, rows):
     assert _worst_share(name, 8, rows) <= most
+
+
+class OneBit(Int4):
+    """Signs, whose 16 bits of a page fill half a word."""
+
+    name = "one_bit"
+    bits = 1
+    sides = ("keys", "values", "latent", "k_rope")
+    native_number = None
+    native_code = ""
+    group_options: ClassVar = {}
+
+    def scheme(self, side, group_size=None):
+        return self.made((1, WHOLE_HEAD))
+
+    def encode(self, numbers, scheme):
+        scale = numbers.abs().mean(-1, keepdim=True).to(scheme.scale_dtype)
+        return (numbers > 0).to(torch.uint8), scale, None
+
+    def decode(self, codes, scale, offset, scheme):
+        return (codes.float() * 2 - 1) * scale.float()
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("one_bit", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("latent", [False, True])
+def test_build_lays_codes_out_in_words_only_where_these_are_whole(page_size, one_bit, latent):
+    """Keys pack channels, all other sides tokens: 16 tokens of one bit are half a word, and the prefill raised."""
+    kv_hf.register_format(OneBit)
+    try:
+        names = ["one_bit" if one else "int8" for one in one_bit]
+        kinds = ("latent", "k_rope") if latent else ("keys", "values")
+        schemes = [get_format(name).scheme(side) for name, side in zip(names, kinds, strict=True)]
+        common = {"page_size": page_size, "dtype": FP32, "layout": LANES}
+        if latent:
+            spec = PageSpec.build_latent(*schemes, rank=32, rope_dim=32, **common)
+        else:
+            spec = PageSpec.build(*schemes, num_kv_heads=1, key_dim=32, value_dim=32, **common)
+        whole = page_size == 32 or (not latent and not one_bit[1])
+        assert {side.layout for side in spec.sides} == {LANES if whole else ROWS}
+        for side in spec.sides:
+            tokens = torch.randn(3, 1, page_size, 32, generator=torch.Generator().manual_seed(1))
+            fields, _ = encode(tokens, side)
+            assert {name: (t.shape[1:], t.dtype) for name, t in fields.items()} == side.fields
+            decoded = decode(fields, side, FP32)
+            assert torch.equal(decoded > 0, tokens > 0) or side.scheme.name == "int8"
+    finally:
+        kv_hf.unregister_format("one_bit")

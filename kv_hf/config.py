@@ -137,6 +137,10 @@ class CacheConfig:
         check_int("reserve_tokens", self.reserve_tokens, 0)
         if self.max_pages is not None:
             check_int("max_pages", self.max_pages, 1)
+        if self.prefix_store is not None and not callable(getattr(self.prefix_store, "bind", None)):
+            raise CacheOptionError(
+                f"prefix_store must be a kv_hf.PrefixStore, got {type(self.prefix_store).__name__}"
+            )
         if self.prefix_store is not None and self.max_pages is not None:
             raise CacheOptionError(
                 f"max_pages={self.max_pages} does not go with prefix_store, whose pages many caches share; bound it by "

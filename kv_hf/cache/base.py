@@ -270,6 +270,7 @@ class CacheBase(Origin, DynamicCache):
             config: the model's config.
             kernel: as in CacheConfig, in place of the state's.
             max_length: as in CacheConfig: None makes a cache that grows, whatever the one was like that gave the state.
+                The reference alone sums over all columns that there is room for: its results then differ by rounding.
         Raises: CacheMismatchError, or another ValueError, where the state does not fit the model or itself: before pages or
             windows are allocated.
         """

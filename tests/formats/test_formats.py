@@ -710,6 +710,7 @@ def test_paged_k8v4_is_int8_keys_and_int4_values(model):
         ("paged_new", {"keys": "int3"}, "keys must be one of .*, got 'int3'"),
         ("paged_new", {"page_sise": 16}, "did you mean 'page_size'"),
         ("paged_new", {"page_size": 24}, "page_size must be a power of two"),
+        ("paged_new", {"prefix_store": 5}, "prefix_store must be a kv_hf.PrefixStore, got int"),
         (
             "paged_new",
             {"keys": "int8", "key_group_size": 8},

@@ -463,7 +463,11 @@ def test_figures_add_up():
         ({"options": CacheConfig(max_length=499)}, CacheOptionError, "max_length=499"),
         ({"options": CacheConfig(latent="int4")}, CacheOptionError, "latent='int4' is for models"),
         ({"options": CacheConfig(layers={"2": "int4"})}, CacheOptionError, "past the last layer"),
-        ({"options": CacheConfig(prefix_store=object())}, CacheOptionError, "prefix_store"),
+        (
+            {"options": CacheConfig(prefix_store=kv_hf.PrefixStore())},
+            CacheOptionError,
+            "prefix_store",
+        ),
         ({"options": CacheConfig(cross_attention="same")}, CacheOptionError, "cross_attention"),
         ({"options": CacheConfig(max_pages=3)}, PagePoolExhaustedError, "max_pages=3"),
         (

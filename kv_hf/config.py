@@ -21,7 +21,7 @@ from .formats import (
     Scheme,
     cache_names,
     cache_options,
-    format_names,
+    check_format,
     k_rope_name,
     key_scheme,
     latent_scheme,
@@ -111,8 +111,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.recipe is not None:
             self._take_recipe()
-        check_choice("keys", self.keys, format_names("keys"))
-        check_choice("values", self.values, format_names("values"))
+        check_format("keys", self.keys, "keys")
+        check_format("values", self.values, "values")
         check_choice("attention", self.attention, ATTENTION_CHOICES)
         check_choice("kernel", self.kernel, kernel_choices())
         check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
@@ -189,9 +189,9 @@ class CacheConfig:
         """Raise CacheOptionError for bad options about multi-head latent attention."""
         check_choice("mla", self.mla, MLA_CHOICES)
         if self.k_rope is not None:
-            check_choice("k_rope", self.k_rope, format_names("k_rope"))
+            check_format("k_rope", self.k_rope, "k_rope")
         if self.latent is not None:
-            check_choice("latent", self.latent, format_names("latent"))
+            check_format("latent", self.latent, "latent")
         if self.latent_group_size is not None:
             check_int("latent_group_size", self.latent_group_size, 1, MOST_PAGE_SIZE)
             names: set[str | None] = {

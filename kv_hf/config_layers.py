@@ -6,7 +6,7 @@ from typing import Any
 
 from .checks import check_choice
 from .errors import CacheOptionError
-from .formats import format_names
+from .formats import check_format
 
 LayerOverride = tuple[int, int, dict[str, str]]  # first layer, last layer, {side: format}
 
@@ -41,5 +41,5 @@ def _parse_entry(span: Any, formats: Any) -> LayerOverride:
         )
     for side, name in sides.items():
         check_choice(f"layers[{span!r}]", side, ("keys", "values"))
-        check_choice(f"layers[{span!r}][{side!r}]", name, format_names(side))
+        check_format(f"layers[{span!r}][{side!r}]", name, side)
     return low, high, dict(sides)

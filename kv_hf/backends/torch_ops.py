@@ -31,7 +31,7 @@ _LIBRARY.define(
     "str backend) -> ()"
 )
 
-_specs: dict[str, PageSpec] = {}  # by what they print, which says everything about them
+_specs: dict[str, PageSpec] = {}  # by what they print; formats may share a name one after the other
 _launches: dict[tuple[str, str], dict[Any, Any]] = {}  # (spec, backend) -> what the backend keeps
 
 
@@ -47,9 +47,9 @@ def traceable(backend: Backend, spec: str) -> Backend:
 def spec_name(spec: PageSpec) -> str:
     """Return the name under which operators know `spec`; to be asked before a forward is traced."""
     name = repr(spec)
-    # not setdefault: another format may have been registered under the name of one that is gone
-    if _specs.get(name) != spec:
-        _specs[name] = spec
+    # another format may have been registered under the name of one that is gone, whose caches live on
+    while _specs.setdefault(name, spec) != spec:
+        name += "'"
     return name
 
 

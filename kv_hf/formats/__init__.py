@@ -9,8 +9,8 @@ from ..errors import CacheOptionError
 from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Format, Scheme, get_format
 from .named import Implementations, cache_names, cache_options, is_cache_name
 from .registry import (
+    check_format,
     format_names,
-    format_of_code,
     is_shipped,
     native_names,
     readers_of,
@@ -28,8 +28,8 @@ __all__ = [
     "Scheme",
     "cache_names",
     "cache_options",
+    "check_format",
     "format_names",
-    "format_of_code",
     "get_format",
     "is_cache_name",
     "is_shipped",

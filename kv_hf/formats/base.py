@@ -39,7 +39,8 @@ class Format(ABC):
             numbers, and Triton's) know the codes. None: they do not read it; the implementations in torch do, by `decode`.
         native_code: what those kernels call the arithmetic of the codes: "unsigned", "signed" or "float8". A format
             with a native_number of its own has a `code` of its own, its name.
-        version: saved in files beside the name. Count it up when the same numbers get other bytes.
+        version: saved in files and pickles beside the name, a whole number. Count it up when the same numbers get other
+            bytes, or bytes other numbers: nothing else tells an old file from a new one.
     """
 
     name: ClassVar[str]
@@ -58,7 +59,8 @@ class Format(ABC):
 
         Args:
             side: one of `sides`.
-            group_size: what the option in `group_options` says; None asks for the default, which must fit all models.
+            group_size: what the option in `group_options` says; None asks for the default, which should fit all models
+                (0 and -n do, see Scheme). A model that it does not fit is an error that names the format.
         """
 
     @abstractmethod
@@ -118,7 +120,7 @@ class Format(ABC):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return get_format, (self.name,)
+        return of_version, (self.name, self.version)
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,25 @@ class Scheme:
     clip: float
     scale_bits: int
     format: Format
+
+    def __post_init__(self) -> None:
+        for what, group in (("scale_group", self.scale_group), ("offset_group", self.offset_group)):
+            if group is not None and not _is_group(group):
+                raise CacheOptionError(
+                    f"format {self.name!r}: {what} must be (tokens, channels), two whole numbers, or None, got {group!r}"
+                )
+        if (
+            isinstance(self.clip, bool)
+            or not isinstance(self.clip, (int, float))
+            or not 0 < self.clip <= 1
+        ):
+            raise CacheOptionError(
+                f"format {self.name!r}: clip must be a part of a group's range, above 0 and at most 1, got {self.clip!r}"
+            )
+        if self.scale_bits not in SCALE_DTYPES or isinstance(self.scale_bits, float):
+            raise CacheOptionError(
+                f"format {self.name!r}: scale_bits must be 16 or 32, got {self.scale_bits!r}"
+            )
 
     @property
     def is_exact(self) -> bool:
@@ -214,6 +235,15 @@ class Scheme:
         return tokens, channels
 
 
+def _is_group(group: object) -> bool:
+    """Say whether this is a pair of whole numbers."""
+    return (
+        isinstance(group, tuple)
+        and len(group) == 2
+        and all(isinstance(size, int) and not isinstance(size, bool) for size in group)
+    )
+
+
 def _size(asked: int, whole: int) -> int:
     if asked < 0:
         return max(size for size in range(1, min(-asked, whole) + 1) if whole % size == 0)
@@ -221,14 +251,37 @@ def _size(asked: int, whole: int) -> int:
 
 
 FORMATS: dict[str, Format] = {}  # every known format by its name; the registry writes to it
+GONE: set[str] = (
+    set()
+)  # names of formats that were taken back, which caches may still hold pages in
 
 
 def get_format(name: str) -> Format:
     """Return the format of that name. Raises CacheOptionError where none is registered under it."""
-    found = FORMATS.get(name)
+    found = FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
         raise CacheOptionError(
-            f"format {name!r} is not registered: there are {', '.join(FORMATS)}; one of another package is there once "
-            "kv_hf.register_format has been called with it"
+            f"format {name!r} is not registered: there are {', '.join(FORMATS)}; {missing_format(name)}"
+        )
+    return found
+
+
+def missing_format(name: object) -> str:
+    """Return what to do about a format that is not registered."""
+    if isinstance(name, str) and name in GONE:
+        return (
+            f"kv_hf.unregister_format took {name!r} back: call kv_hf.register_format with its class again before a cache "
+            "of its pages is saved, loaded, unpickled or made anew"
+        )
+    return "one of another package is there once kv_hf.register_format has been called with it"
+
+
+def of_version(name: str, version: int) -> Format:
+    """Return a format for a pickle that holds codes of it. Raises CacheOptionError where another version is registered."""
+    found = get_format(name)
+    if found.version != version:
+        raise CacheOptionError(
+            f"this pickle holds version {version!r} of format {name!r}, and version {found.version!r} is registered here; "
+            "register the class of that version"
         )
     return found

@@ -83,7 +83,7 @@ def add(name: str, options: Mapping[str, Any], format: str | None = None) -> Non
 def drop(name: str) -> None:
     """Take a name back that was registered by itself. Raises CacheOptionError for any other."""
     with _lock:
-        found = _caches.get(name)
+        found = _caches.get(name) if isinstance(name, str) else None
         if found is None:
             raise CacheOptionError(
                 f"cache name {name!r} is not registered; there are {', '.join(_caches)}"

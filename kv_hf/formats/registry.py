@@ -6,9 +6,10 @@ Holds no list beside the formats themselves: what a side, an option or a kernel 
 import threading
 from typing import TypeVar
 
-from ..errors import CacheOptionError
+from ..checks import check_choice
+from ..errors import CacheOptionError, first_line
 from . import named
-from .base import FORMATS, Format, get_format
+from .base import FORMATS, GONE, Format, get_format, missing_format
 from .exact import Exact
 from .fp8 import Fp8
 from .fp8_ds_mla import Fp8DsMla
@@ -22,11 +23,7 @@ _SHIPPED = (Exact, Fp8, Int8, Int4, Int2, Fp8DsMla)  # in this order everywhere
 Given = TypeVar("Given", bound="Format | type[Format]")
 
 FORMATS.update({kind.name: kind() for kind in _SHIPPED})
-# (code, bits) -> the first format with it. An unregistered one stays: caches that hold its pages go on
-_coded: dict[tuple[str, int], Format] = {}
 _lock = threading.RLock()
-for _format in FORMATS.values():
-    _coded.setdefault((_format.code, _format.bits), _format)
 
 
 def format_names(side: str = "keys") -> tuple[str, ...]:
@@ -34,9 +31,14 @@ def format_names(side: str = "keys") -> tuple[str, ...]:
     return tuple(name for name, found in list(FORMATS.items()) if side in found.sides)
 
 
-def format_of_code(code: str, bits: int) -> Format:
-    """Return a format whose codes have this arithmetic, for specs rebuilt from tensors."""
-    return _coded[code, bits]
+def check_format(argument: str, name: object, side: str = "keys") -> None:
+    """Raise CacheOptionError naming `argument` unless `name` is a format for one of base.SIDES."""
+    try:
+        check_choice(argument, name, format_names(side))
+    except CacheOptionError as error:
+        if isinstance(name, str) and name in GONE:
+            raise CacheOptionError(f"{error}; {missing_format(name)}") from None
+        raise
 
 
 def readers_of(option: str) -> tuple[str, ...]:
@@ -53,6 +55,11 @@ def native_formats() -> dict[int | None, Format]:
     """Return a shipped format for each number that compiled kernels know codes by; exact's codes have none."""
     shipped = [FORMATS[kind.name] for kind in _SHIPPED if kind is not Exact]
     return {one.native_number: one for one in reversed(shipped)}
+
+
+def native_codes() -> set[str]:
+    """Return what backends call the codes of shipped formats: names that mean something else than a format."""
+    return {FORMATS[kind.name].code for kind in _SHIPPED}
 
 
 def is_registered(kind: type) -> bool:
@@ -81,26 +88,41 @@ def register_format(format: Given) -> Given:
     Raises: CacheOptionError for a name that is taken, attributes that contradict each other, and codes of random numbers
         that do not have the shapes and dtypes that `Format.encode` and `Format.decode` promise; nothing is changed then.
     """
-    made = format() if isinstance(format, type) else format
-    if not isinstance(made, Format):
-        raise CacheOptionError(
-            f"format must be a kv_hf.Format, or a class of one, got {type(made).__name__}"
-        )
-    check_attributes(made, native_formats())
+    made = _made(format)
+    check_attributes(made, native_formats(), native_codes(), format_names("k_rope"))
     check_arithmetic(made)
     cache = f"paged_{made.name}"
     with _lock:
         if made.name in FORMATS:
-            raise CacheOptionError(
-                f"format {made.name!r} is registered already; kv_hf.unregister_format({made.name!r}) takes it back"
+            remedy = (
+                "choose another name"
+                if is_shipped(made.name)
+                else f"kv_hf.unregister_format({made.name!r}) takes it back"
             )
+            raise CacheOptionError(f"format {made.name!r} is registered already; {remedy}")
         both = "keys" in made.sides and "values" in made.sides
         if both:
             named.add(cache, {"keys": made.name, "values": made.name}, made.name)
         FORMATS[made.name] = made
-        if made.native_number is None:
-            _coded[made.code, made.bits] = made
+        GONE.discard(made.name)
     return format
+
+
+def _made(format: Format | type[Format]) -> Format:
+    """Return an object of a format. Raises CacheOptionError for anything else, and a class that makes none."""
+    made: object = format
+    if isinstance(format, type) and issubclass(format, Format):
+        try:
+            made = format()
+        except Exception as error:  # abstract, with arguments, or whatever another package raises
+            raise CacheOptionError(
+                f"format {format.__name__} must be a class that is made without arguments and has scheme, encode and decode: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+    if not isinstance(made, Format):
+        got = format.__name__ if isinstance(format, type) else type(format).__name__
+        raise CacheOptionError(f"format must be a kv_hf.Format, or a class of one, got {got}")
+    return made
 
 
 def unregister_format(name: str) -> None:
@@ -108,10 +130,10 @@ def unregister_format(name: str) -> None:
 
     Raises: CacheOptionError for a shipped format, one that is not registered, and one that a registered cache name needs.
     """
-    get_format(name)
-    if is_shipped(name):
-        raise CacheOptionError(f"format {name!r} comes with kv_hf and stays")
     with _lock:
+        get_format(name)
+        if is_shipped(name):
+            raise CacheOptionError(f"format {name!r} comes with kv_hf and stays")
         users = [one for one in named.users_of(name) if one != f"paged_{name}"]
         if users:
             raise CacheOptionError(
@@ -119,6 +141,7 @@ def unregister_format(name: str) -> None:
                 "kv_hf.unregister_cache first"
             )
         del FORMATS[name]
+        GONE.add(name)
         named.drop_of_format(name)
 
 

@@ -6,6 +6,7 @@ formats. Decoding is the definition that kernels are tested against.
 
 import torch
 
+from ..formats.encoded import check_decoded, check_encoded
 from ..formats.linear import SCALE_MAX
 from ..spec import SideSpec
 from .packing import lay_out, pick_up
@@ -20,6 +21,7 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     Returns: the tensors of `spec.fields` with a leading [pages], and a bool scalar tensor: True when some
         number was not finite or beyond float16's range. Such a number is stored as the nearest finite one
         (nan as 0): the numbers that share its scale stay finite, but an inf leaves them little precision.
+    Raises: CacheOptionError where a registered format returns something else than Format.encode promises.
     """
     scheme = spec.scheme
     if scheme.is_exact:
@@ -30,7 +32,10 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     finite = x.nan_to_num(nan=0.0).clamp(-SCALE_MAX, SCALE_MAX)
     damaged = (finite != x).any()
     finite = finite + 0.0  # -0 becomes 0, so that a minimum has one bit pattern
-    codes, scale, offset = scheme.format.encode(finite, scheme)
+    encoded = scheme.format.encode(finite, scheme)
+    if scheme.format.native_number is None:  # another package's arithmetic
+        check_encoded(encoded, finite.shape, scheme)
+    codes, scale, offset = encoded
     fields = {"codes": lay_out(codes, spec)}
     if scale is not None:
         fields["scale"] = scale
@@ -45,6 +50,8 @@ def decode(fields: dict[str, torch.Tensor], spec: SideSpec, dtype: torch.dtype) 
     if scheme.is_exact:
         return codes.to(dtype)
     x = scheme.format.decode(codes, fields.get("scale"), fields.get("offset"), scheme)
+    if scheme.format.native_number is None:
+        check_decoded(x, codes.shape, scheme)
     if dtype == torch.float16:
         # a scale rounded up may push the largest code just past float16's range
         x = x.clamp(-SCALE_MAX, SCALE_MAX)

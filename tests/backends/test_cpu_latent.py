@@ -370,6 +370,11 @@ def test_c_kernel_says_which_latents_it_does_not_know():
     assert "latent lie in the layout of another" in reason("keys", layout=ROWS_LAYOUT)
     assert "latent of torch.float64" in reason("keys", dtype=torch.float64)
     per_page = replace(scheme, scale_group=(16, 64), offset_group=None)
-    assert "latent with scale groups (16, 64)" in reason("keys", scheme=per_page)
+    assert (
+        "latent in format 'int8': signed codes of 8 bits with a scale (16, 64) and no offset"
+        in reason("keys", scheme=per_page)
+    )
     per_token = replace(scheme, scale_group=(1, 16))
-    assert "k_rope with scale groups (1, 16)" in reason("values", scheme=per_token)
+    assert "k_rope in format 'int8': signed codes of 8 bits with a scale (1, 16)" in reason(
+        "values", scheme=per_token
+    )

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import nf4_format
@@ -404,6 +405,24 @@ def of_all_pages(self, numbers, scheme):
     return codes, scale, offset
 
 
+def scales_of_all_pages(self, numbers, scheme):
+    codes, scale, offset = NF4.encode(self, numbers, scheme)
+    return codes, scale * len(numbers), offset
+
+
+def of_one_head(self, numbers, scheme):
+    codes, scale, offset = NF4.encode(self, numbers, scheme)
+    return codes[:, :1], scale, offset
+
+
+def zeros(self, codes, *rest):
+    return torch.zeros(codes.shape)
+
+
+def in_groups(*group, **options):
+    return lambda self, side, group_size=None: self.made(scale_group=group, **options)
+
+
 def raises(self, numbers, scheme):
     raise ZeroDivisionError("by nothing")
 
@@ -422,8 +441,46 @@ def raises(self, numbers, scheme):
         (made(encode=wrong_shape), "encode's codes must be torch.uint8"),
         (made(encode=too_large), r"codes must be below 2\^4"),
         (made(encode=of_all_pages), "the same codes alone as beside other pages"),
+        (made(encode=scales_of_all_pages), "the same scales alone as beside other pages"),
+        (made(encode=of_one_head), r"encode's codes must be torch.uint8 \[2, 2, 64, 128\]"),
+        (made(decode=zeros), "decode must give numbers near to those that were encoded"),
+        (
+            made(encode=lambda *_: None),
+            r"encode must return \(codes, scale, offset\), got NoneType",
+        ),
+        (made(scheme=in_groups(1, 24), encode=lambda *_: None), "encode must return"),
+        (made(scheme=in_groups(24, 1)), "tokens of a group must divide a page"),
         (made(encode=raises), "cannot encode and decode keys: ZeroDivisionError: by nothing"),
         (made(decode=lambda self, codes, *_: codes), "decode's numbers must be torch.float32"),
+        (made(name="4bit"), "digits or underscores, a letter first, got '4bit'"),
+        (made(name="int8"), "'int8' is registered already; choose another name"),
+        (made(bits=8.0), "bits must be 1, 2, 4 or 8, got 8.0"),
+        (made(sides=5), "sides must be some of .*, got 5"),
+        (made(group_options=None), "group_options must map sides to options, got None"),
+        (made(group_options=[]), "group_options must map sides to options"),
+        (
+            made(k_rope="nope"),
+            "k_rope must be a format of RoPE keys, one of exact, int8, got 'nope'",
+        ),
+        (made(version=None), "version must be a whole number of at least 1, got None"),
+        (made(version=-1), "version must be a whole number of at least 1, got -1"),
+        (made(version=object()), "version must be a whole number"),
+        (made(native_number=[]), "native_number and native_code must be those"),
+        (made(scheme=in_groups(1, 2, 3)), r"'odd': scale_group must be \(tokens, channels\)"),
+        (made(scheme=in_groups(1.0, 4.0)), "scale_group must be"),
+        (made(scheme=in_groups(1, 4, clip=-5)), "clip must be a part .*, got -5"),
+        (made(scheme=in_groups(1, 4, scale_bits=8)), "scale_bits must be 16 or 32, got 8"),
+        (
+            made(scheme=lambda self, side, group_size=None: get_format("int4").scheme(side)),
+            "self.made",
+        ),
+        (
+            made(__init__=lambda self: 1 / 0),
+            "format Odd must be a class that is made without arg.*Zero",
+        ),
+        (made(__init__=lambda self, size: None), "made without arguments .*TypeError"),
+        (kv_hf.Format, "format Format must be a class .* has scheme, encode and decode"),
+        (dict, "format must be a kv_hf.Format, or a class of one, got dict"),
         ("nf4", "format must be a kv_hf.Format"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -461,6 +518,62 @@ def test_unregister_format_refuses_what_is_shipped_unknown_or_needed(nf4):
     with pytest.raises(CacheOptionError, match="needed by the cache names paged_mixed"):
         kv_hf.unregister_format("nf4")
     assert "nf4" in format_names()
+    for odd in ([], None, 5):
+        with pytest.raises(CacheOptionError, match="is not registered"):
+            kv_hf.unregister_format(odd)
+        with pytest.raises(CacheOptionError, match="is not registered"):
+            kv_hf.unregister_cache(odd)
+
+
+def test_unregister_format_tells_all_but_one_thread_that_the_format_is_gone(nf4, monkeypatch):
+    """Another thread may take the format back between the look-up and the removal; here the lock lets it."""
+
+    class Other:
+        def __enter__(self):
+            if "nf4" in base.FORMATS:
+                del base.FORMATS["nf4"]
+                named.drop_of_format("nf4")
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(registry, "_lock", Other())
+    with pytest.raises(CacheOptionError, match="format 'nf4' is not registered"):
+        kv_hf.unregister_format("nf4")
+
+
+def test_a_cache_of_an_unregistered_format_says_how_it_can_be_saved(nf4, model, tmp_path):
+    cache = kv_hf.PagedCache(model.config, keys="nf4", page_size=16)
+    with torch.no_grad():
+        model(tiny_models.tokens(1, PROMPT), past_key_values=cache)
+    stored = pickle.dumps(cache)
+    kv_hf.unregister_format("nf4")
+    remedy = "unregister_format took 'nf4' back: call kv_hf.register_format with its class again"
+    for attempt in (
+        lambda: cache.save(tmp_path / "cache.safetensors", model),
+        cache.state,
+        cache.fresh,
+        lambda: replace(cache.options, page_size=32),
+        lambda: kv_hf.CacheConfig(layers={"0": "nf4"}),
+        lambda: pickle.loads(stored),
+    ):
+        with pytest.raises(CacheOptionError, match=remedy):
+            attempt()
+    assert not list(tmp_path.iterdir())
+    kv_hf.register_format(NF4)
+    cache.save(tmp_path / "cache.safetensors", model)
+    assert kv_hf.PagedCache.load(tmp_path / "cache.safetensors", model).get_seq_length() == PROMPT
+
+
+def test_a_pickle_of_another_version_of_a_format_is_refused(nf4):
+    """Its codes would be read by another arithmetic."""
+    stored = pickle.dumps(key_scheme("nf4"))
+    kv_hf.unregister_format("nf4")
+    kv_hf.register_format(type("NewNF4", (NF4,), {"version": 2}))
+    with pytest.raises(
+        CacheOptionError, match="version 1 of format 'nf4', and version 2 is registered"
+    ):
+        pickle.loads(stored)
 
 
 def test_a_cache_goes_on_when_its_format_is_unregistered(nf4, model):
@@ -482,14 +595,16 @@ def test_formats_are_one_object_each_also_in_copies_and_pickles(nf4):
     assert key_scheme("nf4", 8) != scheme  # another object, which may store other bytes
 
 
-def test_operators_know_a_format_anew_that_took_the_name_of_another(nf4):
+def test_operators_tell_a_format_from_one_that_took_its_name(nf4):
+    """A compiled step of a cache that lives on holds the name as a constant: it must go on meaning the first format."""
     first = nf4_spec()
     name = spec_name(first)
+    assert spec_name(nf4_spec()) == name
     kv_hf.unregister_format("nf4")
     kv_hf.register_format(NF4)
     second = nf4_spec()
-
-    assert spec_name(second) == name and torch_ops._specs[name] is second
+    assert torch_ops._specs[spec_name(second)] == second and torch_ops._specs[name] is first
+    assert spec_name(second) == spec_name(second) != name == spec_name(first)
 
 
 class Wider(kv_hf.formats.registry.Int4):

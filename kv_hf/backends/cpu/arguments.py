@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ...errors import CacheMismatchError
-from ...formats import Scheme
 from ...spec import LANES, PageFields, PageSpec, SideSpec
+from ..compiled_formats import in_known_groups, unread_groups
 from .abi import DTYPES, Status
 
 
@@ -55,26 +55,25 @@ def unsupported(spec: PageSpec) -> str | None:
             )
         if side.dtype not in DTYPES:
             return f"{side.side} of {side.dtype} are not among {', '.join(map(str, DTYPES))}"
-        if side.scheme.is_exact:
-            continue
-        reason = _unsupported_groups(side.side, side.scheme, side)
-        if reason:
-            return reason
-    return None
+    return unread_groups(spec, _reads, "the C kernel does")
 
 
-def _unsupported_groups(side: str, scheme: Scheme, spec: SideSpec) -> str | None:
-    scale, offset = scheme.scale_group, scheme.offset_group
-    assert scale is not None
-    if side == "k_rope":
-        known = scale == (spec.page_size, spec.head_dim) and offset == (spec.page_size, 1)
-    elif side == "keys":
-        known = scale[1] in (1, spec.head_dim) and (offset is None or offset == (scale[0], 1))
-    elif side == "latent" and scale[1] == 1:
-        known = offset == scale
-    else:
-        known = scale[0] == 1 and offset in (None, scale)
-    return None if known else f"{side} with scale groups {scale} and offset groups {offset}"
+def _reads(side: SideSpec) -> bool:
+    """Say whether C reads the groups of a side: beside those of all kernels, scales of single tokens without a common offset."""
+    scheme = side.scheme
+    if in_known_groups(side):
+        return True
+    if scheme.scale_bits != 16 or scheme.scale_group is None or scheme.scale_group[0] != 1:
+        return False
+    if side.side == "latent" and scheme.code == "unsigned":
+        return scheme.offset_group == scheme.scale_group
+    one_or_all = scheme.scale_group[1] in (1, side.head_dim)
+    return (
+        side.side == "keys"
+        and scheme.code != "unsigned"
+        and one_or_all
+        and scheme.offset_group is None
+    )
 
 
 def side_fields(

@@ -9,6 +9,7 @@ import torch
 from packaging.version import Version
 
 from ...spec import ROWS, PageSpec
+from ..compiled_formats import in_known_groups, unread_groups
 from . import device as devices
 from . import latent_meta_params, meta_params
 from .latent_meta_params import MAX_PADDED, Chunks
@@ -61,6 +62,9 @@ def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None
         most, size = MAX_DIMS.get(side.side, (MAX_DIM, "head_dim"))
         if side.head_dim > most:
             return f"the Triton kernels take {size} up to {most}, and the {side.side} have {side.head_dim}"
+    reason = unread_groups(spec, in_known_groups, "the Triton kernels do")
+    if reason:
+        return reason
     if spec.is_latent:
         reason = _why_not_latents(spec)
         if reason:

@@ -10,7 +10,6 @@ Counts of tokens may be numbers, arrays or tensors; results are of the same kind
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -74,12 +73,12 @@ class Geometry:
     recent_tokens: int
     window: int | None = None
 
-    @cached_property
+    @property
     def kept(self) -> int:
         """Exact tokens that are never sealed as long as the row does not grow."""
         return self.sink_tokens + self.recent_tokens
 
-    @cached_property
+    @property
     def slots(self) -> int:
         """Exact tokens that a row's window has room for: the kept ones and an open page."""
         return self.kept + self.page_size

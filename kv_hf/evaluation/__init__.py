@@ -34,7 +34,7 @@ _HOMES = {
     "measure_accuracy": "accuracy",
     "measure_divergence": "divergence",
     "measure_footprint": "footprint",
-    "measure_held": "held",
+    "measure_held": "cache_bytes",
     "needle_grid": "retrieval",
     "read_rows": "rows",
     "retrieval_tasks": "retrieval",

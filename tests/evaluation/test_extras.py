@@ -110,7 +110,7 @@ def test_the_wheel_carries_every_file_that_is_read():
     named = {
         path for pattern in settings["package-data"]["kv_hf"] for path in package.glob(pattern)
     }
-    compiled = package / "kernels" / "cpu"
+    compiled = package / "backends" / "cpu"
     read = {
         path
         for path in package.rglob("*")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
+from ..formats import Format, get_format
 from ..geometry import page_start
 from ..notices import warn_once
 from ..pages.arena import PageArena
@@ -76,6 +77,7 @@ class PrefixStore:
         self.max_bytes = max_bytes
         self.arena = PageArena()
         self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._formats: dict[str, Format] = {}  # of the options that it is bound to
         self._model: weakref.ref[Any] | None = None
         self._weights: dict[str, bytes] = {}  # space -> fingerprint of the weights seen in it
         self._binding = threading.Lock()
@@ -97,8 +99,10 @@ class PrefixStore:
         Raises: CacheOptionError where the store holds pages of others.
         """
         asked = {name: getattr(options, name) for name in _FORMAT}
+        formats = _formats_of(options)
         if self._bound is None:
             self._bound = (asked, signature)
+            self._formats = formats
             pool = self.arena.pool(None)
             self._tree = PrefixTree(pool, options.page_size, options.sink_tokens)
         for ours, theirs in zip(self._bound, (asked, signature), strict=True):
@@ -108,6 +112,12 @@ class PrefixStore:
                         f"prefix_store holds pages of {name}={value!r}, this cache has {name}={theirs[name]!r}; use "
                         "one store per model and format"
                     )
+        for name, held in self._formats.items():
+            if formats[name] != held:
+                raise CacheOptionError(
+                    f"prefix_store holds pages of a format {name!r} that was unregistered, and another one has its name "
+                    "now; use one store per model and format"
+                )
         return self.arena
 
     def bind_model(self, model: Any) -> str:
@@ -328,3 +338,10 @@ class PrefixStore:
     def __repr__(self) -> str:
         stats = self.stats()
         return f"PrefixStore(max_bytes={self.max_bytes}, pages={stats.pages}, bytes={stats.bytes})"
+
+
+def _formats_of(options: CacheConfig) -> dict[str, Format]:
+    """Return the formats that options name."""
+    names = {options.keys, options.values, options.latent, options.k_rope}
+    names |= {name for _, _, sides in options.layer_overrides() for name in sides.values()}
+    return {name: get_format(name) for name in names if name is not None}

@@ -27,7 +27,7 @@ from kv_hf.backends.cpu import library
 from kv_hf.backends.registry import choose, layout_for
 from kv_hf.backends.torch_ops import spec_name
 from kv_hf.cache_names import all_cache_names, parse_cache_name
-from kv_hf.errors import CacheFileError, CacheOptionError
+from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.harness.caches import harness_cache
 from kv_hf.evaluation.recommend.cost import Budget
@@ -565,6 +565,34 @@ def test_a_cache_of_an_unregistered_format_says_how_it_can_be_saved(nf4, model, 
     assert kv_hf.PagedCache.load(tmp_path / "cache.safetensors", model).get_seq_length() == PROMPT
 
 
+class Halved(NF4):
+    """nf4 by name, size and version, with other numbers."""
+
+    def decode(self, codes, scale, offset, scheme):
+        return super().decode(codes, scale, offset, scheme) / 2
+
+
+def test_pages_of_a_format_that_is_gone_are_not_given_to_another_of_its_name(nf4, model, tmp_path):
+    """A file or a store would hand them to an arithmetic that is not theirs."""
+    store = kv_hf.PrefixStore()
+    cache = kv_hf.PagedCache(model.config, keys="nf4", page_size=16, prefix_store=store)
+    alone = kv_hf.PagedCache(model.config, keys="nf4", page_size=16)
+    with torch.no_grad():
+        model(tiny_models.tokens(1, PROMPT), past_key_values=cache)
+        model(tiny_models.tokens(1, PROMPT), past_key_values=alone)
+    kv_hf.unregister_format("nf4")
+    kv_hf.register_format(Halved)
+    with pytest.raises(
+        CacheOptionError, match="store holds pages of a format 'nf4' that was unreg"
+    ):
+        kv_hf.PagedCache(model.config, keys="nf4", page_size=16, prefix_store=store)
+    with pytest.raises(CacheOptionError, match="'nf4' of this cache's pages is not the one"):
+        alone.save(tmp_path / "cache.safetensors", model)
+    with pytest.raises(CacheMismatchError, match="hold pages of other formats"):
+        kv_hf.PagedCache.from_state(model.config, alone.state())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_pickle_of_another_version_of_a_format_is_refused(nf4):
     """Its codes would be read by another arithmetic."""
     stored = pickle.dumps(key_scheme("nf4"))
@@ -592,7 +620,10 @@ def test_formats_are_one_object_each_also_in_copies_and_pickles(nf4):
     assert copy.deepcopy(scheme).format is nf4 and pickle.loads(pickle.dumps(scheme)) == scheme
     kv_hf.unregister_format("nf4")
     kv_hf.register_format(NF4)
-    assert key_scheme("nf4", 8) != scheme  # another object, which may store other bytes
+    assert key_scheme("nf4", 8) == scheme  # another object of one class has one arithmetic
+    kv_hf.unregister_format("nf4")
+    kv_hf.register_format(Halved)
+    assert key_scheme("nf4", 8) != scheme
 
 
 def test_operators_tell_a_format_from_one_that_took_its_name(nf4):
@@ -601,7 +632,7 @@ def test_operators_tell_a_format_from_one_that_took_its_name(nf4):
     name = spec_name(first)
     assert spec_name(nf4_spec()) == name
     kv_hf.unregister_format("nf4")
-    kv_hf.register_format(NF4)
+    kv_hf.register_format(Halved)
     second = nf4_spec()
     assert torch_ops._specs[spec_name(second)] == second and torch_ops._specs[name] is first
     assert spec_name(second) == spec_name(second) != name == spec_name(first)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 
+from ...errors import CacheOptionError
 from ...formats import is_shipped
 from ...formats.base import FORMATS
 from ...printable import short
@@ -13,8 +14,17 @@ ENTRY = "formats"  # of the metadata; a file of shipped formats has none
 
 
 def registered_formats(specs: Iterable[PageSpec]) -> dict[str, str]:
-    """Return the metadata that say which registered formats pages of `specs` have; none for shipped ones."""
+    """Return the metadata that say which registered formats pages of `specs` have; none for shipped ones.
+
+    Raises: CacheOptionError where another format is registered under the name of one of them.
+    """
     found = {side.scheme.format for spec in specs for side in spec.sides}
+    for one in found:
+        if FORMATS.get(one.name) != one:
+            raise CacheOptionError(
+                f"format {one.name!r} of this cache's pages is not the one that is registered now under this name: "
+                "unregister that one and register the cache's own again, then save"
+            )
     versions = {one.name: one.version for one in found if not is_shipped(one.name)}
     return {ENTRY: json.dumps(versions, sort_keys=True)} if versions else {}
 

@@ -18,18 +18,19 @@ ROOT = Path(__file__).parent.parent
 TORCH = ("default", "avx2", "avx512")  # of ATEN_CPU_CAPABILITY, which is not checked by torch
 # compared with fp64, or with the codec's bytes
 COMPILED = (
-    "attention_variants",
-    "chunks",
-    "codec",
-    "cpu_kernels",
-    "cpu_latent",
-    "cpu_write",
-    "doctor_self_test",
-    "error_bound",
-    "latent_fallbacks",
-    "reference_attention",
+    "backends/test_attention_variants",
+    "backends/test_cpu_kernels",
+    "backends/test_cpu_latent",
+    "backends/test_cpu_write",
+    "backends/test_error_bound",
+    "backends/test_latent_fallbacks",
+    "backends/test_reference_attention",
+    "doctor/test_doctor_self_test",
+    "formats/test_codec",
+    "hf/test_chunks",
 )
-INTERPRETED = ("triton_decode", "triton_latent")  # in numpy; torch computes what is expected
+# in numpy; torch computes what is expected
+INTERPRETED = ("backends/test_triton_decode", "backends/test_triton_latent")
 
 
 def settings() -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
     failed = []
     for variable, value, names in settings():
         print(f"{variable}={value}", flush=True)
-        files = [str(ROOT / "tests" / f"test_{name}.py") for name in names]
+        files = [str(ROOT / "tests" / f"{name}.py") for name in names]
         command = [sys.executable, "-m", "pytest", "-m", "not slow", *arguments, *files]
         # passive: threads that wait for each other on busy cores would spin for minutes
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", variable: value}

@@ -30,7 +30,7 @@ def test_settings_name_every_instruction_set_once(runs):
 
 def test_settings_name_files_that_exist(runs):
     names = {name for _, _, files in runs.settings() for name in files}
-    assert [name for name in names if not (ROOT / "tests" / f"test_{name}.py").is_file()] == []
+    assert [name for name in names if not (ROOT / "tests" / f"{name}.py").is_file()] == []
 
 
 def test_main_runs_pytest_with_each_setting_and_counts_failures(runs, monkeypatch, capsys):

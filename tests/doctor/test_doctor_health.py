@@ -150,7 +150,7 @@ def test_expansion_of_latents_is_compared_in_all_models(monkeypatch, tmp_path, b
     if body:
         text += f"    def expand_kv(self, kv_nope, k_rot):\n        {body}\n"
     (folder / "modeling_deepseek_v9.py").write_text(text)
-    monkeypatch.setattr(transformers, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(seams.transformers, "__file__", str(tmp_path / "__init__.py"))
     found = seams.check_expansion()
     if body:
         assert found.status == "warning" and "deepseek_v9" in found.detail

@@ -68,7 +68,13 @@ def decide(cache: StaticPagedCache, asked: Generation) -> None:
     _refuse(cache.options, reason)
 
 
+def refuse_growing(options: CacheConfig) -> None:
+    """Raise CacheOptionError where cuda_graph="always" is an option of a cache that stays one that grows."""
+    _refuse(options, "the cache grows; make it with max_length, or let generate() make it for a decoder")
+
+
 def _refuse(options: CacheConfig, reason: str | None) -> None:
+    """Raise CacheOptionError where a graph is insisted on and there is a reason against it."""
     if reason is not None and options.cuda_graph == "always":
         raise CacheOptionError(
             f"cuda_graph='always': decode steps cannot be a CUDA graph here: {reason}. Leave cuda_graph out"

@@ -32,7 +32,7 @@ from ..formats import ATTENTION_NAME, cache_names, is_cache_name, named
 from ..notices import forget, warn_once
 from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
-from .graph_choice import Generation, decide, with_room
+from .graph_choice import Generation, decide, refuse_growing, with_room
 from .latent import prepare_latents, restore_expansion
 from .models import (
     refuse_at_load,
@@ -131,6 +131,8 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                     self, given, generation_config, model_kwargs, *args, **kwargs
                 )
             for half in paged:
+                if not isinstance(half, StaticPagedCache):
+                    refuse_growing(half.options)
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs, generation_config)
             _say_unused_store(given, *args, **kwargs)
@@ -242,6 +244,7 @@ def _new_cache(
         captured = with_room(chosen, asked) if chosen.max_length is None else None
         return captured or PagedCache.from_options(model.config, chosen)
     cache = PagedEncoderDecoderCache.from_implementation(model.config, name, options)
+    refuse_growing(cache.options)
     if cache.options.cross_attention != "exact":
         _check_paged_cross(model)
     return cache

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import tape
+import tiny_encoder_decoders as encoder_decoders
 import torch
 from tiny_models import left_padded, make_model, shared_model, tokens
 
@@ -251,6 +252,25 @@ def test_always_raises_where_a_graph_is_forbidden(case, gpu):
             **given,
             cache_implementation="paged_exact",
             cache_config={"page_size": 16, "cuda_graph": "always", **options},
+        )
+
+
+def test_always_raises_for_a_given_cache_that_grows_and_changes_nothing():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, keys="int8", page_size=16, cuda_graph="always")
+    with pytest.raises(CacheOptionError, match="the cache grows; make it with max_length"):
+        model.generate(tokens(1, 40), **GREEDY, max_new_tokens=40, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_always_raises_for_an_encoder_decoder():
+    with pytest.raises(CacheOptionError, match="the cache grows"):
+        encoder_decoders.shared_model("t5").generate(
+            tokens(1, 20),
+            **GREEDY,
+            max_new_tokens=40,
+            cache_implementation="paged_exact",
+            cache_config={"page_size": 16, "cuda_graph": "always"},
         )
 
 

@@ -70,7 +70,9 @@ def decide(cache: StaticPagedCache, asked: Generation) -> None:
 
 def refuse_growing(options: CacheConfig) -> None:
     """Raise CacheOptionError where cuda_graph="always" is an option of a cache that stays one that grows."""
-    _refuse(options, "the cache grows; make it with max_length, or let generate() make it for a decoder")
+    _refuse(
+        options, "the cache grows; make it with max_length, or let generate() make it for a decoder"
+    )
 
 
 def _refuse(options: CacheConfig, reason: str | None) -> None:

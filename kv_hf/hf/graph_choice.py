@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..cache.adapters import virtual_owner
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
@@ -12,6 +13,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from .devices import execution_devices
 from .models import why_not_pages
+from .own_code import foreign_part
 
 PAYS_FROM = 32  # new tokens: beginning takes about as long as three steps of Python
 MOST_OF_FREE_MEMORY = 0.5  # that room for the whole text may take before it is used
@@ -119,6 +121,14 @@ def _why_not_allocated(options: CacheConfig, asked: Generation) -> str | None:
         if getattr(options, name) != getattr(default, name):
             return f"{name} belongs to a cache that grows"
     config = asked.config
+    if virtual_owner(asked.model) is not None:
+        return "virtual tokens stand in front of the prompt"
+    prepare = vars(asked.model).get("prepare_inputs_for_generation")
+    if prepare is not None and not hasattr(getattr(prepare, "__self__", None), "peft_config"):
+        return "prepare_inputs_for_generation was replaced, and may make the text longer"
+    foreign = foreign_part(asked.model)
+    if foreign is not None:
+        return f"{foreign}, whose code is not transformers' own, may make the text longer"
     if config.return_dict_in_generate:
         return "the cache is returned, and another generation may make it grow"
     if config.prefill_chunk_size is not None:

@@ -255,6 +255,34 @@ def test_always_raises_where_a_graph_is_forbidden(case, gpu):
         )
 
 
+@pytest.mark.parametrize(
+    ("method", "captures"), [("prompt tuning", 0), ("prefix tuning", 0), ("lora", 1)]
+)
+def test_generate_lets_virtual_tokens_grow_and_captures_other_adapters(method, captures, gpu):
+    """Virtual tokens stand in front of the text whose length generate() tells."""
+    peft = pytest.importorskip("peft")
+    kinds = {"prompt tuning": peft.PromptTuningConfig, "prefix tuning": peft.PrefixTuningConfig}
+    if method == "lora":
+        adapter = peft.LoraConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False
+        )
+    else:
+        adapter = kinds[method](task_type="CAUSAL_LM", num_virtual_tokens=20)
+    model = peft.get_peft_model(make_model("llama"), adapter).eval()
+    grown, made = both(model, left_padded([37, 20]))
+    assert torch.equal(grown, made)
+    assert gpu["captures"] == captures
+
+
+def test_generate_lets_the_cache_grow_where_inputs_are_prepared_by_others(gpu):
+    model = make_model("llama")
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
+    grown, made = both(model, left_padded([37, 20]))
+    assert torch.equal(grown, made)
+    assert gpu["captures"] == 0
+
+
 def test_always_raises_for_a_given_cache_that_grows_and_changes_nothing():
     model = shared_model("llama")
     cache = kv_hf.PagedCache(model.config, keys="int8", page_size=16, cuda_graph="always")

@@ -126,7 +126,8 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if paged and name is None:
             _check_given(self, given)
             if isinstance(given, StaticPagedCache):
-                decide(given, Generation.of(self, generation_config, *args, **kwargs))
+                asked = Generation.of(self, generation_config, model_kwargs, *args, **kwargs)
+                decide(given, asked)
                 check_static_generation(
                     self, given, generation_config, model_kwargs, *args, **kwargs
                 )
@@ -145,7 +146,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 generation_config.cache_implementation = name
         elif is_cache_name(name) and given is None and generation_config.use_cache is not False:
-            asked = Generation.of(self, generation_config, *args, **kwargs)
+            asked = Generation.of(self, generation_config, model_kwargs, *args, **kwargs)
             cache = _new_cache(self, generation_config, asked)
             if isinstance(cache, StaticPagedCache):
                 if not cache.captured:

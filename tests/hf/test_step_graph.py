@@ -274,6 +274,15 @@ def test_generate_lets_virtual_tokens_grow_and_captures_other_adapters(method, c
     assert gpu["captures"] == captures
 
 
+def test_generate_lets_the_cache_grow_under_a_mask_with_holes(gpu):
+    """As generate() makes one of a prompt in which the padding token occurs."""
+    inputs = left_padded([37, 20])
+    inputs["attention_mask"][:, 25:28] = 0
+    grown, made = both(shared_model("llama"), inputs)
+    assert torch.equal(grown, made)
+    assert gpu["captures"] == 0
+
+
 def test_generate_lets_the_cache_grow_where_inputs_are_prepared_by_others(gpu):
     model = make_model("llama")
     prepare = model.prepare_inputs_for_generation

@@ -34,6 +34,8 @@ class _Entry:
     layout: str | None
 
 
+LAST = "reference"  # what "auto" comes to in the end
+
 _entries: dict[str, _Entry] = {}
 
 
@@ -73,8 +75,15 @@ def register_backend(
 
 
 def unregister_backend(name: str) -> None:
-    """Take a registered backend back; caches that have it keep it. Raises CacheOptionError for an unknown name."""
+    """Take a registered backend back; caches that have it keep it.
+
+    Raises: CacheOptionError for an unknown name, and for "reference", which reads the pages that no other backend reads.
+    """
     check_choice("name", name, backend_names())
+    if name == LAST:
+        raise CacheOptionError(
+            f"name must be that of a backend that pages can do without, got {name!r}: it reads what no other one reads"
+        )
     del _entries[name]
     remove_backend_name(name)
 

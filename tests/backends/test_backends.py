@@ -138,3 +138,9 @@ def test_pages_are_laid_out_for_the_best_backend():
         assert registry.layout_for(CPU) == "rows"
     finally:
         backends.unregister_backend("other")
+
+
+def test_unregister_backend_refuses_the_one_that_reads_all_pages():
+    with pytest.raises(kv_hf.CacheOptionError, match="can do without, got 'reference'"):
+        registry.unregister_backend("reference")
+    assert "reference" in registry.backend_names()

@@ -20,6 +20,17 @@ from .row_pages import window_slots as window_slots
 
 TABLE_DTYPE = torch.int32
 
+
+def planes(bits: int) -> tuple[int, ...]:
+    """Return the bits of the planes that hold codes of so many bits, lowest first: those of 3 bits lie in two."""
+    return (2, 1) if bits == 3 else (bits,)
+
+
+def order_dtype(head_dim: int) -> torch.dtype:
+    """Return the dtype of a channel's number in the order of a page."""
+    return torch.uint8 if head_dim <= 256 else torch.int16
+
+
 # How codes are arranged in a page. A format fixes the codes and scales; the layout is a matter of the kernel
 # that reads them, and layouts convert exactly (quant/packing.py).
 ROWS = "rows"  # Triton: tokens of keys and channels of values are rows of bytes
@@ -44,6 +55,12 @@ class SideSpec:
         offset [page_size / group tokens, head_dim / group channels]   float16
 
     Exact storage is `codes [page_size, head_dim]` in the model's dtype for both sides, without scales.
+    Where a scheme has wide channels, keys lie in the order of their page: the bytes of the wide channels' codes, those of the
+    others, and for either, scales and offsets at the channel's place in
+
+        order  [head_dim]   uint8 (int16 where head_dim is above 256): place -> channel of the model
+
+    Codes of 3 bits are two planes, one behind the other: the bytes of their low two bits, those of their third.
     That is layout "rows". In layout "lanes" the same codes are int32 words, so that a vector of words holds
     neighbouring tokens of keys and neighbouring channels of values:
 
@@ -87,15 +104,32 @@ class SideSpec:
         return self.dtype if self.scheme.is_exact else self.scheme.code_dtype
 
     @property
-    def code_bits(self) -> int:
-        """Bits of a stored code, or of a stored number where storage is exact."""
-        return self.scheme.bits or 8 * self.dtype.itemsize
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(bits of a code, channels) of the runs of channels whose codes lie together: wide ones, then the others."""
+        scheme, dim = self.scheme, self.head_dim
+        bits = scheme.bits or 8 * self.dtype.itemsize
+        wide = scheme.wide_channels
+        both = (scheme.wide_bits, wide), (bits, dim - wide)
+        return tuple(run for run in both if run[1]) or ((bits, dim),)
+
+    @property
+    def token_bits(self) -> int:
+        """Bits of the codes of one token and head, or of its numbers where storage is exact."""
+        return sum(bits * channels for bits, channels in self.runs)
 
     @property
     def fills_words(self) -> bool:
         """True where layout LANES is not asked for, or the codes that it packs fill whole words of 32 bits."""
-        packed = self.head_dim if self.side == "keys" else self.page_size
-        return self.layout != LANES or packed * self.code_bits % 32 == 0
+        return self.layout != LANES or self.could_fill_words
+
+    @property
+    def could_fill_words(self) -> bool:
+        """True where the codes of every run and plane that layout LANES would pack fill whole words of 32 bits."""
+        return all(
+            (channels if self.side == "keys" else self.page_size) * plane % 32 == 0
+            for bits, channels in self.runs
+            for plane in planes(bits)
+        )
 
     @property
     def fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -106,16 +140,20 @@ class SideSpec:
             if group is not None:
                 shape = (heads, self.page_size // group[0], self.head_dim // group[1])
                 result[name] = (shape, self.scale_dtype)
+        if scheme.wide_channels:
+            result["order"] = ((heads, self.head_dim), order_dtype(self.head_dim))
         return result
 
     def _codes_field(self) -> tuple[tuple[int, ...], torch.dtype]:
         heads, page, dim = self.num_kv_heads, self.page_size, self.head_dim
+        bits = self.runs[-1][0]
         if self.layout == LANES:
-            along, across = (dim, page) if self.side == "keys" else (page, dim)
-            return (heads, along * self.code_bits // 32, across), torch.int32
+            if self.side == "keys":
+                return (heads, self.token_bits // 32, page), torch.int32
+            return (heads, page * bits // 32, dim), torch.int32
         if self.token_words:
-            return (heads, page * self.code_bits // 16, dim), torch.int16
-        packed = dim // self.scheme.codes_per_byte
+            return (heads, page * bits // 16, dim), torch.int16
+        packed = dim if self.scheme.is_exact else self.token_bits // 8
         shape = (packed, page) if self.token_contiguous else (page, packed)
         return (heads, *shape), self.code_dtype
 

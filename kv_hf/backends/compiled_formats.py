@@ -48,7 +48,7 @@ def in_known_groups(side: SideSpec) -> bool:
     """
     scheme = side.scheme
     scale, offset, bits = scheme.scale_group, scheme.offset_group, scheme.scale_bits
-    if scale is None:
+    if scale is None or transformed(scheme):
         return False
     if scheme.code == "unsigned":
         over = {"keys": scale[1], "latent": scale[1], "values": scale[0]}.get(side.side)
@@ -62,10 +62,19 @@ def in_known_groups(side: SideSpec) -> bool:
     return bits == 16 if side.side == "values" else scale[1] > 1
 
 
+def transformed(scheme: Scheme) -> bool:
+    """Say whether codes stand for rotated numbers, for channels of two widths, or lie in planes."""
+    return scheme.rotated or scheme.wide_channels > 0 or scheme.bits == 3
+
+
 def _words(scheme: Scheme) -> str:
     offset = "no offset" if scheme.offset_group is None else f"an offset {scheme.offset_group}"
     scale = "no scale" if scheme.scale_group is None else f"a scale {scheme.scale_group}"
+    kind = f"{'rotated ' if scheme.rotated else ''}{scheme.code}"
+    wide = (
+        f" ({scheme.wide_bits} of {scheme.wide_channels} channels)" if scheme.wide_channels else ""
+    )
     return (
-        f"{scheme.code} codes of {scheme.bits} bits with {scale} and {offset} for groups of (tokens, channels), in "
+        f"{kind} codes of {scheme.bits} bits{wide} with {scale} and {offset} for groups of (tokens, channels), in "
         f"{scheme.scale_bits} bits"
     )

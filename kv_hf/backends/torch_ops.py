@@ -19,16 +19,16 @@ from .registry import load
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _LIBRARY.define(
-    "attend(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor value_codes, "
-    "Tensor? value_scale, Tensor? value_offset, Tensor block_table, Tensor num_pages, Tensor window_keys, "
+    "attend(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor? key_order, "
+    "Tensor value_codes, Tensor? value_scale, Tensor? value_offset, Tensor? value_order, Tensor block_table, Tensor num_pages, Tensor window_keys, "
     "Tensor window_values, Tensor exact_lens, Tensor padding, int seen, int sink_tokens, float softmax_scale, "
     "Tensor? mask, float? softcap, Tensor? sink_logits, int? sliding_window, str spec, str backend) -> Tensor"
 )
 _LIBRARY.define(
     "write_pair(Tensor(a!) window_keys, Tensor(b!) window_values, Tensor new_keys, Tensor new_values, Tensor starts, "
     "Tensor skips, Tensor jobs, Tensor(c!) key_codes, Tensor(d!)? key_scale, Tensor(e!)? key_offset, "
-    "Tensor(f!) value_codes, Tensor(g!)? value_scale, Tensor(h!)? value_offset, Tensor(i!) damaged, str spec, "
-    "str backend) -> ()"
+    "Tensor(f!)? key_order, Tensor(g!) value_codes, Tensor(h!)? value_scale, Tensor(i!)? value_offset, "
+    "Tensor(j!)? value_order, Tensor(k!) damaged, str spec, str backend) -> ()"
 )
 
 _specs: dict[str, PageSpec] = {}  # by what they print; formats may share a name one after the other
@@ -99,16 +99,17 @@ def write_pair(
     )
 
 
-def _tensors(fields: Fields) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return fields["codes"], fields.get("scale"), fields.get("offset")
+_NAMES = ("codes", "scale", "offset", "order")  # of the tensors of a side, in the schemas' order
 
 
-def _fields(
-    codes: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def _tensors(fields: Fields) -> tuple[torch.Tensor | None, ...]:
+    return tuple(fields.get(name) for name in _NAMES)
+
+
+def _fields(tensors: tuple[torch.Tensor | None, ...]) -> dict[str, torch.Tensor]:
     """Return the tensors of SideSpec.fields that are there, by name."""
-    found = {"codes": codes, "scale": scale, "offset": offset}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    found = zip(_NAMES, tensors, strict=True)
+    return {name: tensor for name, tensor in found if tensor is not None}
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -116,14 +117,14 @@ def _fields(
 
 def _attend(query: torch.Tensor, *given: Any) -> torch.Tensor:
     """Put together what the schema of `attend` takes apart; returns a contiguous [rows, q_len, num_heads, out_dim]."""
-    *pages, table, num_pages, keys, values, exact_lens, padding = given[:12]
-    seen, sink_tokens, *options, name, backend = given[12:]
+    pages, (table, num_pages, keys, values, exact_lens, padding) = given[:8], given[8:14]
+    seen, sink_tokens, *options, name, backend = given[14:]
     implementation = load(backend)
     launches = {}
     if not implementation.keeps_tensors:
         launches = _launches.setdefault((name, backend), {SHARED: None})
     kv = PagedKV(
-        _fields(*pages[:3]), _fields(*pages[3:]), _specs[name], table, num_pages, keys, values, exact_lens, padding,
+        _fields(pages[:4]), _fields(pages[4:]), _specs[name], table, num_pages, keys, values, exact_lens, padding,
         seen, sink_tokens, launches=launches,
     )  # fmt: skip
     out = implementation.attend(AttentionCall(query, kv, *options))
@@ -134,8 +135,8 @@ def _attend(query: torch.Tensor, *given: Any) -> torch.Tensor:
 def _write_pair(*given: Any) -> None:
     """Put together what the schema of `write_pair` takes apart."""
     windows, new, starts, skips, jobs = given[:2], given[2:4], given[4], given[5], given[6]
-    fields = _fields(*given[7:10]), _fields(*given[10:13])
-    damaged, spec, backend = given[13:]
+    fields = _fields(given[7:11]), _fields(given[11:15])
+    damaged, spec, backend = given[15:]
     launches = _launches.setdefault((spec, backend), {SHARED: None})
     load(backend).write_pair(
         windows, new, starts, skips, jobs, fields, _specs[spec], damaged, launches

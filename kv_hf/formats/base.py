@@ -3,6 +3,7 @@
 Knows no page layout, no cache and no kernel.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -29,7 +30,7 @@ class Format(ABC):
 
     Attributes:
         name: by which options and files call it: lower-case letters, digits and underscores.
-        bits: bits of a code: 1, 2, 4 or 8. Codes of less than 8 bits are packed.
+        bits: bits of a code: 1, 2, 3, 4 or 8. Codes of less than 8 bits are packed.
         code_dtype: of the codes that `encode` returns: torch.uint8, or torch.int8 for 8-bit codes with a sign.
         sides: for which it may be used, some of SIDES.
         group_options: side -> the option of CacheConfig (one of GROUP_OPTIONS) that sets the size of its groups;
@@ -39,6 +40,7 @@ class Format(ABC):
             numbers, and Triton's) know the codes. None: they do not read it; the implementations in torch do, by `decode`.
         native_code: what those kernels call the arithmetic of the codes: "unsigned", "signed" or "float8". A format
             with a native_number of its own has a `code` of its own, its name.
+        native_wide: the same number for the codes of wide channels (see Scheme.wide_bits), where a scheme has some.
         version: saved in files and pickles beside the name, a whole number. Count it up when the same numbers get other
             bytes, or bytes other numbers: nothing else tells an old file from a new one.
     """
@@ -51,6 +53,7 @@ class Format(ABC):
     k_rope: ClassVar[str] = "int8"
     native_number: ClassVar[int | None] = None
     native_code: ClassVar[str] = ""
+    native_wide: ClassVar[int | None] = None
     version: ClassVar[int] = 1
 
     @abstractmethod
@@ -70,7 +73,8 @@ class Format(ABC):
         Each page is encoded by itself: its bytes must not depend on the pages that are encoded with it.
 
         Args:
-            numbers: [pages, num_kv_heads, page_size, head_dim], fp32, finite, within float16's range, without -0.
+            numbers: [pages, num_kv_heads, page_size, head_dim], fp32, finite, within float16's range, without -0. Where
+                the scheme says so they are rotated, and wide channels come first (quant/codec.py).
             scheme: as `scheme` returned it, with groups of plain sizes.
         Returns: codes [pages, num_kv_heads, page_size, head_dim] of `code_dtype`, each below 2^bits; scale and offset
             [pages, num_kv_heads, page_size / group tokens, head_dim / group channels] of scheme.scale_dtype, None where
@@ -103,11 +107,15 @@ class Format(ABC):
         *,
         clip: float = 1.0,
         scale_bits: int = 16,
+        rotated: bool = False,
+        wide_bits: int = 0,
+        wide_part: float = 0.0,
     ) -> "Scheme":
         """Return a scheme of this format; the arguments are attributes of `Scheme`."""
         return Scheme(
-            self.name, self.code, self.bits, scale_group, offset_group, clip, scale_bits, self
-        )
+            self.name, self.code, self.bits, scale_group, offset_group, clip, scale_bits, self,
+            rotated, wide_bits, wide_part,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return self.name
@@ -149,8 +157,14 @@ class Scheme:
             Two bits have four codes: losing the extremes costs less than spreading the codes over them.
         scale_bits: bits of a scale and of an offset, as floating-point numbers: 16 or 32.
         format: which encodes and decodes.
+        rotated: whether codes stand for numbers behind a Hadamard transform of each head's channels (quant/rotation.py),
+            which spreads a large channel over all others. Values only: what attention makes of them is rotated back once.
+        wide_bits: bits of a code of the wide channels, those with the largest range in each page and head; 0: there are
+            none. Keys only; a page then holds the order of its channels (quant/channel_order.py).
+        wide_part: part of the channels that are wide, at most where that is possible.
+        wide_channels: how many are, set by `resolve`.
     Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of
-    keys, SageAttention (arXiv 2410.02367).
+    keys, SageAttention (arXiv 2410.02367); rotation, QuaRot (arXiv 2404.00456).
     """
 
     name: str
@@ -161,6 +175,10 @@ class Scheme:
     clip: float
     scale_bits: int
     format: Format
+    rotated: bool = False
+    wide_bits: int = 0
+    wide_part: float = 0.0
+    wide_channels: int = 0
 
     def __post_init__(self) -> None:
         for what, group in (("scale_group", self.scale_group), ("offset_group", self.offset_group)):
@@ -180,6 +198,13 @@ class Scheme:
             raise CacheOptionError(
                 f"format {self.name!r}: scale_bits must be 16 or 32, got {self.scale_bits!r}"
             )
+        if self.wide_bits and not (
+            self.wide_bits in (4, 8) and self.wide_bits > self.bits and 0 < self.wide_part < 1
+        ):
+            raise CacheOptionError(
+                f"format {self.name!r}: wide_bits must be 4 or 8 and more than the {self.bits} bits of other channels, with "
+                f"wide_part between 0 and 1, got {self.wide_bits!r} and {self.wide_part!r}"
+            )
 
     @property
     def is_exact(self) -> bool:
@@ -188,8 +213,8 @@ class Scheme:
 
     @property
     def codes_per_byte(self) -> int:
-        """Codes that share a byte (1 for 8-bit codes and for exact storage)."""
-        return max(1, 8 // self.bits) if self.bits else 1
+        """Codes that share a byte (1 for 8-bit codes and for exact storage); those that fill whole bytes, of 3 bits."""
+        return math.lcm(8, self.bits) // self.bits if self.bits else 1
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -213,17 +238,35 @@ class Scheme:
         """
         if self.is_exact:
             return self
-        if head_dim % self.codes_per_byte:
+        per_byte = self.codes_per_byte
+        if head_dim % per_byte:
             size = "kv_lora_rank" if where == "latent" else "head_dim"
+            packs = f"packs {per_byte} channels into {'bytes' if self.bits == 3 else 'a byte'}"
             raise CacheOptionError(
-                f"{where} format {self.name!r} packs {self.codes_per_byte} channels into a byte, so {size} "
-                f"must be a multiple of {self.codes_per_byte}, got {head_dim}; use 'int8', 'fp8' or 'exact'"
+                f"{where} format {self.name!r} {packs}, so {size} "
+                f"must be a multiple of {per_byte}, got {head_dim}; use 'int8', 'fp8' or 'exact'"
             )
         scale, offset = (
             None if group is None else self._sizes(group, page_size, head_dim, where)
             for group in (self.scale_group, self.offset_group)
         )
-        return replace(self, scale_group=scale, offset_group=offset)
+        return replace(
+            self, scale_group=scale, offset_group=offset, wide_channels=self._wide(head_dim)
+        )
+
+    def _wide(self, head_dim: int) -> int:
+        """Return how many of the channels are wide: at most the part, where both kinds of codes then fill whole words."""
+        if not self.wide_bits:
+            return 0
+        for unit in (32, 8):  # bits of a word that C reads, and of a byte
+            fit = [
+                wide
+                for wide in range(1, head_dim + 1)
+                if wide * self.wide_bits % unit == 0 and (head_dim - wide) * self.bits % unit == 0
+            ]
+            if fit:
+                return max((one for one in fit if one <= self.wide_part * head_dim), default=fit[0])
+        raise AssertionError("a head_dim that fills bytes has wide channels that do")
 
     def _sizes(
         self, group: tuple[int, int], page_size: int, head_dim: int, where: str

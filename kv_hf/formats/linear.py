@@ -5,6 +5,7 @@ many pages are encoded together. The compiled kernels do the same, bit by bit.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -27,7 +28,10 @@ class LinearFormat(Format):
     ) -> torch.Tensor:
         """Return code * scale + offset, fp32."""
         assert scale is not None
-        numbers = join(split(self.numbers_of(codes), scheme.scale_group) * over_groups(scale))
+        numbers = self.numbers_of(codes)
+        if scheme.code == "unsigned" and offset is None:
+            numbers = numbers - 0.5 * _top(scheme.bits)
+        numbers = join(split(numbers, scheme.scale_group) * over_groups(scale))
         if offset is None:
             return numbers
         return join(split(numbers, scheme.offset_group) + over_groups(offset))
@@ -43,16 +47,48 @@ class RangeFormat(LinearFormat):
     native_code = "unsigned"
 
     def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
-        """Return codes of equal steps from the minimum to the maximum of each group, less what `clip` cuts off."""
+        """Return codes of equal steps from the minimum to the maximum of each group, less what `clip` cuts off.
+
+        Without an offset the range is that of the largest magnitude, on both sides of 0, which lies between two codes.
+        """
+        if scheme.wide_channels:
+            return self._of_two_widths(numbers, scheme)
         groups = split(numbers, scheme.scale_group)
+        if scheme.offset_group is None:
+            return self._around_zero(groups, scheme)
         low, high = groups.amin((-3, -1)), groups.amax((-3, -1))
-        top = float((1 << scheme.bits) - 1)
+        top = _top(scheme.bits)
         cut = (high - low) * (0.5 * (1.0 - scheme.clip))
         low, high = low + cut, high - cut
         scale = divided(high - low, top).clamp(max=SCALE_MAX).to(scheme.scale_dtype)
         offset = low.to(scheme.scale_dtype)
         steps = (groups - over_groups(offset)) / over_groups(divisor(scale))
         return join(steps.round().clamp(0.0, top).to(torch.uint8)), scale, offset
+
+    def _around_zero(self, groups: torch.Tensor, scheme: Scheme) -> Encoded:
+        top = _top(scheme.bits)
+        largest = groups.abs().amax((-3, -1)) * scheme.clip
+        scale = divided(largest, 0.5 * top).clamp(max=SCALE_MAX).to(scheme.scale_dtype)
+        steps = groups / over_groups(divisor(scale)) + 0.5 * top
+        return join(steps.round().clamp(0.0, top).to(torch.uint8)), scale, None
+
+    def _of_two_widths(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
+        """Encode the wide channels, which come first, over all of their range, and the others as `scheme` says."""
+        wide, plain = (
+            replace(scheme, bits=bits, clip=clip, wide_bits=0, wide_channels=0)
+            for bits, clip in ((scheme.wide_bits, 1.0), (scheme.bits, scheme.clip))
+        )
+        first, rest = numbers.split(
+            [scheme.wide_channels, numbers.shape[-1] - scheme.wide_channels], -1
+        )
+        parts = [self.encode(first, wide)] + ([self.encode(rest, plain)] if rest.shape[-1] else [])
+        codes, scale, offset = (torch.cat(each, -1) for each in zip(*parts, strict=True))  # type: ignore[arg-type]
+        return codes, scale, offset
+
+
+def _top(bits: int) -> float:
+    """Return the largest unsigned code of so many bits."""
+    return float((1 << bits) - 1)
 
 
 class CenteredFormat(LinearFormat):

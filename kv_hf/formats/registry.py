@@ -14,11 +14,19 @@ from .exact import Exact
 from .fp8 import Fp8
 from .fp8_ds_mla import Fp8DsMla
 from .int2 import Int2
+from .int2_mixed import Int2Mixed
+from .int2_rotated import Int2Rotated
+from .int3_rotated import Int3Rotated
 from .int4 import Int4
+from .int4_mixed import Int4Mixed
+from .int4_rotated import Int4Rotated
 from .int8 import Int8
 from .trial import check_arithmetic, check_attributes
 
-_SHIPPED = (Exact, Fp8, Int8, Int4, Int2, Fp8DsMla)  # in this order everywhere
+# in this order everywhere
+_SHIPPED = (
+    Exact, Fp8, Int8, Int4, Int2, Fp8DsMla, Int4Mixed, Int2Mixed, Int4Rotated, Int3Rotated, Int2Rotated,
+)  # fmt: skip
 
 Given = TypeVar("Given", bound="Format | type[Format]")
 
@@ -55,6 +63,14 @@ def native_formats() -> dict[int | None, Format]:
     """Return a shipped format for each number that compiled kernels know codes by; exact's codes have none."""
     shipped = [FORMATS[kind.name] for kind in _SHIPPED if kind is not Exact]
     return {one.native_number: one for one in reversed(shipped)}
+
+
+def wide_codes() -> dict[int, int]:
+    """Return the bits of wide channels' unsigned codes, by the number that compiled kernels know these codes by."""
+    schemes = [
+        FORMATS[kind.name].scheme("keys") for kind in _SHIPPED if kind.native_wide is not None
+    ]
+    return {one.format.native_wide or 0: one.wide_bits for one in schemes}
 
 
 def native_codes() -> set[str]:
@@ -145,7 +161,6 @@ def unregister_format(name: str) -> None:
         named.drop_of_format(name)
 
 
-for _kind in _SHIPPED:
-    if "keys" in _kind.sides:
-        named.ship(f"paged_{_kind.name}", {"keys": _kind.name, "values": _kind.name}, _kind.name)
+for _kind in (Exact, Fp8, Int8, Int4, Int2):
+    named.ship(f"paged_{_kind.name}", {"keys": _kind.name, "values": _kind.name}, _kind.name)
 named.ship("paged_k8v4", {"keys": "int8", "values": "int4"})

@@ -53,8 +53,8 @@ def check_attributes(
             f"formats, got {name!r}"
         )
     bits = getattr(made, "bits", None)
-    if type(bits) is not int or bits not in (1, 2, 4, 8):
-        raise CacheOptionError(f"{where}: bits must be 1, 2, 4 or 8, got {bits!r}")
+    if type(bits) is not int or bits not in (1, 2, 3, 4, 8):
+        raise CacheOptionError(f"{where}: bits must be 1, 2, 3, 4 or 8, got {bits!r}")
     signed = made.code_dtype == torch.int8 and bits == 8
     if made.code_dtype != torch.uint8 and not signed:
         raise CacheOptionError(

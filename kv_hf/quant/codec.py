@@ -1,15 +1,17 @@
 """Encode whole pages of keys or values and decode them, by the format of the side.
 
 What a code means is the format's own (kv_hf/formats), where it lies in a page is packing's; here is what holds for all
-formats. Decoding is the definition that kernels are tested against.
+formats, and what schemes ask for around them: rotated values, and keys in the order of their channels' ranges. Decoding is the definition that kernels are tested against.
 """
 
 import torch
 
 from ..formats.encoded import check_decoded, check_encoded
 from ..formats.linear import SCALE_MAX
-from ..spec import SideSpec
+from ..spec import SideSpec, order_dtype
+from .channel_order import choose, reorder, restore
 from .packing import lay_out, pick_up
+from .rotation import rotate, unrotate
 
 
 def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -32,6 +34,12 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
     finite = x.nan_to_num(nan=0.0).clamp(-SCALE_MAX, SCALE_MAX)
     damaged = (finite != x).any()
     finite = finite + 0.0  # -0 becomes 0, so that a minimum has one bit pattern
+    order = None
+    if scheme.rotated:
+        finite = rotate(finite) + 0.0
+    if scheme.wide_channels:
+        order = choose(finite, scheme.wide_channels)
+        finite = reorder(finite, order)
     encoded = scheme.format.encode(finite, scheme)
     if scheme.format.native_number is None:  # another package's arithmetic
         check_encoded(encoded, finite.shape, scheme)
@@ -41,6 +49,8 @@ def encode(tokens: torch.Tensor, spec: SideSpec) -> tuple[dict[str, torch.Tensor
         fields["scale"] = scale
     if offset is not None:
         fields["offset"] = offset
+    if order is not None:
+        fields["order"] = order.to(order_dtype(spec.head_dim))
     return fields, damaged
 
 
@@ -52,6 +62,10 @@ def decode(fields: dict[str, torch.Tensor], spec: SideSpec, dtype: torch.dtype) 
     x = scheme.format.decode(codes, fields.get("scale"), fields.get("offset"), scheme)
     if scheme.format.native_number is None:
         check_decoded(x, codes.shape, scheme)
+    if scheme.wide_channels:
+        x = restore(x, fields["order"])
+    if scheme.rotated:
+        x = unrotate(x)
     if dtype == torch.float16:
         # a scale rounded up may push the largest code just past float16's range
         x = x.clamp(-SCALE_MAX, SCALE_MAX)

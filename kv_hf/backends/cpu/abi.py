@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...formats.linear import SCALE_MAX, Float8Format, SignedFormat
-from ...formats.registry import native_formats
+from ...formats.registry import native_formats, wide_codes
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of exact formats
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -55,6 +55,8 @@ def format_numbers() -> dict[str, tuple[int, int]]:
     found = {_DTYPE_NAMES[dtype]: (at, 8 * dtype.itemsize) for dtype, at in DTYPES.items()}
     for number, one in native_formats().items():
         found[f"{_CODE_NAMES[one.native_code]}{one.bits}"] = (number or 0, one.bits)
+    for number, bits in wide_codes().items():
+        found.setdefault(f"UINT{bits}", (number, bits))
     if sorted(number for number, _ in found.values()) != list(range(len(found))):
         raise ValueError(
             f"native_number of the formats must count on from the dtypes' numbers, got {found}"

@@ -44,7 +44,7 @@ def take_block(launches: MutableMapping[Any, Any], name: str, fields: int) -> Bl
 def unsupported(spec: PageSpec) -> str | None:
     """Return what the C kernel does not know about these pages, or None."""
     for side in spec.sides:
-        if side.layout != LANES and side.head_dim * side.code_bits % 32 == 0:
+        if side.layout != LANES and side.could_fill_words:
             return (
                 f"{side.side} lie in the layout of another device's kernel, which wrote these pages"
             )

@@ -56,7 +56,7 @@ def tile_tokens(spec: PageSpec, query_dtype: torch.dtype = torch.bfloat16) -> in
     scheme = spec.keys.scheme
     if scheme.code == "unsigned" and scheme.scale_group and scheme.scale_group[0] >= MIN_SIZE:
         tile = min(tile, TOKEN_GROUPS * scheme.scale_group[0])
-    token_bytes = sum(side.head_dim * side.code_bits for side in spec.sides) // 8
+    token_bytes = sum(side.token_bits for side in spec.sides) // 8
     most = TILE_BYTES
     if in_float32(spec, query_dtype):  # unpacked numbers go through shared memory
         token_bytes, most = sum(4 * side.head_dim for side in spec.sides), FLOAT_BYTES
@@ -88,7 +88,7 @@ def shared_bytes(
     size = 4 if in_float32(spec, query_dtype) else 2
     encoded = not all(side.scheme.is_exact for side in spec.sides)
     widest = power_of_two(max(side.head_dim for side in spec.sides))
-    pages = max(1, stages - 1) * tile * sum(s.head_dim * s.code_bits for s in spec.sides) // 8
+    pages = max(1, stages - 1) * tile * sum(side.token_bits for side in spec.sides) // 8
     if encoded and (size == 4 or isa == HIP):
         pages += tile * widest * size
     window = window_tile(spec) * _window_bytes(spec)

@@ -1,0 +1,35 @@
+"""The order of channels in pages with wide channels: these come first, each kind in the order of the model's channels."""
+
+import torch
+
+
+def choose(numbers: torch.Tensor, wide: int) -> torch.Tensor:
+    """Return the order of each page and head: first the `wide` channels with the largest range over the page's tokens.
+
+    Of channels with equal ranges the first ones are wide.
+
+    Args:
+        numbers: [pages, num_kv_heads, page_size, head_dim], fp32.
+    Returns: [pages, num_kv_heads, head_dim], int64: place -> channel.
+    """
+    ranges = numbers.amax(-2) - numbers.amin(-2)
+    largest = torch.argsort(ranges, dim=-1, descending=True, stable=True)[..., :wide]
+    is_wide = torch.zeros_like(ranges, dtype=torch.bool).scatter_(-1, largest, True)
+    return torch.argsort((~is_wide).to(torch.uint8), dim=-1, stable=True)
+
+
+def reorder(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Bring channels into the order of their page: numbers [.., tokens, head_dim], order [.., head_dim]."""
+    return numbers.gather(-1, order.long()[..., None, :].expand(numbers.shape))
+
+
+def restore(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Undo `reorder`."""
+    places = order.long()[..., None, :].expand(numbers.shape)
+    return torch.empty_like(numbers).scatter_(-1, places, numbers)
+
+
+def is_order(order: torch.Tensor) -> bool:
+    """Say whether each [.., head_dim] names every channel once."""
+    channels = torch.arange(order.shape[-1], device=order.device)
+    return bool((order.long().sort(-1).values == channels).all())

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 from ...spec import PageSpec, SideSpec
-from .append import append_kernel
+from .append import append_pair_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
 from .decode_launch import triton_constants
@@ -20,13 +20,11 @@ from .dense_launch import dense_constants
 from .latent import latent_kernel
 from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
 from .latent_meta_params import warps_and_stages as latent_warps_and_stages
-from .latent_seal import latent_seal_kernel
-from .meta_params import HIP, column_block, constants, element_type, power_of_two
-from .seal import seal_kernel
-from .seal_pair import seal_pair_kernel
+from .meta_params import HIP, column_block, constants, element_type
+from .seal import seal_pair_kernel
+from .seal_meta_params import pair_constants
 from .tuning import warps_and_stages
-from .write import latent_seal_constants, seal_constants
-from .write_pair import pair_constants
+from .write_pair import append_constants
 
 STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
            "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
@@ -144,33 +142,6 @@ def compile_latent(
     )
 
 
-def compile_seal(side: SideSpec, arch: str) -> Any:
-    """Compile the seal kernel of one side for `arch`, as a launch would ask for it."""
-    types = {"tokens": "*" + element_type(side.dtype), "jobs": "*i32", "damaged": "*u8"}
-    types |= {"codes": "*" + _pointee(side.code_dtype), "scale": "*fp16", "offset": "*fp16"}
-    types |= dict.fromkeys(("row_stride", "head_stride", "slot_stride"), "i32")
-    aligned = ["tokens", "codes", "scale", "offset", "row_stride", "head_stride", "slot_stride"]
-    constexprs = seal_constants(side)
-    return compile_kernel(seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False)
-
-
-def compile_latent_seal(side: SideSpec, arch: str) -> Any:
-    """Compile the kernel that seals encoded latents for `arch`, as a launch would ask for it."""
-    scales = "*" + element_type(side.scale_dtype)
-    types = {
-        "tokens": "*" + element_type(side.dtype),
-        "jobs": "*i32",
-        "damaged": "*u8",
-        "codes": "*i16",
-    }
-    types |= {"scale": scales, "offset": scales, "row_stride": "i32", "slot_stride": "i32"}
-    aligned = ["tokens", "codes", "scale", "offset", "row_stride", "slot_stride"]
-    plain = latent_seal_constants(side)
-    return compile_kernel(
-        latent_seal_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False
-    )
-
-
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
     """Compile the kernel that seals both sides for `arch`, as a launch would ask for it."""
     types = {"jobs": "*i32", "damaged": "*u8"}
@@ -211,15 +182,25 @@ def compile_combine(
     return compile_kernel(combine_kernel, types, plain, arch, ["partial", "bests", "out"], 4)
 
 
-def compile_append(arch: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Compile the kernel that appends tokens to windows for `arch`."""
-    types = dict.fromkeys(("window", "new"), "*" + element_type(dtype))
-    types |= dict.fromkeys(("starts", "skips"), "*i32")
-    strides = [f"window_{name}" for name in ("row", "head", "slot")]
-    strides += [f"new_{name}" for name in ("row", "head", "token")]
-    types |= dict.fromkeys((*strides, "slots", "q_len"), "i32")
-    plain = {"DIM": dim, "WIDE": power_of_two(dim), "TOKENS": 1}
-    return compile_kernel(append_kernel, types, plain, arch, ["window", "new", *strides], 4)
+def compile_append_pair(
+    arch: str, dim: int, value_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """Compile the kernel that appends tokens of both sides to their windows for `arch`."""
+    pointers = ("window", "new", "value_window", "new_value")
+    types = dict.fromkeys(pointers, "*" + element_type(dtype)) | dict.fromkeys(
+        ("starts", "skips"), "*i32"
+    )
+    strides = [
+        f"{of}_{name}"
+        for of, names in (
+            ("window", "row head slot"), ("new", "row head token"), ("value", "row head slot"),
+            ("new_value", "row head token"),
+        )
+        for name in names.split()
+    ]  # fmt: skip
+    types |= dict.fromkeys((*strides, "slots", "value_slots", "q_len"), "i32")
+    plain = append_constants(dim, value_dim, 1)
+    return compile_kernel(append_pair_kernel, types, plain, arch, [*pointers, *strides], 4)
 
 
 def compile_kernel(

@@ -143,8 +143,7 @@ def unpack_every_byte(bits):
         return [np.ascontiguousarray(pair).view(np.float16).ravel() for pair in pairs]
 
     if bits < 8:
-        function = dequant._halves_in_place if bits == 4 else dequant._quarters_in_place
-        runs = run(text(function), 8 // bits)
+        runs = run(dequant._take_in_place.fn(bits), 8 // bits)
         right = [
             x.view(np.uint16) == ((every >> (bits * r)) & (2**bits - 1)) << (bits * r)
             for r, x in enumerate(runs)

@@ -14,20 +14,30 @@ from ...spec import PageSpec, SideSpec
 from .append import append_pair_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
-from .decode_launch import triton_constants
 from .dense import dense_kernel
 from .dense_launch import dense_constants
 from .latent import latent_kernel
 from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
 from .latent_meta_params import warps_and_stages as latent_warps_and_stages
+from .launch_arguments import STEPWISE, TABLES
+from .launch_plan import triton_constants
 from .meta_params import HIP, column_block, constants, element_type
 from .seal import seal_pair_kernel
 from .seal_meta_params import pair_constants
 from .tuning import warps_and_stages
 from .write_pair import append_constants
 
-STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
-           "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
+STRIDES = (
+    "query_row",
+    "query_head",
+    "query_token",
+    "wk_row",
+    "wk_head",
+    "wk_slot",
+    "wv_row",
+    "wv_head",
+    "wv_slot",
+)
 
 
 def target(arch: str) -> GPUTarget:
@@ -74,13 +84,11 @@ def compile_decode(
     aligned = list(types)
     aligned.remove("mask")
     aligned.remove("sink_logits")
-    types |= dict.fromkeys(
-        ("block_table", "num_pages", "exact_lens", "padding", "counters"), "*i32"
-    )
-    types |= dict.fromkeys((*STRIDES, "sliding_window", "sink_tokens", "q_len"), "i32")
+    types |= dict.fromkeys((*TABLES, "counters"), "*i32")
+    types |= dict.fromkeys((*STRIDES, *STEPWISE), "i32")
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
-    aligned += [n for n in STRIDES if n not in ("table_row", "mask_row", "mask_head", "mask_query")]
+    aligned += STRIDES
     return compile_kernel(
         decode_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
     )
@@ -126,17 +134,8 @@ def compile_latent(
     )
     types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
     aligned = [name for name in (*types, *strides) if name not in ("mask", "sink_logits")]
-    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
-    others = (
-        "table_row",
-        "mask_row",
-        "mask_head",
-        "mask_query",
-        "sliding_window",
-        "sink_tokens",
-        "q_len",
-    )
-    types |= dict.fromkeys((*strides, *others), "i32") | {"softmax_scale": "fp32"}
+    types |= dict.fromkeys(TABLES, "*i32")
+    types |= dict.fromkeys((*strides, *STEPWISE), "i32") | {"softmax_scale": "fp32"}
     return compile_kernel(
         latent_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
     )
@@ -165,7 +164,7 @@ def compile_dense(side: SideSpec, arch: str) -> Any:
     types |= dict.fromkeys(("scale", "offset"), "*" + element_type(side.scale_dtype))
     strides = ("window_row", "window_head", "window_slot")
     aligned = [*types, *strides]
-    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
+    types |= dict.fromkeys(TABLES, "*i32")
     types |= dict.fromkeys((*strides, "seen", "table_row", "sink_tokens"), "i32")
     plain = dense_constants(side)
     return compile_kernel(dense_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False)

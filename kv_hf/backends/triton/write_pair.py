@@ -86,8 +86,7 @@ def write_pair(
             return write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, launches)
     shape, strides, value_strides = token.shape, token.stride(), value_token.stride()
     if strides[3] != 1 or value_strides[3] != 1:
-        token, value_token = token.contiguous(), value_token.contiguous()
-        strides, value_strides = token.stride(), value_token.stride()
+        token, value_token, strides, value_strides = _contiguous(token, value_token)
     q_len = shape[2]
     to, value_to = window.stride(), value_window.stride()
     key = "append", id(spec), q_len > 1, strides, value_strides, to, value_to, index
@@ -134,8 +133,7 @@ def seal_pair(
             return seal_pair(tokens, jobs, fields, spec, damaged, launches)
     strides, value_strides = window.stride(), value_window.stride()
     if strides[3] != 1 or value_strides[3] != 1:
-        window, value_window = window.contiguous(), value_window.contiguous()
-        strides, value_strides = window.stride(), value_window.stride()
+        window, value_window, strides, value_strides = _contiguous(window, value_window)
     key = "seal", id(spec), strides, value_strides, index
     plan = launches.get(key)
     if plan is None:
@@ -156,6 +154,14 @@ def seal_pair(
     )  # fmt: skip
     tensors = window, *stored[:3], value_window, *stored[3:], jobs, damaged
     _launch(plan, jobs.shape[0], plan.sides, index, arguments, tensors)
+
+
+def _contiguous(
+    keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return both with contiguous channels, and their strides."""
+    keys, values = keys.contiguous(), values.contiguous()
+    return keys, values, keys.stride(), values.stride()
 
 
 def _launch(

@@ -10,6 +10,7 @@ transformers, and an attention implementation "kv_hf"; `uninstall()` removes the
 
 from typing import TYPE_CHECKING, Any
 
+from .backends.plugins import load_plugins as _load_backends
 from .cache import compat as _compat  # noqa: F401  (an old transformers is named first)
 from .cache.cross import CrossCache
 from .cache.encoder_decoder import PagedEncoderDecoderCache
@@ -39,7 +40,7 @@ from .formats import (
     register_format,
     unregister_format,
 )
-from .formats.plugins import load_plugins as _load_plugins
+from .formats.plugins import load_plugins as _load_formats
 from .hf.install import install, uninstall
 from .spec import MemoryReport, PageSpec, predict_memory
 from .version import __version__
@@ -107,5 +108,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_load_plugins()
+_load_formats()
+_load_backends()
 install()

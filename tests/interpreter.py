@@ -17,6 +17,8 @@ import torch
 from packaging.version import Version
 
 from kv_hf.backends.base import AttentionCall
+from kv_hf.formats import key_scheme
+from kv_hf.spec import PageSpec, SideSpec
 
 _pool = None
 
@@ -141,8 +143,7 @@ def unpack_every_byte(bits):
         return [np.ascontiguousarray(pair).view(np.float16).ravel() for pair in pairs]
 
     if bits < 8:
-        function = dequant._halves_in_place if bits == 4 else dequant._quarters_in_place
-        runs = run(text(function), 8 // bits)
+        runs = run(dequant._take_in_place.fn(bits), 8 // bits)
         right = [
             x.view(np.uint16) == ((every >> (bits * r)) & (2**bits - 1)) << (bits * r)
             for r, x in enumerate(runs)
@@ -209,18 +210,28 @@ def _permute(a, b, selector):
 
 
 def seal(tokens, jobs, fields, spec):
-    """Seal in the worker; returns (fields, damaged), as the worker's tensors are copies."""
-    from kv_hf.backends.triton.write import seal_pages
+    """Seal one side in the worker; returns (fields, damaged), as the worker's tensors are copies.
 
-    return fields, seal_pages(tokens, jobs, fields, spec)
+    The other side holds no numbers, or exact ones where `spec` is the second side.
+    """
+    from kv_hf.backends.triton import write_pair
 
-
-def append(window, new, starts, skips):
-    """Append in the worker; returns the window."""
-    from kv_hf.backends.triton.write import append_tokens
-
-    append_tokens(window, new, starts, skips)
-    return window
+    second = spec.side in ("values", "k_rope")
+    exact = key_scheme("exact").resolve(spec.page_size, 16, "keys")
+    other = SideSpec(
+        "keys", exact, spec.num_kv_heads, 16 if second else 0, spec.page_size, spec.dtype
+    )
+    others = {
+        name: torch.zeros(len(fields["codes"]), *s, dtype=d)
+        for name, (s, d) in other.fields.items()
+    }
+    plain = tokens.new_zeros(*tokens.shape[:3], other.head_dim)
+    damaged = torch.zeros((), dtype=torch.uint8)
+    sides, windows, pages = [(one, two)[:: -1 if second else 1] for one, two in (
+        (spec, other), (tokens, plain), (fields, others)
+    )]  # fmt: skip
+    write_pair.seal_pair(windows, jobs, pages, PageSpec(*sides), damaged, {})
+    return fields, damaged.bool()
 
 
 def write_pair(windows, new, starts, skips, jobs, fields, spec, damaged):

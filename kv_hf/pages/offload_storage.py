@@ -193,30 +193,9 @@ class OffloadedStorage(PageStorage):
     def grow_ahead(self, capacity: int, ahead: int = 0) -> None:
         """Nothing: the arena has made room on the device and outside before the step (OffloadArena.settle)."""
 
-    def write_pair(
-        self,
-        kernel: PairWriter,
-        windows: Pair,
-        new: Pair,
-        view: TableView,
-        jobs: SealJobs | None,
-        damaged: torch.Tensor,
-        launches: dict[Any, Any],
-    ) -> None:
-        """Append `new` [rows, heads, q_len, channels] to the windows [rows, heads, slots, channels]; seal on the device or outside."""
-        inside = jobs if self.home is None else None
-        super().write_pair(kernel, windows, new, view, inside, damaged, launches)
-        if jobs is not None and inside is None:
-            self.seal_pair(kernel, windows, jobs, damaged, launches)
-
     def seal_pair(
-        self,
-        kernel: PairWriter,
-        tokens: Pair,
-        jobs: SealJobs,
-        damaged: torch.Tensor,
-        launches: dict[Any, Any],
-    ) -> None:
+        self, kernel: PairWriter, tokens: Pair, jobs: SealJobs, damaged: torch.Tensor, launches: dict[Any, Any]
+    ) -> None:  # fmt: skip
         """Seal pages of both sides from `tokens` [rows, heads, slots, channels], on the device or, some at a time, outside."""
         home = self.home
         if home is None:

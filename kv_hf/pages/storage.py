@@ -11,6 +11,7 @@ from ..notices import warn_once
 from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
 from . import blocks
+from .host_pages import HostPages
 from .huge_pages import advise
 from .persistent import persistent_tensors
 from .step import SealJobs, TableView
@@ -208,6 +209,11 @@ class PageStorage:
             )
 
     @property
+    def home(self) -> HostPages | None:
+        """The pages' memory outside of the device, or None where they lie on the device."""
+        return None
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes of pages that live outside of the device."""
         return 0
@@ -231,11 +237,15 @@ class PageStorage:
             launches: what the backend keeps for this layer.
         """
         assert view.starts is not None and view.skips is not None
-        table = None if jobs is None else jobs.on(self.device)
+        outside = jobs is not None and self.home is not None
+        table = None if jobs is None or outside else jobs.on(self.device)
         fields = self.keys.fields, self.values.fields
         kernel.write_pair(
             windows, new, view.starts, view.skips, table, fields, self.spec, damaged, launches
         )
+        if outside:
+            assert jobs is not None
+            self.seal_pair(kernel, windows, jobs, damaged, launches)
 
     def seal_pair(
         self,

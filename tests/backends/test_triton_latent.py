@@ -627,7 +627,7 @@ def test_kernels_compile_for_amd(name):
     spec = standard_spec(name)
     assert "mfma" in aot.compile_latent(spec, "gfx942").asm["amdgcn"]
     if name != "exact":
-        assert aot.compile_latent_seal(spec.keys, "gfx942").asm["amdgcn"]
+        assert aot.compile_seal_pair(spec, "gfx942").asm["amdgcn"]
 
 
 @needs_triton
@@ -643,7 +643,7 @@ def test_seal_rounds_every_step(name):
     """No fused multiply-add and no approximate division: the bytes are those of the definition."""
     from kv_hf.backends.triton import aot, sass
 
-    kernel = aot.compile_latent_seal(standard_spec(name).keys, "sm_90")
+    kernel = aot.compile_seal_pair(standard_spec(name), "sm_90")
     assert "div.rn.f32" in kernel.asm["ptx"]
     assert "fma" not in kernel.asm["ptx"]
     assert "div.full" not in kernel.asm["ptx"]

@@ -117,15 +117,30 @@ def test_write_pair_writes_latents_and_rope_keys(name, rope_dim):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("key_dim", [64, 80])
 @pytest.mark.parametrize("q_len", [1, 3, 20])
-def test_write_pair_appends_without_jobs(q_len):
-    spec = spec_of("int8")
+def test_write_pair_appends_without_jobs(q_len, key_dim):
+    spec = spec_of("int8", key_dim=key_dim)
     windows, new, _, _ = inputs(spec, q_len)
     starts = torch.tensor([0, 4, 5], dtype=torch.int32)
     skips = torch.tensor([0, min(2, q_len), q_len], dtype=torch.int32)
     turned = tuple(token.transpose(1, 2).contiguous().transpose(1, 2) for token in new)
     for tokens in (new, turned):
         check(spec, (windows, tokens, starts, skips), None)
+
+
+@needs_interpreter
+def test_write_pair_never_writes_past_the_windows():
+    spec = spec_of("exact", key_dim=16, value_dim=32)
+    windows, new = (
+        tuple(make(2, 2, tokens, side.head_dim) for side in spec.sides)
+        for make, tokens in ((torch.zeros, 8), (torch.ones, 3))
+    )
+    starts, skips = torch.tensor([6, 0], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    damaged = torch.zeros((), dtype=torch.uint8)
+    windows, *_ = call(write_pair, windows, new, starts, skips, None, stored(spec), spec, damaged)
+    for window in windows:
+        assert window.mean(3).sum(2).tolist() == [[2.0, 2.0], [3.0, 3.0]]
 
 
 @needs_interpreter

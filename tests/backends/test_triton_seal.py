@@ -1,8 +1,8 @@
-"""The fused seal kernel against the bytes that quant/codec.py gives, and the append kernel; in the interpreter."""
+"""The seal kernel against the bytes that quant/codec.py gives; in the interpreter."""
 
 import pytest
 import torch
-from interpreter import append, call, needs_interpreter, seal
+from interpreter import call, needs_interpreter, seal
 from paged_inputs import DTYPES
 
 from kv_hf.backends.reference import attention as reference
@@ -142,27 +142,3 @@ def test_seal_skips_jobs_without_a_page(name):
     got, damaged = call(seal, tokens, jobs.int(), fields, spec)
     assert not bool(damaged)
     assert all(torch.equal(got[n], tensor) for n, tensor in expected.items())
-
-
-# -- appending -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dim", [64, 80])
-@pytest.mark.parametrize("q_len", [1, 3, 20])
-def test_append_writes_each_rows_new_tokens_behind_its_old_ones(q_len, dim):
-    window = torch.randn(3, 2, 40, dim)
-    new = torch.randn(3, q_len, 2, dim).transpose(1, 2)
-    starts = torch.tensor([0, 7, 20], dtype=torch.int32)
-    skips = torch.tensor([0, min(2, q_len), q_len], dtype=torch.int32)
-    expected = window.clone()
-    for row in range(3):
-        start, skip = int(starts[row]), int(skips[row])
-        expected[row, :, start : start + q_len - skip] = new[row, :, skip:]
-    assert torch.equal(call(append, window, new, starts, skips), expected)
-
-
-def test_append_never_writes_past_the_window():
-    window, new = torch.zeros(2, 1, 8, 16), torch.ones(2, 1, 3, 16)
-    starts, skips = torch.tensor([6, 0], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    out = call(append, window, new, starts, skips)
-    assert out.sum((2, 3)).tolist() == [[2 * 16.0], [3 * 16.0]]

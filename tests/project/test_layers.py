@@ -16,6 +16,7 @@ LAYERS = [
         "files",
         "user_dir",
         "notices",
+        "plugins",
         "printable",
         "records",
         "version",

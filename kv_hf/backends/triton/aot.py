@@ -11,25 +11,33 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
 from ...spec import PageSpec, SideSpec
-from .append import append_kernel
+from .append import append_pair_kernel
 from .combine import combine_kernel
 from .decode import decode_kernel
-from .decode_launch import triton_constants
 from .dense import dense_kernel
 from .dense_launch import dense_constants
 from .latent import latent_kernel
 from .latent_meta_params import COLUMNS, COMBINED, COMBINED_SPLITS, latent_constants
 from .latent_meta_params import warps_and_stages as latent_warps_and_stages
-from .latent_seal import latent_seal_kernel
-from .meta_params import HIP, column_block, constants, element_type, power_of_two
-from .seal import seal_kernel
-from .seal_pair import seal_pair_kernel
+from .launch_arguments import STEPWISE, TABLES
+from .launch_plan import triton_constants
+from .meta_params import HIP, column_block, constants, element_type
+from .seal import seal_pair_kernel
+from .seal_meta_params import pair_constants
 from .tuning import warps_and_stages
-from .write import latent_seal_constants, seal_constants
-from .write_pair import pair_constants
+from .write_pair import append_constants
 
-STRIDES = ("query_row", "query_head", "query_token", "table_row", "wk_row", "wk_head", "wk_slot",
-           "wv_row", "wv_head", "wv_slot", "mask_row", "mask_head", "mask_query")  # fmt: skip
+STRIDES = (
+    "query_row",
+    "query_head",
+    "query_token",
+    "wk_row",
+    "wk_head",
+    "wk_slot",
+    "wv_row",
+    "wv_head",
+    "wv_slot",
+)
 
 
 def target(arch: str) -> GPUTarget:
@@ -76,13 +84,11 @@ def compile_decode(
     aligned = list(types)
     aligned.remove("mask")
     aligned.remove("sink_logits")
-    types |= dict.fromkeys(
-        ("block_table", "num_pages", "exact_lens", "padding", "counters"), "*i32"
-    )
-    types |= dict.fromkeys((*STRIDES, "sliding_window", "sink_tokens", "q_len"), "i32")
+    types |= dict.fromkeys((*TABLES, "counters"), "*i32")
+    types |= dict.fromkeys((*STRIDES, *STEPWISE), "i32")
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
-    aligned += [n for n in STRIDES if n not in ("table_row", "mask_row", "mask_head", "mask_query")]
+    aligned += STRIDES
     return compile_kernel(
         decode_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
     )
@@ -128,46 +134,10 @@ def compile_latent(
     )
     types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
     aligned = [name for name in (*types, *strides) if name not in ("mask", "sink_logits")]
-    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
-    others = (
-        "table_row",
-        "mask_row",
-        "mask_head",
-        "mask_query",
-        "sliding_window",
-        "sink_tokens",
-        "q_len",
-    )
-    types |= dict.fromkeys((*strides, *others), "i32") | {"softmax_scale": "fp32"}
+    types |= dict.fromkeys(TABLES, "*i32")
+    types |= dict.fromkeys((*strides, *STEPWISE), "i32") | {"softmax_scale": "fp32"}
     return compile_kernel(
         latent_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
-    )
-
-
-def compile_seal(side: SideSpec, arch: str) -> Any:
-    """Compile the seal kernel of one side for `arch`, as a launch would ask for it."""
-    types = {"tokens": "*" + element_type(side.dtype), "jobs": "*i32", "damaged": "*u8"}
-    types |= {"codes": "*" + _pointee(side.code_dtype), "scale": "*fp16", "offset": "*fp16"}
-    types |= dict.fromkeys(("row_stride", "head_stride", "slot_stride"), "i32")
-    aligned = ["tokens", "codes", "scale", "offset", "row_stride", "head_stride", "slot_stride"]
-    constexprs = seal_constants(side)
-    return compile_kernel(seal_kernel, types, constexprs, arch, aligned, 4, enable_fp_fusion=False)
-
-
-def compile_latent_seal(side: SideSpec, arch: str) -> Any:
-    """Compile the kernel that seals encoded latents for `arch`, as a launch would ask for it."""
-    scales = "*" + element_type(side.scale_dtype)
-    types = {
-        "tokens": "*" + element_type(side.dtype),
-        "jobs": "*i32",
-        "damaged": "*u8",
-        "codes": "*i16",
-    }
-    types |= {"scale": scales, "offset": scales, "row_stride": "i32", "slot_stride": "i32"}
-    aligned = ["tokens", "codes", "scale", "offset", "row_stride", "slot_stride"]
-    plain = latent_seal_constants(side)
-    return compile_kernel(
-        latent_seal_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False
     )
 
 
@@ -194,7 +164,7 @@ def compile_dense(side: SideSpec, arch: str) -> Any:
     types |= dict.fromkeys(("scale", "offset"), "*" + element_type(side.scale_dtype))
     strides = ("window_row", "window_head", "window_slot")
     aligned = [*types, *strides]
-    types |= dict.fromkeys(("block_table", "num_pages", "exact_lens", "padding"), "*i32")
+    types |= dict.fromkeys(TABLES, "*i32")
     types |= dict.fromkeys((*strides, "seen", "table_row", "sink_tokens"), "i32")
     plain = dense_constants(side)
     return compile_kernel(dense_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False)
@@ -211,15 +181,25 @@ def compile_combine(
     return compile_kernel(combine_kernel, types, plain, arch, ["partial", "bests", "out"], 4)
 
 
-def compile_append(arch: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Compile the kernel that appends tokens to windows for `arch`."""
-    types = dict.fromkeys(("window", "new"), "*" + element_type(dtype))
-    types |= dict.fromkeys(("starts", "skips"), "*i32")
-    strides = [f"window_{name}" for name in ("row", "head", "slot")]
-    strides += [f"new_{name}" for name in ("row", "head", "token")]
-    types |= dict.fromkeys((*strides, "slots", "q_len"), "i32")
-    plain = {"DIM": dim, "WIDE": power_of_two(dim), "TOKENS": 1}
-    return compile_kernel(append_kernel, types, plain, arch, ["window", "new", *strides], 4)
+def compile_append_pair(
+    arch: str, dim: int, value_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """Compile the kernel that appends tokens of both sides to their windows for `arch`."""
+    pointers = ("window", "new", "value_window", "new_value")
+    types = dict.fromkeys(pointers, "*" + element_type(dtype)) | dict.fromkeys(
+        ("starts", "skips"), "*i32"
+    )
+    strides = [
+        f"{of}_{name}"
+        for of, names in (
+            ("window", "row head slot"), ("new", "row head token"), ("value", "row head slot"),
+            ("new_value", "row head token"),
+        )
+        for name in names.split()
+    ]  # fmt: skip
+    types |= dict.fromkeys((*strides, "slots", "value_slots", "q_len"), "i32")
+    plain = append_constants(dim, value_dim, 1)
+    return compile_kernel(append_pair_kernel, types, plain, arch, [*pointers, *strides], 4)
 
 
 def compile_kernel(

@@ -1,4 +1,4 @@
-"""Append new tokens to the exact windows of all rows in one launch, of one side or of both."""
+"""Append new tokens of both sides to the exact windows of all rows, in one launch."""
 
 import triton
 import triton.language as tl
@@ -23,33 +23,6 @@ def _copy(
     target = window + row.to(tl.int64) * window_row + head * window_head
     x = tl.load(source + token[:, None] * new_token + channel[None, :], mask=held, other=0.0)
     tl.store(target + slot[:, None] * window_slot + channel[None, :], x, mask=held)
-
-
-@triton.jit(
-    do_not_specialize=["slots", "q_len"], do_not_specialize_on_alignment=["starts", "skips"]
-)
-def append_kernel(
-    window,  # [rows, heads, slots, DIM]
-    window_row,
-    window_head,
-    window_slot,
-    new,  # [rows, heads, q_len, DIM]
-    new_row,
-    new_head,
-    new_token,
-    starts,
-    skips,
-    slots,
-    q_len,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Append one side. Grid: (rows, heads, blocks of tokens)."""
-    _copy(
-        window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips, slots, q_len,
-        tl.program_id(2), DIM, WIDE, TOKENS,
-    )  # fmt: skip
 
 
 @triton.jit(
@@ -85,20 +58,15 @@ def append_pair_kernel(
     TOKENS: tl.constexpr,
 ):
     """Append both sides. Grid: (rows, heads, 2 * blocks of tokens), or half as many where VALUE_DIM is 0."""
-    if VALUE_DIM > 0:
-        block = tl.program_id(2) // 2
-        if tl.program_id(2) % 2 == 1:
-            _copy(
-                value_window, value_row, value_head, value_slot, new_value, new_value_row, new_value_head,
-                new_value_token, starts, skips, value_slots, q_len, block, VALUE_DIM, VALUE_WIDE, TOKENS,
-            )  # fmt: skip
-        else:
-            _copy(
-                window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips,
-                slots, q_len, block, DIM, WIDE, TOKENS,
-            )  # fmt: skip
-    else:
+    SIDES: tl.constexpr = 2 if VALUE_DIM > 0 else 1
+    block = tl.program_id(2) // SIDES
+    if tl.program_id(2) % SIDES == 0:
         _copy(
             window, window_row, window_head, window_slot, new, new_row, new_head, new_token, starts, skips, slots,
-            q_len, tl.program_id(2), DIM, WIDE, TOKENS,
+            q_len, block, DIM, WIDE, TOKENS,
+        )  # fmt: skip
+    elif VALUE_DIM > 0:
+        _copy(
+            value_window, value_row, value_head, value_slot, new_value, new_value_row, new_value_head,
+            new_value_token, starts, skips, value_slots, q_len, block, VALUE_DIM, VALUE_WIDE, TOKENS,
         )  # fmt: skip

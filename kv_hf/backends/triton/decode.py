@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from .keys import load_key_factors, score_codes, score_exact, stack
+from .launch_arguments import SPECIALIZED
 from .merge import add_sink, arrive_last, merge_columns
-from .softmax import LOG2E, bend, weigh
+from .softmax import bend, near_one, weigh
 from .tiles import chunk_size, load_query, rescale, store_parts
 from .values import (
     add_codes,
@@ -20,30 +21,11 @@ from .values import (
     offset_rows,
     settle,
 )
+from .visibility import Visibility, mask_pointers, row_lengths, tiles_of_split
 from .window import attend_window
 
 
-# not specialized: numbers that change while a sequence grows must not make new kernels
-@triton.jit(
-    do_not_specialize=[
-        "table_row",
-        "mask_row",
-        "mask_head",
-        "mask_query",
-        "sliding_window",
-        "sink_tokens",
-        "q_len",
-    ],
-    do_not_specialize_on_alignment=[
-        "block_table",
-        "num_pages",
-        "exact_lens",
-        "padding",
-        "mask",
-        "sink_logits",
-        "counters",
-    ],
-)
+@triton.jit(**SPECIALIZED)
 def decode_kernel(
     query,  # [rows, heads * GROUP, q_len, K_DIM]
     query_row,
@@ -112,10 +94,7 @@ def decode_kernel(
     W_KEY_DTYPE: tl.constexpr,
     W_VALUE_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
+    HIDING: tl.constexpr,
     SINKS: tl.constexpr,
     M_COLUMNS: tl.constexpr,
     M_SPLITS: tl.constexpr,
@@ -141,8 +120,8 @@ def decode_kernel(
     )
     V_RUNS: tl.constexpr = V_DIM // V_WIDTH
     V_PARTS: tl.constexpr = len(V_CHUNKS) * V_RUNS
-    BENT: tl.constexpr = SOFTCAP or MASK == "float"
-    HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none"
+    BENT: tl.constexpr = HIDING.bent
+    HIDES: tl.constexpr = HIDING.hides
 
     row = tl.program_id(0)
     head = tl.program_id(1) // blocks
@@ -153,35 +132,28 @@ def decode_kernel(
     real = column < used
     query_head_of = head * GROUP + column % GROUP
     token_of = column // GROUP
-    pages = tl.load(num_pages + row)
-    exact = tl.load(exact_lens + row)
-    left = tl.load(padding + row)
+    pages, exact, left = row_lengths(num_pages, exact_lens, padding, row)
     kv_len = pages * PAGE + exact
-    query_at = kv_len - q_len + token_of
-    masks = mask + row.to(tl.int64) * mask_row + query_head_of * mask_head
-    masks += tl.where(real, token_of, 0) * mask_query
+    masks = mask_pointers(mask, row, query_head_of, token_of, real, mask_row, mask_head, mask_query)
+    visible = Visibility(
+        kv_len - q_len + token_of, masks, left, sink_tokens, sliding_window, softcap
+    )
 
     # the tiles of this split; those that no query's sliding window reaches are left out
     first = 0
     tiles = pages * TILES_PER_PAGE
-    if WINDOWED:
+    if HIDING.windowed:
         first = (kv_len - q_len + 1 - sliding_window - sink_tokens) // TILE
         first = tl.minimum(tl.maximum(first, 0), tiles)
-    # the window counts as W_COST times as much work per token as a page, so that the last split gets fewer tiles
-    work = tiles - first + exact * W_COST // TILE
-    begin = tl.minimum(first + work * split // num_splits, tiles)
-    end = tl.minimum(first + work * (split + 1) // num_splits, tiles)
+    # the window counts as W_COST times as much work per token as a page
+    begin, end = tiles_of_split(first, tiles, exact * W_COST // TILE, split, num_splits)
 
     queries = query + row.to(tl.int64) * query_row + query_head_of * query_head
     queries += token_of * query_token
-    # a power of two that brings each query near 1: float16 products then neither overflow nor vanish
     channel = tl.arange(0, triton.next_power_of_2(K_DIM))
     inside = (channel < K_DIM)[:, None] & real[None, :]
     x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
-    size = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
-    exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
-    shrink = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    factor = exponent.to(tl.float32, bitcast=True) * (softmax_scale * LOG2E)
+    shrink, factor = near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
     q = load_query(queries, real, K_DIM, K_WIDTH, K_CHUNKS, shrink, K_DTYPE)
     whole_q = q
     if K_FOLD == "tile":
@@ -250,9 +222,8 @@ def decode_kernel(
                 pieces = pieces + (one,)
             scores = stack(pieces)
         scores = bend(
-            scores, factor, sink_tokens + tile * TILE + lane, lane, query_at, softcap,
-            sliding_window, masks, left, False, CAUSAL, WINDOWED, SOFTCAP, MASK,
-        )  # fmt: skip
+            scores, factor, sink_tokens + tile * TILE + lane, lane, visible, HIDING, False
+        )
         weights, keep, best = weigh(scores, factor, best, BENT, HIDES, LIFT)
         totals = tl.fma(totals, tl.broadcast_to(keep[None, :], totals.shape), weights)
         if V_FOLD == "none":
@@ -288,10 +259,9 @@ def decode_kernel(
     if split == num_splits - 1:
         best, total, acc = attend_window(
             queries, real, window_keys + row.to(tl.int64) * wk_row + head * wk_head, wk_slot,
-            window_values + row.to(tl.int64) * wv_row + head * wv_head, wv_slot, exact, pages * PAGE,
-            sink_tokens, query_at, masks, left, softmax_scale, softcap, sliding_window, best, total, acc,
-            K_DIM, V_WIDTH, V_RUNS, V_CHUNKS, W_CHUNKS, W_TILE, W_STAGES, W_KEY_DTYPE, W_VALUE_DTYPE,
-            PRECISION, CAUSAL, WINDOWED, SOFTCAP, MASK,
+            window_values + row.to(tl.int64) * wv_row + head * wv_head, wv_slot, exact, pages * PAGE, visible,
+            softmax_scale, best, total, acc, K_DIM, V_WIDTH, V_RUNS, V_CHUNKS, W_CHUNKS, W_TILE, W_STAGES,
+            W_KEY_DTYPE, W_VALUE_DTYPE, PRECISION, HIDING,
         )  # fmt: skip
 
     seen = total > 0

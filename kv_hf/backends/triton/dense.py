@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .float8 import SCALE_MAX, float8_to_float
+from .page_block import move_to_block
 
 
 @triton.constexpr_function
@@ -37,88 +38,77 @@ def _of_groups(
     TALL: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SIDE: tl.constexpr,
 ):
     """Load the scales (or offsets), one per TOKENS x CHANNELS, of TALL tokens and as many channels as `inside` has.
 
     Returns: [TALL, W], or 1 in place of a size along which all are the same.
     """
     WIDE: tl.constexpr = inside.shape[0]
+    GROUPS: tl.constexpr = SIDE.dim // CHANNELS  # of a token
     token = first_token + tl.arange(0, TALL)
     column = (first_channel + tl.arange(0, WIDE)) // CHANNELS
     if TOKENS % TALL == 0:
-        at = (first_token // TOKENS) * (DIM // CHANNELS) + column
+        at = (first_token // TOKENS) * GROUPS + column
         factors = tl.load(pointer + at, mask=inside, other=0.0)[None, :]
-    elif within(CHANNELS, WIDE, DIM, WIDTH):
-        at = (token // TOKENS) * (DIM // CHANNELS) + first_channel // CHANNELS
+    elif within(CHANNELS, WIDE, SIDE.dim, SIDE.width):
+        at = (token // TOKENS) * GROUPS + first_channel // CHANNELS
         factors = tl.load(pointer + at)[:, None]
     else:
-        at = ((token // TOKENS) * (DIM // CHANNELS))[:, None] + column[None, :]
+        at = ((token // TOKENS) * GROUPS)[:, None] + column[None, :]
         factors = tl.load(pointer + at, mask=inside[None, :], other=0.0)
     return factors.to(tl.float32)
 
 
 @triton.jit
 def _write_part(
-    target,
-    room,
-    codes,
-    scale,
-    offset,
-    begin,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    CODE: tl.constexpr,
-    BITS: tl.constexpr,
-    S_TOKENS: tl.constexpr,
-    S_CHANNELS: tl.constexpr,
-    O_TOKENS: tl.constexpr,
-    O_CHANNELS: tl.constexpr,
-    TOKEN_CONTIGUOUS: tl.constexpr,
-    TOKEN_WORDS: tl.constexpr,
-    RUNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    target, room, codes, scale, offset, begin, SIDE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """Write TILE tokens of one page to `target`, the column of the page's first token; `room` columns are left there.
 
     Args:
         codes, scale, offset: of this page and head.
         begin: the first token; of token words, the first word.
     """
-    TALL: tl.constexpr = TILE // RUNS if TOKEN_WORDS else TILE
+    RUNS: tl.constexpr = SIDE.runs
+    WIDTH: tl.constexpr = SIDE.width
+    CODE: tl.constexpr = SIDE.code
+    BITS: tl.constexpr = SIDE.bits
+    S_TOKENS: tl.constexpr = SIDE.scale_tokens
+    S_CHANNELS: tl.constexpr = SIDE.scale_channels
+    O_TOKENS: tl.constexpr = SIDE.offset_tokens
+    O_CHANNELS: tl.constexpr = SIDE.offset_channels
+    TALL: tl.constexpr = TILE // RUNS if SIDE.token_words else TILE
     lane = begin + tl.arange(0, TALL)
     for start in tl.static_range(0, WIDTH, WIDE):
         place = start + tl.arange(0, WIDE)
         inside = place < WIDTH
-        if TOKEN_CONTIGUOUS:
-            where = codes + lane[:, None] + (place * PAGE)[None, :]
+        if SIDE.token_contiguous:
+            where = codes + lane[:, None] + (place * SIDE.page)[None, :]
         else:
             where = codes + (lane * WIDTH)[:, None] + place[None, :]
         x = tl.load(where, mask=inside[None, :], other=0)
         if CODE != "none":
             x = x.to(tl.int32)
         for run in tl.static_range(RUNS):
-            first = begin + (run * (PAGE // RUNS) if TOKEN_WORDS else 0)
-            channel = start + (0 if TOKEN_WORDS else run * WIDTH)
+            first = begin + (run * (SIDE.page // RUNS) if SIDE.token_words else 0)
+            channel = start + (0 if SIDE.token_words else run * WIDTH)
             if CODE == "none":
                 y = x
             else:
                 y = _number(x, run, CODE, BITS) * _of_groups(
-                    scale, first, channel, inside, TALL, S_TOKENS, S_CHANNELS, DIM, WIDTH
+                    scale, first, channel, inside, TALL, S_TOKENS, S_CHANNELS, SIDE
                 )
                 if O_TOKENS > 0:
                     y = y + _of_groups(
-                        offset, first, channel, inside, TALL, O_TOKENS, O_CHANNELS, DIM, WIDTH
+                        offset, first, channel, inside, TALL, O_TOKENS, O_CHANNELS, SIDE
                     )
                 if target.dtype.element_ty == tl.float16:
                     # a scale rounded up may push the largest code just past float16's range
                     y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
             token = first + tl.arange(0, TALL)
             held = (token < room)[:, None] & inside[None, :]
-            at = (token * DIM)[:, None] + (channel + tl.arange(0, WIDE))[None, :]
+            at = (token * SIDE.dim)[:, None] + (channel + tl.arange(0, WIDE))[None, :]
             tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
 
 
@@ -143,19 +133,7 @@ def dense_kernel(
     exact_lens,
     padding,
     sink_tokens,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    CODE: tl.constexpr,
-    BITS: tl.constexpr,
-    S_TOKENS: tl.constexpr,
-    S_CHANNELS: tl.constexpr,
-    O_TOKENS: tl.constexpr,
-    O_CHANNELS: tl.constexpr,
-    TOKEN_CONTIGUOUS: tl.constexpr,
-    TOKEN_WORDS: tl.constexpr,
-    RUNS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SIDE: tl.constexpr,
     WIDE: tl.constexpr,
     W_WIDE: tl.constexpr,
     TILE: tl.constexpr,
@@ -166,10 +144,11 @@ def dense_kernel(
     is free. As TILE divides a page, a row's parts and its remaining columns fill the grid whatever its number of pages, so
     that the host need not know it.
 
-    Groups of scales and offsets are S_TOKENS x S_CHANNELS and O_TOKENS x O_CHANNELS (0 where there is no offset). RUNS: codes
-    of a byte, or of a word where TOKEN_WORDS; WIDTH: bytes, words or numbers of a token. Tiles are WIDE places wide, those
-    of the window W_WIDE channels.
+    SIDE: a SideLayout. Tiles are WIDE places wide, those of the window W_WIDE channels.
     """
+    HEADS: tl.constexpr = SIDE.heads
+    PAGE: tl.constexpr = SIDE.page
+    DIM: tl.constexpr = SIDE.dim
     tile = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -183,15 +162,10 @@ def dense_kernel(
         page = tl.load(block_table + row.to(tl.int64) * table_row + tile // (PAGE // TILE))
         block = page.to(tl.int64) * HEADS + head
         first = left + sinks + (tile // (PAGE // TILE)) * PAGE
-        codes += block * (PAGE * WIDTH // (RUNS if TOKEN_WORDS else 1))
-        if CODE != "none":
-            scale += block * ((PAGE // S_TOKENS) * (DIM // S_CHANNELS))
-            if O_TOKENS > 0:
-                offset += block * ((PAGE // O_TOKENS) * (DIM // O_CHANNELS))
+        codes, scale, offset = move_to_block(codes, scale, offset, block, SIDE)
         _write_part(
             out + first.to(tl.int64) * DIM, seen - first, codes, scale, offset,
-            (tile % (PAGE // TILE)) * (TILE // RUNS if TOKEN_WORDS else TILE), PAGE, DIM, CODE, BITS, S_TOKENS,
-            S_CHANNELS, O_TOKENS, O_CHANNELS, TOKEN_CONTIGUOUS, TOKEN_WORDS, RUNS, WIDTH, WIDE, TILE,
+            (tile % (PAGE // TILE)) * (TILE // SIDE.runs if SIDE.token_words else TILE), SIDE, WIDE, TILE,
         )  # fmt: skip
     else:
         column = (tile - parts) * TILE + tl.arange(0, TILE)

@@ -10,6 +10,7 @@ from ..inputs import PagedKV
 from . import device
 from .dense import dense_kernel
 from .meta_params import MAX_TILE, MIN_SIZE, power_of_two
+from .side_layout import side_layout
 
 TILE_NUMBERS = 8192  # numbers of one tile: 64 of each thread of four warps
 
@@ -17,25 +18,17 @@ TILE_NUMBERS = 8192  # numbers of one tile: 64 of each thread of four warps
 @cache
 def dense_constants(spec: SideSpec) -> dict[str, Any]:
     """Return the dense kernel's compile-time arguments."""
-    scheme = spec.scheme
-    runs = 16 // scheme.bits if spec.token_words else scheme.codes_per_byte
-    width = spec.head_dim // (1 if spec.token_words else runs)
-    scale = scheme.scale_group or (1, 1)
-    offset = scheme.offset_group or (0, 0)
-    tile = min(spec.page_size, MAX_TILE)
-    if tile > scale[0] >= MIN_SIZE:
-        tile = scale[0]  # one scale per channel of a tile in place of one per number
+    side = side_layout(spec)
+    scale_tokens, scale_channels = side.scale_tokens, side.scale_channels
+    tile = min(side.page, MAX_TILE)
+    if tile > scale_tokens >= MIN_SIZE:
+        tile = scale_tokens  # one scale per channel of a tile in place of one per number
     widest = TILE_NUMBERS // tile
-    wide = min(power_of_two(width), widest // (1 if spec.token_words else runs))
-    if scale[0] < tile and width % scale[1] == 0 and power_of_two(scale[1]) == scale[1] >= MIN_SIZE:
-        wide = min(wide, scale[1])  # one scale per token of a tile
-    return {
-        "HEADS": spec.num_kv_heads, "PAGE": spec.page_size, "DIM": spec.head_dim,
-        "CODE": scheme.code, "BITS": scheme.bits,
-        "S_TOKENS": scale[0], "S_CHANNELS": scale[1], "O_TOKENS": offset[0], "O_CHANNELS": offset[1],
-        "TOKEN_CONTIGUOUS": spec.token_contiguous, "TOKEN_WORDS": spec.token_words,
-        "RUNS": runs, "WIDTH": width, "WIDE": wide, "W_WIDE": min(power_of_two(spec.head_dim), widest), "TILE": tile,
-    }  # fmt: skip
+    wide = min(power_of_two(side.width), widest // (1 if side.token_words else side.runs))
+    groups_fit = side.width % scale_channels == 0 and power_of_two(scale_channels) == scale_channels
+    if scale_tokens < tile and groups_fit and scale_channels >= MIN_SIZE:
+        wide = min(wide, scale_channels)  # one scale per token of a tile
+    return {"SIDE": side, "WIDE": wide, "W_WIDE": min(power_of_two(side.dim), widest), "TILE": tile}
 
 
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:

@@ -83,45 +83,30 @@ def _from_signed(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
         return x.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
 
 
+@triton.constexpr_function
+def _take_in_place(BITS):
+    """PTX that leaves the codes of four bytes where they lie, two words of two float16 subnormals for each run."""
+    runs = 8 // BITS
+    lines = [".reg .b32 a, b;"]
+    lines += [
+        f"prmt.b32 {to}, ${2 * runs}, 0, {at};" for to, at in (("a", "0x4140"), ("b", "0x4342"))
+    ]
+    for run in range(runs):
+        mask = ((1 << BITS) - 1 << run * BITS) * 0x10001
+        lines += [f"and.b32 ${2 * run + i}, {word}, {mask:#010x};" for i, word in enumerate("ab")]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
 @triton.jit
 def _halves_in_place(x):
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b;
-        prmt.b32 a, $4, 0, 0x4140;
-        prmt.b32 b, $4, 0, 0x4342;
-        and.b32 $0, a, 0x000f000f;
-        and.b32 $1, b, 0x000f000f;
-        and.b32 $2, a, 0x00f000f0;
-        and.b32 $3, b, 0x00f000f0;
-        }""",
-        "=&r,=&r,=&r,=&r,r",
-        args=[x],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=4,
-    )
+        _take_in_place(4), "=&r,=&r,=&r,=&r,r", args=[x], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+    )  # fmt: skip
 
 
 @triton.jit
 def _quarters_in_place(x):
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b;
-        prmt.b32 a, $8, 0, 0x4140;
-        prmt.b32 b, $8, 0, 0x4342;
-        and.b32 $0, a, 0x00030003;
-        and.b32 $1, b, 0x00030003;
-        and.b32 $2, a, 0x000c000c;
-        and.b32 $3, b, 0x000c000c;
-        and.b32 $4, a, 0x00300030;
-        and.b32 $5, b, 0x00300030;
-        and.b32 $6, a, 0x00c000c0;
-        and.b32 $7, b, 0x00c000c0;
-        }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-        args=[x],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=4,
-    )
+        _take_in_place(2), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", args=[x],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4,
+    )  # fmt: skip

@@ -84,10 +84,19 @@ def from_float8(x, DTYPE: tl.constexpr, ISA: tl.constexpr):
 
 
 @triton.jit
+def float16_pairs(x, PTX: tl.constexpr):
+    """Return the two float16 numbers that PTX makes of each 16-bit word of x; it takes two words at a time."""
+    return tl.inline_asm_elementwise(
+        PTX, "=&r,=&r,r", args=[x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
+
+
+@triton.jit
 def float8_pairs(x, ISA: tl.constexpr):
     """Return the low and the high numbers of 16-bit words of two codes, float16; ISA above 0, see words.unpack_words."""
     if ISA >= 89:
-        return tl.inline_asm_elementwise(
+        return float16_pairs(
+            x,
             """{
             .reg .b32 a;
             .reg .b16 low, high;
@@ -96,18 +105,6 @@ def float8_pairs(x, ISA: tl.constexpr):
             cvt.rn.f16x2.e4m3x2 $0, low;
             cvt.rn.f16x2.e4m3x2 $1, high;
             }""",
-            "=&r,=&r,r",
-            args=[x],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
         )
     else:
-        return tl.inline_asm_elementwise(
-            _by_shifts(True),
-            "=&r,=&r,r",
-            args=[x],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        return float16_pairs(x, _by_shifts(True))

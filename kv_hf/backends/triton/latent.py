@@ -11,8 +11,10 @@ import triton.language as tl
 from .dequant import tile_unit
 from .latent_channels import add_channels, load_factors, score_channels, score_offsets
 from .latent_window import attend_latent_window
+from .launch_arguments import SPECIALIZED
 from .merge import add_sink
-from .softmax import LOG2E, bend, weigh
+from .softmax import bend, near_one, weigh
+from .visibility import Visibility, mask_pointers, row_lengths, tiles_of_split
 from .words import (
     apart,
     halves,
@@ -27,26 +29,7 @@ from .words import (
 )
 
 
-# not specialized: numbers that change while a sequence grows must not make new kernels
-@triton.jit(
-    do_not_specialize=[
-        "table_row",
-        "mask_row",
-        "mask_head",
-        "mask_query",
-        "sliding_window",
-        "sink_tokens",
-        "q_len",
-    ],
-    do_not_specialize_on_alignment=[
-        "block_table",
-        "num_pages",
-        "exact_lens",
-        "padding",
-        "mask",
-        "sink_logits",
-    ],
-)
+@triton.jit(**SPECIALIZED)
 def latent_kernel(
     query,  # [rows, HEADS, q_len, RANK + ROPE]
     query_row,
@@ -109,9 +92,7 @@ def latent_kernel(
     W_DTYPE: tl.constexpr,
     W_ROPE_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    MASK: tl.constexpr,
+    HIDING: tl.constexpr,
     SINKS: tl.constexpr,
     STAGES: tl.constexpr,
     ISA: tl.constexpr,
@@ -132,7 +113,8 @@ def latent_kernel(
     TILES_PER_PAGE: tl.constexpr = STRIDE // ROWS
     BY_CHANNEL: tl.constexpr = CODE == "unsigned"
     BY_TOKEN: tl.constexpr = CODE == "signed" or CODE == "float8"
-    HIDES: tl.constexpr = CAUSAL or WINDOWED or MASK != "none"
+    BENT: tl.constexpr = HIDING.bent
+    HIDES: tl.constexpr = HIDING.hides
 
     row = tl.program_id(0)
     split = tl.program_id(2)
@@ -141,28 +123,22 @@ def latent_kernel(
     real = column < used
     head = column % HEADS
     token_of = column // HEADS
-    pages = tl.load(num_pages + row)
-    exact = tl.load(exact_lens + row)
-    left = tl.load(padding + row)
+    pages, exact, left = row_lengths(num_pages, exact_lens, padding, row)
     kv_len = pages * PAGE + exact
-    query_at = kv_len - q_len + token_of
-    masks = mask + row.to(tl.int64) * mask_row + head * mask_head
-    masks += tl.where(real, token_of, 0) * mask_query
+    masks = mask_pointers(mask, row, head, token_of, real, mask_row, mask_head, mask_query)
+    visible = Visibility(kv_len - q_len + token_of, masks, left, sink_tokens, sliding_window, 1.0)
 
     # the tiles of this split; those of pages that no query's sliding window reaches are left out
     first = 0
     tiles = pages * TILES_PER_PAGE
-    if WINDOWED:
+    if HIDING.windowed:
         first = tl.maximum(kv_len - q_len + 1 - sliding_window - sink_tokens, 0) // PAGE
         first = tl.minimum(first * TILES_PER_PAGE, tiles)
-    # the window counts as W_COST times as much work per token as a page, so that the last split gets fewer tiles
-    work = tiles - first + exact * W_COST // TOKENS
-    begin = tl.minimum(first + work * split // num_splits, tiles)
-    end = tl.minimum(first + work * (split + 1) // num_splits, tiles)
+    # the window counts as W_COST times as much work per token as a page
+    begin, end = tiles_of_split(first, tiles, exact * W_COST // TOKENS, split, num_splits)
 
     queries = query + row.to(tl.int64) * query_row + head * query_head
     queries += token_of * query_token
-    # a power of two that brings each query below 1: float16 products then neither overflow nor vanish
     size = tl.zeros([COLUMNS], tl.float32)
     for r in tl.static_range(RUNS):
         one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
@@ -173,9 +149,7 @@ def latent_kernel(
         )
         turned = turned.to(tl.float32)
         size = tl.maximum(size, tl.max(tl.max(tl.abs(turned), 2), 0))
-    exponent = tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
-    shrink = (0x7E800000 - exponent).to(tl.float32, bitcast=True)
-    factor = exponent.to(tl.float32, bitcast=True) * (softmax_scale * (2.0 * LOG2E))
+    shrink, factor = near_one(size, softmax_scale, True)
     q = ()
     for r in tl.static_range(RUNS):
         one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
@@ -282,11 +256,8 @@ def latent_kernel(
             at_page = tile // TILES_PER_PAGE * PAGE + start
             position = at_page + n // STEP + (phase * STEP + n % STEP) * STRIDE
             whole = tl.trans(tl.sum(side_by_side(scores), 0))
-            whole = bend(
-                whole, factor, sink_tokens + position, n, query_at, 1.0, sliding_window, masks, left, False,
-                CAUSAL, WINDOWED, False, MASK,
-            )  # fmt: skip
-            weights, keep, best = weigh(whole, factor, best, MASK == "float", HIDES)
+            whole = bend(whole, factor, sink_tokens + position, n, visible, HIDING, False)
+            weights, keep, best = weigh(whole, factor, best, BENT, HIDES)
             parts = apart(tl.trans(weights), STEP)
             total = total * keep
             sums = ()  # of weights, group by group
@@ -322,9 +293,8 @@ def latent_kernel(
     if split == num_splits - 1:
         best, total, acc = attend_latent_window(
             queries, real, window + row.to(tl.int64) * window_row, window_slot,
-            window_rope + row.to(tl.int64) * wr_row, wr_slot, exact, pages * PAGE, sink_tokens, query_at,
-            masks, left, softmax_scale, sliding_window, best, total, acc, RANK, SIZE, ROPE, ROPE_WIDE,
-            W_TILE, W_DTYPE, W_ROPE_DTYPE, PRECISION, CAUSAL, WINDOWED, MASK,
+            window_rope + row.to(tl.int64) * wr_row, wr_slot, exact, pages * PAGE, visible, softmax_scale, best,
+            total, acc, RANK, SIZE, ROPE, ROPE_WIDE, W_TILE, W_DTYPE, W_ROPE_DTYPE, PRECISION, HIDING,
         )  # fmt: skip
 
     seen = total > 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...spec import PageSpec
-from .meta_params import BOOST, HIP, MIN_SIZE, element_type, in_float32, power_of_two
+from .meta_params import BOOST, HIP, MIN_SIZE, element_type, hiding, in_float32, power_of_two
 from .tuning import Launch
 
 COLUMNS = 16  # query rows of a program; more are further programs
@@ -162,7 +162,7 @@ def latent_constants(
         "ROPE_WIDE": max(MIN_SIZE, power_of_two(-(-rope.head_dim // cut.count))), "ROPE_DTYPE": types[1],
         "W_TILE": 32 if tokens >= 32 else 16, "W_COST": max(1, round(16 / spec.bits_per_element)),
         "W_DTYPE": types[2], "W_ROPE_DTYPE": types[3], "PRECISION": "ieee",
-        "CAUSAL": q_len > 1 and mask == "none", "WINDOWED": sliding_window, "MASK": mask, "SINKS": sinks,
+        "HIDING": hiding(q_len, mask, False, sliding_window), "SINKS": sinks,
         "STAGES": num_stages, "ISA": 0 if exact else isa,
     }  # fmt: skip
 

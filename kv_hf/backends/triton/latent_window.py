@@ -4,48 +4,26 @@ import triton
 import triton.language as tl
 
 from .softmax import LOG2E, bend, weigh
+from .visibility import window_slots
 from .words import load_tile, score_rope
 
 
 @triton.jit
 def attend_latent_window(
-    queries,
-    real,
-    latents,  # pointer to slot 0 of this row
-    latent_slot,
-    ropes,
-    rope_slot,
-    exact,
-    page_tokens,
-    sink_tokens,
-    query_at,
-    masks,
-    left,
-    softmax_scale,
-    sliding_window,
-    best,
-    total,
-    acc,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_WIDE: tl.constexpr,
-    W_TILE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROPE_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """Add the window's tokens to the running softmax (best, total, acc) and return it; slots as in window.py.
+    queries, real, latents, latent_slot, ropes, rope_slot, exact, page_tokens, visible, softmax_scale, best, total, acc,
+    RANK: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, ROPE_WIDE: tl.constexpr, W_TILE: tl.constexpr,
+    DTYPE: tl.constexpr, ROPE_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HIDING: tl.constexpr,
+):  # fmt: skip
+    """Add the window's tokens to the running softmax (best, total, acc) and return it; see window.attend_window.
 
-    acc: runs of [chunks, columns, wide].
+    latents, ropes: pointers to slot 0 of this row; acc: runs of [chunks, columns, wide].
     """
     CHUNKS: tl.constexpr = acc[0].shape[0]
     COLUMNS: tl.constexpr = acc[0].shape[1]
     WIDE: tl.constexpr = acc[0].shape[2]
     RUNS: tl.constexpr = len(acc)
+    BENT: tl.constexpr = HIDING.bent
     q = ()
     for r in tl.static_range(RUNS):
         one = load_tile(queries, real, r * SIZE, CHUNKS, RUNS * SIZE, SIZE, WIDE, RANK, True)
@@ -57,9 +35,7 @@ def attend_latent_window(
         ).to(ROPE_DTYPE)
     factor = tl.full([COLUMNS], 1.0, tl.float32) * (softmax_scale * LOG2E)
     for first in tl.range(0, exact, W_TILE, num_stages=1):
-        slot = first + tl.arange(0, W_TILE)
-        held = slot < exact
-        at = slot + tl.where(slot < sink_tokens, 0, page_tokens)
+        slot, held, at = window_slots(first, exact, page_tokens, visible.sink_tokens, W_TILE)
         scores = tl.zeros([CHUNKS, COLUMNS, W_TILE], tl.float32)
         numbers = ()
         for r in tl.static_range(RUNS):
@@ -75,11 +51,8 @@ def attend_latent_window(
                 "none", True, 0, PRECISION,
             )  # fmt: skip
         scores = tl.trans(tl.sum(scores, 0))
-        scores = bend(
-            scores, factor, at, held, query_at, 1.0, sliding_window, masks, left, True, CAUSAL, WINDOWED,
-            False, MASK,
-        )  # fmt: skip
-        weights, keep, best = weigh(scores, factor, best, MASK == "float", True)
+        scores = bend(scores, factor, at, held, visible, HIDING, True)
+        weights, keep, best = weigh(scores, factor, best, BENT, True)
         total = total * keep + tl.sum(weights, 0)
         w = tl.broadcast_to(tl.trans(weights)[None, :, :], [CHUNKS, COLUMNS, W_TILE]).to(DTYPE)
         new = ()

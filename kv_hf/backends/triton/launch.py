@@ -1,6 +1,8 @@
 """Attend to pages: one call finds its plan, hands over addresses and launches; refuses to look into device tensors."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from .launch_plan import Plan, Shapes
 from .tuning import Launch
 
 INTERPRETED = direct.interpreted(decode_kernel)
+Tensors = Callable[[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], tuple[Any, ...]]
 MASKS = {torch.bool: "bool"}
 MOST = 64  # plans of a layer: shapes that change all the time are not remembered forever
 NO_MASK: tuple[int, ...] = (0, 0, 0)  # its strides
@@ -72,7 +75,7 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
         kv.launches[key] = plan
     out = query.new_empty_strided(plan.shape, plan.strides)
     if INTERPRETED:
-        _interpret(plan, call, query, mask, mask_strides, out)
+        _interpret(plan, _tensors(call, query, mask, mask_strides, out), call, out)
         return out
     stream = direct.current_stream(index)
     splits = plan.splits(kv.block_table.shape[1])
@@ -92,7 +95,7 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
         odd = tuple(pointer % ALIGNED == 0 for pointer in pointers)
     compiled = plan.compiled.get(odd)
     if compiled is None:
-        compiled = _compile(plan, call, query, mask, mask_strides, out)
+        compiled = _compile(plan, _tensors(call, query, mask, mask_strides, out), out.device)
         plan.compiled[odd] = compiled
     compiled(plan.rows, plan.blocks, splits, stream, *given)
     if splits > 1 and plan.combine is not None:
@@ -147,48 +150,31 @@ def _workspace(
     else:
         workspace = Workspace.of(index, stream, where)
         numbers, counters = workspace.reserve(plan.numbers, plan.groups)
-    partial = address(numbers)
+    start = address(numbers)
     kept = numbers, counters, workspace
-    found = partial, partial + 4 * plan.partial_results, address(counters), kept
+    found = start, start + 4 * plan.partial_results, address(counters), kept
     if workspace is not None:
         plan.workspaces[stream] = found
     return found
 
 
-def _as_tensors(
+def _tensors(
     call: AttentionCall,
     query: torch.Tensor,
     mask: torch.Tensor | None,
     mask_strides: tuple[int, ...],
     out: torch.Tensor,
-    room: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[Any, ...]:
-    """Return the run-time arguments with tensors in place of addresses."""
+) -> Tensors:
+    """Return a function that gives the run-time arguments, with tensors in place of addresses, for partial results."""
     sinks = out if call.sink_logits is None else call.sink_logits
-    return arguments(
-        as_bytes,
-        call,
-        query,
-        out if mask is None else as_bytes(mask),
-        mask_strides,
-        sinks,
-        out,
-        room,
-    )
-
-
-def _compile(
-    plan: Plan,
-    call: AttentionCall,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    mask_strides: tuple[int, ...],
-    out: torch.Tensor,
-) -> Compiled:
-    some = torch.empty(ALIGNED, dtype=torch.float32, device=out.device)
-    room = some, some, some.view(torch.int32)
+    shown = out if mask is None else as_bytes(mask)
     call = replace(call, softmax_scale=float(call.softmax_scale))
-    given = _as_tensors(call, query, mask, mask_strides, out, room)
+    return partial(arguments, as_bytes, call, query, shown, mask_strides, sinks, out)
+
+
+def _compile(plan: Plan, tensors: Tensors, where: torch.device) -> Compiled:
+    some = torch.empty(ALIGNED, dtype=torch.float32, device=where)
+    given = tensors((some, some, some.view(torch.int32)))
     return Compiled(plan.kernel, given, plan.constants, **plan.options)
 
 
@@ -200,23 +186,18 @@ def _compile_combine(plan: Plan, sink_logits: torch.Tensor | None, out: torch.Te
     return Compiled(kernel, arguments, constants, num_warps=4, enable_fp_fusion=True)
 
 
-def _interpret(
-    plan: Plan,
-    call: AttentionCall,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    mask_strides: tuple[int, ...],
-    out: torch.Tensor,
-) -> None:
+def _interpret(plan: Plan, tensors: Tensors, call: AttentionCall, out: torch.Tensor) -> None:
     """Run the kernels in Triton's interpreter: partial results begin as nan, and the counters must end as zeros."""
     splits = plan.splits(call.kv.block_table.shape[1])
     numbers = torch.full((plan.numbers,), float("nan"))
     bests = numbers[plan.partial_results :]
     counters = torch.zeros(plan.groups, dtype=torch.int32)
-    given = _as_tensors(call, query, mask, mask_strides, out, (numbers, bests, counters))
+    given = tensors((numbers, bests, counters))
     plan.kernel[plan.rows, plan.blocks, splits](*given, **plan.constants, **plan.options)
     assert not counters.any()
     if splits > 1 and plan.combine is not None:
         kernel, constants, programs, parts = plan.combine
         sinks = out if call.sink_logits is None else call.sink_logits
-        kernel[programs, parts](numbers, bests, sinks, out, query.shape[2], splits, **constants)
+        kernel[programs, parts](
+            numbers, bests, sinks, out, call.query.shape[2], splits, **constants
+        )

@@ -8,6 +8,19 @@ import torch
 
 from ..base import AttentionCall
 
+STEPWISE = (
+    "table_row",
+    "mask_row",
+    "mask_head",
+    "mask_query",
+    "sliding_window",
+    "sink_tokens",
+    "q_len",
+)
+TABLES = ("block_table", "num_pages", "exact_lens", "padding")
+UNALIGNED = (*TABLES, "mask", "sink_logits", "counters")
+# for triton.jit: numbers that change while a sequence grows must not make new kernels
+SPECIALIZED = {"do_not_specialize": STEPWISE, "do_not_specialize_on_alignment": UNALIGNED}
 # places of query, codes, scales and offsets of both sides, windows
 POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 17)
 LATENT_POINTERS = itemgetter(0, 4, 5, 6, 7, 8, 9, 13, 16)

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from ...spec import PageSpec
+from ..inputs import PagedKV
 from .direct import Compiled
+from .tuning import Launch
 
+TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 ALIGNED = 4  # numbers: maxima begin at a multiple of 16 bytes
 
 
@@ -27,6 +31,14 @@ class Shapes:
     softcap: bool
     sliding_window: bool
     sinks: bool
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """Return what the compile-time arguments of every kernel that attends depend on, by name."""
+        return {
+            "query_dtype": self.query_dtype, "q_len": self.q_len, "mask": self.mask,
+            "sliding_window": self.sliding_window, "sinks": self.sinks,
+        }  # fmt: skip
 
     def result(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and strides of a result of `dim` channels: heads and tokens change places in memory."""
@@ -96,3 +108,27 @@ class Plan:
         """float32 numbers of the partial results with their maxima and sums behind them."""
         splits = self.fixed_splits or self.max_splits
         return self.partial_results + 2 * self.groups * self.columns * splits
+
+    @classmethod
+    def of(
+        cls, kv: PagedKV, shapes: Shapes, launch: Launch, constants: dict[str, Any], *, blocks: int, tile: int, **others: Any
+    ) -> "Plan":  # fmt: skip
+        """Return the plan of a call over `kv`.
+
+        Args:
+            constants: with dtypes by name.
+            tile: tokens of a tile.
+            others: fields that each kernel gives: kernel, pointers, columns, min_tiles, max_splits, combine.
+        """
+        dim = kv.spec.out_dim
+        shape, strides = shapes.result(dim)
+        return cls(
+            spec=kv.spec, constants=triton_constants(constants), rows=shapes.rows, blocks=blocks, shape=shape,
+            strides=strides, dim=dim, tiles_per_page=kv.page_size // tile, fixed_splits=launch.num_splits,
+            options={"num_warps": launch.num_warps, "enable_fp_fusion": True}, **others,
+        )  # fmt: skip
+
+
+def triton_constants(plain: dict[str, Any]) -> dict[str, Any]:
+    """Replace dtype names by Triton's dtypes."""
+    return {k: TYPES[v] if k.endswith("_DTYPE") else v for k, v in plain.items()}

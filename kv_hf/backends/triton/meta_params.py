@@ -3,7 +3,7 @@
 Pure arithmetic, importable without Triton; the same arguments serve a launch and ahead-of-time compilation.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -168,6 +168,31 @@ def _value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, int], ...]]:
     return "element", group, chunks(width)
 
 
+class Hiding(NamedTuple):
+    """What hides tokens from queries, or bends their scores.
+
+    Attributes:
+        causal, windowed, capped: whether positions, a sliding window and a softcap count.
+        mask: "none", "bool" or "float".
+        bent: whether scores are in log2 before weights are taken from them.
+        hides: whether some scores of pages may be -inf.
+    """
+
+    causal: bool
+    windowed: bool
+    capped: bool
+    mask: str
+    bent: bool
+    hides: bool
+
+
+def hiding(q_len: int, mask: str, softcap: bool, sliding_window: bool) -> Hiding:
+    """Return what hides tokens in a call; a mask covers causality."""
+    causal = q_len > 1 and mask == "none"
+    bent, hides = softcap or mask == "float", causal or sliding_window or mask != "none"
+    return Hiding(causal, sliding_window, softcap, mask, bent, hides)
+
+
 def constants(
     spec: PageSpec,
     *,
@@ -214,8 +239,7 @@ def constants(
         "V_WIDTH": values.head_dim // values.scheme.codes_per_byte, "V_CHUNKS": v_chunks,
         "V_GROUP": v_group, "V_FOLD": v_fold, "V_BOOST": boost, "V_DTYPE": types[1],
         "W_CHUNKS": chunks(keys.head_dim), "W_KEY_DTYPE": types[2], "W_VALUE_DTYPE": types[3],
-        "PRECISION": "ieee", "CAUSAL": q_len > 1 and mask == "none", "WINDOWED": sliding_window,
-        "SOFTCAP": softcap, "MASK": mask, "SINKS": sinks, "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, values.head_dim, num_warps), "STAGES": num_stages,
+        "PRECISION": "ieee", "HIDING": hiding(q_len, mask, softcap, sliding_window), "SINKS": sinks, "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, values.head_dim, num_warps), "STAGES": num_stages,
         "M_THREADS": 64 * num_warps if isa == HIP else 0,
         "ISA": 0 if exact else isa,
     }  # fmt: skip

@@ -22,52 +22,51 @@ def _tanh(x):
 
 
 @triton.jit
-def bend(
-    scores,
-    factor,
-    at,
-    held,
-    query_at,
-    softcap,
-    sliding_window,
-    mask,
-    padding,
-    HELD: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-):
+def near_one(size, softmax_scale, BELOW: tl.constexpr):
+    """Return the powers of two [columns] that bring numbers of `size` near 1, or below 1 where BELOW.
+
+    float16 products of queries times these neither overflow nor vanish. Also returned is what turns their scores into
+    log2.
+    """
+    exponent = tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+    shrink = ((0x7E800000 if BELOW else 0x7F000000) - exponent).to(tl.float32, bitcast=True)
+    unit: tl.constexpr = 2.0 * LOG2E if BELOW else LOG2E
+    return shrink, exponent.to(tl.float32, bitcast=True) * (softmax_scale * unit)
+
+
+@triton.jit
+def bend(scores, factor, at, held, visible, HIDING: tl.constexpr, HELD: tl.constexpr):
     """Apply softcap, the mask and the sliding window; hidden scores become -inf.
 
     Args:
         scores: [tokens, columns] fp32, raw; factor: [columns], raw to log2.
         at: [tokens], positions of the tokens; held: [tokens], which exist (read where HELD).
-        query_at: [columns], positions of the queries.
-        mask: [columns], pointers to column 0 of each query's mask; padding: column of token 0.
-    Returns: scores, in log2 where SOFTCAP or an additive MASK asked for it (`bent`), else still raw.
+        visible: a Visibility; HIDING: a meta_params.Hiding.
+    Returns: scores, in log2 where a softcap or an additive mask asked for it (`bent`), else still raw.
     """
-    if SOFTCAP:
-        scores = _tanh(scores * (factor * (LN2 / softcap))[None, :]) * (softcap * LOG2E)
-    elif MASK == "float":
+    if HIDING.capped:
+        scores = _tanh(scores * (factor * (LN2 / visible.softcap))[None, :]) * (
+            visible.softcap * LOG2E
+        )
+    elif HIDING.mask == "float":
         scores = scores * factor[None, :]
-    if MASK != "none":
-        where = mask[None, :] + (at + padding)[:, None]
+    if HIDING.mask != "none":
+        where = visible.masks[None, :] + (at + visible.left)[:, None]
         if HELD:
             chosen = tl.load(where, mask=held[:, None], other=0)
         else:
             chosen = tl.load(where)
-        if MASK == "float":
+        if HIDING.mask == "float":
             added = chosen.to(tl.float32)
             # the lowest finite numbers stay finite in log2: a query that sees nothing else averages over them
             finite = tl.maximum(added * LOG2E, -3.0e38)
             scores += tl.where(added == float("-inf"), added, finite)
         else:
             scores = tl.where(chosen != 0, scores, float("-inf"))
-    elif CAUSAL:
-        scores = tl.where(at[:, None] <= query_at[None, :], scores, float("-inf"))
-    if WINDOWED:
-        near = at[:, None] > (query_at - sliding_window)[None, :]
+    elif HIDING.causal:
+        scores = tl.where(at[:, None] <= visible.query_at[None, :], scores, float("-inf"))
+    if HIDING.windowed:
+        near = at[:, None] > (visible.query_at - visible.sliding_window)[None, :]
         scores = tl.where(near, scores, float("-inf"))
     if HELD:
         scores = tl.where(held[:, None], scores, float("-inf"))

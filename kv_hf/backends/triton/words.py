@@ -8,7 +8,7 @@ words unpacks into one tile of tokens per place, and may be read along channels 
 import triton
 import triton.language as tl
 
-from .float8 import float8_pairs, float8_to_float
+from .float8 import float8_pairs, float8_to_float, float16_pairs
 
 
 @triton.constexpr_function
@@ -90,7 +90,8 @@ def _stack_pairs(tiles):
 @triton.jit
 def _signed_pairs(x):
     """int8: code + 128 becomes the low bits of the float16 number 1024 + (code + 128)."""
-    return tl.inline_asm_elementwise(
+    return float16_pairs(
+        x,
         """{
         .reg .b32 a, b, c;
         xor.b32 a, $2, 0x80808080;
@@ -100,11 +101,6 @@ def _signed_pairs(x):
         prmt.b32 b, a, 0x64646464, 0x4341;
         sub.rn.f16x2 $1, b, c;
         }""",
-        "=&r,=&r,r",
-        args=[x],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
     )
 
 

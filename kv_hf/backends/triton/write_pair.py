@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 
-from ...spec import PageSpec, SideSpec
+from ...spec import PageSpec
 from . import direct
 from .append import append_pair_kernel
 from .direct import ALIGNED, Compiled, address, as_bytes
-from .latent_seal import seal_latent_page
 from .meta_params import power_of_two
-from .seal import seal_page
-from .seal_pair import seal_pair_kernel
-from .write import APPENDED, latent_seal_constants, seal_constants
+from .seal import seal_pair_kernel
+from .seal_meta_params import pair_constants
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Fields = dict[str, torch.Tensor]
 
+APPENDED = 16  # new tokens of one program, of a chunk
 INTERPRETED = direct.interpreted(append_pair_kernel)
 APPEND_TENSORS = (
     0,
@@ -87,8 +86,7 @@ def write_pair(
             return write_pair(windows, new, starts, skips, jobs, fields, spec, damaged, launches)
     shape, strides, value_strides = token.shape, token.stride(), value_token.stride()
     if strides[3] != 1 or value_strides[3] != 1:
-        token, value_token = token.contiguous(), value_token.contiguous()
-        strides, value_strides = token.stride(), value_token.stride()
+        token, value_token, strides, value_strides = _contiguous(token, value_token)
     q_len = shape[2]
     to, value_to = window.stride(), value_window.stride()
     key = "append", id(spec), q_len > 1, strides, value_strides, to, value_to, index
@@ -135,8 +133,7 @@ def seal_pair(
             return seal_pair(tokens, jobs, fields, spec, damaged, launches)
     strides, value_strides = window.stride(), value_window.stride()
     if strides[3] != 1 or value_strides[3] != 1:
-        window, value_window = window.contiguous(), value_window.contiguous()
-        strides, value_strides = window.stride(), value_window.stride()
+        window, value_window, strides, value_strides = _contiguous(window, value_window)
     key = "seal", id(spec), strides, value_strides, index
     plan = launches.get(key)
     if plan is None:
@@ -157,6 +154,14 @@ def seal_pair(
     )  # fmt: skip
     tensors = window, *stored[:3], value_window, *stored[3:], jobs, damaged
     _launch(plan, jobs.shape[0], plan.sides, index, arguments, tensors)
+
+
+def _contiguous(
+    keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return both with contiguous channels, and their strides."""
+    keys, values = keys.contiguous(), values.contiguous()
+    return keys, values, keys.stride(), values.stride()
 
 
 def _launch(
@@ -198,10 +203,7 @@ def _append_plan(spec: PageSpec, q_len: int) -> WritePlan:
     return WritePlan(
         spec=spec,
         kernel=append_pair_kernel,
-        constants={
-            "DIM": dim, "WIDE": power_of_two(dim), "VALUE_DIM": value_dim, "VALUE_WIDE": power_of_two(value_dim),
-            "TOKENS": tokens,
-        },
+        constants=append_constants(dim, value_dim, tokens),
         options={"num_warps": 4, "enable_fp_fusion": False},
         places=APPEND_TENSORS,
         pointers=itemgetter(*APPEND_TENSORS[:4]),
@@ -209,6 +211,14 @@ def _append_plan(spec: PageSpec, q_len: int) -> WritePlan:
         sides=2 if value_dim else 1,
         tokens=tokens,
     )  # fmt: skip
+
+
+def append_constants(dim: int, value_dim: int, tokens: int) -> dict[str, int]:
+    """Return the compile-time arguments of the kernel that appends; tokens: new ones of one program."""
+    return {
+        "DIM": dim, "WIDE": power_of_two(dim), "VALUE_DIM": value_dim, "VALUE_WIDE": power_of_two(value_dim),
+        "TOKENS": tokens,
+    }  # fmt: skip
 
 
 def _seal_plan(spec: PageSpec) -> WritePlan:
@@ -223,20 +233,3 @@ def _seal_plan(spec: PageSpec) -> WritePlan:
         heads=keys.num_kv_heads,
         sides=2 if values.head_dim else 1,
     )  # fmt: skip
-
-
-def pair_constants(spec: PageSpec) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that seals both sides."""
-    keys, values = spec.sides
-    return {
-        "KEYS": _side_constants(keys),
-        "VALUES": _side_constants(values) if values.head_dim else (),
-        "WORDS": keys.token_words,
-    }
-
-
-def _side_constants(spec: SideSpec) -> tuple[Any, ...]:
-    """Return those of one side in their order."""
-    named = latent_seal_constants(spec) if spec.token_words else seal_constants(spec)
-    kernel = seal_latent_page if spec.token_words else seal_page
-    return tuple(named[name] for name in kernel.arg_names[-len(named) :])

@@ -1,0 +1,60 @@
+"""How full pages are encoded: tiles and bounds of codes, as the seal kernel's compile-time arguments."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from ...formats.linear import Float8Format, SignedFormat
+from ...spec import PageSpec, SideSpec
+from .meta_params import power_of_two
+from .side_layout import side_layout
+
+TILE_NUMBERS = 4096  # numbers of one tile: what four warps hold without spilling
+TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}
+
+
+class Encoding(NamedTuple):
+    """How the pages of one side are encoded.
+
+    Attributes:
+        top: the largest code; cut: part of a range that is cut off at both ends.
+        by_channel: whether ranges are over tokens, not over channels.
+        tall, wide: bytes or words of a tile, along the tokens and along the channels.
+        range_tile: channels (where by_channel) or tokens whose ranges are found at a time.
+    """
+
+    top: float
+    cut: float
+    by_channel: bool
+    tall: int
+    wide: int
+    range_tile: int
+
+
+@cache
+def encoding(spec: SideSpec) -> Encoding:
+    """Choose how pages of a side are encoded."""
+    scheme, side = spec.scheme, side_layout(spec)
+    by_channel = scheme.offset_group is not None and side.offset_channels == 1
+    wide = min(power_of_two(side.width), 128 if side.token_words else 64)
+    lines = side.page // side.runs if side.token_words else side.page
+    numbers = TILE_NUMBERS // (2 if side.token_words else max(1, side.runs // 2))
+    along = side.offset_tokens if by_channel else power_of_two(side.scale_channels)
+    across = power_of_two(side.dim) if by_channel else side.page
+    return Encoding(
+        top=TOPS.get(side.code, float((1 << side.bits) - 1)),
+        cut=0.5 * (1.0 - scheme.clip),
+        by_channel=by_channel,
+        tall=min(lines, numbers // wide),
+        wide=wide,
+        range_tile=min(across, max(1, TILE_NUMBERS // along)),
+    )
+
+
+def pair_constants(spec: PageSpec) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that seals both sides; None for a side without numbers."""
+    keys, values = spec.sides
+    held = values.head_dim > 0
+    return {
+        "KEYS": side_layout(keys), "KEY_ENCODING": encoding(keys),
+        "VALUES": side_layout(values) if held else None, "VALUE_ENCODING": encoding(values) if held else None,
+    }  # fmt: skip

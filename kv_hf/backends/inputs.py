@@ -71,7 +71,13 @@ class PagedKV:
         return page_start(page, page_size=self.page_size, sink_tokens=self.sink_tokens)
 
     def window_tokens(self, slots: torch.Tensor, pages: torch.Tensor | int) -> torch.Tensor:
-        """Return which tokens lie in `slots` of the windows of rows with `pages` pages; shapes as they broadcast."""
+        """Return which tokens lie in slots of the exact windows.
+
+        Args:
+            slots: [slots], integers.
+            pages: sealed pages of each row, [rows, 1], integers, or a number for all.
+        Returns: token numbers [rows, slots]; any shapes that broadcast will do.
+        """
         return window_token(slots, pages, page_size=self.page_size, sink_tokens=self.sink_tokens)
 
     def page_tiles(self, pages_per_tile: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -58,6 +58,7 @@ def attend(backend: str, spec: str, call: AttentionCall) -> torch.Tensor:
 
     Args:
         spec: name of the pages' spec, by `spec_name`.
+    Returns: [rows, num_heads, q_len, out_dim] in the query's dtype, a view of [rows, q_len, num_heads, out_dim].
     """
     kv = call.kv
     out: torch.Tensor = torch.ops.kv_hf.attend(
@@ -83,6 +84,12 @@ def write_pair(
 
     Args:
         backend: name of the backend; spec: name of the pages' spec, by `spec_name`.
+        windows: keys and values, [rows, num_kv_heads, slots, head_dim], written in place.
+        new: their new tokens, [rows, num_kv_heads, q_len, head_dim].
+        starts, skips: [rows], int32: first free slot, and leading new tokens that are left out.
+        jobs: [n, 3], int32: (row, first slot, page id); a job with a negative page id is skipped.
+        fields: tensors of both sides' pages, written in place.
+        damaged: uint8 scalar, set to 1 where numbers had to be made finite.
     """
     keys, values = fields
     torch.ops.kv_hf.write_pair(

@@ -169,7 +169,7 @@ class StaticPagedCache(CacheBase):
         raise refused("change its number of rows")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Raise CacheOptionError: the number of rows is fixed."""
+        """Raise CacheOptionError for any choice of rows `indices` [n]: the number of rows is fixed."""
         raise refused("change its number of rows")
 
     # -- what transformers does not ask for ----------------------------------------------------------------

@@ -57,7 +57,7 @@ class StaticStore:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of this layer."""
+        """All tensors of this layer: fields [pages, ..], windows [rows, num_kv_heads, slots, head_dim], and scalars."""
         found = [t for side in self.base.pages.sides for t in side.fields.values()]
         found += [window.tokens for window in self.base.residuals]
         return [*found, *self.hollow, self.damaged]
@@ -120,7 +120,12 @@ class StaticStore:
         num_pages: torch.Tensor,
         exact_lens: torch.Tensor,
     ) -> PagedKV:
-        """Return what a kernel reads: so many pages, and the given exact tokens."""
+        """Return the input of a kernel: the layer's pages and the given exact tokens.
+
+        Args:
+            keys, values: [rows, num_kv_heads, slots, head_dim], the model's dtype.
+            num_pages, exact_lens: [rows], int32: sealed pages, and tokens in the window.
+        """
         return PagedKV(
             key_pages=self.base.pages.keys.fields,
             value_pages=self.base.pages.values.fields,

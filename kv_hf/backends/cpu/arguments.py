@@ -79,7 +79,13 @@ def _reads(side: SideSpec) -> bool:
 def side_fields(
     spec: SideSpec, fields: Mapping[str, torch.Tensor], window: torch.Tensor
 ) -> tuple[int, ...]:
-    """Return the fields of abi.SIDE, in their order: formats, strides and pointers of one side."""
+    """Return the fields of abi.SIDE, in their order: formats, strides and pointers of one side.
+
+    Args:
+        fields: tensors of spec.fields with a leading [pages].
+        window: [rows, num_kv_heads, slots, head_dim], the spec's dtype; the last dimension is contiguous.
+    Returns: strides in elements; a pointer is 0 where there is no such tensor.
+    """
     scheme, codes = spec.scheme, fields["codes"]
     scale, offset = fields.get("scale"), fields.get("offset")
     row, head, slot, _ = window.stride()
@@ -106,7 +112,11 @@ def side_fields(
 
 
 def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
-    """Return the pages that every field of `sides` has room for; C reads and writes none beyond them."""
+    """Return the pages that every field of `sides` has room for; C reads and writes none beyond them.
+
+    Args:
+        sides: tensors of SideSpec.fields with a leading [pages], one mapping per side.
+    """
     return min(
         [
             fields.room if type(fields) is PageFields else min(map(len, fields.values()))

@@ -41,7 +41,12 @@ def save_state(
     model: Any,
     token_ids: torch.Tensor | None = None,
 ) -> None:
-    """Write `state`, of a cache of `model`, to `path`; see PagedCache.save."""
+    """Write `state`, of a cache of `model`, to `path`; see PagedCache.save.
+
+    Args:
+        token_ids: [rows, columns seen or more], int64 or int32, padding included; None saves none.
+    Raises: the errors of PagedCache.save.
+    """
     _check_adapters(state, model)
     if token_ids is not None:
         _check_token_ids(state, token_ids)

@@ -20,12 +20,12 @@ from .registry import load
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _LIBRARY.define(
     "attend(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor value_codes, "
-    "Tensor? value_scale, Tensor? value_offset, Tensor block_table, Tensor num_pages, Tensor window_keys, "
-    "Tensor window_values, Tensor exact_lens, Tensor padding, int seen, int sink_tokens, float softmax_scale, "
+    "Tensor? value_scale, Tensor? value_offset, Tensor block_table, Tensor num_pages, Tensor residual_keys, "
+    "Tensor residual_values, Tensor exact_lens, Tensor padding, int seen, int sink_tokens, float softmax_scale, "
     "Tensor? mask, float? softcap, Tensor? sink_logits, int? sliding_window, str spec, str backend) -> Tensor"
 )
 _LIBRARY.define(
-    "write_pair(Tensor(a!) window_keys, Tensor(b!) window_values, Tensor new_keys, Tensor new_values, Tensor starts, "
+    "write_pair(Tensor(a!) residual_keys, Tensor(b!) residual_values, Tensor new_keys, Tensor new_values, Tensor starts, "
     "Tensor skips, Tensor jobs, Tensor(c!) key_codes, Tensor(d!)? key_scale, Tensor(e!)? key_offset, "
     "Tensor(f!) value_codes, Tensor(g!)? value_scale, Tensor(h!)? value_offset, Tensor(i!) damaged, str spec, "
     "str backend) -> ()"
@@ -62,8 +62,8 @@ def attend(backend: str, spec: str, call: AttentionCall) -> torch.Tensor:
     """
     kv = call.kv
     out: torch.Tensor = torch.ops.kv_hf.attend(
-        call.query, *_tensors(kv.key_pages), *_tensors(kv.value_pages), kv.block_table, kv.num_pages, kv.window_keys,
-        kv.window_values, kv.exact_lens, kv.padding, kv.seen, kv.sink_tokens, call.softmax_scale, call.mask,
+        call.query, *_tensors(kv.key_pages), *_tensors(kv.value_pages), kv.block_table, kv.num_pages, kv.residual_keys,
+        kv.residual_values, kv.exact_lens, kv.padding, kv.seen, kv.sink_tokens, call.softmax_scale, call.mask,
         call.softcap, call.sink_logits, call.sliding_window, spec, backend,
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -99,8 +99,8 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
             last = min(first + TILE_TOKENS, exact)
             slots = torch.arange(first, last)
             add(
-                kv.window_keys[row : row + 1, :, first:last],
-                kv.window_values[row : row + 1, :, first:last],
+                kv.residual_keys[row : row + 1, :, first:last],
+                kv.residual_values[row : row + 1, :, first:last],
                 kv.window_tokens(slots, count),
             )
         if sink_logits is not None:

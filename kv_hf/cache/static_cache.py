@@ -180,7 +180,7 @@ class StaticPagedCache(CacheBase):
         if device.type != "cpu":
             formats = [layer.formats for layer in self.paged_layers]
             for spec in planned_specs(page_sizes(self._config), formats, dtype):
-                check_static_kernel(choose(self.options.kernel, device, spec), device)
+                check_static_kernel(choose(self.options.kernel, device, spec), device, spec)
 
     def bytes_of(self, rows: int, dtype: torch.dtype) -> int | None:
         """Return the most bytes that pages and exact windows of a batch of `rows` take; None where the config does not say."""

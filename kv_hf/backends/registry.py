@@ -82,7 +82,7 @@ def unregister_backend(name: str) -> None:
     check_choice("name", name, backend_names())
     if name == LAST:
         raise CacheOptionError(
-            f"name must be that of a backend that pages can do without, got {name!r}: it reads what no other one reads"
+            f"name must not be {name!r}: this backend reads the pages that no other backend reads"
         )
     del _entries[name]
     remove_backend_name(name)

@@ -237,7 +237,7 @@ def warn_gradients() -> None:
     warn_once(
         "gradients",
         "No gradient flows through the keys and values of a paged cache, not even those of the newest tokens: their "
-        "projections get none, and what comes before them lacks that part. Use torch.no_grad() for generation, or a "
+        "projections get no gradient, and earlier layers lack this part of theirs. Use torch.no_grad() for generation, or a "
         "DynamicCache for training through the cache",
     )
 

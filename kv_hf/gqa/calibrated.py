@@ -142,7 +142,7 @@ def solve(merge: LayerMerge, path: str) -> dict[str, torch.Tensor]:
         found = {name: tensor.float().contiguous() for name, tensor in merge.run().items()}
     except torch.linalg.LinAlgError as error:
         raise ConversionError(
-            f"{path!r} cannot be merged: what it computes on the calibration text is too large or not finite ({first_line(error)})"
+            f"{path!r} cannot be merged: its numbers on the calibration text are too large or not finite ({first_line(error)})"
         ) from error
     for name, tensor in found.items():
         if not tensor.isfinite().all():

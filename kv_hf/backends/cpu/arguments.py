@@ -131,11 +131,11 @@ def raise_for(status: int, table: str, capacity: int, slots: int = 0) -> None:
         raise MemoryError("no memory for the C kernel's intermediate results")
     if status == Status.NO_SUCH_PAGE:
         raise CacheMismatchError(
-            f"{table} must name pages that there is room for, 0 to {capacity - 1}, and names another; the pages "
-            "were not made for it"
+            f"{table} must name pages that there is room for, 0 to {capacity - 1}, and names a page outside of them; it "
+            "was made for other pages"
         )
     if status == Status.NO_SUCH_SLOT:
         raise CacheMismatchError(
-            f"starts, skips and jobs must name rows and slots of the windows, 0 to {slots - 1}, and name others; the "
-            "windows were not made for them"
+            f"starts, skips and jobs must name rows and slots of the windows, 0 to {slots - 1}, and name a place outside of "
+            "them; they were made for other windows"
         )

@@ -103,7 +103,7 @@ def _check_adapters(state: CacheState, model: Any) -> None:
     if others:
         raise CacheMismatchError(
             f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
-            f"{own}. A saved cache is one of a single state: compute its text anew, or activate the adapters again"
+            f"{own}. A file holds tokens of a single state: compute the text anew, or activate the adapters again"
         )
 
 

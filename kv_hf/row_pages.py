@@ -63,9 +63,13 @@ class RowPages(Geometry):
         return pages if self.window is None else min(pages, self.window // self.page_size + 2)
 
     def in_use(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the page ids in use while single tokens are appended that make rows of `tokens` (int64, any shape).
+        """Return the page ids in use while single tokens are appended that make rows of `tokens`.
 
         A step seals its page before it gives back those that left the window.
+
+        Args:
+            tokens: [any shape], int64, real tokens of a row.
+        Returns: as many numbers of pages, int64.
         """
         before = (tokens - 1).clamp(min=0)
         never = (self.dropped(tokens) - self.sealed(before)).clamp(min=0)

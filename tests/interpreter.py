@@ -287,7 +287,7 @@ def compiled_step(backend):
     from kv_hf.backends import torch_ops
 
     def step(query, kv, name, new, starts, skips, jobs, damaged):
-        windows, pages = (kv.window_keys, kv.window_values), (kv.key_pages, kv.value_pages)
+        windows, pages = (kv.residual_keys, kv.residual_values), (kv.key_pages, kv.value_pages)
         both = new + 1.0, new - 1.0
         torch_ops.write_pair("triton", name, windows, both, starts, skips, jobs, pages, damaged)
         out = torch_ops.attend("triton", name, AttentionCall(query * 2.0, kv, 0.125))
@@ -304,7 +304,7 @@ def compiled_step(backend):
         name = torch_ops.spec_name(kv.spec)
         out = run(query, kv, name, new, starts, skips, jobs, damaged)
         values = {f"value {field}": tensor for field, tensor in kv.value_pages.items()}
-        windows = {"keys": kv.window_keys, "values": kv.window_values}
+        windows = {"keys": kv.residual_keys, "values": kv.residual_values}
         return {"out": out, "damaged": damaged, **windows, **kv.key_pages, **values}
 
     graphs = torch._dynamo.utils.counters["stats"]

@@ -106,8 +106,8 @@ def make_kv(
         spec=spec,
         block_table=table,
         num_pages=torch.tensor([pages for pages, _ in rows], dtype=torch.int32),
-        window_keys=windows[0],
-        window_values=windows[1],
+        residual_keys=windows[0],
+        residual_values=windows[1],
         exact_lens=exact_lens,
         padding=torch.tensor([seen - count for count in tokens], dtype=torch.int32),
         seen=seen,
@@ -122,8 +122,8 @@ def row_alone(kv, row):
         kv,
         block_table=kv.block_table[only, : int(kv.num_pages[row])],
         num_pages=kv.num_pages[only],
-        window_keys=kv.window_keys[only],
-        window_values=kv.window_values[only],
+        residual_keys=kv.residual_keys[only],
+        residual_values=kv.residual_values[only],
         exact_lens=kv.exact_lens[only],
         padding=torch.zeros(1, dtype=torch.int32),
         seen=kv.seen - int(kv.padding[row]),
@@ -146,7 +146,7 @@ def tokens_of(kv, side, row, dtype=torch.float32):
     """The tokens of a row in order, each found where geometry.place_of says; [num_kv_heads, tokens, head_dim]."""
     spec = getattr(kv.spec, side)
     fields = getattr(kv, FIELDS[side])
-    window = (kv.window_keys if side == "keys" else kv.window_values)[row]
+    window = (kv.residual_keys if side == "keys" else kv.residual_values)[row]
     exact = int(kv.exact_lens[row])
     pages = kv.block_table[row, : int(kv.num_pages[row])].long()
     paged = decode({name: tensor[pages] for name, tensor in fields.items()}, spec, dtype)

@@ -41,7 +41,7 @@ def paged_attention(call: AttentionCall, kernel: Backend | str = "auto") -> torc
         len(shape) != 4
         or shape[3] != spec.query_dim
         or shape[1] % heads
-        or shape[0] != kv.window_keys.shape[0]
+        or shape[0] != kv.residual_keys.shape[0]
     ):
         raise CacheMismatchError(
             f"query must be [{kv.rows}, a multiple of {heads}, q_len, {spec.query_dim}], "

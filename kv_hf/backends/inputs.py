@@ -18,20 +18,21 @@ SHARED = "shared"  # a key of `launches` that serve layers of several caches, as
 class PagedKV:
     """The keys and values of one layer as one forward sees them; nobody changes one.
 
-    geometry.place_of says where token t of row b lies: in window slot t for t < sink_tokens, in its sealed pages for the
-    next num_pages[b] * page_size tokens, and in the window from slot sink_tokens on behind them.
+    geometry.place_of says where token t of row b lies: in slot t of the exact window for t < sink_tokens, in its sealed
+    pages for the next num_pages[b] * page_size tokens, and from slot sink_tokens of the exact window on for the rest.
 
     Attributes:
         key_pages, value_pages: tensors of SideSpec.fields with a leading [num_pages].
         spec: sizes and formats of both sides.
         block_table: [rows, width], int32; entries past a row's last page hold any allocated id.
         num_pages: [rows], int32, sealed pages of each row.
-        window_keys, window_values: [rows, num_kv_heads, slots, head_dim], model dtype; slots at and past
-            exact_lens may hold anything.
-        exact_lens: [rows], int32, tokens in the window; num_pages * page_size + exact_lens = tokens.
+        residual_keys, residual_values: [rows, num_kv_heads, slots, head_dim], model dtype: the exact window, which
+            holds a row's sinks and its residual; slots at and past exact_lens may hold anything.
+        exact_lens: [rows], int32, tokens in the exact window; num_pages * page_size + exact_lens = tokens.
         padding: [rows], int32, columns in front of the row's first token.
         seen: columns (padding + tokens), the same for all rows; of a preallocated cache the columns that there is
             room for.
+        sink_tokens: slots of the exact window that hold the first tokens of the row.
         hold: keeps the pages where they are while kernels that read them are launched (pages that live outside of
             the device share room on it).
         launches: what a backend keeps between calls for this layer (compiled launches, packed arguments), under keys
@@ -39,7 +40,6 @@ class PagedKV:
 
     In a sliding layer that has given pages back, columns begin with the first that a query may see, the pages
     given back are left out, and the sinks are stale: a kernel hides them, as they lie before the sliding window.
-        sink_tokens: window slots that hold the first tokens of the row.
     """
 
     key_pages: Mapping[str, torch.Tensor]
@@ -47,8 +47,8 @@ class PagedKV:
     spec: PageSpec
     block_table: torch.Tensor
     num_pages: torch.Tensor
-    window_keys: torch.Tensor
-    window_values: torch.Tensor
+    residual_keys: torch.Tensor
+    residual_values: torch.Tensor
     exact_lens: torch.Tensor
     padding: torch.Tensor
     seen: int
@@ -64,14 +64,20 @@ class PagedKV:
     @property
     def rows(self) -> int:
         """Rows of the batch."""
-        return self.window_keys.shape[0]
+        return self.residual_keys.shape[0]
 
     def page_start(self, page: int) -> int:
         """Return the first token of a row's page of that number."""
         return page_start(page, page_size=self.page_size, sink_tokens=self.sink_tokens)
 
     def window_tokens(self, slots: torch.Tensor, pages: torch.Tensor | int) -> torch.Tensor:
-        """Return which tokens lie in `slots` of the windows of rows with `pages` pages; shapes as they broadcast."""
+        """Return which tokens lie in slots of the exact windows.
+
+        Args:
+            slots: [slots], integers.
+            pages: sealed pages of each row, [rows, 1], integers, or a number for all.
+        Returns: token numbers [rows, slots]; any shapes that broadcast will do.
+        """
         return window_token(slots, pages, page_size=self.page_size, sink_tokens=self.sink_tokens)
 
     def page_tiles(self, pages_per_tile: int) -> Iterator[tuple[int, torch.Tensor]]:

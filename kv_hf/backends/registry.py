@@ -82,7 +82,7 @@ def unregister_backend(name: str) -> None:
     check_choice("name", name, backend_names())
     if name == LAST:
         raise CacheOptionError(
-            f"name must be that of a backend that pages can do without, got {name!r}: it reads what no other one reads"
+            f"name must not be {name!r}: this backend reads the pages that no other backend reads"
         )
     del _entries[name]
     remove_backend_name(name)
@@ -109,6 +109,20 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
 def load(name: str) -> Backend:
     """Return backend `name`; whether it can run is `why_not`'s to say."""
     return _entries[name].load()
+
+
+def without_waiting(device: torch.device, spec: PageSpec) -> tuple[list[str], dict[str, str]]:
+    """Return the backends whose steps on `device` never wait for it, best first; and why others of such devices cannot run."""
+    able, reasons = [], {}
+    for name in backend_names():
+        if _entries[name].runs_on not in (_place(device), "any"):
+            continue
+        reason = why_not(name, device, spec)
+        if reason is not None:
+            reasons[name] = reason
+        elif not load(name).waits:
+            able.append(name)
+    return able, reasons
 
 
 def choose(asked: str, device: torch.device, spec: PageSpec) -> Backend:

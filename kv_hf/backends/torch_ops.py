@@ -20,12 +20,13 @@ from .registry import load
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _LIBRARY.define(
     "attend(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor? key_order, "
-    "Tensor value_codes, Tensor? value_scale, Tensor? value_offset, Tensor? value_order, Tensor block_table, Tensor num_pages, Tensor window_keys, "
-    "Tensor window_values, Tensor exact_lens, Tensor padding, int seen, int sink_tokens, float softmax_scale, "
+    "Tensor value_codes, Tensor? value_scale, Tensor? value_offset, Tensor? value_order, Tensor block_table, "
+    "Tensor num_pages, Tensor residual_keys, Tensor residual_values, Tensor exact_lens, Tensor padding, int seen, "
+    "int sink_tokens, float softmax_scale, "
     "Tensor? mask, float? softcap, Tensor? sink_logits, int? sliding_window, str spec, str backend) -> Tensor"
 )
 _LIBRARY.define(
-    "write_pair(Tensor(a!) window_keys, Tensor(b!) window_values, Tensor new_keys, Tensor new_values, Tensor starts, "
+    "write_pair(Tensor(a!) residual_keys, Tensor(b!) residual_values, Tensor new_keys, Tensor new_values, Tensor starts, "
     "Tensor skips, Tensor jobs, Tensor(c!) key_codes, Tensor(d!)? key_scale, Tensor(e!)? key_offset, "
     "Tensor(f!)? key_order, Tensor(g!) value_codes, Tensor(h!)? value_scale, Tensor(i!)? value_offset, "
     "Tensor(j!)? value_order, Tensor(k!) damaged, str spec, str backend) -> ()"
@@ -58,11 +59,12 @@ def attend(backend: str, spec: str, call: AttentionCall) -> torch.Tensor:
 
     Args:
         spec: name of the pages' spec, by `spec_name`.
+    Returns: [rows, num_heads, q_len, out_dim] in the query's dtype, a view of [rows, q_len, num_heads, out_dim].
     """
     kv = call.kv
     out: torch.Tensor = torch.ops.kv_hf.attend(
-        call.query, *_tensors(kv.key_pages), *_tensors(kv.value_pages), kv.block_table, kv.num_pages, kv.window_keys,
-        kv.window_values, kv.exact_lens, kv.padding, kv.seen, kv.sink_tokens, call.softmax_scale, call.mask,
+        call.query, *_tensors(kv.key_pages), *_tensors(kv.value_pages), kv.block_table, kv.num_pages, kv.residual_keys,
+        kv.residual_values, kv.exact_lens, kv.padding, kv.seen, kv.sink_tokens, call.softmax_scale, call.mask,
         call.softcap, call.sink_logits, call.sliding_window, spec, backend,
     )  # fmt: skip
     return out.transpose(1, 2)
@@ -83,6 +85,12 @@ def write_pair(
 
     Args:
         backend: name of the backend; spec: name of the pages' spec, by `spec_name`.
+        windows: keys and values, [rows, num_kv_heads, slots, head_dim], written in place.
+        new: their new tokens, [rows, num_kv_heads, q_len, head_dim].
+        starts, skips: [rows], int32: first free slot, and leading new tokens that are left out.
+        jobs: [n, 3], int32: (row, first slot, page id); a job with a negative page id is skipped.
+        fields: tensors of both sides' pages, written in place.
+        damaged: uint8 scalar, set to 1 where numbers had to be made finite.
     """
     keys, values = fields
     torch.ops.kv_hf.write_pair(

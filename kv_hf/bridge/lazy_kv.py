@@ -59,7 +59,7 @@ class KVView:
         """Return shape [rows, num_kv_heads, seen, head_dim], dtype and device of one side."""
         kv = self.kv
         spec = getattr(kv.spec, side)
-        window = kv.window_keys if side == "keys" else kv.window_values
+        window = kv.residual_keys if side == "keys" else kv.residual_values
         shape = torch.Size((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
         return shape, window.dtype, window.device
 
@@ -118,7 +118,7 @@ class LazyKV(torch.Tensor):
         kv = view._kv
         spec = kv.spec
         keys, values = spec.keys, spec.values
-        window = kv.window_keys
+        window = kv.residual_keys
         rows, seen, device = window.shape[0], kv.seen, window.device
         make = torch.Tensor._make_wrapper_subclass
         shape = (rows, keys.num_kv_heads, seen, keys.head_dim)
@@ -237,7 +237,7 @@ def warn_gradients() -> None:
     warn_once(
         "gradients",
         "No gradient flows through the keys and values of a paged cache, not even those of the newest tokens: their "
-        "projections get none, and what comes before them lacks that part. Use torch.no_grad() for generation, or a "
+        "projections get no gradient, and earlier layers lack this part of theirs. Use torch.no_grad() for generation, or a "
         "DynamicCache for training through the cache",
     )
 

@@ -8,7 +8,7 @@ import torch
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the call `func(*args, **kwargs)` writes to (in place, or as `out`)."""
+    """Yield the tensors [any shape] that the call `func(*args, **kwargs)` writes to (in place, or as `out`)."""
     for place, name in _written(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         for one in value if isinstance(value, (list, tuple)) else (value,):

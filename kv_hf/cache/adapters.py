@@ -162,7 +162,11 @@ def virtual_owner(model: Any) -> Any:
 
 
 def virtual_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that the virtual tokens of a peft model are computed from, by their names."""
+    """Return the tensors that the virtual tokens of a peft model are computed from, by their names.
+
+    Returns: parameters of the active adapter's prompt encoder, of its own shapes (for prompt tuning one table
+        [virtual tokens, hidden]); empty where the model has no virtual tokens.
+    """
     owner = virtual_owner(model)
     encoder = None if owner is None else getattr(owner, "prompt_encoder", {})
     if not encoder or owner.active_adapter not in encoder:

@@ -122,7 +122,15 @@ class CacheBase(Origin, DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values of one layer; see `PagedLayer.update` for what comes back."""
+        """Append keys and values of one layer; return what this forward's attention shall read.
+
+        Args:
+            key_states: [batch, num_kv_heads, q_len, key_dim], the model's dtype.
+            value_states: [batch, num_kv_heads, q_len, value_dim].
+            layer_idx: position in the model.
+        Returns: keys and values [batch, num_kv_heads, seen, ..]: see `PagedLayer.update`.
+        Raises: the errors of `PagedLayer.update`; InterruptedForwardError after a forward that stopped half-way.
+        """
         if self.halfway:
             self._refuse_halfway()
         if layer_idx <= self._last_updated:
@@ -201,7 +209,12 @@ class CacheBase(Origin, DynamicCache):
     def learn_padding(
         self, attention_mask: torch.Tensor | None, columns: int | None = None
     ) -> None:
-        """Learn what there is to learn from a mask; see `observe_padding` here and in PageGroup."""
+        """Learn the left padding of rows that hold no token yet, without checking the mask.
+
+        Args:
+            attention_mask: [batch, columns], 0 or False = padding; masks of other dimensions and None change nothing.
+            columns: of the first forward, where the mask has others; see `observe_padding` of the groups.
+        """
         if attention_mask is not None:
             for group in self.groups:
                 group.observe_padding(attention_mask, columns)

@@ -85,7 +85,12 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
     # -- what transformers does not ask for ----------------------------------------------------------------
 
     def observe_padding(self, decoder_attention_mask: torch.Tensor | None) -> None:
-        """Learn the left padding of the decoder's prompts; see `PagedCache.observe_padding`."""
+        """Learn the left padding of the decoder's prompts; see `PagedCache.observe_padding`.
+
+        Args:
+            decoder_attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
+        Raises: CacheMismatchError as there.
+        """
         self.self_attention_cache.observe_padding(decoder_attention_mask)
 
     def memory(self) -> MemoryReport:

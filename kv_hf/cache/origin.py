@@ -48,5 +48,5 @@ class Origin:
         self.from_file = False
 
     def note_file(self, token_ids: torch.Tensor | None) -> None:
-        """Note that the cache was read from a file, and the token ids that lay there."""
+        """Note that the cache was read from a file, and its token ids [rows, columns], int64 on the CPU, if it had any."""
         self.token_ids, self.from_file = token_ids, True

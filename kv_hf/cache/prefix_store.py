@@ -295,7 +295,7 @@ class PrefixStore:
             adapters = ", then ".join(map(str, cache.computed_by))
             raise CacheMismatchError(
                 "this cache holds tokens that were computed in more than one state of the model, by adapters, hooks or weights "
-                f"({adapters}); a prefix_store keeps those of one"
+                f"({adapters}); a prefix_store keeps tokens of a single state"
             )
         if spaces and spaces[0] is None:
             raise CacheMismatchError(

@@ -129,14 +129,14 @@ def in_rows(spec: PageSpec) -> PageSpec:
 
 
 def codes_to_rows(codes: torch.Tensor, side: SideSpec) -> torch.Tensor:
-    """Return codes of pages of `side` in layout ROWS."""
+    """Return codes [n, ..] of pages of `side`, as its `fields["codes"]` says, in layout ROWS."""
     return (
         codes if side.layout == ROWS else lay_out(pick_up(codes, side), replace(side, layout=ROWS))
     )
 
 
 def codes_from_rows(codes: torch.Tensor, side: SideSpec) -> torch.Tensor:
-    """Return codes of layout ROWS in the layout of `side`."""
+    """Return codes [n, ..] of layout ROWS in the layout of `side`; undoes `codes_to_rows`."""
     return (
         codes if side.layout == ROWS else lay_out(pick_up(codes, replace(side, layout=ROWS)), side)
     )
@@ -172,7 +172,7 @@ class LiveTensors:
             yield first, codes_to_rows(found, pages.spec) if field == "codes" else found
 
     def window(self, layer: int, side: str) -> torch.Tensor:
-        """Return the exact tokens, as long as the longest row at least."""
+        """Return the exact tokens [rows, num_kv_heads, slots, head_dim], with at least as many slots as the longest row."""
         one: torch.Tensor = next(
             window.tokens for window in self._current(layer).residuals if window.spec.side == side
         )

@@ -169,7 +169,7 @@ class StaticPagedCache(CacheBase):
         raise refused("change its number of rows")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Raise CacheOptionError: the number of rows is fixed."""
+        """Raise CacheOptionError for any choice of rows `indices` [n]: the number of rows is fixed."""
         raise refused("change its number of rows")
 
     # -- what transformers does not ask for ----------------------------------------------------------------
@@ -180,7 +180,7 @@ class StaticPagedCache(CacheBase):
         if device.type != "cpu":
             formats = [layer.formats for layer in self.paged_layers]
             for spec in planned_specs(page_sizes(self._config), formats, dtype):
-                check_static_kernel(choose(self.options.kernel, device, spec), device)
+                check_static_kernel(choose(self.options.kernel, device, spec), device, spec)
 
     def bytes_of(self, rows: int, dtype: torch.dtype) -> int | None:
         """Return the most bytes that pages and exact windows of a batch of `rows` take; None where the config does not say."""

@@ -78,7 +78,12 @@ class StaticPagedLayer(CacheLayerMixin):
 
     @torch.compiler.disable(reason=MAKES_TENSORS)
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make all tensors, for the shapes, dtypes and device of the first keys and values (q_len may be 0)."""
+        """Make all tensors, for the shapes, dtypes and device of the first keys and values.
+
+        Args:
+            key_states, value_states: [rows, num_kv_heads, q_len, head_dim]; q_len may be 0.
+        Raises: CacheMismatchError on another device than layer 0's; CacheOptionError where the backend cannot run there.
+        """
         rows, device = key_states.shape[0], key_states.device
         self.store = None  # of another batch size than the table, should this be stopped half-way
         spec = self.formats.spec_of(key_states, value_states)
@@ -202,7 +207,7 @@ class StaticPagedLayer(CacheLayerMixin):
         raise refused("change its number of rows")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Raise CacheOptionError: the number of rows is fixed."""
+        """Raise CacheOptionError for any choice of rows `indices` [n]: the number of rows is fixed."""
         raise refused("change its number of rows")
 
     def offload(self) -> None:

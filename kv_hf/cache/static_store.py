@@ -4,6 +4,7 @@ import torch
 
 from ..backends.base import Backend
 from ..backends.inputs import PagedKV
+from ..backends.registry import without_waiting
 from ..backends.torch_ops import spec_name, traceable, write_pair
 from ..bridge.traced import TracedView
 from ..errors import CacheOptionError
@@ -16,13 +17,21 @@ from .state import StateTensors, codes_from_rows
 from .store import LayerStore
 
 
-def check_static_kernel(kernel: Backend, device: torch.device) -> None:
-    """Raise CacheOptionError where a step by `kernel` would wait for the device."""
-    if device.type != "cpu" and kernel.waits:
-        raise CacheOptionError(
-            f"max_length needs the Triton kernels on {device}, and this cache gets kernel {kernel.name!r}, which waits for "
-            "the device at every step; `kv-hf doctor` says why Triton's cannot run, or leave max_length out"
-        )
+def check_static_kernel(kernel: Backend, device: torch.device, spec: PageSpec) -> None:
+    """Raise CacheOptionError where a step by `kernel` over such pages would wait for the device."""
+    if device.type == "cpu" or not kernel.waits:
+        return
+    able, reasons = without_waiting(device, spec)
+    if able:
+        names = " or ".join(f"kernel={name!r}" for name in able)
+        remedy = f"take {names}, which never waits here, or leave max_length out"
+    else:
+        others = "".join(f" {name!r} cannot run: {reason}." for name, reason in reasons.items())
+        remedy = f"every backend that can run here does so.{others} Leave max_length out"
+    raise CacheOptionError(
+        f"max_length on {device} needs a backend whose steps never wait for the device, and kernel {kernel.name!r} reads "
+        f"numbers from it at every step; {remedy}"
+    )
 
 
 class StaticStore:
@@ -44,7 +53,7 @@ class StaticStore:
         with persistent_tensors():
             pages = PageStorage(spec, device)
         self.base = LayerStore(layer_idx, pages, table.sink_tokens, kernel)
-        check_static_kernel(self.base.kernel, device)
+        check_static_kernel(self.base.kernel, device, spec)
         with persistent_tensors():
             self.base.pages.grow(table.rows * table.pages_per_row)
             for window in self.base.residuals:
@@ -57,7 +66,7 @@ class StaticStore:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of this layer."""
+        """All tensors of this layer: fields [pages, ..], windows [rows, num_kv_heads, slots, head_dim], and scalars."""
         found = [t for side in self.base.pages.sides for t in side.fields.values()]
         found += [window.tokens for window in self.base.residuals]
         return [*found, *self.hollow, self.damaged]
@@ -120,15 +129,20 @@ class StaticStore:
         num_pages: torch.Tensor,
         exact_lens: torch.Tensor,
     ) -> PagedKV:
-        """Return what a kernel reads: so many pages, and the given exact tokens."""
+        """Return the input of a kernel: the layer's pages and the given exact tokens.
+
+        Args:
+            keys, values: [rows, num_kv_heads, slots, head_dim], the model's dtype.
+            num_pages, exact_lens: [rows], int32: sealed pages, and tokens in the window.
+        """
         return PagedKV(
             key_pages=self.base.pages.keys.fields,
             value_pages=self.base.pages.values.fields,
             spec=self.base.spec,
             block_table=self.table.block_table,
             num_pages=num_pages,
-            window_keys=keys,
-            window_values=values,
+            residual_keys=keys,
+            residual_values=values,
             exact_lens=exact_lens,
             padding=self.table.padding,
             seen=self.table.max_length,

@@ -190,7 +190,7 @@ class LayerStore:
                     window.reopen(tokens, index, self.sink_tokens)
 
     def kv(
-        self, view: TableView, window_keys: torch.Tensor, window_values: torch.Tensor, seen: int
+        self, view: TableView, residual_keys: torch.Tensor, residual_values: torch.Tensor, seen: int
     ) -> PagedKV:
         """Return the input of a kernel: these pages and the exact tokens [rows, num_kv_heads, slots, head_dim], in the order of `view`."""
         table = view.on(self.device)
@@ -201,8 +201,8 @@ class LayerStore:
             self.spec,
             pages.block_table,
             table.num_pages,
-            window_keys,
-            window_values,
+            residual_keys,
+            residual_values,
             table.exact_lens,
             table.padding,
             seen - table.offset,

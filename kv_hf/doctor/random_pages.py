@@ -71,8 +71,8 @@ def make_case(spec: PageSpec, seed: int = 0) -> Case:
         spec=spec,
         block_table=table,
         num_pages=torch.tensor([pages for pages, _ in ROWS], dtype=torch.int32),
-        window_keys=windows[0],
-        window_values=windows[1],
+        residual_keys=windows[0],
+        residual_values=windows[1],
         exact_lens=torch.tensor([exact for _, exact in ROWS], dtype=torch.int32),
         padding=torch.tensor([seen - count for count in counts], dtype=torch.int32),
         seen=seen,
@@ -100,8 +100,8 @@ def moved(kv: PagedKV, device: torch.device) -> PagedKV:
         value_pages={name: tensor.to(device) for name, tensor in kv.value_pages.items()},
         block_table=kv.block_table.to(device),
         num_pages=kv.num_pages.to(device),
-        window_keys=kv.window_keys.to(device),
-        window_values=kv.window_values.to(device),
+        residual_keys=kv.residual_keys.to(device),
+        residual_values=kv.residual_values.to(device),
         exact_lens=kv.exact_lens.to(device),
         padding=kv.padding.to(device),
     )
@@ -131,7 +131,7 @@ def _tokens_of(kv: PagedKV, name: str, row: int) -> Tokens:
     """Return the tokens of a row in order, fp32: [num_kv_heads, tokens, head_dim]."""
     side: SideSpec = getattr(kv.spec, name)
     stored = kv.key_pages if name == "keys" else kv.value_pages
-    window = (kv.window_keys if name == "keys" else kv.window_values)[row].float()
+    window = (kv.residual_keys if name == "keys" else kv.residual_values)[row].float()
     exact, pages = int(kv.exact_lens[row]), kv.block_table[row, : int(kv.num_pages[row])].long()
     sinks = min(kv.sink_tokens, exact)
     fields = {field: tensor[pages] for field, tensor in stored.items()}

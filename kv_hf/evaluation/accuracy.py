@@ -93,7 +93,12 @@ def measure_accuracy(
 
 
 def check_texts(model: PreTrainedModel, texts: list[torch.Tensor], prompt_tokens: int) -> None:
-    """Raise ValueError for texts that cannot be measured with this model."""
+    """Raise ValueError for texts that cannot be measured with this model.
+
+    Args:
+        texts: token ids [tokens] of each text.
+        prompt_tokens: leading tokens of each text that are not scored; at least two must remain.
+    """
     if not texts:
         raise ValueError("texts must hold at least one text, got none")
     longest = longest_context(model.config)

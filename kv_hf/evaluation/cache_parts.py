@@ -18,7 +18,7 @@ EXACT = ("keys", "values")
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path of names, plain tensor) for all tensors in tensors of tensors, lists and dicts.
+    """Yield (path of names, plain tensor [any shape]) for all tensors in tensors of tensors, lists and dicts.
 
     A wrapper subclass (quanto) has no memory of its own: the tensors that it is made of count.
     """

@@ -25,7 +25,7 @@ class Recorder(DynamicCache):
         *args: Any,
         **kw: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append as DynamicCache does, and remember the call."""
+        """Append keys and values [batch, num_kv_heads, q_len, head_dim] as DynamicCache does, and remember the call."""
         self.calls.append((key_states, value_states, layer_idx, args, kw))
         return super().update(key_states, value_states, layer_idx, *args, **kw)
 

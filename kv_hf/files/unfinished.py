@@ -73,7 +73,7 @@ def remove_dead(folder: Path) -> list[str]:
     if removed:
         say_once(
             f"unfinished {folder}",
-            f"kv_hf: removed from {folder} what processes that were killed had left unfinished: {', '.join(sorted(removed))}",
+            f"kv_hf: removed from {folder} the unfinished files of killed processes: {', '.join(sorted(removed))}",
         )
     return removed
 

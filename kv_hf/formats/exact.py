@@ -20,7 +20,7 @@ class Exact(Format):
         return self.made()
 
     def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
-        """Return the numbers."""
+        """Return the numbers [.., page_size, head_dim] as their own codes, without scale or offset."""
         return numbers, None, None
 
     def decode(
@@ -30,5 +30,5 @@ class Exact(Format):
         offset: torch.Tensor | None,
         scheme: Scheme,
     ) -> torch.Tensor:
-        """Return the numbers in their own dtype."""
+        """Return the codes [.., page_size, head_dim], which are the numbers, in their own dtype."""
         return codes

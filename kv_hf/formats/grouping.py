@@ -27,11 +27,17 @@ def over_groups(per_group: torch.Tensor) -> torch.Tensor:
 
 
 def divisor(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales to divide by, fp32: 1 where a scale is 0, whose group is constant (its codes are then all the same)."""
+    """Return scales [any shape] to divide by, fp32: 1 where a scale is 0.
+
+    The numbers of a group with scale 0 are all the same, and so are its codes.
+    """
     scale = scale.float()
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
-    """Return numbers / by, rounded once: on a GPU torch multiplies by the reciprocal of a plain number instead."""
+    """Return numbers [any shape] / by in their dtype, rounded once.
+
+    On a GPU torch multiplies by the reciprocal of a plain number, which rounds twice.
+    """
     return numbers / torch.full_like(numbers, by)

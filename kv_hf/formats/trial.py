@@ -176,6 +176,6 @@ def _try(made: Format, scheme: Scheme, side: str) -> None:
     check_decoded(decoded, shape, scheme)
     if not float((decoded - numbers).square().sum()) < float(numbers.square().sum()):
         raise CacheOptionError(
-            f"format {made.name!r}: decode must give numbers near to those that were encoded, and gives worse ones than "
-            f"zeros for {side}"
+            f"format {made.name!r}: decode must give numbers near to the encoded ones, and for {side} its errors are "
+            f"larger than those of zeros"
         )

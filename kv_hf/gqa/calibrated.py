@@ -97,7 +97,13 @@ def calibrate(
 def check_calibrated(
     checkpoint: Checkpoint, structure: Structure, method: str, windows: torch.Tensor
 ) -> None:
-    """Raise ConversionError for models that cannot be calibrated: looks at one layer of each kind, and solves nothing."""
+    """Raise ConversionError for models that cannot be calibrated.
+
+    Looks at one layer of each kind, on the first tokens of two windows, and solves nothing.
+
+    Args:
+        windows: token ids [windows, tokens], int64.
+    """
     stream, hidden = begin(checkpoint, structure, windows[:2, :LOOK])
     check_layers(stream, hidden[:1], RECIPES[method])
 
@@ -117,19 +123,26 @@ def begin(
 
 
 def check_layers(stream: LayerStream, hidden: torch.Tensor, recipe: Recipe) -> None:
-    """Raise ConversionError for layers that cannot be merged, one of each kind, before any is solved."""
+    """Raise ConversionError for layers that cannot be merged, one of each kind, before any is solved.
+
+    Args:
+        hidden: [windows, tokens, hidden], float32: what every layer is tried on.
+    """
     for index in stream.first_of_each_kind():
         with stream.layer(index):
             LayerMerge(stream, index, hidden, hidden, recipe)
 
 
 def solve(merge: LayerMerge, path: str) -> dict[str, torch.Tensor]:
-    """Return the new tensors of a layer in float32. Raises ConversionError naming the layer where they are not finite."""
+    """Return the new tensors of a layer [new shapes], float32, by their names on disk.
+
+    Raises: ConversionError naming the layer where they are not finite.
+    """
     try:
         found = {name: tensor.float().contiguous() for name, tensor in merge.run().items()}
     except torch.linalg.LinAlgError as error:
         raise ConversionError(
-            f"{path!r} cannot be merged: what it computes on the calibration text is too large or not finite ({first_line(error)})"
+            f"{path!r} cannot be merged: its numbers on the calibration text are too large or not finite ({first_line(error)})"
         ) from error
     for name, tensor in found.items():
         if not tensor.isfinite().all():
@@ -140,7 +153,12 @@ def solve(merge: LayerMerge, path: str) -> dict[str, torch.Tensor]:
 
 
 def check_streams(what: str, *streams: torch.Tensor) -> None:
-    """Raise ConversionError where hidden states are not finite: weights are not, or they overflow float32."""
+    """Raise ConversionError where hidden states are not finite: weights are not, or they overflow float32.
+
+    Args:
+        what: the place in the model, for the message.
+        streams: hidden states [windows, tokens, hidden] behind it.
+    """
     if not all(bool(hidden.isfinite().all()) for hidden in streams):
         raise ConversionError(
             f"{what!r}: hidden states of the calibration text are not finite there (weights that are not, or numbers too "

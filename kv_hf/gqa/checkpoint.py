@@ -102,7 +102,10 @@ class Checkpoint:
         return cls(folder, config, index, opened, tensors, str(source), stamps)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor, in memory of its own. Raises ConversionError where its file cannot be read."""
+        """Return one tensor, [shape and dtype of the file], in memory of its own.
+
+        Raises: ConversionError where its file cannot be read.
+        """
         return self.opened[self.tensors[name].file].read(name)
 
     def check_unchanged(self) -> None:

@@ -146,7 +146,15 @@ def find_overrides(
     scratch: Path,
     calibrating: Callable[[int, int], object] = lambda done, of: None,
 ) -> Mapping[str, torch.Tensor]:
-    """Return the tensors (names on disk) that a calibrated method makes; none for the other methods."""
+    """Return the tensors that a calibrated method makes, by name on disk; none for the other methods.
+
+    Args:
+        calibration: text, or token ids [windows, tokens], int64.
+        scratch: an existing folder for the new tensors.
+        calibrating: called with (layers done, layers).
+    Returns: float32 tensors [new shapes], each read from `scratch` when it is asked for.
+    Raises: ConversionError as in `calibrate`; OSError where `scratch` cannot be written.
+    """
     if method not in CALIBRATED or structure is None:
         return {}
     from .calibrated import calibrate
@@ -164,7 +172,12 @@ def write_weights(
     folder: Path,
     progress: Callable[[int, int], object],
 ) -> None:
-    """Write the files of weights, under the names that they have in the source."""
+    """Write the files of weights, under the names that they have in the source.
+
+    Args:
+        overrides: tensors [new shapes] by name, in place of the plan's; cast to the plan's dtypes.
+        progress: called with (bytes written, bytes of all).
+    """
     done, nbytes = 0, plan.nbytes
 
     def written(count: int) -> None:

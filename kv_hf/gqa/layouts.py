@@ -69,8 +69,8 @@ def parts_of(name: str, structure: Structure) -> tuple[Part, ...]:
         ):
             return tuple(Part(kind, heads, dim, True) for kind in ("query", "key", "value"))
     raise ConversionError(
-        f"{structure.old.model_type}: {name!r} changes from {list(old)} to {list(new)} with the number of kv heads, and how "
-        "its heads lie in it is not known"
+        f"{structure.old.model_type}: {name!r} changes from {list(old)} to {list(new)} with the number of kv heads, and the "
+        "places of its heads are not known"
     )
 
 
@@ -114,7 +114,7 @@ def norms_of_heads(structure: Structure) -> dict[str, tuple[str, ...]]:
         ]
         if name not in every or not removed.issuperset(every[structure.new_kv_heads :]):
             raise ConversionError(
-                f"{structure.old.model_type}: {name!r} is gone with fewer kv heads, and what becomes of it is not known"
+                f"{structure.old.model_type}: {name!r} does not exist with fewer kv heads, and no rule says where its numbers go"
             )
         for group in range(structure.new_kv_heads):
             found[every[group]] = tuple(every[group * size : (group + 1) * size])

@@ -90,7 +90,10 @@ class TensorFile:
         return cls(path, tensors, reader.metadata() or {}, stamp, reader)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor. Raises ConversionError where its file was changed or cannot be read."""
+        """Return one tensor, [shape and dtype of the file].
+
+        Raises: ConversionError where its file was changed or cannot be read.
+        """
         self.check()
         try:
             tensor: torch.Tensor = self.reader.get_tensor(name)

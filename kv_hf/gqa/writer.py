@@ -74,7 +74,7 @@ def write_shard(
 
     Args:
         entries: name -> (dtype, shape); wide dtypes go first, so that every tensor lies aligned.
-        make: returns a tensor by name.
+        make: returns a tensor [the announced shape], of the announced dtype, by name.
         written: called with the bytes of each tensor when it is written.
         metadata: of the header, beside the format, which is always "pt".
     """

@@ -203,8 +203,8 @@ def _written_out(
     """
     if isinstance(view, TracedView):
         raise UnsupportedModelError(
-            f"a compiled forward cannot write out the cache densely, which this one needs: {reason}. Run it without "
-            "torch.compile"
+            f"this forward needs dense keys and values, which a compiled forward cannot write out: {reason}. Run it "
+            "without torch.compile"
         )
     if reason is not None:
         warn_once(

@@ -55,7 +55,7 @@ def causal_attention(
         warn_once(
             "causal bias",
             "Long chunks take a mask of queries x keys, because torch makes no causal bias under a TorchDispatchMode (a "
-            "counter of operations, for example): what is measured is slower than what runs without it",
+            "counter of operations, for example): under such a mode they are slower than without it",
         )
         return None
     heads, shared = query.shape[1], key.shape[1]

@@ -133,7 +133,7 @@ def _check_read(
     if lost:
         raise UnsupportedModelError(
             f'{type(module).__name__} passes {", ".join(lost)} to its attention, which neither "{ATTENTION_NAME}" nor '
-            f"{function.__name__} reads: the result would be another one. Use model.set_attn_implementation('sdpa'), and "
+            f"{function.__name__} reads: the result would differ from the model's own. Use model.set_attn_implementation('sdpa'), and "
             "cache_config={'attention': 'keep'}, with which generate() leaves it there"
         )
 

@@ -229,8 +229,8 @@ def _new_cache(
         )
     if not _takes_a_cache(model):
         raise UnsupportedModelError(
-            f"cache_implementation={name!r}: no forward of {type(model).__name__} has the argument past_key_values, by which "
-            "generate() hands a cache over, so that pages would stay empty; leave cache_implementation out"
+            f"cache_implementation={name!r}: no forward of {type(model).__name__} takes past_key_values, through which "
+            "generate() passes a cache, so pages would stay empty; leave cache_implementation out"
         )
     options = generation_config.cache_config
     if options is not None and not isinstance(options, dict):

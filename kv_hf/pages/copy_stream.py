@@ -52,7 +52,7 @@ class InOrder:
         """Nothing to wait for."""
 
     def keep(self, target: torch.Tensor) -> None:
-        """Nothing runs on when `target` is dropped."""
+        """Keep nothing: no copy into `target` [any shape] runs on when it is dropped."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -88,7 +88,10 @@ class SideStream:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def keep(self, target: torch.Tensor) -> None:
-        """Tell the allocator of the stream: a cache often goes while its next layer is being fetched."""
+        """Tell the allocator that the stream writes to `target` [any shape].
+
+        A cache is often dropped while its next layer is being fetched.
+        """
         target.record_stream(self.stream)
 
     def wait(self) -> None:

@@ -17,7 +17,7 @@ _LEAST = 2  # huge pages that a tensor must have room for: smaller ones stay in 
 
 
 def advise(tensor: torch.Tensor) -> bool:
-    """Ask for huge pages for the memory of a contiguous CPU tensor that nobody has written to yet.
+    """Ask for huge pages for the memory of a contiguous CPU tensor [any shape] that nobody has written to yet.
 
     Only whole huge pages inside of the tensor are asked for: memory beside it is not touched, and none is added.
 

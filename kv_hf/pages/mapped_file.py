@@ -53,9 +53,9 @@ class MappedFile(HostMemory):
         if os.getpid() != self._process:
             raise OffloadError(
                 f"offload='disk': these pages lie in a file of process {self._process}, and this is process "
-                f"{os.getpid()}, which was forked from it: writing would change the other one's cache, and what is read "
-                "may change at any moment. Nothing was touched. Call reset() and start again here, make a new cache "
-                "behind the fork, or take one without offload"
+                f"{os.getpid()}, which was forked from it: writing would change the cache of that process, and its pages "
+                "may change while they are read. Nothing was touched. Call reset() and start again here, make a new cache "
+                "after the fork, or take one without offload"
             )
 
     def check_room(self, nbytes: int) -> None:

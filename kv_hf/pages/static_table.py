@@ -227,9 +227,9 @@ class StaticTable:
             )
         if found & WRONG_MASK:
             raise CacheMismatchError(
-                "the attention_mask of an earlier step of one token did not show all columns behind the left padding, and "
-                "those alone. On this device such masks are compared without waiting, so that the step attended to what the "
-                "cache holds. Hide columns in the prompt's mask already; call cache.reset() and start again"
+                "the attention_mask of an earlier step of one token must show all columns behind the left padding and no others, "
+                "and did not. On this device such masks are compared late, so that the step attended to all stored tokens. "
+                "Hide columns in the prompt's mask instead; call cache.reset() and start again"
             )
 
     def note_mask(self, mask: torch.Tensor) -> None:

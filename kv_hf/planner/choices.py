@@ -73,7 +73,7 @@ class Choice:
             raise CacheOptionError(str(error)) from None
         if base not in planned_caches():
             raise CacheOptionError(
-                f"cache {base!r} is not planned: what it holds is up to {NOT_PLANNED.get(base, 'another package')}; planned "
+                f"cache {base!r} is not planned: its bytes depend on {NOT_PLANNED.get(base, 'another package')}; planned "
                 f"are {', '.join(planned_caches())}"
             )
         if base == "static":

@@ -105,7 +105,7 @@ def _refuse_other_layers(own: Mapping[str, Any], name: str) -> None:
     if kinds or names:
         raise UnsupportedModelError(
             f"{name}: not all layers of its config are plain attention ({', '.join([*sorted(kinds), *names])}), and "
-            "names alone do not say what those keep"
+            "the names of its fields do not say what these layers cache"
         )
 
 

@@ -50,8 +50,8 @@ def probe(
     text = decoder_config(config)
     if is_encoder_decoder(config) or is_encoder_decoder(text):
         raise UnsupportedModelError(
-            f"{name} ({config.model_type}) is an encoder-decoder model, with a second cache for what its encoder "
-            "says; plans are for decoders"
+            f"{name} ({config.model_type}) is an encoder-decoder model, with a second cache for its encoder's "
+            "output; plans are for decoders"
         )
     if config.model_type in ENCODERS and not config.is_decoder:
         raise UnsupportedModelError(

@@ -92,7 +92,7 @@ def test_paged_attention_packs_every_field_under_its_name(masked):
         ("keys", "values"),
         kv.spec.sides,
         (kv.key_pages, kv.value_pages),
-        (kv.window_keys, kv.window_values),
+        (kv.residual_keys, kv.residual_values),
         strict=True,
     ):
         check_side(numbers, prefix, spec, fields, window)

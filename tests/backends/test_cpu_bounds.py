@@ -161,7 +161,7 @@ def test_decode_takes_the_least_room_of_all_fields(isa, side, field):
     """Storage that stopped growing between keys and values: the next page would lie behind the values."""
     kv = make_kv("int4", layout=LANES, rows=[(5, 11)])
     cut = {**getattr(kv, side), field: getattr(kv, side)[field][:4]}
-    with pytest.raises(CacheMismatchError, match="0 to 3, and names another"):
+    with pytest.raises(CacheMismatchError, match="0 to 3, and names a page outside"):
         decode.paged_attention(
             AttentionCall(make_query(kv, dtype=torch.float32), replace(kv, **{side: cut}), 0.1)
         )

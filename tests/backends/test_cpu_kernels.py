@@ -79,7 +79,7 @@ def test_kernel_of_another_step_uses_nothing_of_the_last():
     mask = torch.rand(kv.rows, 1, 2, kv.seen, generator=torch.Generator().manual_seed(3)) > 0.3
     apart = query.transpose(1, 2).contiguous().transpose(1, 2)
     whole = {"key_pages": PageFields(kv.key_pages), "value_pages": PageFields(kv.value_pages)}
-    wide = replace(kv, window_keys=kv.window_keys.repeat(1, 1, 2, 1))
+    wide = replace(kv, residual_keys=kv.residual_keys.repeat(1, 1, 2, 1))
     steps = [
         (query, kv, {}),
         (apart, kv, {}),
@@ -267,8 +267,8 @@ def test_kernel_takes_strided_queries_and_windows(attend):
     wide.copy_(query)
     longer = replace(
         kv,
-        window_keys=torch.cat([kv.window_keys] * 2, 2)[:, :, : kv.window_keys.shape[2]],
-        window_values=torch.cat([kv.window_values] * 2, 3)[..., :64],
+        residual_keys=torch.cat([kv.residual_keys] * 2, 2)[:, :, : kv.residual_keys.shape[2]],
+        residual_values=torch.cat([kv.residual_values] * 2, 3)[..., :64],
     )
     for q in (strided, wide):
         check(attend, q, longer)

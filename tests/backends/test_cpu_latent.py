@@ -88,8 +88,8 @@ def make_kv(*formats, rows=ROWS, slots=24, poison=True, seed=0, more_padding=0, 
         spec=spec,
         block_table=table,
         num_pages=torch.tensor([pages for pages, _ in rows], dtype=torch.int32),
-        window_keys=windows[0],
-        window_values=windows[1],
+        residual_keys=windows[0],
+        residual_values=windows[1],
         exact_lens=exact_lens,
         padding=torch.tensor([seen - count for count in tokens], dtype=torch.int32),
         seen=seen,
@@ -258,8 +258,8 @@ def test_latent_kernel_result_depends_on_neither_threads_nor_batch(isa):
             kv,
             block_table=kv.block_table[only, : int(kv.num_pages[row])],
             num_pages=kv.num_pages[only],
-            window_keys=kv.window_keys[only],
-            window_values=kv.window_values[only],
+            residual_keys=kv.residual_keys[only],
+            residual_values=kv.residual_values[only],
             exact_lens=kv.exact_lens[only],
             padding=torch.zeros(1, dtype=torch.int32),
             seen=kv.seen - int(kv.padding[row]),
@@ -274,8 +274,8 @@ def test_latent_kernel_takes_strided_queries_and_windows(isa):
     expected = decode.paged_attention(AttentionCall(query, kv, 0.1))
     longer = replace(
         kv,
-        window_keys=torch.cat([kv.window_keys] * 2, 2)[:, :, : kv.window_keys.shape[2]],
-        window_values=torch.cat([kv.window_values] * 2, 3)[..., : kv.spec.values.head_dim],
+        residual_keys=torch.cat([kv.residual_keys] * 2, 2)[:, :, : kv.residual_keys.shape[2]],
+        residual_values=torch.cat([kv.residual_values] * 2, 3)[..., : kv.spec.values.head_dim],
     )
     strided = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(decode.paged_attention(AttentionCall(strided, longer, 0.1)), expected)

@@ -211,7 +211,7 @@ def test_write_pair_takes_the_least_room_of_all_fields(isa, side):
     one, untouched = Inputs(make_spec()), Inputs(make_spec())
     whole = one.fields[side]["scale"]
     one.fields[side]["scale"] = whole[:5]
-    with pytest.raises(CacheMismatchError, match="0 to 4, and names another"):
+    with pytest.raises(CacheMismatchError, match="0 to 4, and names a page outside"):
         one.by_pair()
     one.fields[side]["scale"] = whole
     assert_equal(one, untouched)

@@ -121,9 +121,9 @@ def token_of_the_next_page(kv, side):
 
 
 def window_moved(kv):
-    keys = kv.window_keys.clone()
-    keys[:, :, 4:-1] = kv.window_keys[:, :, 5:]
-    return replace(kv, window_keys=keys)
+    keys = kv.residual_keys.clone()
+    keys[:, :, 4:-1] = kv.residual_keys[:, :, 5:]
+    return replace(kv, residual_keys=keys)
 
 
 def sums_in_bfloat16(query, kv, options):

@@ -184,4 +184,4 @@ def test_dense_side_writes_tokens_where_the_rule_says(sizes):
         for token in range(count):
             place = place_of(token, pages, **where)
             if place.page is None:
-                assert out[row, :, padding + token].equal(kv.window_keys[row, :, place.slot])
+                assert out[row, :, padding + token].equal(kv.residual_keys[row, :, place.slot])

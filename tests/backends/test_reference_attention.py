@@ -72,7 +72,7 @@ def test_paged_attention_does_not_depend_on_its_tile(monkeypatch, tile):
     """The largest score moves from tile to tile, so that the running softmax has to rescale."""
     kv = make_kv("exact")
     for row, scale in enumerate([20.0, 0.1, 1.0, 1.0, 1.0]):
-        kv.window_keys[row] *= scale
+        kv.residual_keys[row] *= scale
     kv.key_pages["codes"] *= torch.linspace(0.1, 20, len(kv.key_pages["codes"]))[
         :, None, None, None
     ]
@@ -164,7 +164,7 @@ def test_paged_attention_is_the_same_for_permuted_page_ids(name, shuffle):
 @pytest.mark.parametrize("masking", ["causal", "bool", "float"])
 def test_paged_attention_never_reads_unused_slots_and_pages(name, masking):
     clean, poisoned = make_kv(name), make_kv(name, poison=True)
-    assert bool(poisoned.window_keys.isnan().any())
+    assert bool(poisoned.residual_keys.isnan().any())
     query = make_query(clean, 3, dtype=torch.float32)
     mask = {
         "causal": None,
@@ -187,8 +187,8 @@ def test_paged_attention_changes_none_of_its_inputs():
     query = make_query(kv, 3)
     tensors = {
         "query": query,
-        "window_keys": kv.window_keys,
-        "window_values": kv.window_values,
+        "residual_keys": kv.residual_keys,
+        "residual_values": kv.residual_values,
         **kv.key_pages,
         **{f"value {name}": tensor for name, tensor in kv.value_pages.items()},
     }
@@ -319,7 +319,7 @@ def test_dense_side_walks_many_tiles():
 def test_dense_side_is_a_copy():
     kv = make_kv("exact")
     dense_side(kv, "keys").fill_(9.0)
-    assert not bool((kv.window_keys == 9.0).any())
+    assert not bool((kv.residual_keys == 9.0).any())
     assert not bool((kv.key_pages["codes"] == 9.0).any())
 
 

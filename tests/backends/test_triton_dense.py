@@ -95,9 +95,9 @@ def test_dense_kernel_leaves_free_columns_zero():
 @needs_interpreter
 def test_dense_kernel_reads_windows_of_any_strides():
     kv = make_kv("int8", rows=[(2, 9), (1, 5)])
-    by_slot = kv.window_keys.transpose(1, 2).contiguous().transpose(1, 2)
-    by_channel = kv.window_values.transpose(2, 3).contiguous().transpose(2, 3)
-    check(replace(kv, window_keys=by_slot, window_values=by_channel))
+    by_slot = kv.residual_keys.transpose(1, 2).contiguous().transpose(1, 2)
+    by_channel = kv.residual_values.transpose(2, 3).contiguous().transpose(2, 3)
+    check(replace(kv, residual_keys=by_slot, residual_values=by_channel))
 
 
 @needs_triton

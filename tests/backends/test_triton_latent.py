@@ -325,7 +325,7 @@ def test_decode_with_ptx_errs_no_more_than_float16(name, page, size):
     eps, moved = 2.0**-11, 0.0
     latents = kv.spec.keys
     stored = decode(kv.key_pages, latents, torch.float64)
-    largest = max(float(stored.abs().max()), float(kv.window_keys.abs().max()))
+    largest = max(float(stored.abs().max()), float(kv.residual_keys.abs().max()))
     if "offset" in kv.key_pages:  # else queries are multiplied as they are
         top = 2**latents.scheme.bits - 1
         offset = kv.key_pages["offset"].double()
@@ -446,8 +446,8 @@ def test_operator_has_the_shape_of_its_result():
         names = (
             "block_table",
             "num_pages",
-            "window_keys",
-            "window_values",
+            "residual_keys",
+            "residual_values",
             "exact_lens",
             "padding",
         )

@@ -117,7 +117,7 @@ def test_plans_do_not_pile_up(gpu):
         windows = torch.zeros(2, 1, 2, slots, 64, dtype=BF16)
         attend(
             make_query(kv, dtype=BF16),
-            replace(kv, window_keys=windows[0], window_values=windows[1]),
+            replace(kv, residual_keys=windows[0], residual_values=windows[1]),
         )
     assert len(kv.launches) <= MOST
     assert kv.launches["another's"] == 1

@@ -111,7 +111,7 @@ def test_operators_declare_what_they_change():
         f"{side}_{field}" for side in ("key", "value") for field in ("codes", "scale", "offset")
     }
     assert changed("attend") == set()
-    assert changed("write_pair") == {"window_keys", "window_values", *fields, "damaged"}
+    assert changed("write_pair") == {"residual_keys", "residual_values", *fields, "damaged"}
 
 
 # -- support -------------------------------------------------------------------------------------------------------

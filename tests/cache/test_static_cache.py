@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from tiny_models import left_padded, make_config, make_model, shared_model, toke
 from transformers import DynamicCache
 
 import kv_hf
+from kv_hf.backends import registry
 from kv_hf.backends.reference import attention as reference
-from kv_hf.backends.registry import load, why_not
+from kv_hf.backends.registry import load, register_backend, unregister_backend, why_not
 from kv_hf.cache.static_cache import StaticPagedCache
+from kv_hf.cache.static_store import check_static_kernel
 from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
 from kv_hf.pages.group import PageGroup
 from kv_hf.pages.static_table import StaticTable
@@ -328,8 +331,29 @@ def test_kernels_that_wait_for_a_gpu_are_refused(kernel):
     grown.check_kernel(torch.device("cuda"), torch.bfloat16)
     if why_not("triton", torch.device("cuda"), PLANNED) is None and kernel == "auto":
         pytest.skip("a GPU is here")
-    with pytest.raises(kv_hf.CacheOptionError, match="needs the Triton kernels on cuda"):
+    with pytest.raises(kv_hf.CacheOptionError, match="never wait for the device, and kernel 'ref"):
         static.check_kernel(torch.device("cuda"), torch.bfloat16)
+
+
+def test_check_static_kernel_names_the_backends_that_cannot_run_and_why(monkeypatch):
+    entry = replace(registry._entries["triton"], why_not=lambda device, spec: "triton is too old")
+    monkeypatch.setitem(registry._entries, "triton", entry)
+    with pytest.raises(
+        kv_hf.CacheOptionError,
+        match="'triton' cannot run: triton is too old. Leave max_length out$",
+    ):
+        check_static_kernel(load("reference"), torch.device("cuda"), PLANNED)
+
+
+def test_check_static_kernel_names_the_backends_that_do_not_wait():
+    register_backend("quick", lambda: replace(load("reference"), name="quick", waits=False))
+    try:
+        check_static_kernel(load("quick"), torch.device("xpu"), PLANNED)
+        with pytest.raises(kv_hf.CacheOptionError, match="take .*kernel='quick', which"):
+            check_static_kernel(load("reference"), torch.device("xpu"), PLANNED)
+    finally:
+        unregister_backend("quick")
+    check_static_kernel(load("reference"), torch.device("cpu"), PLANNED)
 
 
 def test_models_with_other_layers_are_refused():

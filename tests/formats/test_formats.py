@@ -443,7 +443,7 @@ def raises(self, numbers, scheme):
         (made(encode=of_all_pages), "the same codes alone as beside other pages"),
         (made(encode=scales_of_all_pages), "the same scales alone as beside other pages"),
         (made(encode=of_one_head), r"encode's codes must be torch.uint8 \[2, 2, 64, 128\]"),
-        (made(decode=zeros), "decode must give numbers near to those that were encoded"),
+        (made(decode=zeros), "decode must give numbers near to the encoded ones"),
         (
             made(encode=lambda *_: None),
             r"encode must return \(codes, scale, offset\), got NoneType",

@@ -140,9 +140,9 @@ NEW_FALCON = {**tiny_mha.FALCON, "new_decoder_architecture": True, "num_kv_heads
         (lambda: tiny("GPTJConfig", **tiny_mha.GPT_LIKE, rotary_dim=4), "gptj: .*no grouped kv heads"),
         (lambda: tiny("BloomConfig", n_head=4, n_layer=2), "bloom: .*no grouped kv heads"),
         (lambda: tiny("DeepseekV3Config", **MLA, n_routed_experts=2, n_group=1, topk_group=1, num_experts_per_tok=1, moe_intermediate_size=8), "latents .MLA."),
-        (lambda: tiny("MiMoV2FlashConfig", head_dim=8, v_head_dim=8, n_routed_experts=2, moe_intermediate_size=8, num_experts_per_tok=1, n_group=1, topk_group=1), "how its heads lie in it is not known"),
-        (lambda: tiny("DogeConfig"), "how its heads lie in it is not known"),
-        (lambda: tiny("JetMoeConfig", kv_channels=8), "how its heads lie in it is not known"),
+        (lambda: tiny("MiMoV2FlashConfig", head_dim=8, v_head_dim=8, n_routed_experts=2, moe_intermediate_size=8, num_experts_per_tok=1, n_group=1, topk_group=1), "the places of its heads are not known"),
+        (lambda: tiny("DogeConfig"), "the places of its heads are not known"),
+        (lambda: tiny("JetMoeConfig", kv_channels=8), "the places of its heads are not known"),
         (lambda: transformers.FalconForCausalLM(transformers.FalconConfig(**NEW_FALCON)), "would not make the cache smaller"),
         (lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(
             vocab_size=48, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)), "t5 is an encoder-decoder model"),

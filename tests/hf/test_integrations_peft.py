@@ -426,7 +426,7 @@ def test_save_refuses_a_cache_of_other_adapters_than_the_model_has(tmp_path):
     out = generated(model, {"input_ids": text}, past_key_values=first.past_key_values)
     for name in ("a", "b"):
         model.set_adapter(name)
-        with pytest.raises(kv_hf.CacheMismatchError, match="one of a single state"):
+        with pytest.raises(kv_hf.CacheMismatchError, match="tokens of a single state"):
             out.past_key_values.save(tmp_path / "cache", model)
     assert not list(tmp_path.iterdir())
     out.past_key_values.reset()

@@ -297,7 +297,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_writer(writer, tmp_pa
     with folders.becoming_folder(tmp_path / "next") as folder:
         (folder / "file").write_text(NEW)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "other"]
-    assert caplog.text.count("processes that were killed had left unfinished") == 1
+    assert caplog.text.count("the unfinished files of killed processes") == 1
     assert before in caplog.text
 
 

@@ -79,7 +79,13 @@ def _reads(side: SideSpec) -> bool:
 def side_fields(
     spec: SideSpec, fields: Mapping[str, torch.Tensor], window: torch.Tensor
 ) -> tuple[int, ...]:
-    """Return the fields of abi.SIDE, in their order: formats, strides and pointers of one side."""
+    """Return the fields of abi.SIDE, in their order: formats, strides and pointers of one side.
+
+    Args:
+        fields: tensors of spec.fields with a leading [pages].
+        window: [rows, num_kv_heads, slots, head_dim], the spec's dtype; the last dimension is contiguous.
+    Returns: strides in elements; a pointer is 0 where there is no such tensor.
+    """
     scheme, codes = spec.scheme, fields["codes"]
     scale, offset = fields.get("scale"), fields.get("offset")
     row, head, slot, _ = window.stride()
@@ -106,7 +112,11 @@ def side_fields(
 
 
 def capacity_of(*sides: Mapping[str, torch.Tensor]) -> int:
-    """Return the pages that every field of `sides` has room for; C reads and writes none beyond them."""
+    """Return the pages that every field of `sides` has room for; C reads and writes none beyond them.
+
+    Args:
+        sides: tensors of SideSpec.fields with a leading [pages], one mapping per side.
+    """
     return min(
         [
             fields.room if type(fields) is PageFields else min(map(len, fields.values()))
@@ -121,11 +131,11 @@ def raise_for(status: int, table: str, capacity: int, slots: int = 0) -> None:
         raise MemoryError("no memory for the C kernel's intermediate results")
     if status == Status.NO_SUCH_PAGE:
         raise CacheMismatchError(
-            f"{table} must name pages that there is room for, 0 to {capacity - 1}, and names another; the pages "
-            "were not made for it"
+            f"{table} must name pages that there is room for, 0 to {capacity - 1}, and names a page outside of them; it "
+            "was made for other pages"
         )
     if status == Status.NO_SUCH_SLOT:
         raise CacheMismatchError(
-            f"starts, skips and jobs must name rows and slots of the windows, 0 to {slots - 1}, and name others; the "
-            "windows were not made for them"
+            f"starts, skips and jobs must name rows and slots of the windows, 0 to {slots - 1}, and name a place outside of "
+            "them; they were made for other windows"
         )

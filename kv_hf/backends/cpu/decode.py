@@ -83,12 +83,12 @@ def _is_packed(
     """Say whether a block was packed from these very tensors, and from such a query: what is the same is not read again."""
     if not block.layout:
         return False
-    shape, strides, dtype, keys, values, window_keys, window_values, spec, packed = block.layout
+    shape, strides, dtype, keys, values, residual_keys, residual_values, spec, packed = block.layout
     return (
         keys is marks[0]
         and values is marks[1]
-        and window_keys is kv.window_keys
-        and window_values is kv.window_values
+        and residual_keys is kv.residual_keys
+        and residual_values is kv.residual_values
         and spec is kv.spec
         and packed == options
         and dtype is query.dtype
@@ -126,7 +126,7 @@ def _pack(
     softmax_scale, softcap, sliding_window, _ = options
     _pack_shapes(block, kv, query, out, mask, sliding_window or 0, (softmax_scale, softcap or 0.0))
     strides = None if query.is_contiguous() else query.stride()
-    tensors = fields[0].mark, fields[1].mark, kv.window_keys, kv.window_values
+    tensors = fields[0].mark, fields[1].mark, kv.residual_keys, kv.residual_values
     block.layout = (query.shape, strides, query.dtype, *tensors, kv.spec, options)
     return query, out
 
@@ -139,7 +139,7 @@ def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_sides(block: Block, kv: PagedKV, fields: tuple[Mapping[str, torch.Tensor], ...]) -> None:
-    sides = zip(kv.spec.sides, fields, (kv.window_keys, kv.window_values), strict=True)
+    sides = zip(kv.spec.sides, fields, (kv.residual_keys, kv.residual_values), strict=True)
     _SIDES.pack_into(
         block.memory, _SIDES.at, *[number for side in sides for number in side_fields(*side)]
     )

@@ -11,8 +11,14 @@ from .library import isa, library
 def seal_pages(
     tokens: torch.Tensor, jobs: torch.Tensor, fields: dict[str, torch.Tensor], spec: SideSpec
 ) -> torch.Tensor:
-    """Encode full pages into storage in layout "lanes", in place; see `reference.seal_pages`.
+    """Encode full pages into storage in layout "lanes", in place, with the bytes of `reference.seal_pages`.
 
+    Args:
+        tokens: [rows, num_kv_heads, slots, head_dim], the spec's dtype.
+        jobs: [n, 3], int32: (row, first of page_size slots, page id); a job with a negative page id is skipped.
+        fields: tensors of spec.fields with a leading [pages].
+        spec: the side to encode for.
+    Returns: bool scalar tensor, True when some number had to be made finite.
     Raises: CacheMismatchError where a page does not exist, before anything is written; MemoryError.
     """
     if tokens.stride(3) != 1:

@@ -163,9 +163,9 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
             at.expand(rows, -1),
             held,
         )
-    for first in range(0, kv.window_keys.shape[2], TILE_TOKENS):
+    for first in range(0, kv.residual_keys.shape[2], TILE_TOKENS):
         keys, values = (
-            w[:, :, first : first + TILE_TOKENS] for w in (kv.window_keys, kv.window_values)
+            w[:, :, first : first + TILE_TOKENS] for w in (kv.residual_keys, kv.residual_values)
         )
         slots = torch.arange(first, first + keys.shape[2], device=device)
         held = slots < exact_lens[:, None]

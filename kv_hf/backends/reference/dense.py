@@ -23,7 +23,7 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
 def _dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     spec = getattr(kv.spec, side)
     pages = kv.key_pages if side == "keys" else kv.value_pages
-    window = kv.window_keys if side == "keys" else kv.window_values
+    window = kv.residual_keys if side == "keys" else kv.residual_values
     out = window.new_zeros((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
     per_tile = max(1, TILE_TOKENS // kv.page_size)
     for row in range(kv.rows):

@@ -19,8 +19,10 @@ TILE_TOKENS = 1024
 def paged_attention(call: AttentionCall) -> torch.Tensor:
     """Attend to pages by SDPA, row by row; CPU tensors only.
 
-    What SDPA cannot express (softcap, values of another head_dim than keys, float64, masks of the lowest number)
-    goes to the reference. Decoded keys and values are rounded to the query's dtype.
+    SDPA cannot express softcap, values of another head_dim than keys, float64, or masks of the lowest number: these calls
+    go to the reference. Decoded keys and values are rounded to the query's dtype.
+
+    Returns: [rows, num_heads, q_len, out_dim] in the query's dtype. Oracle: reference.attention.paged_attention.
     """
     query, kv, mask = call.query, call.kv, call.mask
     sink_logits, sliding_window = call.sink_logits, call.sliding_window
@@ -97,8 +99,8 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
             last = min(first + TILE_TOKENS, exact)
             slots = torch.arange(first, last)
             add(
-                kv.window_keys[row : row + 1, :, first:last],
-                kv.window_values[row : row + 1, :, first:last],
+                kv.residual_keys[row : row + 1, :, first:last],
+                kv.residual_values[row : row + 1, :, first:last],
                 kv.window_tokens(slots, count),
             )
         if sink_logits is not None:

@@ -38,7 +38,7 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     """
     spec: SideSpec = getattr(kv.spec, side)
     pages = kv.key_pages if side == "keys" else kv.value_pages
-    window = kv.window_keys if side == "keys" else kv.window_values
+    window = kv.residual_keys if side == "keys" else kv.residual_values
     window = window if window.stride(-1) == 1 else window.contiguous()
     out = window.new_empty((kv.rows, spec.num_kv_heads, kv.seen, spec.head_dim))
     if not out.numel():

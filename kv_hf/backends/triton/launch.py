@@ -51,7 +51,7 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
         mask_kind = mask.dtype, mask_strides[0] >> 31
     shape = query.shape
     key = (
-        id(kv.spec), shape, strides, query.dtype, kv.window_keys.stride(), kv.window_values.stride(), mask_kind,
+        id(kv.spec), shape, strides, query.dtype, kv.residual_keys.stride(), kv.residual_values.stride(), mask_kind,
         softcap is None, sliding_window is None, None if sink_logits is None else sink_logits.dtype, launch, index,
     )  # fmt: skip
     plan = kv.launches.get(key)

@@ -48,7 +48,7 @@ def arguments(
     keys, values = kv.key_pages, kv.value_pages
     key_scale, key_offset = keys.get("scale"), keys.get("offset")
     value_scale, value_offset = values.get("scale"), values.get("offset")
-    table, window_keys, window_values = kv.block_table, kv.window_keys, kv.window_values
+    table, window_keys, window_values = kv.block_table, kv.residual_keys, kv.residual_values
     query_row, query_head, query_token, _ = query.stride()
     key_row, key_head, key_slot, _ = window_keys.stride()
     value_row, value_head, value_slot, _ = window_values.stride()

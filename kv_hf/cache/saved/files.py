@@ -56,7 +56,10 @@ def write(path: Path, metadata: Mapping[str, str], sources: Mapping[str, Source]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor (those of its own memory where it is contiguous and on the CPU)."""
+    """Return the bytes of a tensor [any shape] in row-major order.
+
+    They are the tensor's own memory where it is contiguous and on the CPU, else a copy.
+    """
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 

@@ -32,9 +32,13 @@ def opened_state(
     device: torch.device | str | None = None,
     kernel: str | None = None,
 ) -> Iterator[tuple[CacheState, torch.Tensor | None]]:
-    """Yield the state that a file holds, and the token ids beside it; the file is read while the state is taken over.
+    """Yield the state that a file holds, and its token ids; the file is read while the state is taken over.
 
-    Args and errors: those of PagedCache.load. A ValueError from the block is one of the file, and becomes a CacheFileError.
+    Takes the arguments of PagedCache.load.
+
+    Yields: the state, and token ids [rows, columns], int64 on the CPU, or None where the file has none.
+    Raises: the errors of PagedCache.load. A ValueError from the block is a fault of the file, and becomes a
+        CacheFileError.
     """
     check_model_argument(model)
     if kernel is not None:

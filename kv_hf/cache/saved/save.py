@@ -41,7 +41,12 @@ def save_state(
     model: Any,
     token_ids: torch.Tensor | None = None,
 ) -> None:
-    """Write `state`, of a cache of `model`, to `path`; see PagedCache.save."""
+    """Write `state`, of a cache of `model`, to `path`; see PagedCache.save.
+
+    Args:
+        token_ids: [rows, columns seen or more], int64 or int32, padding included; None saves none.
+    Raises: the errors of PagedCache.save.
+    """
     _check_adapters(state, model)
     if token_ids is not None:
         _check_token_ids(state, token_ids)
@@ -98,7 +103,7 @@ def _check_adapters(state: CacheState, model: Any) -> None:
     if others:
         raise CacheMismatchError(
             f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
-            f"{own}. A saved cache is one of a single state: compute its text anew, or activate the adapters again"
+            f"{own}. A file holds tokens of a single state: compute the text anew, or activate the adapters again"
         )
 
 

@@ -91,9 +91,11 @@ def record(
     """Run a text through exact pages, in the chunks that every paged cache of these options is read in.
 
     Args:
-        ids, prompt_tokens: as in `forced_logits`.
+        ids: [tokens], int64, on the model's device.
+        prompt_tokens: leading tokens, which are not scored; at least 1.
         options: CacheConfig's, without formats.
         layers: what to record the outputs of; None records logits alone.
+    Raises: ValueError where prompt_tokens leaves nothing to score.
     """
     cache = _RecordingCache(model.config, **options)
     cache.prompt = {}
@@ -130,6 +132,7 @@ def rerun(
     Args:
         cache: an empty cache of the options that were recorded, formats apart.
         layers: those of the model; None runs all of it.
+    Yields: the position of the chunk's first token, and fp32 logits [chunk, vocab].
     """
     if layers is None or not recording.outputs:
         yield from forced_logits(model, recording.ids, cache, recording.prompt_tokens)

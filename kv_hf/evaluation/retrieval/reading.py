@@ -104,7 +104,7 @@ def _generate(
 
 
 def check_finite(logits: torch.Tensor, name: str) -> None:
-    """Raise ValueError when logits hold nan or infinity."""
+    """Raise ValueError when logits [any shape] of the cache `name` hold nan or infinity."""
     if not torch.isfinite(logits).all():
         raise ValueError(f"{name} gives logits that are not finite")
 

@@ -139,8 +139,8 @@ def writing(what: str, folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         free = shutil.disk_usage(folder).free
         raise ConversionError(
-            f"{what} cannot be written, with {free:,} bytes free there ({first_line(error)}): what was saved before is kept, go on "
-            "with it (resume)"
+            f"{what} cannot be written, with {free:,} bytes free there ({first_line(error)}): the state saved before is kept; go "
+            "on with it (resume)"
         ) from error
 
 

@@ -229,7 +229,7 @@ def kernel_calls(work: Workload, whole: Contender) -> Contender:
         outs = []
         for query, new, kv, starts in zip(work.queries, news, views, newest, strict=True):
             windows, fields = (
-                (kv.window_keys, kv.window_values),
+                (kv.residual_keys, kv.residual_values),
                 (kv.key_pages, kv.value_pages),
             )
             write_pair(windows, new, starts, skips, None, fields, kv.spec, damaged, kv.launches)

@@ -31,7 +31,7 @@ def decoded_tokens(kv: PagedKV, side: str, row: int) -> torch.Tensor:
     """
     spec = getattr(kv.spec, side)
     fields = kv.key_pages if side == "keys" else kv.value_pages
-    window = (kv.window_keys if side == "keys" else kv.window_values)[row]
+    window = (kv.residual_keys if side == "keys" else kv.residual_values)[row]
     exact, count = int(kv.exact_lens[row]), int(kv.num_pages[row])
     sinks = min(kv.sink_tokens, exact)
     pages = decode_tile(fields, spec, kv.block_table[row : row + 1, :count].long(), torch.float32)

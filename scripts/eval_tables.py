@@ -5,6 +5,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from kv_hf.evaluation.distances import block_interval
+from kv_hf.evaluation.retrieval.rate import Rate, rates
 from kv_hf.formats import IMPLEMENTATIONS
 
 MODELS = {
@@ -15,11 +19,14 @@ MODELS = {
 # what README says of its table
 PROTOCOL = {
     "kind": "accuracy",
-    "text": "lincoln_1862",
     "window": 1600,
     "prompt": 512,
     "dtype": "float32",
 }
+LONG = 8192  # tokens of a context that rates and drift are reported of
+TEXTS = ("held_out", "lincoln_1862")  # the newest protocol first
+# task -> column
+RECALLED = {"single": "needle found at 8k", "copy": "list copied at 8k"}
 FORMATS = tuple(name for name in IMPLEMENTATIONS if name != "paged_exact")
 PEERS = ("hqq_int8", "quantized_fp8", "quanto_int4", "hqq_int4", "quanto_int2", "hqq_int2")
 NOTHING = "No run has been recorded yet: `make eval` writes this table."
@@ -62,24 +69,66 @@ def finer_digits(kl: float) -> str:
     return digits(kl)
 
 
-def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return bits and mean KL of the formats with their defaults, of recipes and of transformers' caches."""
-    models = {model: newest(rows, model=model, **PROTOCOL) for model in MODELS}
-    models = {model: found for model, found in models.items() if found}
-    if not models:
-        return NOTHING
-    head = ["cache"]
-    for model in models:
-        head += [f"{MODELS[model]}: bits", "KL (95 % interval)"]
-    budgets = sorted({budget(name) for found in models.values() for name in found} - {""})
-    lines = [head]
-    for cache in [*FORMATS, *reversed(budgets), *PEERS]:
-        line = [f"recipe, {cache}" if cache in budgets else title(cache)]
-        for found in models.values():
+def measured(rows: Sequence[dict[str, Any]], model: str) -> dict[str, dict[str, Any]]:
+    """Return the last row of every cache on the held-out texts; where none were measured, on the one text of before."""
+    for text in TEXTS:
+        found = newest(rows, model=model, text=text, **PROTOCOL)
+        if found:
+            return found
+    return {}
+
+
+def accuracy_table(rows: Sequence[dict[str, Any]], needles: Sequence[dict[str, Any]] = ()) -> str:
+    """Return bits, mean KL of all texts pooled and of the worst one, and what is found again, a table per model.
+
+    Args:
+        needles: rows of scripts/long_context.py.
+    """
+    found_again = rates(needles, LONG)
+    blocks = []
+    for model in MODELS:
+        found = measured(rows, model)
+        if not found:
+            continue
+        asked = [task for task in RECALLED if any((model, task) == key[:2] for key in found_again)]
+        several = len(next(iter(found.values())).get("texts", {})) > 1
+        head = ["cache", "bits", "KL (95 % interval)", *["worst text"] * several]
+        lines = [[*head, *(RECALLED[task] for task in asked)]]
+        budgets = sorted({budget(name) for name in found} - {""})
+        for cache in [*FORMATS, *reversed(budgets), *PEERS]:
             row = next((row for name, row in found.items() if cache in (name, budget(name))), None)
-            line += [f"{row['stored_bits']:.2f}", _with_interval(row)] if row else ["", "-"]
-        lines.append(line)
-    return table(lines)
+            if row is None:
+                continue
+            line = [f"recipe, {cache}" if cache in budgets else title(cache)]
+            line += [f"{row['stored_bits']:.2f}", _with_interval(row), *[worst(row)] * several]
+            keys = ((model, task, row["cache"]) for task in asked)
+            lines.append([*line, *(rate_cell(found_again.get(key)) for key in keys)])
+        blocks += [f"{MODELS[model]}, {scored(next(iter(found.values())))}:", table(lines)]
+    return "\n\n".join(blocks) or NOTHING
+
+
+def worst(row: dict[str, Any]) -> str:
+    """Return the KL of the text that a cache loses most on, and its name; nothing where one text was measured."""
+    texts = row.get("texts", {})
+    if len(texts) < 2:
+        return "-"
+    name = row["worst_text"]
+    return f"{digits(texts[name]['kl_mean'])} ({name})"
+
+
+def scored(row: dict[str, Any]) -> str:
+    """Return the texts and tokens of a row in words."""
+    texts = list(row.get("texts") or [row["text"]])
+    named = f"{len(texts)} texts" if len(texts) > 1 else f"one text ({texts[0]})"
+    return f"{named}, {row['windows']} windows, {row['tokens']:,} scored tokens"
+
+
+def rate_cell(rate: Rate | None) -> str:
+    """Return a rate with its 95 % interval, in percent; a dash without one."""
+    if rate is None:
+        return "-"
+    low, high = rate.interval()
+    return f"{100 * rate.share:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def budget(cache: str) -> str:
@@ -96,14 +145,11 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return every measured cache with all figures, a table per model."""
     blocks = []
     for model, name in MODELS.items():
-        found = newest(rows, model=model, **PROTOCOL)
+        found = measured(rows, model)
         if not found:
             continue
         first = next(iter(found.values()))
-        blocks.append(
-            f"{name}: {first['windows']} windows, {first['tokens']:,} scored tokens, exact perplexity "
-            f"{first['perplexity_exact']:.2f}"
-        )
+        blocks.append(f"{name}: {scored(first)}, exact perplexity {first['perplexity_exact']:.2f}")
         head = ["cache", "bits", "bytes/token", "KL", "median", "p99", "same top token"]
         lines = [[*head, "perplexity", "same tokens"]]
         for cache, row in found.items():
@@ -122,14 +168,26 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
                 ]
             )
         blocks.append(table(lines))
+        if len(first.get("texts", {})) > 1:
+            blocks += [f"{name}, KL on each text:", texts_table(found)]
     return "\n\n".join(blocks) or NOTHING
+
+
+def texts_table(found: dict[str, dict[str, Any]]) -> str:
+    """Return the mean KL of every cache on each text."""
+    names = list(next(iter(found.values()))["texts"])
+    lines = [["cache", *names]]
+    for cache, row in found.items():
+        lines.append([title(cache), *(_with_interval(row["texts"][name]) for name in names)])
+    return table(lines)
 
 
 def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return recipes beside the uniform format of ours that takes as many bytes, or the least more."""
-    lines = [["model", "recipe", "bytes/token", "KL", "uniform", "bytes/token", "KL"]]
+    head = ["model", "recipe", "bytes/token", "KL", "uniform", "bytes/token", "KL", "difference"]
+    lines = [head]
     for model, name in MODELS.items():
-        found = newest(rows, model=model, **PROTOCOL)
+        found = measured(rows, model)
         ours = [row for cache, row in found.items() if cache.startswith("paged_")]
         for cache, row in found.items():
             larger = [one for one in ours if one["bytes"] >= row["bytes"]]
@@ -145,9 +203,26 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
                     title(other["cache"]),
                     f"{other['bytes_per_token']:,.0f}",
                     _with_interval(other),
+                    difference(row, other),
                 ]
             )
     return table(lines, left=2) if len(lines) > 1 else NOTHING
+
+
+def difference(row: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return how much more a cache loses than another on the same texts: the mean and its paired 95 % interval.
+
+    Both are compared block by block of the same tokens, which tells caches apart whose own intervals overlap.
+    """
+    if "kl_blocks" not in row or row["text_digest"] != other.get("text_digest"):
+        return "-"
+    here, there = (
+        [torch.tensor(window).double() for found in one["kl_blocks"].values() for window in found]
+        for one in (row, other)
+    )
+    apart = [a - b for a, b in zip(here, there, strict=True)]
+    low, high = block_interval(apart, block=1)
+    return f"{torch.cat(apart).mean().item():+.5f} ({low:+.5f} to {high:+.5f})"
 
 
 # what rows of one table have in common
@@ -237,27 +312,3 @@ def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
 def _with_error(row: dict[str, Any]) -> str:
     error = row.get("stderr")
     return f"{row['value']:.4g}" + (f" ± {error:.2g}" if error else "")
-
-
-def needle_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return scores and nats per answer token of needle rows, means over depths: a row per length."""
-    found: dict[tuple[str, str, int], dict[str, dict[Any, dict[str, Any]]]] = {}
-    for row in rows:
-        if row["kind"] == "needle":
-            key = (row["model"], row["task"], row["length"])
-            found.setdefault(key, {}).setdefault(row["cache"], {})[row["depth"]] = row
-    if not found:
-        return NOTHING
-    caches = list(dict.fromkeys(cache for cells in found.values() for cache in cells))
-    lines = [["model", "task", "tokens", "prompts", *map(title, caches)]]
-    for (model, task, length), cells in sorted(found.items()):
-        prompts = max(sum(row["samples"] for row in depths.values()) for depths in cells.values())
-        line = [MODELS.get(model, model), f"`{task}`", f"{length:,}", str(prompts)]
-        for cache in caches:
-            depths = list(cells.get(cache, {}).values())
-            score, nll = (sum(row[name] for row in depths) for name in ("score", "nll"))
-            line.append(
-                f"{100 * score / len(depths):.0f} %, {nll / len(depths):.3f}" if depths else ""
-            )
-        lines.append(line)
-    return table(lines, left=2)

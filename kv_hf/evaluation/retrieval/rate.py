@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 NORMAL_95 = 1.959964  # standard deviations on either side of 95 % of a normal distribution
 
@@ -37,3 +38,27 @@ class Rate:
         middle = (self.share + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(self.share * (1 - self.share) / n + (z / n / 2) ** 2)
         return max(0.0, middle - half), min(1.0, middle + half)
+
+
+# what tells the prompts of two rows apart, beside their numbers
+_ASKED = ("model", "model_revision", "task", "cache", "length", "depth", "seed", "haystack", "chat")
+
+
+def newest_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of kind "needle", the newest of those that asked the same prompts of the same cache."""
+    found = {}
+    for row in rows:
+        if row["kind"] == "needle":
+            numbers = (row.get("first_sample", 0), row["samples"])
+            found[(*(row.get(name) for name in _ASKED), *numbers)] = row
+    return list(found.values())
+
+
+def rates(rows: Sequence[dict[str, Any]], length: int) -> dict[tuple[str, str, str], Rate]:
+    """Return how often each (model, task, cache) found all that was hidden in contexts of `length` tokens."""
+    scores: dict[tuple[str, str, str], list[float]] = {}
+    for row in newest_rows(rows):
+        if row["length"] == length:
+            key = (row["model"], row["task"], row["cache"])
+            scores.setdefault(key, []).extend(row["scores"])
+    return {key: Rate.of(found) for key, found in scores.items()}

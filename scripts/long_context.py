@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.grid.cell import cache_contents
+from measure.grid.loaded import model_revision
 from measure.models.packaged import PACKAGED, resolve_model
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -24,6 +26,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kv_hf.cache_names import cache_label
 from kv_hf.evaluation.retrieval import TASKS, needle_cells, task_cells
 from kv_hf.evaluation.retrieval.grid import measure_cells
 from kv_hf.evaluation.retrieval.haystack import LINCOLN, NOISE
@@ -76,19 +79,20 @@ def measured(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
         cells = [cell for length in args.lengths for cell in task_cells(args.tasks, length)]
     else:
         cells = needle_cells(args.lengths, args.depths, args.needle)
-    folder = resolve_model(args.model)
+    folder, revision = resolve_model(args.model), model_revision(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
     model = model.to(args.device).eval()
     run = {
         "model": args.model,
-        "model_revision": getattr(model.config, "_commit_hash", None),
+        "model_revision": revision,
         "dtype": args.dtype,
         "device": torch.device(args.device).type,
         "threads": torch.get_num_threads(),
     }
     asked = {"chat": Frame.of(tokenizer, args.chat).chat, "haystack": args.haystack}
-    asked |= {"model": args.model, "dtype": args.dtype, "seed": args.seed}
+    asked |= {"model": args.model, "model_revision": revision}
+    asked |= {"dtype": args.dtype, "seed": args.seed}
     known = read_rows(args.out) if args.record else []
     known = [row for row in known if all(row.get(name) == asked[name] for name in asked)]
     # long cells come last: the time left is counted in tokens, not in cells
@@ -98,8 +102,9 @@ def measured(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
             for first in range(0, args.samples, args.at_once):
                 samples = min(args.at_once, args.samples - first)
                 found = recorded(known, cell, first, samples)
-                yield from (found[cache] for cache in args.caches if cache in found)
-                left = [cache for cache in args.caches if cache not in found]
+                keys = {cache: (cache_label(cache), cache_contents(cache)) for cache in args.caches}
+                yield from (found[key] for key in keys.values() if key in found)
+                left = [cache for cache, key in keys.items() if key not in found]
                 bar.update(cell.length * samples * (len(args.caches) - len(left)))
                 if not left:
                     continue
@@ -115,7 +120,9 @@ def measured(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
                     progress=bar.update,
                     first_sample=first,
                 ):
-                    row = make_row(**run, **measured_row)
+                    label, contents = keys[measured_row["cache"]]
+                    named = {"cache": label, "cache_contents": contents}
+                    row = make_row(**run, **{**measured_row, **named})
                     if args.record:
                         append_rows(args.out, [row])
                     yield row
@@ -123,12 +130,12 @@ def measured(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
 
 def recorded(
     rows: Sequence[dict[str, Any]], cell: Cell, first: int, samples: int
-) -> dict[str, dict[str, Any]]:
-    """Return the rows of these samples of a cell by cache, the newest of each."""
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of these samples of a cell by the cache's name and its recipe, the newest of each."""
     wanted = {"task": cell.task, "length": cell.length, "depth": cell.depth}
     wanted |= {"first_sample": first, "samples": samples}
     found = [row for row in rows if all(row.get(name) == wanted[name] for name in wanted)]
-    return {row["cache"]: row for row in found}
+    return {(row["cache"], row.get("cache_contents", "")): row for row in found}
 
 
 def pooled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from .words import capitals, coded, nouns, numbers
 DISTRACTORS = 3  # further needles of other keys
 VALUES = 3  # of one key, in multi_value
 ASKED = 2  # keys, in multi_query
-COPIED = 8  # words of the list, in copy
+COPIED, SECRET = 6, "The secret words are"  # words that copy hides, and how they are introduced
 CHAINS, HOPS = 2, 3  # of assignments, in variable_tracking
 COMMON = 3  # words asked for, in common_words and frequent_words
 COMMON_SHARE = 0.2  # of the list, for each common word
@@ -158,20 +158,22 @@ def multi_query(rng: random.Random, haystack: Haystack, depth: float | None) -> 
 
 
 def copy(rng: random.Random, haystack: Haystack, depth: float | None) -> Puzzle:
-    """Hide a list of words and ask for all of it, word by word: an answer that only exact recall gives."""
+    """Hide a list of words and ask for all of it, word by word: an answer that only exact recall gives.
+
+    The first word is given, so that small models go on with the list and not with words about it.
+    """
     listed = " ".join(nouns(rng, COPIED, haystack.text))
+    first, rest = listed.split(" ", 1)
     [place] = _spread(rng, 1, depth)
     start = haystack.start(rng)
     return Puzzle(
-        opening="Read the text below. A secret list of words is hidden in it. Remember it: you will be asked to copy it.",
-        body=lambda words: hide(
-            haystack.take(words, start), [(place, f"The secret list is: {listed}.")]
-        ),
+        opening="Read the text below. Secret words are hidden in it. Remember them: you will be asked to repeat them.",
+        body=lambda words: hide(haystack.take(words, start), [(place, f"{SECRET} {listed}.")]),
         least=1,
-        question="What is the secret list that the text above gives? Copy it word by word.",
-        lead="The secret list is:",
-        target=f" {listed}",
-        expected=(listed,),
+        question=f"What are the {COPIED} secret words that the text above gives? Repeat them in their order.",
+        lead=f"{SECRET} {first}",
+        target=f" {rest}",
+        expected=(rest,),
     )
 
 

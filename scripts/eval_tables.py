@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from recall import Recall
 
 from kv_hf.evaluation.distances import block_interval
-from kv_hf.evaluation.retrieval.rate import Rate, rates
 from kv_hf.formats import IMPLEMENTATIONS
 
 MODELS = {
@@ -23,10 +23,8 @@ PROTOCOL = {
     "prompt": 512,
     "dtype": "float32",
 }
-LONG = 8192  # tokens of a context that rates and drift are reported of
 TEXTS = ("held_out", "lincoln_1862")  # the newest protocol first
-# task -> column
-RECALLED = {"single": "needle found at 8k", "copy": "list copied at 8k"}
+RECIPES = "recipe"
 FORMATS = tuple(name for name in IMPLEMENTATIONS if name != "paged_exact")
 PEERS = ("hqq_int8", "quantized_fp8", "quanto_int4", "hqq_int4", "quanto_int2", "hqq_int2")
 NOTHING = "No run has been recorded yet: `make eval` writes this table."
@@ -78,33 +76,40 @@ def measured(rows: Sequence[dict[str, Any]], model: str) -> dict[str, dict[str, 
     return {}
 
 
-def accuracy_table(rows: Sequence[dict[str, Any]], needles: Sequence[dict[str, Any]] = ()) -> str:
+def accuracy_table(
+    rows: Sequence[dict[str, Any]], caches: Sequence[str] = (*FORMATS, RECIPES, *PEERS)
+) -> str:
     """Return bits, mean KL of all texts pooled and of the worst one, and what is found again, a table per model.
 
     Args:
-        needles: rows of scripts/long_context.py.
+        rows: of kinds "accuracy" and "needle".
+        caches: names in the order of the table; RECIPES stands for all recipes.
     """
-    found_again = rates(needles, LONG)
     blocks = []
     for model in MODELS:
         found = measured(rows, model)
+        recall = Recall(rows, model)
         if not found:
             continue
-        asked = [task for task in RECALLED if any((model, task) == key[:2] for key in found_again)]
         several = len(next(iter(found.values())).get("texts", {})) > 1
         head = ["cache", "bits", "KL (95 % interval)", *["worst text"] * several]
-        lines = [[*head, *(RECALLED[task] for task in asked)]]
-        budgets = sorted({budget(name) for name in found} - {""})
-        for cache in [*FORMATS, *reversed(budgets), *PEERS]:
-            row = next((row for name, row in found.items() if cache in (name, budget(name))), None)
-            if row is None:
-                continue
-            line = [f"recipe, {cache}" if cache in budgets else title(cache)]
-            line += [f"{row['stored_bits']:.2f}", _with_interval(row), *[worst(row)] * several]
-            keys = ((model, task, row["cache"]) for task in asked)
-            lines.append([*line, *(rate_cell(found_again.get(key)) for key in keys)])
+        lines = [[*head, *recall.heads]]
+        recipes = sorted(filter(budget, found), key=lambda name: -float(budget(name).split()[0]))
+        for cache in caches:
+            for name in recipes if cache == RECIPES else [cache]:
+                row = found.get(name)
+                if row is None:
+                    continue
+                line = [f"recipe, {budget(name)}" if cache == RECIPES else title(name)]
+                line += [f"{row['stored_bits']:.2f}", _with_interval(row), *[worst(row)] * several]
+                lines.append([*line, *recall.cells(name)])
         blocks += [f"{MODELS[model]}, {scored(next(iter(found.values())))}:", table(lines)]
     return "\n\n".join(blocks) or NOTHING
+
+
+def formats_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the accuracy table of our formats alone."""
+    return accuracy_table(rows, FORMATS)
 
 
 def worst(row: dict[str, Any]) -> str:
@@ -121,14 +126,6 @@ def scored(row: dict[str, Any]) -> str:
     texts = list(row.get("texts") or [row["text"]])
     named = f"{len(texts)} texts" if len(texts) > 1 else f"one text ({texts[0]})"
     return f"{named}, {row['windows']} windows, {row['tokens']:,} scored tokens"
-
-
-def rate_cell(rate: Rate | None) -> str:
-    """Return a rate with its 95 % interval, in percent; a dash without one."""
-    if rate is None:
-        return "-"
-    low, high = rate.interval()
-    return f"{100 * rate.share:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def budget(cache: str) -> str:
@@ -151,7 +148,8 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
         first = next(iter(found.values()))
         blocks.append(f"{name}: {scored(first)}, exact perplexity {first['perplexity_exact']:.2f}")
         head = ["cache", "bits", "bytes/token", "KL", "median", "p99", "same top token"]
-        lines = [[*head, "perplexity", "same tokens"]]
+        recall = Recall(rows, model)
+        lines = [[*head, "perplexity", "same tokens", *recall.heads]]
         for cache, row in found.items():
             lines.append(
                 [
@@ -164,7 +162,10 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
                     f"{100 * row['top1']:.1f} %",
                     f"{row['perplexity_delta']:+.2f} % ({row['perplexity_delta_low']:+.2f} to "
                     f"{row['perplexity_delta_high']:+.2f})",
-                    f"{row['divergence_mean']:.0f} of {row['divergence_tokens']}",
+                    f"{row['divergence_mean']:.0f} of {row['divergence_tokens']}"
+                    if "divergence_mean" in row
+                    else "-",
+                    *recall.cells(cache),
                 ]
             )
         blocks.append(table(lines))
@@ -184,10 +185,10 @@ def texts_table(found: dict[str, dict[str, Any]]) -> str:
 
 def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return recipes beside the uniform format of ours that takes as many bytes, or the least more."""
-    head = ["model", "recipe", "bytes/token", "KL", "uniform", "bytes/token", "KL", "difference"]
-    lines = [head]
+    one = ["bytes/token", "KL", "found at 8k"]
+    lines = [["model", "recipe", *one, "uniform", *one, "difference of KL"]]
     for model, name in MODELS.items():
-        found = measured(rows, model)
+        found, recall = measured(rows, model), Recall(rows, model)
         ours = [row for cache, row in found.items() if cache.startswith("paged_")]
         for cache, row in found.items():
             larger = [one for one in ours if one["bytes"] >= row["bytes"]]
@@ -200,9 +201,11 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
                     cache.removeprefix("recipe:"),
                     f"{row['bytes_per_token']:,.0f}",
                     _with_interval(row),
+                    recall.words(cache),
                     title(other["cache"]),
                     f"{other['bytes_per_token']:,.0f}",
                     _with_interval(other),
+                    recall.words(other["cache"]),
                     difference(row, other),
                 ]
             )

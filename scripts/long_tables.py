@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from eval_tables import LONG, MODELS, digits, rate_cell, table, title
+from eval_tables import MODELS, digits, table, title
+from recall import LONG, rate_cell
 
 from kv_hf.evaluation.distances import BLOCK, block_interval
 from kv_hf.evaluation.retrieval.rate import Rate, newest_rows

@@ -46,7 +46,7 @@ def test_accuracy_table_shows_the_pooled_and_the_worst_text_and_the_rates(tables
     old = accuracy_row(cache="paged_int4", window=1600, kl_mean=0.0001)
     rows = [old, held_out_row("paged_int4", 0.003), held_out_row("paged_int8", 0.0001, "code")]
     needles = [needle_row(scores=[1.0] * 19 + [0.5]), needle_row("paged_int8", "copy", [0.0] * 20)]
-    text = eval_tables.accuracy_table(rows, needles)
+    text = eval_tables.accuracy_table(rows + needles)
     lines = text.splitlines()
     assert lines[0] == "SmolLM2-135M, 5 texts, 5 windows, 5,440 scored tokens:"
     assert lines[2].endswith("| worst text | needle found at 8k | list copied at 8k |")
@@ -54,6 +54,18 @@ def test_accuracy_table_shows_the_pooled_and_the_worst_text_and_the_rates(tables
     assert int4.startswith("| `paged_int4` | ") and "0.00600 (german)" in int4
     assert int4.endswith("| 95 % (76 to 99) | - |")
     assert int8.endswith("| 0.00020 (code) | - | 0 % (0 to 16) |")
+
+
+def test_tables_that_recommend_show_the_rates(tables):
+    eval_tables, _ = tables
+    rows = [held_out_row("paged_int4", 0.003, bytes=1000)]
+    rows += [held_out_row("recipe:smollm2-135m-4.5-bits", 0.004, bytes=900)]
+    rows += [needle_row(scores=[1.0] * 20), needle_row(task="copy", scores=[0.0] * 20)]
+    both = "| 100 % (84 to 100) | 0 % (0 to 16) |"
+    assert both in eval_tables.details_table(rows) and both in eval_tables.formats_table(rows)
+    assert "recipe" not in eval_tables.formats_table(rows)
+    assert "recipe, 4.5 bits" in eval_tables.accuracy_table(rows)
+    assert "`single` 100 % (84 to 100), `copy` 0 % (0 to 16)" in eval_tables.recipes_table(rows)
 
 
 def test_accuracy_table_says_that_one_text_was_measured(tables):

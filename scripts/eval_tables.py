@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from recall import Recall
 
-from kv_hf.evaluation.distances import block_interval
+from kv_hf.evaluation.by_text import paired_difference
 from kv_hf.formats import IMPLEMENTATIONS
 
 MODELS = {
@@ -213,19 +212,11 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def difference(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return how much more a cache loses than another on the same texts: the mean and its paired 95 % interval.
-
-    Both are compared block by block of the same tokens, which tells caches apart whose own intervals overlap.
-    """
+    """Return how much more a cache loses than another on the same texts, with its paired 95 % interval."""
     if "kl_blocks" not in row or row["text_digest"] != other.get("text_digest"):
         return "-"
-    here, there = (
-        [torch.tensor(window).double() for found in one["kl_blocks"].values() for window in found]
-        for one in (row, other)
-    )
-    apart = [a - b for a, b in zip(here, there, strict=True)]
-    low, high = block_interval(apart, block=1)
-    return f"{torch.cat(apart).mean().item():+.5f} ({low:+.5f} to {high:+.5f})"
+    mean, low, high = paired_difference(row["kl_blocks"], other["kl_blocks"])
+    return f"{mean:+.5f} ({low:+.5f} to {high:+.5f})"
 
 
 # what rows of one table have in common

@@ -6,7 +6,8 @@ from tiny_models import make_model, tokens
 
 import kv_hf
 from kv_hf.evaluation.accuracy import measure_accuracy
-from kv_hf.evaluation.by_text import block_means, measure_texts
+from kv_hf.evaluation.by_text import block_means, measure_texts, paired_difference
+from kv_hf.evaluation.distances import block_interval
 
 PROMPT = 40
 TEXTS = {
@@ -77,3 +78,23 @@ def test_measure_texts_refuses_a_text_without_windows(model, caches):
 
 def test_block_means_cuts_the_last_block_short():
     assert block_means(torch.arange(130.0)) == [31.5, 95.5, 128.5]
+
+
+def test_paired_difference_tells_apart_what_single_intervals_do_not():
+    """Hard passages are hard for both caches: they cancel out block by block."""
+    generator = torch.Generator().manual_seed(0)
+    hard = torch.rand(60, generator=generator, dtype=torch.float64) ** 4
+    noise = 0.01 * torch.rand(60, generator=generator, dtype=torch.float64)
+    here = {"a": [(hard + noise + 0.01).tolist()]}
+    mean, low, high = paired_difference(here, {"a": [hard.tolist()]})
+    assert 0.01 < low < mean < high < 0.02
+    assert mean == pytest.approx((noise + 0.01).mean().item())
+    single_low, single_high = block_interval([hard], block=1)
+    assert single_high - single_low > 10 * (high - low)
+    assert paired_difference(here, here) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("there", [{"a": [[1.0]]}, {"b": [[1.0, 2.0]]}, {"a": [[1.0, 2.0]] * 2}])
+def test_paired_difference_refuses_other_texts(there):
+    with pytest.raises(ValueError, match="blocks of the same windows"):
+        paired_difference({"a": [[1.0, 2.0]]}, there)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from measure.models.packaged import PACKAGED, resolve_model
+from measure.peers import known_peers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -115,6 +116,7 @@ def show(rows: Sequence[dict[str, Any]], title: str) -> None:
     Console().print(table)
 
 
+@known_peers()
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     rows = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .accuracy import measure_accuracy
     from .cache_bytes import measure_held
-    from .cache_kinds import cache_kind
+    from .cache_kinds import cache_kind, register_peer, unregister_peer
     from .divergence import measure_divergence
     from .footprint import measure_footprint
     from .harness.tasks import run_tasks
@@ -25,8 +25,10 @@ __all__ = [
     "measure_held",
     "needle_grid",
     "read_rows",
+    "register_peer",
     "retrieval_tasks",
     "run_tasks",
+    "unregister_peer",
     "write_report",
 ]
 _HOMES = {
@@ -37,8 +39,10 @@ _HOMES = {
     "measure_held": "cache_bytes",
     "needle_grid": "retrieval",
     "read_rows": "rows",
+    "register_peer": "cache_kinds",
     "retrieval_tasks": "retrieval",
     "run_tasks": "harness.tasks",
+    "unregister_peer": "cache_kinds",
     "write_report": "report",
 }
 

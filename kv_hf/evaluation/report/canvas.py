@@ -37,6 +37,8 @@ LOOKS = {
     ("recipe", ""): ("D", 6, "kv_hf, recipe"),
     ("peer", "quanto"): ("s", 6, "quanto"),
     ("peer", "hqq"): ("^", 7, "hqq"),
+    ("peer", "kivi"): ("v", 7, "KIVI"),
+    ("peer", "turboquant"): ("X", 7, "TurboQuant"),
     ("peer", ""): ("P", 7.5, "fp8 of transformers"),
     ("exact", ""): ("*", 14, "exact"),
 }

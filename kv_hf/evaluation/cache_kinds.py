@@ -118,7 +118,7 @@ def why_not(name: str, device: torch.device) -> str | None:
             cache.update(states, states, 0)
     except Exception as error:  # whatever a missing or broken package raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{type(error).__name__}: {lines[0][:120]}"
+        return f"{type(error).__name__}: {lines[0][:240]}"
     return None
 
 

@@ -95,7 +95,7 @@ GRID = $(BIN)/python scripts/accuracy_vs_memory.py --all-models --include-path $
 RECIPE = $(BIN)/python scripts/recommend.py --context 1600 --check-windows 2
 # formats of our own, and what transformers offers beside them (its quantized caches refuse sliding windows)
 OURS = dynamic paged_exact paged_int8 paged_fp8 paged_int4 paged_int4:keys=int8 paged_int2 paged_int2:key_group_size=64,value_group_size=64
-PEERS = hqq_int8 quantized_fp8 quanto_int4 hqq_int4 quanto_int2 hqq_int2
+PEERS = hqq_int8 quantized_fp8 quanto_int4 hqq_int4 quanto_int2 hqq_int2 quanto_int4_channel quanto_int2_channel hqq_int4_channel hqq_int2_channel kivi_int4 kivi_int2 turboquant_int4 turboquant_int2
 MORE = paged_int4:key_group_size=32,value_group_size=32 paged_int4:page_size=32 paged_int2:keys=int4 paged_int2:page_size=32,value_group_size=64,sink_tokens=2
 recipes = $(foreach bits,4.9 3.5,recipe:results/recipes/$(1)-$(bits)-bits.json)
 FINER = recipe:results/recipes/smollm2-135m-5.4-bits.json

@@ -11,6 +11,7 @@ MODELS = {
     "smollm2-135m": "SmolLM2-135M",
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
     "gemma-3-270m": "Gemma-3-270M",
+    "tinyllama-1.1b": "TinyLlama-1.1B",
 }
 # what README says of its table
 PROTOCOL = {

@@ -5,7 +5,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from paths import SCRIPTS
+from measure.peers import known_peers
+from measure.peers.kivi import RESIDUAL
+from measure.peers.turboquant import levels
 from tiny_models import make_model, tokens
 from transformers import DynamicCache
 
@@ -15,11 +17,6 @@ from kv_hf.evaluation import cache_kind, measure_accuracy, register_peer, unregi
 from kv_hf.evaluation.cache_kinds import held_bytes, why_not
 from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk
 from kv_hf.formats import format_names, get_format
-
-sys.path.insert(0, str(SCRIPTS))
-from measure.peers import known_peers
-from measure.peers.kivi import RESIDUAL
-from measure.peers.turboquant import levels
 
 CPU = torch.device("cpu")
 CHANNEL = "q_group_size=8,residual_length=20"

@@ -57,8 +57,11 @@ def levels(dim: int, bits: int) -> torch.Tensor:
 
 
 def turned(numbers: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return each row of [.., dim] times a matrix, fp64: rounding must not depend on how many rows there are."""
-    return numbers.double() @ matrix.to(numbers.device)
+    """Return each row of [.., dim] times a matrix, in the rows' dtype.
+
+    Codes are made of fp64 rows: their rounding must not depend on how many rows there are.
+    """
+    return numbers @ matrix.to(numbers.device, numbers.dtype)
 
 
 class TurboQuant(Format):
@@ -71,7 +74,7 @@ class TurboQuant(Format):
     def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
         """Return the numbers of the levels, and norms [pages, heads, tokens, 1]."""
         norm = numbers.norm(dim=-1, keepdim=True)
-        direction = numbers / norm.clamp(min=torch.finfo(torch.float32).tiny)
+        direction = (numbers / norm.clamp(min=torch.finfo(torch.float32).tiny)).double()
         return nearest(turned(direction, rotation(numbers.shape[-1]).T), self.bits), *_stored(
             norm, scheme
         )
@@ -85,7 +88,7 @@ class TurboQuant(Format):
     ) -> torch.Tensor:
         """Look the levels up, rotate them back, and give them the norm."""
         assert scale is not None
-        return direction_of(codes, self.bits).float() * scale.float()
+        return direction_of(codes, self.bits) * scale.float()
 
 
 def _stored(norm: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, None]:
@@ -98,10 +101,12 @@ def nearest(rotated: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.bucketize(rotated, (found[1:] + found[:-1]) / 2).to(torch.uint8)
 
 
-def direction_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the levels of codes [.., dim], rotated back, fp64."""
+def direction_of(
+    codes: torch.Tensor, bits: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return the levels of codes [.., dim], rotated back."""
     dim = codes.shape[-1]
-    found = levels(dim, bits).to(codes.device)[codes.int()]
+    found = levels(dim, bits).to(codes.device, dtype)[codes.int()]
     return turned(found, rotation(dim))
 
 
@@ -137,9 +142,9 @@ class TurboQuantProd4(Format):
         """Return levels + 8 x signs, norms and norms of the rest [pages, heads, tokens, 1]."""
         dim = numbers.shape[-1]
         norm = numbers.norm(dim=-1, keepdim=True)
-        direction = numbers / norm.clamp(min=torch.finfo(torch.float32).tiny)
+        direction = (numbers / norm.clamp(min=torch.finfo(torch.float32).tiny)).double()
         codes = nearest(turned(direction, rotation(dim).T), self.bits - 1)
-        rest = direction.double() - direction_of(codes, self.bits - 1)
+        rest = direction - direction_of(codes, self.bits - 1, torch.float64)
         signs = (turned(rest, projection(dim).T) >= 0).to(torch.uint8)
         scale, _ = _stored(norm, scheme)
         left, _ = _stored(norm * rest.norm(dim=-1, keepdim=True).float(), scheme)
@@ -155,10 +160,10 @@ class TurboQuantProd4(Format):
         """Add the expectation of the rest, given its signs, to the levels."""
         assert scale is not None and offset is not None
         dim = codes.shape[-1]
-        levels_part = direction_of(codes % 8, self.bits - 1).float() * scale.float()
-        signs = 2.0 * (codes // 8).double() - 1.0
+        levels_part = direction_of(codes % 8, self.bits - 1) * scale.float()
+        signs = 2.0 * (codes // 8).float() - 1.0
         rest = turned(signs, projection(dim)) * (math.sqrt(math.pi / 2) / dim)
-        return levels_part + rest.float() * offset.float()
+        return levels_part + rest * offset.float()
 
 
 FORMATS = (TurboQuant4, TurboQuant2, TurboQuantProd4)

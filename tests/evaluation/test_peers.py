@@ -2,6 +2,7 @@
 
 import sys
 
+import eval_tables
 import numpy as np
 import pytest
 import torch
@@ -276,3 +277,48 @@ def test_channel_caches_say_what_to_install(backend, package, monkeypatch, peers
     monkeypatch.setattr(f"transformers.cache_utils.{asked}", lambda: False)
     for name in (f"{backend}_int4_channel", f"{backend}_int4"):
         assert f"pip install {package}" in why_not(name, CPU)
+
+
+def test_peers_table_has_a_table_per_run_with_who_made_a_cache():
+    row = {
+        "model": "smollm2-135m",
+        "model_revision": "r",
+        "text": "lincoln_1862",
+        "text_digest": "d",
+        "windows": 2,
+        "window": 1600,
+        "prompt": 512,
+        "dtype": "float32",
+        "tokens": 2176,
+        "bytes_per_token": 7142.5,
+        "kl_mean": 0.0044,
+        "kl_low": 0.0039,
+        "kl_high": 0.005,
+        "kl_p99": 0.031,
+        "top1": 0.957,
+    }
+    rows = [
+        {**row, "cache": "quanto_int4_channel", "stored_bits": 4.96, "bits_per_element": None},
+        {**row, "cache": "kivi_int2", "stored_bits": 4.1, "bits_per_element": 3.0},
+        {**row, "cache": "turboquant_package_int4", "stored_bits": 26, "bits_per_element": None},
+        {**row, "cache": "paged_int4", "stored_bits": 5, "bits_per_element": 4.5, "window": 800},
+    ]
+    first, second = eval_tables.peers_table(rows).split("\n\nSmolLM2")
+    lines = first.splitlines()[4:]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "`turboquant_package_int4` (turboquant 0.2.0)",
+        "`quanto_int4_channel` (transformers, keys per channel)",
+        "`kivi_int2` (KIVI)",
+    ]
+    assert "| 4.96 |  | 7,142 | 0.00440 (0.00390 to 0.00500) | 0.0310 | 95.7 % |" in lines[1]
+    assert "| 4.10 | 3.00 |" in lines[2]
+    assert "`paged_int4` | 5.00 | 4.50 |" in second and "800 tokens" in second
+    assert eval_tables.peers_table([]).startswith("No run has been recorded yet")
+
+
+def test_readme_table_leaves_out_peers_that_no_run_measured():
+    row = {**eval_tables.PROTOCOL, "model": "smollm2-135m", "stored_bits": 5.0}
+    row |= {"kl_mean": 0.01, "kl_low": 0.009, "kl_high": 0.011}
+    found = eval_tables.accuracy_table([{**row, "cache": "quanto_int4"}])
+    assert "`quanto_int4` (transformers) | 5.00 |" in found
+    assert "kivi" not in found and "hqq" not in found

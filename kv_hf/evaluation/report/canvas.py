@@ -39,7 +39,8 @@ LOOKS = {
     ("peer", "hqq"): ("^", 7, "hqq"),
     ("peer", "kivi"): ("v", 7, "KIVI"),
     ("peer", "turboquant"): ("X", 7, "TurboQuant"),
-    ("peer", ""): ("P", 7.5, "fp8 of transformers"),
+    ("peer", "quantized_fp8"): ("P", 7.5, "fp8 of transformers"),
+    ("peer", ""): ("p", 7.5, "other"),
     ("exact", ""): ("*", 14, "exact"),
 }
 SETTINGS: Any = {

@@ -163,9 +163,10 @@ def peers_table(rows: Sequence[dict[str, Any]]) -> str:
     for run in runs.values():
         found = newest(run)
         first = next(iter(found.values()))
+        windows = "1 window" if first["windows"] == 1 else f"{first['windows']} windows"
         blocks.append(
-            f"{MODELS.get(first['model'], first['model'])}, {first['text']}: {first['windows']} windows of "
-            f"{first['window']:,} tokens, {first['tokens']:,} of them scored:"
+            f"{MODELS.get(first['model'], first['model'])}, {first['text']}: {windows} of {first['window']:,} tokens, "
+            f"{first['tokens']:,} of them scored:"
         )
         head = ["cache", "bits, all", "bits, encoded", "bytes/token", "KL (95 % interval)", "p99"]
         lines = [[*head, "same top token"]]

@@ -95,7 +95,7 @@ GRID = $(BIN)/python scripts/accuracy_vs_memory.py --all-models --include-path $
 RECIPE = $(BIN)/python scripts/recommend.py --context 1600 --check-windows 2
 # formats of our own, and what transformers offers beside them (its quantized caches refuse sliding windows)
 OURS = dynamic paged_exact paged_int8 paged_fp8 paged_int4 paged_int4:keys=int8 paged_int2 paged_int2:key_group_size=64,value_group_size=64
-PEERS = hqq_int8 quantized_fp8 quanto_int4 hqq_int4 quanto_int2 hqq_int2
+PEERS = hqq_int8 quantized_fp8 quanto_int4 hqq_int4 quanto_int2 hqq_int2 quanto_int4_channel quanto_int2_channel hqq_int4_channel hqq_int2_channel kivi_int4 kivi_int2 turboquant_int4 turboquant_int2
 # the texts and caches whose loss is measured to 8,192 tokens
 HELD_OUT = lincoln_1862 novel code german tables
 LONG = paged_int8 paged_fp8 paged_k8v4 paged_int4 paged_int2

@@ -1,5 +1,6 @@
 """Names of caches, as commands and tables write them: a kind, and options behind a colon; and names that users add."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "quantized_fp8": {"backend": "fp8"},
 }
 STOCK = ("dynamic", "static", "offloaded", *QUANTIZED)
+# name -> what makes a cache of another package, and the attention that reads it; evaluation.register_peer writes to it
+PEERS: dict[str, tuple[Callable[[Any, Mapping[str, Any]], Any], str]] = {}
 
 
 def __getattr__(name: str) -> Any:
@@ -27,8 +30,8 @@ def __getattr__(name: str) -> Any:
 
 
 def all_cache_names() -> tuple[str, ...]:
-    """Return the names of transformers' caches and of the paged ones."""
-    return (*STOCK, *cache_names())
+    """Return the names of transformers' caches, of registered peers and of the paged caches."""
+    return (*STOCK, *PEERS, *cache_names())
 
 
 def register_cache(

@@ -27,6 +27,7 @@ from measure.grid.measure import Bench
 from measure.grid.plan import CACHES, plan_cells
 from measure.grid.run import finished_cells, run_cells
 from measure.models.packaged import PACKAGED, resolve_model
+from measure.peers import known_peers
 from rich.console import Console
 from tqdm import tqdm
 from transformers import AutoConfig
@@ -215,6 +216,7 @@ def measure_cells(args: argparse.Namespace, state: PartialState, cells: list[Cel
     return list(gathered)
 
 
+@known_peers()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the grid and write the report; 0 when every cell has rows, 1 when some have none, 2 for bad arguments."""
     args = arguments(argv)

@@ -14,6 +14,7 @@ MODELS = {
     "smollm2-135m": "SmolLM2-135M",
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
     "gemma-3-270m": "Gemma-3-270M",
+    "tinyllama-1.1b": "TinyLlama-1.1B",
 }
 # what README says of its table
 PROTOCOL = {
@@ -25,7 +26,24 @@ PROTOCOL = {
 TEXTS = ("held_out", "lincoln_1862")  # the newest protocol first
 RECIPES = "recipe"
 FORMATS = tuple(name for name in IMPLEMENTATIONS if name != "paged_exact")
-PEERS = ("hqq_int8", "quantized_fp8", "quanto_int4", "hqq_int4", "quanto_int2", "hqq_int2")
+PEERS = (
+    "hqq_int8",
+    "quantized_fp8",
+    "quanto_int4",
+    "quanto_int4_channel",
+    "hqq_int4",
+    "hqq_int4_channel",
+    "kivi_int4",
+    "turboquant_int4",
+    "quanto_int2",
+    "quanto_int2_channel",
+    "hqq_int2",
+    "hqq_int2_channel",
+    "kivi_int2",
+    "turboquant_int2",
+)
+# whose cache it is that begins with this
+MAKERS = {"kivi_": "KIVI", "turboquant_package": "turboquant 0.2.0", "turboquant_": "TurboQuant"}
 NOTHING = "No run has been recorded yet: `make eval` writes this table."
 
 
@@ -49,7 +67,13 @@ def newest(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, dict[str,
 def title(cache: str) -> str:
     """Return a cache's name for people."""
     ours = cache.startswith(("paged_", "recipe:"))
-    return f"`{cache}`" if ours or cache in ("dynamic", "static") else f"`{cache}` (transformers)"
+    if ours or cache in ("dynamic", "static"):
+        return f"`{cache}`"
+    maker = next((name for start, name in MAKERS.items() if cache.startswith(start)), None)
+    if maker is None:
+        channel = cache.partition(":")[0].endswith("_channel")
+        maker = "transformers, keys per channel" if channel else "transformers"
+    return f"`{cache}` ({maker})"
 
 
 def digits(kl: float) -> str:
@@ -180,6 +204,43 @@ def texts_table(found: dict[str, dict[str, Any]]) -> str:
     for cache, row in found.items():
         lines.append([title(cache), *(_with_interval(row["texts"][name]) for name in names)])
     return table(lines)
+
+
+# what rows of one table of peers have in common
+PEER_RUN = ("model", "model_revision", "text_digest", "window", "prompt", "dtype")
+
+
+def peers_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return ours and the caches of others at their best (rows of results/peers.jsonl), by their bits: a table per run."""
+    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(tuple(row[name] for name in PEER_RUN), []).append(row)
+    blocks = []
+    for run in runs.values():
+        found = newest(run)
+        first = next(iter(found.values()))
+        windows = "1 window" if first["windows"] == 1 else f"{first['windows']} windows"
+        blocks.append(
+            f"{MODELS.get(first['model'], first['model'])}, {first['text']}: {windows} of {first['window']:,} tokens, "
+            f"{first['tokens']:,} of them scored:"
+        )
+        head = ["cache", "bits, all", "bits, encoded", "bytes/token", "KL (95 % interval)", "p99"]
+        lines = [[*head, "same top token"]]
+        for cache, row in found.items():
+            encoded = row["bits_per_element"]
+            lines.append(
+                [
+                    title(cache),
+                    f"{row['stored_bits']:.2f}",
+                    f"{encoded:.2f}" if encoded else "",
+                    f"{row['bytes_per_token']:,.0f}",
+                    _with_interval(row),
+                    digits(row["kl_p99"]),
+                    f"{100 * row['top1']:.1f} %",
+                ]
+            )
+        blocks.append(table(lines))
+    return "\n\n".join(blocks) or NOTHING
 
 
 def recipes_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -20,6 +20,7 @@ import torch
 from measure.grid.cell import cache_contents
 from measure.grid.loaded import model_revision
 from measure.models.packaged import PACKAGED, resolve_model
+from measure.peers import known_peers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -185,6 +186,7 @@ def show(rows: Sequence[dict[str, Any]], title: str) -> None:
     Console().print(table)
 
 
+@known_peers()
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     rows = []

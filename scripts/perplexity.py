@@ -19,6 +19,7 @@ import torch
 from measure.grid.cell import check_caches
 from measure.grid.loaded import LoadedModel, TextSettings
 from measure.models.packaged import PACKAGED
+from measure.peers import known_peers
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -109,6 +110,7 @@ def show_texts(rows: Sequence[dict[str, Any]]) -> None:
     console.print(table)
 
 
+@known_peers()
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 0 when every cache could be measured, 1 when some could not, 2 for bad arguments."""
     args = arguments(argv)

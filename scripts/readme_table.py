@@ -22,6 +22,7 @@ DOCUMENTS = [
     ("prefix_sharing.md", "prefix", "prefix.jsonl", docs_tables.prefix_table),
     ("design.md", "beams", "beams.jsonl", docs_tables.beams_table),
     ("evaluation.md", "accuracy", BOTH, eval_tables.details_table),
+    ("peers.md", "peers", "peers.jsonl", eval_tables.peers_table),
     ("recipes.md", "recipes", BOTH, eval_tables.recipes_table),
     ("gqa.md", "levers", MEASURED, gqa_tables.levers_table),
     ("gqa_methods.md", "conversions", "gqa.jsonl", gqa_tables.conversions_table),

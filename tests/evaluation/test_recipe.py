@@ -50,6 +50,16 @@ def test_a_recipe_decides_the_formats_of_every_layer(tmp_path):
     assert kv_hf.PagedCache(config(), recipe=path, kernel="sdpa").options.kernel == "sdpa"
 
 
+def test_a_recipe_replaces_all_formats_of_the_name_beside_it():
+    """Those of latents too, which a model without latent attention refuses."""
+    kv_hf.register_cache("paged_with_latents", keys="int4", values="int2", latent="int4")
+    try:
+        made = CacheConfig.from_options("paged_with_latents", {"recipe": FOUND})
+    finally:
+        kv_hf.unregister_cache("paged_with_latents")
+    assert (made.keys, made.values, made.latent) == ("int8", "int4", None)
+
+
 def test_layers_are_written_as_few_ranges():
     options = Recipe.parse(FOUND, "here").as_options()
     assert options == {

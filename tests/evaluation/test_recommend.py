@@ -11,7 +11,7 @@ from tiny_models import make_model, tokens
 import kv_hf
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.evaluation.accuracy import measure_accuracy
-from kv_hf.evaluation.recommend import calibration, for_model
+from kv_hf.evaluation.recommend import calibration, candidates, for_model
 from kv_hf.evaluation.recommend.calibration import Calibration
 from kv_hf.evaluation.recommend.divergence import divergence
 from kv_hf.evaluation.recommend.sensitivity import Cell, measure_sensitivities
@@ -40,6 +40,17 @@ def model_of(layers=4, family="llama", dtype=torch.float32):
     model = make_model(family, dtype, num_hidden_layers=layers)
     model.set_attn_implementation("kv_hf")
     return model
+
+
+KNOWN = ("exact", "int8", "int4", "int2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_formats():
+    """Choose from four formats: what is found then hangs on no other that is shipped, and takes less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "format_names", lambda side: KNOWN)
+        yield
 
 
 def both(*names):

@@ -5,21 +5,50 @@ import json
 import pytest
 import torch
 from nf4_format import NF4
-from test_recommend import ALONE, GIVEN, OTHERS, PROMPT, SMALL, TEXTS, Words, model_of, planted
+from test_recommend import (
+    ALONE,
+    GIVEN,
+    KNOWN,
+    OTHERS,
+    PROMPT,
+    SMALL,
+    TEXTS,
+    Words,
+    model_of,
+    planted,
+)
 from tiny_models import tokens
 
 import kv_hf
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
 from kv_hf.evaluation.accuracy import measure_accuracy
-from kv_hf.evaluation.recommend import check, check_recipe, for_model, search, study
+from kv_hf.evaluation.recommend import (
+    candidates,
+    check,
+    check_recipe,
+    for_model,
+    search,
+    study,
+)
 from kv_hf.evaluation.recommend.candidates import unbeaten
 from kv_hf.evaluation.recommend.held_out import compare, measure
 from kv_hf.evaluation.recommend.uniform import cache_of, fitting_uniforms
 from kv_hf.evaluation.recommend.windows import Windows
+from kv_hf.formats import format_names, is_shipped
 from kv_hf.notices import forget
 
 BYTES = {"context": 1000, "dtype": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def few_formats(monkeypatch):
+    """Choose from four shipped formats and those that a test registers, to take less time."""
+
+    def names(side):
+        return [name for name in format_names(side) if name in KNOWN or not is_shipped(name)]
+
+    monkeypatch.setattr(candidates, "format_names", names)
 
 
 class NF4Keys(NF4):
@@ -184,11 +213,20 @@ def test_a_side_may_have_formats_of_its_own(one_sided):
     assert {one.format for one in found.sensitivities if one.side == "values"} == {"int4", "int2"}
 
 
+def test_all_registered_formats_that_fit_are_candidates(monkeypatch):
+    monkeypatch.setattr(candidates, "format_names", format_names)
+    made = searching(model_of())
+    for side in ("keys", "values"):
+        assert set(made.study.candidates[side]) == set(format_names(side)) - {"exact"}
+        sizes = [made.study.side_total(side, name) for name in made.study.candidates[side]]
+        assert sizes == sorted(sizes, reverse=True)
+
+
 def test_a_format_that_the_model_cannot_have_is_left_out():
     """int2 packs four channels into a byte: heads of 6 channels have none."""
     made = searching(model_of_dim(6))
     assert "int2" not in made.study.candidates["keys"]
-    assert {"int4", "int8", "fp8"} <= set(made.study.candidates["keys"])
+    assert {"int4", "int8"} <= set(made.study.candidates["keys"])
 
 
 def model_of_dim(dim):

@@ -11,6 +11,7 @@ from ...recipe import MEASURED_OPTIONS
 from .study import Selection, Study
 
 DEFAULTS = {one.name: one.default for one in fields(CacheConfig)}
+LATENT = ("latent", "latent_group_size", "k_rope", "mla")  # options of models that get no recipes
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ def cache_of(keys: str, values: str, options: Mapping[str, Any]) -> str:
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a name without those at their default; formats stay."""
+    """Return the options of a name without those at their default and those about latents; formats stay."""
     return {
         name: value
         for name, value in options.items()
-        if name in ("keys", "values") or value != DEFAULTS[name]
+        if name in ("keys", "values") or (name not in LATENT and value != DEFAULTS[name])
     }
 
 

@@ -96,6 +96,9 @@ RECIPE = $(BIN)/python scripts/recommend.py --context 1600
 # formats of our own, and what transformers offers beside them (its quantized caches refuse sliding windows)
 OURS = dynamic paged_exact paged_int8 paged_fp8 paged_int4 paged_int4:keys=int8 paged_int2 paged_int2:key_group_size=64,value_group_size=64
 PEERS = hqq_int8 quantized_fp8 quanto_int4 hqq_int4 quanto_int2 hqq_int2
+# the texts and caches whose loss is measured to 8,192 tokens
+HELD_OUT = lincoln_1862 novel code german tables
+LONG = paged_int8 paged_fp8 paged_k8v4 paged_int4 paged_int2
 MORE = paged_int4:key_group_size=32,value_group_size=32 paged_int4:page_size=32 paged_int2:keys=int4 paged_int2:page_size=32,value_group_size=64,sink_tokens=2
 recipes = $(foreach bits,4.9 3.5,recipe:results/recipes/$(1)-$(bits)-bits.json)
 FINER = recipe:results/recipes/smollm2-135m-5.4-bits.json
@@ -114,8 +117,10 @@ results/recipes/%-bits.json: | $(VENV)/.eval
 eval: $(VENV)/.eval $(patsubst recipe:%,%,$(FINER)) $(foreach model,smollm2-135m qwen2.5-coder-1.5b,$(patsubst recipe:%,%,$(call recipes,$(model)))) ## measure accuracy against memory on two models or three, write results/report and the README's tables (takes hours on a CPU; goes on where it was stopped)
 	$(BIN)/python scripts/offline_tasks.py --folder $(VENV)/tasks
 	$(GRID) --models smollm2-135m --caches $(OURS) $(MORE) $(call recipes,smollm2-135m) $(FINER) $(PEERS)
-	$(GRID) --models qwen2.5-coder-1.5b --windows 2 --divergence 32 --caches $(OURS) $(call recipes,qwen2.5-coder-1.5b) $(PEERS)
-	if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then KV_HF_ACCEPT_GEMMA_TERMS=1 $(GRID) --models gemma-3-270m --windows 3 --caches $(OURS); fi
+	$(GRID) --models smollm2-135m --text $(HELD_OUT) --windows 1 --window 8192 --divergence 0 --caches $(LONG)
+	$(BIN)/python scripts/long_context.py --model smollm2-135m --lengths 8192 --tasks single copy --samples 20 --caches dynamic $(LONG) --record
+	$(GRID) --models qwen2.5-coder-1.5b --windows 1 --divergence 32 --caches $(OURS) $(call recipes,qwen2.5-coder-1.5b) $(PEERS)
+	if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then KV_HF_ACCEPT_GEMMA_TERMS=1 $(GRID) --models gemma-3-270m --windows 1 --caches $(OURS); fi
 	$(GRID) --models smollm2-135m --windows 0 --needle 1024 --depths 0 0.5 1 --samples 3 --caches paged_int8 paged_int4 paged_int2 quanto_int4 quanto_int2
 	$(GRID) --models smollm2-135m --windows 0 --tasks boolq_offline wiki_offline --limit 4 --caches paged_int8 paged_int4 paged_int2 quanto_int4
 	$(BIN)/python scripts/demo.py --record

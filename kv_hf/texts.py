@@ -13,6 +13,7 @@ HELD_OUT = ("lincoln_1862", "novel", "code", "german", "tables")
 # The same five kinds from other sources, to fit recipes and anything else on. Nothing is fitted on HELD_OUT.
 CALIBRATION = ("lincoln_1863", "moby_dick", "sqlite", "french", "wages")
 BUNDLED = (*HELD_OUT, *CALIBRATION)
+SETS = {"held_out": HELD_OUT, "calibration": CALIBRATION}
 DATASET = "dataset:"
 RECORDS = f"{DATASET}PATH,CONFIG,SPLIT,FIELD"
 FIELDS = ("text", "content", "document", "story")  # where datasets of plain text keep it
@@ -96,6 +97,11 @@ def _records(source: str, training: bool, what: str) -> Iterator[str]:
                 f"{what} {source!r} has no column of text{f' {field!r}' if field else ''}: its columns are {', '.join(record)}"
             )
         yield record[column].strip()
+
+
+def text_names(source: str | Path) -> tuple[str, ...]:
+    """Return the texts of a set by name ("held_out", "calibration"); any other source is the only one."""
+    return SETS.get(str(source), (str(source),))
 
 
 def longest_context(config: Any) -> int:

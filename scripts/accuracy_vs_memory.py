@@ -36,7 +36,7 @@ from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.report.write import write_report
 from kv_hf.evaluation.retrieval.puzzles import TASKS
 from kv_hf.evaluation.rows import check_writable, read_rows
-from kv_hf.texts import load_text, longest_context
+from kv_hf.texts import load_text, longest_context, text_names
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "accuracy_vs_memory.jsonl"
@@ -63,9 +63,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--caches", nargs="+", default=list(CACHES), metavar="NAME[:OPTION=VALUE,..]"
     )
     parser.add_argument(
-        "--text", default="lincoln_1862", help="a file, a bundled text or dataset:.."
+        "--text",
+        nargs="+",
+        default=["held_out"],
+        help="files, bundled texts or dataset:.., measured one by one; held_out: five bundled texts, each and pooled",
     )
-    parser.add_argument("--windows", type=int, default=7, help="texts cut from the source; 0: none")
+    parser.add_argument("--windows", type=int, default=2, help="texts cut from each; 0: none")
     parser.add_argument("--window", type=int, default=1600, help="tokens of a text")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of it that are not scored")
     parser.add_argument(
@@ -125,7 +128,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def planned(args: argparse.Namespace, device: torch.device) -> list[Cell]:
     """Return the cells that the arguments ask for."""
-    texts = TextSettings(args.text, args.windows, args.window, args.prompt)
+    texts = [TextSettings(text, args.windows, args.window, args.prompt) for text in args.text]
     task = {"tasks": args.tasks, "limit": args.limit or None, "num_fewshot": args.shots}
     needle = {"tasks": args.needle_tasks, "lengths": args.needle, "depths": args.depths}
     memory = {"contexts": args.context, "batch": 1, "steps": args.steps, "dtype": args.memory_dtype}
@@ -133,7 +136,7 @@ def planned(args: argparse.Namespace, device: torch.device) -> list[Cell]:
         args.models,
         args.caches,
         {"dtype": args.dtype, "device": device.type, "seed": args.seed},
-        texts=texts if args.windows else None,
+        texts=texts if args.windows else (),
         divergence_tokens=args.divergence,
         tasks={**task, "include_path": args.include_path} if args.tasks else None,
         needle={**needle, "samples": args.samples} if args.needle else None,
@@ -144,7 +147,8 @@ def planned(args: argparse.Namespace, device: torch.device) -> list[Cell]:
 def check_lengths(args: argparse.Namespace) -> None:
     """Raise ValueError for a text that is none, or for lengths that a model does not read, before anything is loaded."""
     if args.windows:
-        load_text(args.text)
+        for name in (name for text in args.text for name in text_names(text)):
+            load_text(name)
     asked = {
         "--window": [args.window] if args.windows else [],
         "--needle": args.needle,

@@ -5,6 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from recall import Recall
+
+from kv_hf.evaluation.by_text import paired_difference
 from kv_hf.formats import IMPLEMENTATIONS
 
 MODELS = {
@@ -15,11 +18,12 @@ MODELS = {
 # what README says of its table
 PROTOCOL = {
     "kind": "accuracy",
-    "text": "lincoln_1862",
     "window": 1600,
     "prompt": 512,
     "dtype": "float32",
 }
+TEXTS = ("held_out", "lincoln_1862")  # the newest protocol first
+RECIPES = "recipe"
 FORMATS = tuple(name for name in IMPLEMENTATIONS if name != "paged_exact")
 PEERS = ("hqq_int8", "quantized_fp8", "quanto_int4", "hqq_int4", "quanto_int2", "hqq_int2")
 NOTHING = "No run has been recorded yet: `make eval` writes this table."
@@ -62,24 +66,65 @@ def finer_digits(kl: float) -> str:
     return digits(kl)
 
 
-def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return bits and mean KL of the formats with their defaults, of recipes and of transformers' caches."""
-    models = {model: newest(rows, model=model, **PROTOCOL) for model in MODELS}
-    models = {model: found for model, found in models.items() if found}
-    if not models:
-        return NOTHING
-    head = ["cache"]
-    for model in models:
-        head += [f"{MODELS[model]}: bits", "KL (95 % interval)"]
-    budgets = sorted({budget(name) for found in models.values() for name in found} - {""})
-    lines = [head]
-    for cache in [*FORMATS, *reversed(budgets), *PEERS]:
-        line = [f"recipe, {cache}" if cache in budgets else title(cache)]
-        for found in models.values():
-            row = next((row for name, row in found.items() if cache in (name, budget(name))), None)
-            line += [f"{row['stored_bits']:.2f}", _with_interval(row)] if row else ["", "-"]
-        lines.append(line)
-    return table(lines)
+def measured(rows: Sequence[dict[str, Any]], model: str) -> dict[str, dict[str, Any]]:
+    """Return the last row of every cache on the held-out texts; where none were measured, on the one text of before."""
+    for text in TEXTS:
+        found = newest(rows, model=model, text=text, **PROTOCOL)
+        if found:
+            return found
+    return {}
+
+
+def accuracy_table(
+    rows: Sequence[dict[str, Any]], caches: Sequence[str] = (*FORMATS, RECIPES, *PEERS)
+) -> str:
+    """Return bits, mean KL of all texts pooled and of the worst one, and what is found again, a table per model.
+
+    Args:
+        rows: of kinds "accuracy" and "needle".
+        caches: names in the order of the table; RECIPES stands for all recipes.
+    """
+    blocks = []
+    for model in MODELS:
+        found = measured(rows, model)
+        recall = Recall(rows, model)
+        if not found:
+            continue
+        several = len(next(iter(found.values())).get("texts", {})) > 1
+        head = ["cache", "bits", "KL (95 % interval)", *["worst text"] * several]
+        lines = [[*head, *recall.heads]]
+        recipes = sorted(filter(budget, found), key=lambda name: -float(budget(name).split()[0]))
+        for cache in caches:
+            for name in recipes if cache == RECIPES else [cache]:
+                row = found.get(name)
+                if row is None:
+                    continue
+                line = [f"recipe, {budget(name)}" if cache == RECIPES else title(name)]
+                line += [f"{row['stored_bits']:.2f}", _with_interval(row), *[worst(row)] * several]
+                lines.append([*line, *recall.cells(name)])
+        blocks += [f"{MODELS[model]}, {scored(next(iter(found.values())))}:", table(lines)]
+    return "\n\n".join(blocks) or NOTHING
+
+
+def formats_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the accuracy table of our formats alone."""
+    return accuracy_table(rows, FORMATS)
+
+
+def worst(row: dict[str, Any]) -> str:
+    """Return the KL of the text that a cache loses most on, and its name; nothing where one text was measured."""
+    texts = row.get("texts", {})
+    if len(texts) < 2:
+        return "-"
+    name = row["worst_text"]
+    return f"{digits(texts[name]['kl_mean'])} ({name})"
+
+
+def scored(row: dict[str, Any]) -> str:
+    """Return the texts and tokens of a row in words."""
+    texts = list(row.get("texts") or [row["text"]])
+    named = f"{len(texts)} texts" if len(texts) > 1 else f"one text ({texts[0]})"
+    return f"{named}, {row['windows']} windows, {row['tokens']:,} scored tokens"
 
 
 def budget(cache: str) -> str:
@@ -96,16 +141,14 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return every measured cache with all figures, a table per model."""
     blocks = []
     for model, name in MODELS.items():
-        found = newest(rows, model=model, **PROTOCOL)
+        found = measured(rows, model)
         if not found:
             continue
         first = next(iter(found.values()))
-        blocks.append(
-            f"{name}: {first['windows']} windows, {first['tokens']:,} scored tokens, exact perplexity "
-            f"{first['perplexity_exact']:.2f}"
-        )
+        blocks.append(f"{name}: {scored(first)}, exact perplexity {first['perplexity_exact']:.2f}")
         head = ["cache", "bits", "bytes/token", "KL", "median", "p99", "same top token"]
-        lines = [[*head, "perplexity", "same tokens"]]
+        recall = Recall(rows, model)
+        lines = [[*head, "perplexity", "same tokens", *recall.heads]]
         for cache, row in found.items():
             lines.append(
                 [
@@ -118,18 +161,33 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
                     f"{100 * row['top1']:.1f} %",
                     f"{row['perplexity_delta']:+.2f} % ({row['perplexity_delta_low']:+.2f} to "
                     f"{row['perplexity_delta_high']:+.2f})",
-                    f"{row['divergence_mean']:.0f} of {row['divergence_tokens']}",
+                    f"{row['divergence_mean']:.0f} of {row['divergence_tokens']}"
+                    if "divergence_mean" in row
+                    else "-",
+                    *recall.cells(cache),
                 ]
             )
         blocks.append(table(lines))
+        if len(first.get("texts", {})) > 1:
+            blocks += [f"{name}, KL on each text:", texts_table(found)]
     return "\n\n".join(blocks) or NOTHING
+
+
+def texts_table(found: dict[str, dict[str, Any]]) -> str:
+    """Return the mean KL of every cache on each text."""
+    names = list(next(iter(found.values()))["texts"])
+    lines = [["cache", *names]]
+    for cache, row in found.items():
+        lines.append([title(cache), *(_with_interval(row["texts"][name]) for name in names)])
+    return table(lines)
 
 
 def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return recipes beside the uniform format of ours that takes as many bytes, or the least more."""
-    lines = [["model", "recipe", "bytes/token", "KL", "uniform", "bytes/token", "KL"]]
+    one = ["bytes/token", "KL", "found at 8k"]
+    lines = [["model", "recipe", *one, "uniform", *one, "difference of KL"]]
     for model, name in MODELS.items():
-        found = newest(rows, model=model, **PROTOCOL)
+        found, recall = measured(rows, model), Recall(rows, model)
         ours = [row for cache, row in found.items() if cache.startswith("paged_")]
         for cache, row in found.items():
             larger = [one for one in ours if one["bytes"] >= row["bytes"]]
@@ -142,12 +200,23 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
                     cache.removeprefix("recipe:"),
                     f"{row['bytes_per_token']:,.0f}",
                     _with_interval(row),
+                    recall.words(cache),
                     title(other["cache"]),
                     f"{other['bytes_per_token']:,.0f}",
                     _with_interval(other),
+                    recall.words(other["cache"]),
+                    difference(row, other),
                 ]
             )
     return table(lines, left=2) if len(lines) > 1 else NOTHING
+
+
+def difference(row: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return how much more a cache loses than another on the same texts, with its paired 95 % interval."""
+    if "kl_blocks" not in row or row["text_digest"] != other.get("text_digest"):
+        return "-"
+    mean, low, high = paired_difference(row["kl_blocks"], other["kl_blocks"])
+    return f"{mean:+.5f} ({low:+.5f} to {high:+.5f})"
 
 
 # what rows of one table have in common
@@ -237,27 +306,3 @@ def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
 def _with_error(row: dict[str, Any]) -> str:
     error = row.get("stderr")
     return f"{row['value']:.4g}" + (f" ± {error:.2g}" if error else "")
-
-
-def needle_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return scores and nats per answer token of needle rows, means over depths: a row per length."""
-    found: dict[tuple[str, str, int], dict[str, dict[Any, dict[str, Any]]]] = {}
-    for row in rows:
-        if row["kind"] == "needle":
-            key = (row["model"], row["task"], row["length"])
-            found.setdefault(key, {}).setdefault(row["cache"], {})[row["depth"]] = row
-    if not found:
-        return NOTHING
-    caches = list(dict.fromkeys(cache for cells in found.values() for cache in cells))
-    lines = [["model", "task", "tokens", "prompts", *map(title, caches)]]
-    for (model, task, length), cells in sorted(found.items()):
-        prompts = max(sum(row["samples"] for row in depths.values()) for depths in cells.values())
-        line = [MODELS.get(model, model), f"`{task}`", f"{length:,}", str(prompts)]
-        for cache in caches:
-            depths = list(cells.get(cache, {}).values())
-            score, nll = (sum(row[name] for row in depths) for name in ("score", "nll"))
-            line.append(
-                f"{100 * score / len(depths):.0f} %, {nll / len(depths):.3f}" if depths else ""
-            )
-        lines.append(line)
-    return table(lines, left=2)

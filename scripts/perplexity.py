@@ -1,7 +1,7 @@
 """Measure what caches cost on a text: perplexity, KL, agreement, first divergence and bytes, side by side.
 
     python scripts/perplexity.py --model smollm2-135m
-    python scripts/perplexity.py --model ./my-model --text essay.txt --caches paged_int4 quanto_int4
+    python scripts/perplexity.py --model ./my-model --text essay.txt --windows 7 --caches paged_int4 quanto_int4
     python scripts/perplexity.py --text dataset:Salesforce/wikitext,wikitext-2-raw-v1,test,text --window 2048
     python scripts/perplexity.py --caches paged_int4:keys=int8 paged_int4:recent_tokens=64
 
@@ -28,7 +28,7 @@ from kv_hf.cache_names import all_cache_names, cache_label
 from kv_hf.evaluation.child import in_words
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.formats import cache_names
-from kv_hf.texts import BUNDLED
+from kv_hf.texts import BUNDLED, SETS
 
 RESULTS = Path(__file__).parent.parent / "results" / "perplexity.jsonl"
 DEFAULT = (*cache_names(), "quanto_int4", "hqq_int4", "quantized_fp8")
@@ -45,13 +45,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help=f"{packaged}, a hub id or a folder")
     parser.add_argument(
         "--text",
-        default="lincoln_1862",
-        help=f"a file, dataset:PATH,CONFIG,SPLIT,FIELD, or one of {', '.join(BUNDLED)}",
+        default="held_out",
+        help=f"a file, dataset:PATH,CONFIG,SPLIT,FIELD, one of {', '.join(BUNDLED)}, or a set of them: {', '.join(SETS)}",
     )
     parser.add_argument(
         "--caches", nargs="+", default=list(DEFAULT), metavar="NAME[:OPTION=VALUE,..]"
     )
-    parser.add_argument("--windows", type=int, default=7, help="texts cut from the source")
+    parser.add_argument("--windows", type=int, default=2, help="texts cut from each source")
     parser.add_argument("--window", type=int, default=1600, help="tokens of a text")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of it that are not scored")
     parser.add_argument(
@@ -93,6 +93,22 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def show_texts(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the mean KL of every cache on each text, where there are several."""
+    names = list(rows[0]["texts"])
+    if len(names) < 2:
+        return
+    table = Table(title="KL on each text (95 % interval)")
+    table.add_column("cache")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in rows:
+        each = [row["texts"][name] for name in names]
+        cells = (f"{one['kl_mean']:.5f} ({one['kl_low']:.5f}-{one['kl_high']:.5f})" for one in each)
+        table.add_row(row["cache"], *cells)
+    console.print(table)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 0 when every cache could be measured, 1 when some could not, 2 for bad arguments."""
     args = arguments(argv)
@@ -125,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rows:
         exact = rows[0]["perplexity_exact"]
         show(f"{args.model}, {args.text}: {scored} tokens, exact perplexity {exact:.3f}", rows)
+        show_texts(rows)
     if rows and args.record:
         common = {"kind": "accuracy", "model": args.model, "model_revision": loaded.revision}
         common |= {"dtype": args.dtype, "device": torch.device(args.device).type}

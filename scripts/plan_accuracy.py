@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eval_tables import MODELS, PROTOCOL, newest
+from eval_tables import MODELS, measured
 
 from kv_hf.formats import cache_options, is_cache_name
 
@@ -40,10 +40,10 @@ def page_data() -> str:
     models: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for model, title in MODELS.items():
-        measured = newest(rows, model=model, **PROTOCOL)
-        if not measured:
+        caches = measured(rows, model)
+        if not caches:
             continue
-        first = next(iter(measured.values()))
+        first = next(iter(caches.values()))
         models.append(
             {
                 "model": model,
@@ -55,7 +55,7 @@ def page_data() -> str:
                 "perplexity_exact": _short(first["perplexity_exact"]),
             }
         )
-        for cache, row in measured.items():
+        for cache, row in caches.items():
             formats = formats_of(cache)
             if formats is not None:
                 found.append({"model": model, "cache": cache, **formats, **_figures(row)})

@@ -9,23 +9,27 @@ import docs_tables
 import eval_tables
 import family_tables
 import gqa_tables
+import long_tables
 
 from kv_hf.evaluation.rows import latest_run, read_rows
 from kv_hf.formats import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parent.parent
 MEASURED = "accuracy_vs_memory.jsonl"
-# document, block, rows, table
+BOTH = f"{MEASURED} long_context.jsonl"
+# document, block, files of rows, table
 DOCUMENTS = [
     ("prefix_sharing.md", "prefix", "prefix.jsonl", docs_tables.prefix_table),
     ("design.md", "beams", "beams.jsonl", docs_tables.beams_table),
-    ("evaluation.md", "accuracy", MEASURED, eval_tables.details_table),
-    ("recipes.md", "recipes", MEASURED, eval_tables.recipes_table),
+    ("evaluation.md", "accuracy", BOTH, eval_tables.details_table),
+    ("recipes.md", "recipes", BOTH, eval_tables.recipes_table),
     ("gqa.md", "levers", MEASURED, gqa_tables.levers_table),
     ("gqa_methods.md", "conversions", "gqa.jsonl", gqa_tables.conversions_table),
     ("uptraining.md", "uptraining", "uptrain.jsonl", gqa_tables.uptraining_table),
     ("lm_eval.md", "tasks", MEASURED, eval_tables.tasks_table),
-    ("long_context.md", "needles", MEASURED, eval_tables.needle_table),
+    ("formats.md", "accuracy", BOTH, eval_tables.formats_table),
+    ("evaluation.md", "drift", MEASURED, long_tables.drift_table),
+    ("long_context.md", "needles", BOTH, long_tables.needle_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
     ("mla.md", "mla", "mla.jsonl", docs_tables.latent_table),
     ("mla_accuracy.md", "mla_accuracy", "mla_accuracy.jsonl", eval_tables.latent_accuracy_table),
@@ -125,12 +129,19 @@ def replace_block(text: str, name: str, block: str) -> str:
     return re.sub(pattern, lambda m: m[1] + block + "\n" + m[2], text, flags=re.DOTALL)
 
 
+def rows_of(files: str) -> list[dict[str, Any]]:
+    """Return the rows of some files of results/, with spaces between their names."""
+    return [row for file in files.split() for row in read_rows(ROOT / "results" / file)]
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     readme = ROOT / "README.md"
     text = readme.read_text("utf-8")
     text = replace_block(
-        text, "accuracy", eval_tables.accuracy_table(read_rows(ROOT / "results" / MEASURED))
+        text,
+        "accuracy",
+        eval_tables.accuracy_table(rows_of(BOTH)),
     )
     text = replace_block(text, "demo", demo_table(read_rows(ROOT / "results" / "demo.jsonl")))
     speed = speed_table(
@@ -138,9 +149,9 @@ def main() -> None:
     )
     text = replace_block(text, "speed", speed)
     readme.write_text(text, "utf-8")
-    for document, name, rows, make in DOCUMENTS:
+    for document, name, files, make in DOCUMENTS:
         path = ROOT / "docs" / document
-        found = make(read_rows(ROOT / "results" / rows))
+        found = make(rows_of(files))
         path.write_text(replace_block(path.read_text("utf-8"), name, found), "utf-8")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accuracy import measure_accuracy
+    from .by_text import measure_texts
     from .cache_bytes import measure_held
     from .cache_kinds import cache_kind
     from .divergence import measure_divergence
@@ -23,6 +24,7 @@ __all__ = [
     "measure_divergence",
     "measure_footprint",
     "measure_held",
+    "measure_texts",
     "needle_grid",
     "read_rows",
     "retrieval_tasks",
@@ -35,6 +37,7 @@ _HOMES = {
     "measure_divergence": "divergence",
     "measure_footprint": "footprint",
     "measure_held": "cache_bytes",
+    "measure_texts": "by_text",
     "needle_grid": "retrieval",
     "read_rows": "rows",
     "retrieval_tasks": "retrieval",

@@ -64,6 +64,22 @@ def measure_accuracy(
     Raises: ValueError when there is no text, when one is longer than the model reads or not longer than the prompt,
         or when a subject gives logits that are not finite (no figure is returned then).
     """
+    found = tally_caches(model, texts, subjects, prompt_tokens, progress, reference)
+    return {name: summary(tally, bits) for name, (tally, bits) in found.items()}
+
+
+def tally_caches(
+    model: PreTrainedModel,
+    texts: Iterable[torch.Tensor],
+    subjects: Mapping[str, Callable[[], Cache]],
+    prompt_tokens: int,
+    progress: Callable[[int], None] = lambda tokens: None,
+    reference: ExactReference | None = None,
+) -> dict[str, tuple[Tally, float]]:
+    """Return the figures of every scored token and the bits per element of each subject.
+
+    Args and errors are those of `measure_accuracy`.
+    """
     texts = list(texts)
     check_texts(model, texts, prompt_tokens)
     if reference is None:
@@ -89,7 +105,7 @@ def measure_accuracy(
                 progress(len(logits))
             tallies[name].end_text()
             bits[name] = getattr(cache, "bits_per_element", 0.0)
-    return {name: summary(tally, bits[name]) for name, tally in tallies.items()}
+    return {name: (tally, bits[name]) for name, tally in tallies.items()}
 
 
 def check_texts(model: PreTrainedModel, texts: list[torch.Tensor], prompt_tokens: int) -> None:

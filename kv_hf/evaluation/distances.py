@@ -1,6 +1,6 @@
 """Distances of next-token distributions, gathered over chunks, with intervals. Knows no model and no cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -48,6 +48,16 @@ class Tally:
         self.loss.append(loss)
         self.loss_exact.append(loss_exact)
         self._parts = []
+
+    def of(self, texts: Iterable[int]) -> "Tally":
+        """Return a tally of some of the closed texts, by their numbers."""
+        part = Tally()
+        for number in texts:
+            part.kl.append(self.kl[number])
+            part.same.append(self.same[number])
+            part.loss.append(self.loss[number])
+            part.loss_exact.append(self.loss_exact[number])
+        return part
 
 
 def block_interval(

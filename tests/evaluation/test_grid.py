@@ -20,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from kv_hf.cache_names import cache_label, parse_cache_name
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.rows import append_rows, read_rows
+from kv_hf.texts import HELD_OUT
 
 SETTINGS = {"dtype": "float32", "device": "cpu", "seed": 0}
 
@@ -153,13 +154,15 @@ def test_plan_covers_models_and_caches_and_refuses_bad_names():
         ["a", "b"],
         ["paged_int4", "quanto_int4"],
         SETTINGS,
-        texts=TextSettings(),
+        texts=[TextSettings(), TextSettings("code")],
         memory={"contexts": [512, 1024], "steps": 8},
     )
-    assert len(cells) == 2 * (2 + 2 * 3)
-    assert [one.model for one in cells] == ["a"] * 8 + ["b"] * 8
+    assert len(cells) == 2 * (2 * 2 + 2 * 3)
+    assert [one.model for one in cells] == ["a"] * 10 + ["b"] * 10
+    # all caches on one text, then on the next: they share its exact distributions
+    assert [one.settings["text"] for one in cells[:4]] == ["held_out"] * 2 + ["code"] * 2
     with pytest.raises(ValueError, match="got .paged_int. "):
-        plan_cells(["a"], ["paged_int"], SETTINGS, texts=TextSettings())
+        plan_cells(["a"], ["paged_int"], SETTINGS, texts=[TextSettings()])
     with pytest.raises(ValueError, match="caches must name"):
         plan_cells(["a"], [], SETTINGS)
     with pytest.raises(ValueError, match="models must name"):
@@ -308,3 +311,16 @@ def test_task_cells_are_scored_by_lm_eval(folder, tmp_path):
         ("task", "tiny_choice", "acc"),
         ("task", "tiny_choice", "acc_norm"),
     }
+
+
+def test_a_set_of_texts_is_measured_text_by_text_and_pooled(folder, tmp_path):
+    texts = {"text": "held_out", "windows": 1, "window": 120, "prompt": 60, "divergence_tokens": 0}
+    one = Cell("accuracy", str(folder), "paged_int4", {**SETTINGS, **texts})
+    out = tmp_path / "rows.jsonl"
+    assert run_cells([(one, "r")], Bench(say=str).measure, out, say=print) == []
+    (row,) = read_rows(out)
+    assert list(row["texts"]) == list(HELD_OUT)
+    assert row["text"] == "held_out" and row["windows"] == 5 and row["tokens"] == 5 * 60
+    means = [each["kl_mean"] for each in row["texts"].values()]
+    assert row["kl_mean"] == pytest.approx(sum(means) / 5)
+    assert row["texts"][row["worst_text"]]["kl_mean"] == max(means)

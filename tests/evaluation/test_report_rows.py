@@ -20,7 +20,8 @@ from report_rows import (
 )
 
 from kv_hf.evaluation import cache_parts
-from kv_hf.evaluation.report.cells import MINUS, short
+from kv_hf.evaluation.report.accuracy_tables import accuracy_table
+from kv_hf.evaluation.report.cells import MINUS, NONE, short
 from kv_hf.evaluation.report.other_tables import PARTS
 from kv_hf.evaluation.report.page import page
 from kv_hf.evaluation.report.select import KINDS, family, groups
@@ -383,3 +384,17 @@ def test_rows_of_the_measurement_itself_show_their_bytes():
     assert {f"{part}_bytes" for part in cache_parts.PARTS} <= {*PARTS}
     heads = [text for _, _, text in shown(memory_rows()).all("th")]
     assert {"payload", "scales"} <= {head.strip(" ↕") for head in heads}
+
+
+def test_the_worst_text_stands_beside_the_pooled_figure():
+    texts = {name: {"kl_mean": kl} for name, kl in (("novel", 0.001), ("german", 0.0125))}
+    rows = [accuracy_row(cache="paged_int4", texts=texts, worst_text="german")]
+    rows += [
+        accuracy_row(cache="paged_int2", texts={"novel": {"kl_mean": 0.1}}, worst_text="novel")
+    ]
+    table = accuracy_table(groups(rows)[0])
+    column = table.heads.index("worst text: mean KL")
+    shown = {line[0].codes[0]: line[column] for line in table.lines}
+    assert shown["paged_int4"].text == "0.0125 (german)"
+    assert shown["paged_int2"] == NONE
+    assert "worst text: mean KL" not in accuracy_table(groups([accuracy_row()])[0]).heads

@@ -368,3 +368,36 @@ def test_script_says_what_is_wrong_and_records_nothing(script, tmp_path, capsys)
     assert script("--lengths", "5000") == 2
     assert "max_position_embeddings is 1024" in capsys.readouterr().err
     assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_script_goes_on_where_it_was_stopped(script, tmp_path, capsys):
+    """A row that is missing is measured again, those that are there are not; together they are one figure."""
+    asked = ["--lengths", "300", "--tasks", "copy", "--samples", "5"]
+    out = tmp_path / "r.jsonl"
+    assert script(*asked) == 0
+    whole = out.read_text().splitlines()
+    parts = [json.loads(line) for line in whole]
+    assert [(row["first_sample"], row["samples"]) for row in parts[::2]] == [(0, 2), (2, 2), (4, 1)]
+    assert "/5 (" in capsys.readouterr().out
+    out.write_text("\n".join([*whole[:2], *whole[3:]]) + "\n")
+    assert script(*asked) == 0
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(again) == 6
+    assert again[-1]["nlls"] == pytest.approx(parts[2]["nlls"], rel=1e-4)
+    assert again[-1]["cache"] == parts[2]["cache"]
+
+
+def test_measure_cells_goes_on_with_other_samples():
+    def rows(samples, first):
+        found = measure_cells(
+            model, TOKENIZER, ["dynamic"], [Cell("copy", 300)], samples, 0, first_sample=first
+        )
+        return next(iter(found))
+
+    model = tiny()
+    both, second = rows(2, 0), rows(1, 1)
+    assert second["nlls"] == pytest.approx(both["nlls"][1:], rel=1e-4)
+    assert second["first_sample"] == 1 and second["samples"] == 1
+    assert both["found"] == 0 and 0 == both["rate_low"] < both["rate_high"] < 1
+    with pytest.raises(ValueError, match="first_sample of at least 0"):
+        rows(1, -1)

@@ -1,6 +1,7 @@
 """Tables of accuracy rows: every cache with its distances, each peer against our best, and layers one by one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from .cells import NONE, Cell, Table, derived, measured, named, percent, signed, size, words
@@ -29,6 +30,7 @@ def accuracy_table(group: Group) -> Table:
     of = f" (of {' or '.join(generated)})" if generated else ""
     columns: list[tuple[str, Any]] = [
         ("mean KL (interval)", lambda row: measured(row, "kl_mean", ends=("kl_low", "kl_high"))),
+        ("worst text: mean KL", _worst_text),
         ("stored bits per number", lambda row: measured(row, "stored_bits")),
         ("bytes per token", lambda row: measured(row, "bytes_per_token", whole)),
         ("of the exact bytes", _part_of_exact),
@@ -54,6 +56,15 @@ def accuracy_table(group: Group) -> Table:
         ("commit", lambda row: words(row.get("commit"))),
     ]
     return columns_table("Every cache: distances and bytes", group.rows, columns)
+
+
+def _worst_text(row: Row) -> Cell:
+    """Return the mean KL of the text that a cache loses most on; nothing where one text was measured."""
+    texts, name = row.get("texts"), row.get("worst_text")
+    if not isinstance(texts, dict) or len(texts) < 2 or not isinstance(texts.get(name), dict):
+        return NONE
+    cell = measured(texts[name], "kl_mean")
+    return replace(cell, text=f"{cell.text} ({name})")
 
 
 def columns_table(

@@ -16,6 +16,7 @@ from ..prefill import Prefill
 from .haystack import LINCOLN, Haystack, load_haystack
 from .prompt import Cell, Frame, make_prompt
 from .puzzles import AT_A_DEPTH, TASKS
+from .rate import Rate
 from .reading import Reading, bytes_per_token, read
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
@@ -70,7 +71,7 @@ def needle_grid(
     Args:
         cache_name: one cache (see cache_kinds.cache_kind) or several, which then share the prefills.
         task: "single", or "multi_key" with distractors.
-        **how: haystack, chat and progress of `measure_cells`.
+        **how: haystack, chat, progress and first_sample of `measure_cells`.
     """
     cells = needle_cells(lengths, depths, task)
     return list(measure_cells(model, tokenizer, cache_name, cells, samples, seed, **how))
@@ -101,6 +102,7 @@ def measure_cells(
     haystack: str | Path = LINCOLN,
     chat: bool | None = None,
     progress: Progress = lambda tokens: None,
+    first_sample: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per cell and cache, as cells finish.
 
@@ -109,16 +111,20 @@ def measure_cells(
         haystack: "lincoln", "noise", a bundled text or a file; the tasks on lists of words do not read it.
         chat: put the prompts into the tokenizer's chat template; None: where it has one.
         progress: called with the length of each prompt that one cache was asked.
+        first_sample: number of the first sample: a later call goes on with other prompts.
     Yields: kind="needle", task, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
-        the expected answer), samples, scores and nlls (of each sample), prompt_tokens (mean), answer_tokens (mean),
+        the expected answer), found (samples answered in full), rate_low and rate_high (95 % Wilson interval of their
+        share), samples, first_sample, scores and nlls (of each sample), prompt_tokens (mean), answer_tokens (mean),
         bytes_per_token with bytes_dtype (of the context of the first sample), haystack, chat, protocol, seed, seconds.
     Raises: ValueError naming what is wrong, before the model runs: caches, samples, haystack, lengths beyond the model
         or too short for a task. ValueError when logits are not finite; the cell then gives no row.
     """
     names = [cache_name] if isinstance(cache_name, str) else list(cache_name)
     kinds = {name: cache_kind(name) for name in names}
-    if not kinds or samples < 1:
-        raise ValueError(f"need a cache and samples of at least 1, got {names} and {samples}")
+    if not kinds or samples < 1 or first_sample < 0:
+        raise ValueError(
+            f"need a cache, samples of at least 1 and first_sample of at least 0, got {names}, {samples} and {first_sample}"
+        )
     for name in names:
         if reason := why_not(name, model.device):
             raise ValueError(f"cache {name!r} cannot be measured here: {reason}")
@@ -129,8 +135,9 @@ def measure_cells(
         make_prompt(tokenizer, hay, frame, cell, seed, 0)
     with _PagedAttention(model):
         for cell in cells:
+            numbers = range(first_sample, first_sample + samples)
             yield from _measure_cell(
-                model, tokenizer, kinds, cell, samples, seed, hay, frame, progress
+                model, tokenizer, kinds, cell, numbers, seed, hay, frame, progress
             )
 
 
@@ -139,7 +146,7 @@ def _measure_cell(
     tokenizer: Any,
     kinds: dict[str, CacheKind],
     cell: Cell,
-    samples: int,
+    samples: range,
     seed: int,
     hay: Haystack,
     frame: Frame,
@@ -149,7 +156,7 @@ def _measure_cell(
     seconds = dict.fromkeys(kinds, 0.0)
     stored: dict[str, tuple[float, str]] = {}
     prompts = []
-    for sample in range(samples):
+    for sample in samples:
         prompt = make_prompt(tokenizer, hay, frame, cell, seed, sample)
         prompts.append(prompt)
         begun = time.perf_counter()
@@ -166,6 +173,8 @@ def _measure_cell(
             seconds[name] += shared + time.perf_counter() - begun
             progress(cell.length)
     for name, readings in found.items():
+        rate = Rate.of([each.score for each in readings])
+        low, high = rate.interval()
         yield {
             "kind": "needle",
             "task": cell.task,
@@ -175,7 +184,11 @@ def _measure_cell(
             "score": statistics.fmean(each.score for each in readings),
             "nll": statistics.fmean(each.nll for each in readings),
             "top1": statistics.fmean(each.top1 for each in readings),
-            "samples": samples,
+            "found": rate.found,
+            "rate_low": low,
+            "rate_high": high,
+            "samples": len(samples),
+            "first_sample": samples.start,
             "scores": [each.score for each in readings],
             "nlls": [each.nll for each in readings],
             "prompt_tokens": statistics.fmean(len(p.context) + len(p.question) for p in prompts),

@@ -14,6 +14,7 @@ from .words import capitals, coded, nouns, numbers
 DISTRACTORS = 3  # further needles of other keys
 VALUES = 3  # of one key, in multi_value
 ASKED = 2  # keys, in multi_query
+COPIED, SECRET = 6, "The secret words are"  # words that copy hides, and how they are introduced
 CHAINS, HOPS = 2, 3  # of assignments, in variable_tracking
 COMMON = 3  # words asked for, in common_words and frequent_words
 COMMON_SHARE = 0.2  # of the list, for each common word
@@ -156,6 +157,26 @@ def multi_query(rng: random.Random, haystack: Haystack, depth: float | None) -> 
     )
 
 
+def copy(rng: random.Random, haystack: Haystack, depth: float | None) -> Puzzle:
+    """Hide a list of words and ask for all of it, word by word: an answer that only exact recall gives.
+
+    The first word is given, so that small models go on with the list and not with words about it.
+    """
+    listed = " ".join(nouns(rng, COPIED, haystack.text))
+    first, rest = listed.split(" ", 1)
+    [place] = _spread(rng, 1, depth)
+    start = haystack.start(rng)
+    return Puzzle(
+        opening="Read the text below. Secret words are hidden in it. Remember them: you will be asked to repeat them.",
+        body=lambda words: hide(haystack.take(words, start), [(place, f"{SECRET} {listed}.")]),
+        least=1,
+        question=f"What are the {COPIED} secret words that the text above gives? Repeat them in their order.",
+        lead=f"{SECRET} {first}",
+        target=f" {rest}",
+        expected=(rest,),
+    )
+
+
 def variable_tracking(rng: random.Random, haystack: Haystack, depth: float | None) -> Puzzle:
     """Hide chains of assignments, ask for all variables of one value; `depth` is where the first chain begins.
 
@@ -248,9 +269,10 @@ TASKS: dict[str, Callable[[random.Random, Haystack, float | None], Puzzle]] = {
     "multi_key": multi_key,
     "multi_value": multi_value,
     "multi_query": multi_query,
+    "copy": copy,
     "variable_tracking": variable_tracking,
     "common_words": common_words,
     "frequent_words": frequent_words,
 }
 # tasks whose answer lies at one depth, for the grid over depths
-AT_A_DEPTH = ("single", "multi_key")
+AT_A_DEPTH = ("single", "multi_key", "copy")

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import cached_file
 
-from kv_hf.evaluation.accuracy import PROTOCOL, check_texts, measure_accuracy
+from kv_hf.evaluation.accuracy import PROTOCOL, check_texts
+from kv_hf.evaluation.by_text import measure_texts
 from kv_hf.evaluation.cache_bytes import layer_shapes, measure_held
 from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
 from kv_hf.evaluation.divergence import greedy, measure_divergence
@@ -19,7 +20,7 @@ from kv_hf.evaluation.prefill import Prefill
 from kv_hf.evaluation.reference import ExactReference
 from kv_hf.files.reading import BESIDE_BYTES, read_bytes
 from kv_hf.formats import ATTENTION_NAME
-from kv_hf.texts import text_windows
+from kv_hf.texts import text_names, text_windows
 from measure.grid.lineage import lineage
 from measure.models.packaged import resolve_model
 
@@ -63,17 +64,17 @@ def weight_bytes(name: str) -> int:
 
 @dataclass(frozen=True)
 class TextSettings:
-    """The scored text: windows of one source, one behind the other.
+    """The scored text: windows of one source, one behind the other, or of each text of a set.
 
     Attributes:
-        text: a file, a bundled text or a dataset, see `texts.load_text`.
-        windows: texts cut from the source, at most.
+        text: a file, a bundled text or a dataset, see `texts.load_text`; or a set of bundled texts, see `texts.SETS`.
+        windows: texts cut from each source, at most.
         window: tokens of each.
         prompt: tokens of each that are not scored.
     """
 
-    text: str = "lincoln_1862"
-    windows: int = 7
+    text: str = "held_out"
+    windows: int = 2
     window: int = 1600
     prompt: int = 512
 
@@ -106,6 +107,7 @@ class LoadedModel:
         # it reads transformers' own caches by sdpa, so that all are measured by one attention
         self.model.set_attn_implementation(ATTENTION_NAME)
         self._references: dict[TextSettings, ExactReference] = {}
+        self._windows: dict[TextSettings, dict[str, list[torch.Tensor]]] = {}
         self._continuations: tuple[tuple[TextSettings, int], list[Prefill], torch.Tensor] | None = (
             None
         )
@@ -125,11 +127,25 @@ class LoadedModel:
         Raises: ValueError for a text that is empty, too short for one window, or longer than the model reads.
         """
         if settings not in self._references:
-            windows = text_windows(self.tokenizer, settings.text, settings.window, settings.windows)
-            texts = [torch.tensor(window, device=self.device) for window in windows]
+            texts = [ids for windows in self.windows(settings).values() for ids in windows]
             check_texts(self.model, texts, settings.prompt)
             self._references = {settings: ExactReference(self.model, texts, settings.prompt)}
         return self._references[settings]
+
+    def windows(self, settings: TextSettings) -> dict[str, list[torch.Tensor]]:
+        """Return the windows of each text, token ids [tokens]; those of the settings before are let go."""
+        if settings not in self._windows:
+            length, count = settings.window, settings.windows
+            cut = {
+                name: text_windows(self.tokenizer, name, length, count)
+                for name in text_names(settings.text)
+            }
+            windows = {
+                name: [torch.tensor(ids, device=self.device) for ids in found]
+                for name, found in cut.items()
+            }
+            self._windows = {settings: windows}
+        return self._windows[settings]
 
     def continuations(
         self, settings: TextSettings, tokens: int
@@ -171,9 +187,15 @@ class LoadedModel:
         def make() -> Any:
             return kind.make(self.model.config, settings.window + divergence_tokens)
 
-        found = measure_accuracy(
-            self.model, reference.texts, {kind.name: make}, settings.prompt, progress, reference
+        several = measure_texts(
+            self.model,
+            self.windows(settings),
+            {kind.name: make},
+            settings.prompt,
+            progress,
+            reference,
         )[kind.name]
+        found = several.pooled
         held = measure_held(self.model.config, self.shapes, kind, settings.window, settings.prompt)
         row = {
             **asdict(settings),
@@ -182,6 +204,7 @@ class LoadedModel:
             "protocol": PROTOCOL,
             **lineage(self.model.config, self.shapes),
             **asdict(found),
+            **several.row(),
             **held.row(),
         }
         row["bits_per_element"] = found.bits_per_element or None  # unknown for other caches

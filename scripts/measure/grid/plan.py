@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kv_hf.texts import text_names
 from measure.grid.cell import Cell, check_caches
 from measure.grid.loaded import TextSettings
 
@@ -32,7 +33,7 @@ def plan_cells(
     caches: Sequence[str],
     common: dict[str, Any],
     *,
-    texts: TextSettings | None = None,
+    texts: Sequence[TextSettings] = (),
     divergence_tokens: int = 64,
     tasks: dict[str, Any] | None = None,
     needle: dict[str, Any] | None = None,
@@ -42,7 +43,7 @@ def plan_cells(
 
     Args:
         common: settings of every cell: dtype, device, seed.
-        texts: the scored text of "accuracy" cells.
+        texts: the scored texts of "accuracy" cells: a cell for each.
         tasks: settings of "task" cells: tasks (list), limit, num_fewshot.
         needle: settings of "needle" cells: tasks, lengths, depths, samples.
         memory: settings of "memory" cells: contexts (one cell each), batch, steps, dtype.
@@ -59,9 +60,10 @@ def plan_cells(
         def add(kind: str, cache: str, settings: dict[str, Any], tokens: int) -> None:
             cells.append(Cell(kind, model, cache, {**common, **settings}, tokens))  # noqa: B023
 
-        if texts is not None:
-            read = texts.windows * (texts.window + 4 * divergence_tokens)
-            settings = {**asdict(texts), "divergence_tokens": divergence_tokens}
+        for scored in texts:  # all caches on one text: they share its exact distributions
+            windows = scored.windows * len(text_names(scored.text))
+            read = windows * (scored.window + 4 * divergence_tokens)
+            settings = {**asdict(scored), "divergence_tokens": divergence_tokens}
             for cache in caches:
                 add("accuracy", cache, settings, read)
         if needle is not None:

@@ -92,7 +92,7 @@ $(VENV)/.eval: $(VENV)/.weights
 	@touch $@
 
 GRID = $(BIN)/python scripts/accuracy_vs_memory.py --all-models --include-path $(VENV)/tasks
-RECIPE = $(BIN)/python scripts/recommend.py --context 1600 --check-windows 2
+RECIPE = $(BIN)/python scripts/recommend.py --context 1600
 # formats of our own, and what transformers offers beside them (its quantized caches refuse sliding windows)
 OURS = dynamic paged_exact paged_int8 paged_fp8 paged_int4 paged_int4:keys=int8 paged_int2 paged_int2:key_group_size=64,value_group_size=64
 PEERS = hqq_int8 quantized_fp8 quanto_int4 hqq_int4 quanto_int2 hqq_int2 quanto_int4_channel quanto_int2_channel hqq_int4_channel hqq_int2_channel kivi_int4 kivi_int2 turboquant_int4 turboquant_int2
@@ -110,7 +110,7 @@ results/recipes/smollm2-135m-5.4-bits.json: BYTES = 7891
 results/recipes/qwen2.5-coder-1.5b-4.9-bits.json: BYTES = 8745
 results/recipes/qwen2.5-coder-1.5b-3.5-bits.json: BYTES = 6379
 # fewer tokens of the larger model, which takes its time on a CPU
-results/recipes/qwen2.5-coder-1.5b-%: RECIPE += --tokens 256
+results/recipes/qwen2.5-coder-1.5b-%: RECIPE += --prompt 960 --held-out-windows 1
 results/recipes/%-bits.json: | $(VENV)/.eval
 	$(RECIPE) --model $(patsubst %-5.4,%,$(patsubst %-4.9,%,$(patsubst %-3.5,%,$*))) --budget bytes_per_token=$(BYTES) --out $@
 

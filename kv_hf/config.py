@@ -270,7 +270,9 @@ class CacheConfig:
         given, named = dict(options or {}), cache_options(implementation)
         check_option_names(given)
         if given.get("recipe") is not None:
-            others = {name: value for name, value in named.items() if name not in FORMAT_OPTIONS}
+            # a name may bring a format of latents too, which the recipe replaces
+            formats = (*FORMAT_OPTIONS, "latent")
+            others = {name: value for name, value in named.items() if name not in formats}
             return cls(**beside_recipe({**others, **given}))
         return cls(**{**named, **given})
 

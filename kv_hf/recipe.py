@@ -30,7 +30,14 @@ MEASURED_OPTIONS = (
     "recent_tokens",
 )
 # sizes by which a recipe is told from one of another model
-MODEL_SIZES = ("model_type", "num_hidden_layers", "num_key_value_heads", "head_dim")
+MODEL_SIZES = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 _OWN = ("format", "version", "model", *MEASURED_OPTIONS, "keys", "values")
 
 
@@ -132,13 +139,15 @@ class Recipe:
         """
         if len(self.keys) != num_layers:
             raise CacheOptionError(
-                f"recipe {self.name} has formats for {len(self.keys)} layers, the model has {num_layers}"
+                f"recipe {self.name} has formats for {len(self.keys)} layers, the model has {num_layers}: it was made for another "
+                "model, and kv_hf.recommend makes one for this model"
             )
         for name in MODEL_SIZES:
             wanted, own = self.model.get(name), sizes.get(name)
             if wanted is not None and own is not None and wanted != own:
                 raise CacheOptionError(
-                    f"recipe {self.name} was made for a model of {name}={wanted!r}, this one has {name}={own!r}"
+                    f"recipe {self.name} was made for a model of {name}={wanted!r}, this one has {name}={own!r}; "
+                    "kv_hf.recommend makes one for this model"
                 )
         for index, stored in enumerate(self.keys):
             if (stored is not None) != (index in paged):

@@ -2,16 +2,17 @@
 
     python scripts/recommend.py --model smollm2-135m --budget 4.5
     python scripts/recommend.py --model qwen2.5-coder-1.5b --budget 3.25 4.5 paged_int8 --cells results/cells.jsonl
+    python scripts/recommend.py --model smollm2-135m --check recipe.json --against paged_int4 paged_k8v4
 
 Measures every layer and side once (cells that --cells holds already are not measured again), then solves each budget.
-The last columns compare recipe and uniform format on other text.
+Other text decides between a recipe and the best uniform caches: where no recipe wins, the file holds the uniform cache's
+formats, and the table and the file say so. With --check nothing is searched: recipes that are there are compared with the
+caches of --against on the held-out text.
 """
 
 import argparse
-import functools
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kv_hf.evaluation.recommend.calibration import Calibration
+from kv_hf.evaluation.recommend import Recommendation, check_recipe
+from kv_hf.evaluation.recommend.attention import paged_attention
 from kv_hf.evaluation.recommend.cost import Budget
-from kv_hf.evaluation.recommend.for_model import TEXT, make_search, paged_attention
-from kv_hf.evaluation.recommend.search import Recommendation
-from kv_hf.formats import IMPLEMENTATIONS, is_cache_name
+from kv_hf.evaluation.recommend.for_model import make_search
+from kv_hf.formats import is_cache_name
 from kv_hf.recipe import MEASURED_OPTIONS
-from kv_hf.texts import BUNDLED, text_windows
+from kv_hf.texts import BUNDLED, CALIBRATION, HELD_OUT
 
 ROOT = Path(__file__).parent.parent
 FEW = 256  # scored tokens
@@ -45,14 +46,30 @@ def arguments() -> argparse.Namespace:
         default=["4.5"],
         help="bits per stored number, bytes_per_token=N, bytes=N, or a uniform cache such as paged_int4",
     )
-    parser.add_argument("--text", default=TEXT, help=f"to measure on: a file, or {bundled}")
-    parser.add_argument("--windows", type=int, default=2, help="texts cut from it")
-    parser.add_argument("--window", type=int, default=1024, help="tokens of a text")
-    parser.add_argument("--prompt", type=int, default=768, help="tokens of it that are not scored")
     parser.add_argument(
-        "--tokens",
-        type=int,
-        help="tokens to score in all, in place of --prompt: windows share them",
+        "--text", nargs="+", default=CALIBRATION, help=f"to choose on: files, or some of {bundled}"
+    )
+    parser.add_argument(
+        "--held-out", nargs="+", default=HELD_OUT, help="to judge on, likewise: other text"
+    )
+    parser.add_argument("--windows", type=int, default=1, help="windows cut from each --text")
+    parser.add_argument(
+        "--held-out-windows", type=int, default=2, help="windows cut from each --held-out"
+    )
+    parser.add_argument("--window", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--prompt", type=int, default=896, help="tokens of it that are not scored")
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        type=Path,
+        metavar="RECIPE",
+        help="recipes to compare with --against; nothing is searched",
+    )
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=["paged_int4"],
+        help="paged caches that --check compares with",
     )
     parser.add_argument(
         "--context", type=int, default=4096, help="tokens that bytes are counted at"
@@ -67,8 +84,6 @@ def arguments() -> argparse.Namespace:
         metavar="NAME=N,..",
         help="other options of the whole cache to try within the same bytes; may be repeated; 'none' tries nothing",
     )
-    parser.add_argument("--check-text", default="lincoln_1862", help="other text; '' leaves it out")
-    parser.add_argument("--check-windows", type=int, default=4)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cells", type=Path, default=ROOT / "results" / "sensitivity.jsonl")
@@ -78,8 +93,6 @@ def arguments() -> argparse.Namespace:
         help="file of the recipe (one budget), or folder; default: recipes/<model>-<budget>.json",
     )
     args = parser.parse_args()
-    if args.tokens is not None:
-        args.prompt = args.window - args.tokens // args.windows
     if args.out is not None and args.out.suffix == ".json" and len(args.budget) > 1:
         parser.error("--out must be a folder where there are several budgets")
     return args
@@ -104,38 +117,46 @@ def main() -> None:
         Budget.parse(item if is_cache_name(item) or "=" in item else f"bits={item}")
         for item in args.budget
     ]
-    options = numbers(args.option)
-    variants = None
-    if args.variant is not None:
-        variants = [numbers(one.split(",")) for one in args.variant if one != "none"]
-    scored = args.windows * (args.window - args.prompt)
-    if scored < FEW:
+    scored = len(args.text) * args.windows * (args.window - args.prompt)
+    if not args.check and scored < FEW:
         print(
-            f"only {scored} tokens are scored: a choice by so few may be wrong on other text (512 are the default)"
+            f"only {scored} tokens are scored: a choice by so few may be wrong on other text (640 are the default)"
         )
     folder = resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
     model = model.to(args.device).eval()
-    table = Table(title=f"{args.model}: recipes against uniform formats, KL in nats per token")
+    table = check(args, model, tokenizer) if args.check else search(args, budgets, model, tokenizer)
+    Console(width=200).print(table)
+
+
+def search(args: argparse.Namespace, budgets: list[Budget], model: Any, tokenizer: Any) -> Table:
+    """Write a recipe for each budget, and return a table of them."""
+    variants = None
+    if args.variant is not None:
+        variants = [numbers(one.split(",")) for one in args.variant if one != "none"]
+    table = Table(title=f"{args.model}: recipes against uniform caches, KL in nats per token")
     for column in (
-        *("budget", "bits", "KL predicted", "KL measured"),
-        *("bytes/token", "options", "uniform", "its KL predicted", "its KL"),
-        *("other text", "uniform there", "recipe"),
+        *("budget", "bits", "bytes/token", "options", "KL predicted", "KL measured"),
+        *("best uniform", "its bytes/token", "its KL"),
+        *("held out", "uniform there", "recipe's gain there", "recommended", "file"),
     ):
         table.add_column(column)
     started = time.perf_counter()
+    verdicts = []
     with paged_attention(model), tqdm(desc=args.model, unit="layer") as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        search = make_search(
+        made = make_search(
             model,
             tokenizer=tokenizer,
             text=args.text,
+            held_out=args.held_out,
             windows=args.windows,
+            held_out_windows=args.held_out_windows,
             window=args.window,
             prompt=args.prompt,
             context=args.context,
@@ -143,57 +164,63 @@ def main() -> None:
             cells=args.cells,
             progress=progress,
             variants=variants,
-            **options,
+            **numbers(args.option),
         )
-        search.study.facts["model"] = args.model
-        found = [search.recommend(budget) for budget in budgets]
-        bar.close()
-        print(f"measured in {time.perf_counter() - started:.0f} s")
-        other = functools.cache(functools.partial(check_calibration, args, model, tokenizer))
-        for one in found:
-            path = place(args, one.budget)
+        made.study.facts["model"] = args.model
+        for budget in budgets:
+            one = made.recommend(budget)
+            path = place(args, budget)
             one.save(path)
-            table.add_row(*row(one, other if args.check_text else None, options), str(path))
-    Console(width=200).print(table)
+            table.add_row(*row(one), str(path))
+            verdicts.append(one.verdict)
+    print(f"measured in {time.perf_counter() - started:.0f} s")
+    table.caption = "\n".join(verdicts)
+    return table
 
 
-def check_calibration(args, model, tokenizer, options: frozenset[tuple[str, int]]) -> Calibration:  # type: ignore[no-untyped-def]
-    """Return other text to compare caches of these options on."""
-    cut = text_windows(tokenizer, args.check_text, args.window, args.check_windows)
-    texts = [torch.tensor(window, device=args.device) for window in cut]
-    return Calibration(model, texts, args.prompt, dict(options))
+def check(args: argparse.Namespace, model: Any, tokenizer: Any) -> Table:
+    """Return a table of recipes that are there beside other caches, on the held-out text."""
+    table = Table(title=f"{args.model}: KL in nats per token on held-out text")
+    for column in ("recipe", "against", "its KL", "the cache's", "gain", "recipe wins", *args.held_out):  # fmt: skip
+        table.add_column(column)
+    for path in args.check:
+        compared = check_recipe(
+            model,
+            path,
+            args.against,
+            tokenizer=tokenizer,
+            held_out=args.held_out,
+            windows=args.held_out_windows,
+            window=args.window,
+            prompt=args.prompt,
+        )
+        for cache, found in compared.items():
+            texts = [f"{recipe:.5f} {other:.5f}" for recipe, other in found.texts.values()]
+            gain = f"{found.gain:+.5f} ({found.low:+.5f} to {found.high:+.5f})"
+            figures = (f"{found.recipe_kl:.5f}", f"{found.uniform_kl:.5f}", gain)
+            table.add_row(path.stem, cache, *figures, "yes" if found.wins else "no", *texts)
+    return table
 
 
-def row(
-    one: Recommendation,
-    other: Callable[[frozenset[tuple[str, int]]], Calibration] | None,
-    options: dict[str, int],
-) -> list[str]:
+def row(one: Recommendation) -> list[str]:
     """Return what the table says about a recommendation."""
-
-    def number(value: float | None) -> str:
-        return "" if value is None else f"{value:.6f}"
-
-    there = uniform_there = None
-    if other is not None:
-        layers = one.recipe.layers()
-        there = other(frozenset(one.recipe.options.items())).kl(layers)
-        if one.uniform is not None:
-            name = IMPLEMENTATIONS[one.uniform]
-            both = {"keys": name, "values": name}
-            uniform_there = other(frozenset(options.items())).kl(dict.fromkeys(layers, both))
+    judged = one.held_out
+    there = ["", f"{min(one.opponents.values()):.6f}", ""]
+    if judged is not None:
+        gain = f"{judged.gain:+.6f} ({judged.low:+.6f} to {judged.high:+.6f})"
+        there = [f"{judged.recipe_kl:.6f}", f"{judged.uniform_kl:.6f}", gain]
     return [
         str(one.budget),
         f"{one.bits_per_element:.3f}",
-        number(one.predicted_kl),
-        number(one.measured_kl),
         f"{one.bytes_per_token:.0f}",
         ", ".join(f"{name}={value}" for name, value in one.recipe.options.items()),
-        one.uniform or "",
-        number(one.uniform_predicted_kl),
-        number(one.uniform_kl),
-        number(there),
-        number(uniform_there),
+        f"{one.predicted_kl:.6f}",
+        f"{one.measured_kl:.6f}",
+        one.uniform,
+        f"{one.uniform_bytes_per_token:.0f}",
+        f"{one.uniform_kl:.6f}",
+        *there,
+        "uniform" if one.is_uniform else "recipe",
     ]
 
 

@@ -18,7 +18,7 @@ from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
 from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
-from .model_shape import latent_rank, page_sizes
+from .model_shape import latent_rank, page_sizes, recipe_sizes
 from .report import LayerReport
 from .state import CacheState, LayerPages, LayerState, LiveTensors, portable
 from .static_layer import StaticPagedLayer, refused
@@ -48,7 +48,7 @@ class StaticPagedCache(CacheBase):
             )
         self.groups = (StaticTable(options.page_size, options.sink_tokens, options.max_length),)
         count = len(self.layers)
-        options.check_model(self.model_signature, count, set(range(count)))
+        options.check_model(recipe_sizes(decoder), count, set(range(count)))
         formats = [LayerFormats.of(options, index, count) for index in range(count)]
         planned_specs(page_sizes(decoder), formats)
         for index, own in enumerate(formats):

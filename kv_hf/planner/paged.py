@@ -57,7 +57,15 @@ def layer_formats(inventory: Inventory, options: CacheConfig) -> dict[int, Layer
     """
     classes = [layer.cache_class for layer in inventory.layers]
     ranks, windows = _ranks(inventory.layers), [layer.window for layer in inventory.layers]
-    return paged_formats(classes, ranks, options, inventory.model_type, {}, windows)
+    sizes = _recipe_sizes(inventory.layers)
+    return paged_formats(classes, ranks, options, inventory.model_type, sizes, windows)
+
+
+def _recipe_sizes(layers: Sequence[CachedLayer]) -> dict[str, int]:
+    """Return the sizes that a recipe is compared by, as far as all layers with keys and values agree in them."""
+    # heads are not compared: a plan may be for another number of them, or for one device's share
+    dims = {layer.key_dim for layer in layers if layer.key_dim and not layer.latent}
+    return {"head_dim": dims.pop()} if len(dims) == 1 else {}
 
 
 def page_groups(

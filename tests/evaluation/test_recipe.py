@@ -50,6 +50,16 @@ def test_a_recipe_decides_the_formats_of_every_layer(tmp_path):
     assert kv_hf.PagedCache(config(), recipe=path, kernel="sdpa").options.kernel == "sdpa"
 
 
+def test_a_recipe_replaces_all_formats_of_the_name_beside_it():
+    """Those of latents too, which a model without latent attention refuses."""
+    kv_hf.register_cache("paged_with_latents", keys="int4", values="int2", latent="int4")
+    try:
+        made = CacheConfig.from_options("paged_with_latents", {"recipe": FOUND})
+    finally:
+        kv_hf.unregister_cache("paged_with_latents")
+    assert (made.keys, made.values, made.latent) == ("int8", "int4", None)
+
+
 def test_layers_are_written_as_few_ranges():
     options = Recipe.parse(FOUND, "here").as_options()
     assert options == {
@@ -106,7 +116,10 @@ def test_what_is_saved_is_read_again_and_the_old_file_stays_when_writing_fails(
         ({"keys": [*KEYS, "int4"], "values": [*VALUES, "int4"]}, "for 5 layers, the model has 4"),
         ({"keys": KEYS[:3], "values": VALUES[:3]}, "for 3 layers, the model has 4"),
         ({"model": {"model_type": "qwen2"}}, "model_type='qwen2', this one has model_type='llama'"),
-        ({"model": {"num_key_value_heads": 9}}, "num_key_value_heads=9"),
+        ({"model": {"num_key_value_heads": 9}}, "num_key_value_heads=9.*makes one for this model"),
+        ({"model": {"head_dim": 128}}, "head_dim=128, this one has head_dim=16"),
+        ({"model": {"hidden_size": 1}}, "hidden_size=1, this one has hidden_size=64"),
+        ({"model": {"num_attention_heads": 3}}, "num_attention_heads=3"),
         (
             {"keys": [None, *KEYS[1:]], "values": [None, *VALUES[1:]]},
             "no format for layer 0, which is in pages",
@@ -119,6 +132,34 @@ def test_bad_recipes_are_refused_by_name(tmp_path, changes, says):
         with pytest.raises(kv_hf.CacheOptionError, match=says) as error:
             kv_hf.PagedCache(config(), recipe=path, **options)
         assert "r.json" in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt_neox"])
+def test_a_recipe_of_another_head_size_is_refused_where_the_config_states_none(family):
+    """Configs of Qwen2 have no head_dim: a recipe for heads of another size passed."""
+    with pytest.raises(kv_hf.CacheOptionError, match="head_dim=32, this one has head_dim=16"):
+        kv_hf.PagedCache(
+            make_config(family, num_hidden_layers=4), recipe={**FOUND, "model": {"head_dim": 32}}
+        )
+
+
+def test_generate_refuses_a_recipe_of_another_model_before_a_token():
+    model = shared_model("llama")
+    recipe = {**FOUND, "keys": ["int8", "int4"], "values": ["int2", "int8"]}
+    recipe["model"] = {"model_type": "llama", "num_hidden_layers": 2, "head_dim": 64}
+    with pytest.raises(kv_hf.CacheOptionError, match="was made for a model of head_dim=64"):
+        model.generate(
+            tokens(1, 20),
+            max_new_tokens=1,
+            cache_implementation="paged_int4",
+            cache_config={"recipe": recipe},
+        )
+
+
+def test_a_plan_refuses_a_recipe_of_another_model():
+    recipe = kv_hf.CacheConfig(recipe={**FOUND, "model": {"head_dim": 5}})
+    with pytest.raises(kv_hf.CacheOptionError, match="head_dim=5, this one has head_dim=16"):
+        kv_hf.plan(config(), context=256, caches=[recipe])
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")

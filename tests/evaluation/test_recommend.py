@@ -1,6 +1,7 @@
 """Recommendations on tiny models: what is measured, what is chosen, and what goes wrong."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,15 +9,29 @@ from test_recommend_solve import gemma
 from tiny_models import make_model, tokens
 
 import kv_hf
+from kv_hf.cache_names import parse_cache_name
 from kv_hf.evaluation.accuracy import measure_accuracy
-from kv_hf.evaluation.recommend import calibration, for_model
+from kv_hf.evaluation.recommend import calibration, candidates, for_model
 from kv_hf.evaluation.recommend.calibration import Calibration
 from kv_hf.evaluation.recommend.divergence import divergence
 from kv_hf.evaluation.recommend.sensitivity import Cell, measure_sensitivities
 from kv_hf.evaluation.rows import read_rows
 
 TEXTS = [tokens(1, 150, seed=seed)[0] for seed in range(2)]
+OTHERS = [tokens(1, 150, seed=seed)[0] for seed in range(20, 24)]
 PROMPT = 100
+
+
+class Words:
+    """A tokenizer that gives each word a number."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **options):
+        return SimpleNamespace(input_ids=[3 + len(word) for word in text.split()])
+
+
+GIVEN = {"text": TEXTS, "held_out": OTHERS, "prompt": PROMPT}
 SMALL = {"page_size": 16}
 ALONE = {**SMALL, "variants": ()}
 
@@ -25,6 +40,21 @@ def model_of(layers=4, family="llama", dtype=torch.float32):
     model = make_model(family, dtype, num_hidden_layers=layers)
     model.set_attn_implementation("kv_hf")
     return model
+
+
+KNOWN = ("exact", "int8", "int4", "int2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_formats():
+    """Choose from four formats: what is found then hangs on no other that is shipped, and takes less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "format_names", lambda side: KNOWN)
+        yield
+
+
+def both(*names):
+    return {"keys": names, "values": names}
 
 
 def planted(bad=2):
@@ -136,9 +166,7 @@ def test_layers_kept_by_transformers_mean_whole_runs():
     )
     torch.manual_seed(0)
     model = Qwen3NextForCausalLM(config).eval()
-    found = kv_hf.recommend(
-        model, 5.0, text=TEXTS, prompt=PROMPT, context=1000, dtype=torch.float32, **ALONE
-    )
+    found = kv_hf.recommend(model, 5.0, **GIVEN, context=1000, dtype=torch.float32, **ALONE)
     assert [name is None for name in found.recipe.keys] == [True, False, True, False]
     assert {one.layer for one in found.sensitivities} == {1, 3}
     cache = kv_hf.PagedCache(model.config, recipe=found.recipe)
@@ -162,8 +190,8 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
         return measure_sensitivities(
             Calibration(model, TEXTS, PROMPT, {**SMALL, **changes}),
             range(4),
-            ("int4", "int2"),
-            ("int8",),
+            both("int4", "int2"),
+            both("int8"),
             cells=path,
             facts={"model": "tiny"},
         )
@@ -191,7 +219,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
 def test_eight_bits_are_measured_together_and_shared_out():
     model = planted()
     study = Calibration(model, TEXTS, PROMPT, SMALL)
-    found = measure_sensitivities(study, range(4), ("int4",), ("int8",))
+    found = measure_sensitivities(study, range(4), both("int4"), both("int8"))
     for side in ("keys", "values"):
         alone = {
             one.layer: one.kl_mean for one in found if (one.side, one.format) == (side, "int4")
@@ -218,8 +246,7 @@ def found(tmp_path_factory):
     made = kv_hf.recommend(
         model,
         "paged_int4",
-        text=TEXTS,
-        prompt=PROMPT,
+        **GIVEN,
         out=folder / "recipe.json",
         cells=folder / "cells.jsonl",
         context=1000,
@@ -234,7 +261,7 @@ def test_the_recipe_protects_the_layer_that_needs_it(found):
     bits = {"exact": 16, "int8": 8, "int4": 4, "int2": 2}
     keys = [bits[name] for name in made.recipe.keys]
     assert keys[2] == max(keys) > min(keys)
-    assert not made.is_uniform and made.uniform == "paged_int4"
+    assert not made.is_uniform and made.uniform == "paged_int4:page_size=16"
     assert made.measured_kl < 0.7 * made.uniform_kl
 
 
@@ -287,7 +314,7 @@ def test_another_budget_costs_no_measurement_of_layers(found, monkeypatch):
     monkeypatch.setattr(
         Calibration, "kl", lambda self, *a, **k: asked.append(a) or original(self, *a, **k)
     )
-    options = {"text": TEXTS, "prompt": PROMPT, "context": 1000, "dtype": torch.float32, **ALONE}
+    options = {**GIVEN, "context": 1000, "dtype": torch.float32, **ALONE}
     made = kv_hf.recommend(model, 6.0, cells=folder / "cells.jsonl", **options)
     assert len(asked) == 2  # the recipe and the uniform cache
     assert made.bits_per_element <= 6.005
@@ -307,12 +334,14 @@ def test_what_measures_worse_than_the_uniform_format_is_never_returned(monkeypat
         return [replace(one, layer=last - one.layer) for one in found]
 
     monkeypatch.setattr(study, "measure_sensitivities", reversed_layers)
-    made = kv_hf.recommend(
-        planted(0), "paged_int4", text=TEXTS, prompt=PROMPT, context=1000, **ALONE
-    )
+    made = kv_hf.recommend(planted(0), "paged_int4", **GIVEN, context=1000, **ALONE)
     assert made.is_uniform and set(made.recipe.keys) == set(made.recipe.values) == {"int4"}
     assert made.measured_kl == made.uniform_kl
-    assert "no mixed recipe for budget paged_int4 measured better than paged_int4" in caplog.text
+    says = "at paged_int4 no recipe beats paged_int4:page_size=16 on the held-out texts"
+    assert says in caplog.text and says in made.verdict
+    assert made.recipe.facts["verdict"] == made.verdict and made.recipe.facts["is_uniform"]
+    assert not made.held_out.wins and made.held_out.gain < made.held_out.high < 0
+    assert len(set(made.rejected.keys)) > 1 and made.rejected.facts["verdict"] == made.verdict
 
 
 def test_other_options_get_the_same_bytes_exact_tokens_included(tmp_path):
@@ -320,8 +349,7 @@ def test_other_options_get_the_same_bytes_exact_tokens_included(tmp_path):
     model = planted()
     cells = tmp_path / "cells.jsonl"
     options = {
-        "text": TEXTS,
-        "prompt": PROMPT,
+        **GIVEN,
         "context": 4000,
         "dtype": torch.float32,
         "cells": cells,
@@ -332,8 +360,8 @@ def test_other_options_get_the_same_bytes_exact_tokens_included(tmp_path):
         model, 6.0, **options, **SMALL, variants=[{"page_size": 32}, {"sink_tokens": 60}]
     )
     assert tried.measured_kl <= plain.measured_kl
-    # all layers together, once per side and format: with the old options (8 bits are known) and the new ones
-    assert len(read_rows(cells)) - before == 4 + 2 * 6
+    # all layers together, once per side and format, with the new options: those with the old ones are known
+    assert len(read_rows(cells)) - before == 2 * 6
     assert tried.recipe.options == {"page_size": 32}
     sizes = []
     for one in (plain, tried):
@@ -352,7 +380,7 @@ def test_standard_variants_leave_alone_what_was_asked_for():
     model = model_of()
 
     def tried(**options):
-        search = for_model.make_search(model, text=TEXTS, prompt=PROMPT, context=1000, **options)
+        search = for_model.make_search(model, **GIVEN, context=1000, **options)
         given = search.study.calibration.options
         return [
             {k: v for k, v in one.calibration.options.items() if given.get(k) != v}
@@ -368,10 +396,11 @@ def test_standard_variants_leave_alone_what_was_asked_for():
 
 def test_group_sizes_go_along_where_they_are_read():
     model = model_of()
-    options = {"text": TEXTS, "prompt": PROMPT, "context": 1000, "together": (), "variants": ()}
+    options = {**GIVEN, "context": 1000, "together": (), "variants": ()}
     sizes = {"page_size": 32, "key_group_size": 16, "value_group_size": 8}
-    made = kv_hf.recommend(model, 12.0, formats=("int4",), **options, **sizes)
+    made = kv_hf.recommend(model, 7.2, formats=("int4",), **options, **sizes)
     assert made.recipe.options == sizes
+    assert parse_cache_name(made.uniform)[1] | sizes == parse_cache_name(made.uniform)[1]
     made = kv_hf.recommend(model, 16, formats=("int4",), **options, **sizes)
     assert made.recipe.options == {"page_size": 32}
     assert made.measured_kl == 0.0 and set(made.recipe.keys) == {"exact"}
@@ -391,7 +420,21 @@ def test_group_sizes_go_along_where_they_are_read():
         ({"formats": ()}, "formats must name"),
         ({"prompt": 150}, "prompt must be between 1 and 149"),
         ({"prompt": 0}, "prompt must be between"),
-        ({"text": []}, "texts must hold at least one"),
+        ({"text": []}, "text must hold at least one"),
+        ({"held_out": []}, "held_out must hold at least one"),
+        ({"held_out": TEXTS[1:]}, "held_out must be other text .* a window of token ids in both"),
+        ({"held_out": ["nowhere"]}, "tokenizer must be given.* or give held_out as token ids"),
+        ({"held_out": [TEXTS[0][:90]]}, "prompt must be .* for a held_out of 90"),
+        ({"held_out": ["novel", [1, 2]], "tokenizer": Words()}, "all names .* or all token ids"),
+        (
+            {"text": ["novel", "code"], "held_out": ["code"], "tokenizer": Words()},
+            "held_out must be other text than text, got code in both",
+        ),
+        ({"held_out_windows": 0}, "held_out_windows must be an integer"),
+        ({"formats": {"keys": ("int4",)}}, "formats must name at least one format of values"),
+        ({"formats": {"key": ("int4",)}}, "formats must name sides of keys, values, got 'key'"),
+        ({"together": {"keys": ("fp8_ds_mla",)}}, "together of keys must be some of"),
+        ({"value_group_size": 5}, "value_group_size must divide head_dim 16, got 5"),
         ({"text": "nowhere"}, "tokenizer must be given"),
         ({"text": "nowhere", "tokenizer": print}, "text must be a file"),
         ({"context": 15}, "context must be longer"),
@@ -408,7 +451,7 @@ def test_group_sizes_go_along_where_they_are_read():
 )
 def test_bad_arguments_are_named_before_anything_is_measured(changes, says, monkeypatch):
     monkeypatch.setattr(calibration, "record", lambda *a: pytest.fail("it began"))
-    arguments = {"budget": 4.5, "text": TEXTS, "prompt": PROMPT, **SMALL, **changes}
+    arguments = {"budget": 4.5, **GIVEN, **SMALL, **changes}
     with pytest.raises(ValueError, match=says):
         kv_hf.recommend(model_of(), **arguments)
 
@@ -417,11 +460,11 @@ def test_a_model_that_gives_nan_or_is_training_gives_no_rows(tmp_path):
     model = model_of()
     path = tmp_path / "cells.jsonl"
     with pytest.raises(ValueError, match="training mode"):
-        kv_hf.recommend(model.train(), 4.5, text=TEXTS, prompt=PROMPT, cells=path)
+        kv_hf.recommend(model.train(), 4.5, **GIVEN, cells=path)
     with torch.no_grad():
         model.eval().lm_head.weight[5] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
-        kv_hf.recommend(model, 4.5, text=TEXTS, prompt=PROMPT, cells=path)
+        kv_hf.recommend(model, 4.5, **GIVEN, cells=path)
     assert not path.exists()
 
 

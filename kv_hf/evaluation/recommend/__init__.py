@@ -1,6 +1,7 @@
-"""Formats per layer and side that lose least under a byte budget: measured once, then solved."""
+"""Formats per layer and side that lose least under a byte budget: measured once, solved, and judged on other text."""
 
+from .check import check_recipe
 from .for_model import recommend
-from .search import Recommendation
+from .recommendation import Recommendation
 
-__all__ = ["Recommendation", "recommend"]
+__all__ = ["Recommendation", "check_recipe", "recommend"]

@@ -41,13 +41,12 @@ class Calibration:
         self.options = dict(options or {})
         self.fast = fast
         self.layers = find_layers(model) if fast else None
+        self.found: dict[
+            str, float
+        ] = {}  # KL of what was measured, by the keys of sensitivity.CellFile
         if not self.texts:
             raise ValueError("texts must hold at least one text, got none")
-        for ids in self.texts:
-            if not 1 <= prompt_tokens < len(ids):
-                raise ValueError(
-                    f"prompt must be between 1 and {len(ids) - 1} tokens for a text of {len(ids)}, got {prompt_tokens}"
-                )
+        check_prompt("text", prompt_tokens, self.texts)
         self.tokens = sum(len(ids) - prompt_tokens for ids in self.texts)
 
     def setting(self) -> dict[str, Any]:
@@ -125,6 +124,15 @@ class Calibration:
                 f"replay of {type(self.model).__name__}",
                 f"kv_hf: {type(self.model).__name__} is measured in whole runs: rerunning its upper layers alone gave "
                 f"KL {fast:.3g} instead of {whole:.3g}",
+            )
+
+
+def check_prompt(argument: str, prompt_tokens: int, texts: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError where a text of `argument` has no token behind the prompt, or there is no prompt."""
+    for ids in texts:
+        if not 1 <= prompt_tokens < len(ids):
+            raise ValueError(
+                f"prompt must be between 1 and {len(ids) - 1} tokens for a {argument} of {len(ids)}, got {prompt_tokens}"
             )
 
 

@@ -92,9 +92,13 @@ def page_spec(shape: LayerShape, keys: str, values: str, options: CacheConfig, d
 def side_bytes(
     shape: LayerShape, side: str, name: str, options: CacheConfig, serving: Serving
 ) -> int:
-    """Return the bytes of all pages of one layer and side in format `name`, scales included."""
-    spec = getattr(page_spec(shape, name, name, options, serving.dtype), side)
-    return serving.pages(shape, options) * (spec.payload_bytes + spec.scale_bytes)
+    """Return the bytes of all pages of one layer and side in format `name`, scales included.
+
+    Raises: CacheOptionError where the layer cannot have the format.
+    """
+    names = {"keys": "exact", "values": "exact", side: name}
+    spec = getattr(page_spec(shape, **names, options=options, dtype=serving.dtype), side)
+    return serving.pages(shape, options) * int(spec.payload_bytes + spec.scale_bytes)
 
 
 def stored_numbers(shapes: Sequence[LayerShape], options: CacheConfig, serving: Serving) -> int:
@@ -210,21 +214,22 @@ class Budget:
 def choices_of(
     shapes: Sequence[LayerShape],
     kl: Mapping[tuple[int, str, str], float],
-    formats: Sequence[str],
+    formats: Mapping[str, Sequence[str]],
     options: CacheConfig,
     serving: Serving,
 ) -> list[tuple[tuple[int, str], list[tuple[str, int, float]]]]:
     """Return, for each layer and side, (format, bytes, KL) of each format, the largest first.
 
-    `kl` maps (layer, side, format) to the KL of that alone. More bytes are never counted as worse: where noise says
+    `kl` maps (layer, side, format) to the KL of that alone, `formats` a side to its formats. More bytes are never counted as worse: where noise says
     so, the smaller format gets the larger one's KL.
     """
     made = []
     for shape in shapes:
         for side in ("keys", "values"):
-            costs = {name: side_bytes(shape, side, name, options, serving) for name in formats}
+            names = formats[side]
+            costs = {name: side_bytes(shape, side, name, options, serving) for name in names}
             row, worst = [], 0.0
-            for name in sorted(formats, key=lambda one: (-costs[one], kl[shape.layer, side, one])):
+            for name in sorted(names, key=lambda one: (-costs[one], kl[shape.layer, side, one])):
                 worst = max(worst, kl[shape.layer, side, name])
                 row.append((name, costs[name], worst))
             made.append(((shape.layer, side), row))

@@ -1,27 +1,24 @@
-"""`kv_hf.recommend`: from a model and a budget to a recipe."""
+"""`kv_hf.recommend`: from a model and a budget to a recipe, or to the uniform cache that no recipe beats."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
-from ...cache.model_shape import attention_config
 from ...config import check_option_names
 from ...errors import CacheOptionError, UnsupportedModelError
-from ...formats import ATTENTION_NAME
 from ...hf.latent import is_latent_attention
-from ...hf.models import use_paged_attention
 from ...recipe import MEASURED_OPTIONS
-from ...texts import longest_context, text_windows
-from .calibration import Calibration
+from ...texts import CALIBRATION, HELD_OUT
+from .attention import paged_attention
+from .calibration import Calibration, check_prompt
+from .candidates import Asked
 from .cost import Budget, Serving
-from .search import Recommendation, Search
-from .study import FORMATS, TOGETHER, Study
-
-TEXT = "lincoln_1863"
+from .recommendation import Recommendation
+from .search import Search
+from .study import Study
+from .windows import Source, check_held_out, cut_windows
 
 
 def recommend(
@@ -29,12 +26,14 @@ def recommend(
     budget: float | str,
     *,
     tokenizer: Any = None,
-    text: str | Path | Sequence[Any] = TEXT,
-    windows: int = 2,
+    text: Source = CALIBRATION,
+    held_out: Source = HELD_OUT,
+    windows: int = 1,
+    held_out_windows: int = 2,
     window: int = 1024,
-    prompt: int = 768,
-    formats: Sequence[str] = FORMATS,
-    together: Sequence[str] = TOGETHER,
+    prompt: int = 896,
+    formats: Asked = None,
+    together: Asked = None,
     variants: Sequence[Mapping[str, Any]] | None = None,
     context: int = 4096,
     batch: int = 1,
@@ -51,8 +50,9 @@ def recommend(
 
     Measures the KL divergence of the next-token distributions with one layer and side stored at a time, adds up (the
     sum is a good guess while losses are small, and both it and the measured KL are reported), and finds the best
-    selection exactly. The recipe and the best uniform format that fits are then measured on the same text, and the
-    better one is returned.
+    selection exactly. Text that nothing was chosen on decides: the recipe is compared there, window by window, with the
+    best uniform caches of at most its budget: all cache names and all pairs of formats. Where the interval of the gain is
+    not above zero, the uniform cache is returned, and the verdict says so.
 
     Args:
         model: a causal language model in eval mode, in float32 if losses of 8 bits matter (half precision has more
@@ -61,19 +61,23 @@ def recommend(
             "bytes=2e9", everything counted, for `batch` rows of `context` tokens; or the name of a uniform cache,
             "paged_int4", for as much as that takes.
         tokenizer: None takes the one that lies beside the model's weights.
-        text: a bundled text, a file, or token ids: a list with one sequence per text.
-        windows, window: texts cut from `text`, and their tokens.
-        prompt: tokens of each that are not scored.
-        formats: those to measure layer by layer.
-        together: those that lose so little that all layers are measured at once (see `measure_sensitivities`).
+        text: what to choose on: a bundled text, a file, several of them, or token ids: one sequence per window.
+        held_out: what to judge on, likewise. Other text than `text`.
+        windows, held_out_windows: windows cut from each text.
+        window, prompt: tokens of a window, and those of them that are not scored.
+        formats: those to measure layer by layer, for both sides or {side: formats}. None takes every registered format of
+            less than 6 bits that no other beats in bytes and in the loss of all layers together.
+        together: those that lose so little that all layers are measured at once (see `measure_sensitivities`). None takes
+            those of 6 bits and more, likewise.
         variants: other options of the whole cache to try, e.g. [{"recent_tokens": 32}]: they get as many bytes as the
             given ones at `context` tokens, exact tokens included. Layers are not measured again for them: the
-            losses are scaled by what all layers together gain. None tries 32 recent tokens, with and without larger
-            groups at 2 bits; () tries nothing.
+            losses are scaled by what all layers together gain. The uniform caches may have them too. None tries 32
+            recent tokens, with and without larger groups at 2 bits; () tries nothing.
         context, batch, dtype: what bytes are counted for.
-        cells: JSONL file of measured cells. A killed run continues there, and another budget costs no measurement.
+        cells: JSONL file of measured cells. A killed run continues there, and another budget costs no measurement of
+            layers.
         out: where the recipe goes.
-        progress: called with (layers run, layers to run).
+        progress: called with (layers run, layers to run), anew for each part of the measurement.
         options: page_size, sink_tokens, recent_tokens, key_group_size, value_group_size of all caches.
     Raises: ValueError that names the argument, before anything is measured; CacheOptionError for bad `options`;
         UnsupportedModelError for a model with multi-head latent attention; OSError where a file cannot be written.
@@ -88,7 +92,9 @@ def recommend(
             model,
             tokenizer=tokenizer,
             text=text,
+            held_out=held_out,
             windows=windows,
+            held_out_windows=held_out_windows,
             window=window,
             prompt=prompt,
             formats=formats,
@@ -111,12 +117,14 @@ def make_search(
     model: Any,
     *,
     tokenizer: Any = None,
-    text: str | Path | Sequence[Any] = TEXT,
-    windows: int = 2,
+    text: Source = CALIBRATION,
+    held_out: Source = HELD_OUT,
+    windows: int = 1,
+    held_out_windows: int = 2,
     window: int = 1024,
-    prompt: int = 768,
-    formats: Sequence[str] = FORMATS,
-    together: Sequence[str] = TOGETHER,
+    prompt: int = 896,
+    formats: Asked = None,
+    together: Asked = None,
     variants: Sequence[Mapping[str, Any]] | None = None,
     context: int = 4096,
     batch: int = 1,
@@ -134,66 +142,47 @@ def make_search(
             f"{type(model).__name__} has multi-head latent attention: a recipe chooses formats of keys and of values, and "
             "such a layer stores one latent for both. cache_config={'layers': {'0-1': 'int8'}} gives some layers another format"
         )
-    for given in (options, *(variants or ())):
-        check_option_names(given)
-        for name in given:
-            if name not in MEASURED_OPTIONS:
-                raise CacheOptionError(
-                    f"a recipe holds {', '.join(MEASURED_OPTIONS)} beside its formats, got {name}={given[name]!r}"
-                )
-    for name, count in (("windows", windows), ("context", context), ("batch", batch)):
+    check_options(options, *(variants or ()))
+    counts = {"windows": windows, "held_out_windows": held_out_windows}
+    for name, count in {**counts, "context": context, "batch": batch}.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
-    ids = _token_ids(model, tokenizer, text, windows, window)
-    name = getattr(model, "name_or_path", "") or type(model).__name__
-    facts = {
-        "model": Path(name).name if Path(name).is_dir() else name,
-        "text": str(text) if isinstance(text, (str, Path)) else "token ids",
-        "windows": len(ids),
-        "window": max(map(len, ids), default=0),
-        "prompt": prompt,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
+    chosen_on = cut_windows(model, tokenizer, "text", text, window, windows)
+    calibration = Calibration(model, chosen_on.ids, prompt, options)
+    judged_on = cut_windows(model, tokenizer, "held_out", held_out, window, held_out_windows)
+    check_held_out(chosen_on, judged_on)
+    check_prompt("held_out", prompt, judged_on.ids)
     study = Study(
-        Calibration(model, ids, prompt, options),
+        calibration,
         formats=formats,
         together=together,
         serving=Serving(context, batch, dtype),
         cells=None if cells is None else Path(cells),
-        facts=facts,
+        facts={
+            "model": model_name(model),
+            "text": ", ".join(chosen_on.names) if chosen_on.named else "token ids",
+            "windows": len(chosen_on.ids),
+            "window": max(map(len, chosen_on.ids), default=0),
+            "prompt": prompt,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
         progress=progress,
     )
-    return Search(study, variants)
+    return Search(study, judged_on, variants)
 
 
-def _token_ids(
-    model: Any, tokenizer: Any, text: str | Path | Sequence[Any], windows: int, window: int
-) -> list[torch.Tensor]:
-    """Return the texts to measure on, as token ids on the model's device."""
-    if not isinstance(text, (str, Path)):
-        return [torch.as_tensor(ids, dtype=torch.long, device=model.device) for ids in text]
-    if tokenizer is None:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"tokenizer must be given: none lies at the model's {model.name_or_path!r} ({str(error)[:120]})"
-            ) from None
-    most = longest_context(model.config)
-    if window > most:
-        raise ValueError(f"window must be at most the model's {most} positions, got {window}")
-    cut = text_windows(tokenizer, text, window, windows)
-    return [torch.tensor(ids, device=model.device) for ids in cut]
+def model_name(model: Any) -> str:
+    """Return what a model is called in rows and recipes."""
+    name = getattr(model, "name_or_path", "") or type(model).__name__
+    return Path(name).name if Path(name).is_dir() else name
 
 
-@contextmanager
-def paged_attention(model: Any) -> Iterator[None]:
-    """Have `model` attend over pages, where it can, and as before afterwards."""
-    before = attention_config(model.config)._attn_implementation
-    use_paged_attention(model)
-    try:
-        yield
-    finally:
-        now = attention_config(model.config)._attn_implementation
-        if now == ATTENTION_NAME and before != now:
-            model.set_attn_implementation(before or "sdpa")
+def check_options(*given: Mapping[str, Any]) -> None:
+    """Raise CacheOptionError for options that a recipe does not hold."""
+    for options in given:
+        check_option_names(options)
+        for name in options:
+            if name not in MEASURED_OPTIONS:
+                raise CacheOptionError(
+                    f"a recipe holds {', '.join(MEASURED_OPTIONS)} beside its formats, got {name}={options[name]!r}"
+                )

@@ -1,13 +1,12 @@
-"""From a study and a budget to a recommendation: the best selection, measured against the uniform formats."""
+"""From a study and a budget to a recommendation: the best selection, judged against the uniform caches on other text."""
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from ...cache.model_shape import decoder_config, signature
+from ...cache.model_shape import decoder_config, recipe_sizes
 from ...config import CacheConfig
 from ...formats import readers_of, value_scheme
 from ...notices import say_once
@@ -15,46 +14,17 @@ from ...recipe import MODEL_SIZES, Recipe
 from ...version import __version__
 from ..rows import versions
 from .cost import Budget, predict_layers
-from .sensitivity import PROTOCOL, Sensitivity
+from .held_out import Comparison, Contestant, compare, measure
+from .recommendation import Recommendation, verdict_of
+from .sensitivity import PROTOCOL
 from .study import Selection, Study
+from .uniform import Uniform, fitting_uniforms, opponents
+from .windows import Windows
 
 RECENT = 32  # newest tokens that a standard variant keeps exact
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """A recipe and what is known about it; KL in nats per token on the calibration text.
-
-    Attributes:
-        recipe: what `cache_config={"recipe": ..}` takes.
-        budget: what was asked for.
-        bits_per_element: stored bits per number, scales included, without the exact tail.
-        bytes_per_token: everything counted, at the context and batch that were asked for.
-        predicted_kl: sum of the sensitivities of what was chosen.
-        measured_kl: of a cache of this recipe.
-        uniform: the best format that fits the budget in all layers, None where none does.
-        uniform_predicted_kl, uniform_kl: its sum, and its measured KL.
-        is_uniform: True where the recipe is that uniform format, because nothing measured better.
-        frontier: (bits per element, predicted KL), the best that there is at every size, smallest first.
-        sensitivities: what was measured (with the first options, where several were tried).
-    """
-
-    recipe: Recipe
-    budget: Budget
-    bits_per_element: float
-    bytes_per_token: float
-    predicted_kl: float
-    measured_kl: float
-    uniform: str | None
-    uniform_predicted_kl: float | None
-    uniform_kl: float | None
-    is_uniform: bool
-    frontier: list[tuple[float, float]]
-    sensitivities: list[Sensitivity]
-
-    def save(self, path: str | Path) -> None:
-        """Write the recipe. Raises OSError where the disk refuses."""
-        self.recipe.save(path)
+OPPONENTS = (
+    3  # uniform caches that are measured on the held-out text: those of the least predicted loss
+)
 
 
 @dataclass(frozen=True)
@@ -64,22 +34,37 @@ class _Candidate:
     kl: float
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """What the held-out text says: the best uniform cache there, and how the recipe compares with it."""
+
+    uniform: Uniform
+    comparison: Comparison | None  # None where the best selection is uniform itself
+    opponents: Mapping[str, float]
+
+
 class Search:
     """Recommends recipes for any budget.
 
     Args:
         study: of the options that the uniform caches have too.
+        held_out: other text, on which a recipe has to beat the uniform caches.
         variants: other options to try, e.g. {"recent_tokens": 32}. They get as many bytes as the study's, exact
             windows included, and its sensitivities scaled. None takes `standard_variants`.
     """
 
-    def __init__(self, study: Study, variants: Sequence[Mapping[str, Any]] | None = None) -> None:
-        self.study = study
+    def __init__(
+        self,
+        study: Study,
+        held_out: Windows,
+        variants: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.study, self.held_out = study, held_out
         variants = standard_variants(study) if variants is None else variants
         self.variants = [study.variant(options) for options in variants]
 
     def recommend(self, budget: object) -> Recommendation:
-        """Return the recipe that loses least within a budget.
+        """Return the recipe that loses least within a budget, or the uniform cache that it does not beat.
 
         Raises: ValueError for a budget that cannot be read, or that nothing fits into, before anything is measured.
         """
@@ -87,32 +72,44 @@ class Search:
         study = self.study
         limit = asked.page_bytes(study.shapes, study.options, study.num_layers, study.serving)
         self._check(asked, limit)
-        uniform = study.best_uniform(limit)
+        total = limit + study.outside_bytes
         found = []
         for one in (study, *self.variants):
-            left = limit + study.outside_bytes - one.outside_bytes
-            chosen = one.best(left) if _least_bytes(one) <= left else None
+            left = total - one.outside_bytes
+            chosen = one.best(left) if one.least_bytes <= left else None
             if chosen is not None:
                 found.append(_Candidate(one, chosen, one.measured(chosen)))
-        plain = None if uniform is None else _Candidate(study, uniform, study.measured(uniform))
-        best = min(found, key=lambda one: one.kl, default=plain)
-        assert best is not None  # _check has seen to it
-        is_uniform = plain is not None and plain.kl <= best.kl
-        if plain is not None and is_uniform:
-            if best.chosen != plain.chosen:
-                say_once(
-                    f"uniform {asked}",
-                    f"kv_hf: no mixed recipe for budget {asked} measured better than {_name_of(plain)} ({best.kl:.3g} "
-                    f"against {plain.kl:.3g}), which is recommended",
-                )
-            best = plain
-        return self._recommendation(asked, best, plain, is_uniform)
+        uniforms = fitting_uniforms([study, *self.variants], total)
+        best = min(found, key=lambda one: one.kl)
+        return self._recommendation(asked, best, self._judge(best, opponents(uniforms, OPPONENTS)))
+
+    def _judge(self, best: _Candidate, uniforms: Sequence[Uniform]) -> _Judged:
+        """Measure the best selection and the uniform caches on the held-out text."""
+        is_one = {name for (_, side), name in best.chosen.items() if side == "keys"}
+        other = {name for (_, side), name in best.chosen.items() if side == "values"}
+        mixed = len(is_one) > 1 or len(other) > 1
+        if not mixed:
+            own = Uniform(best.study, is_one.pop(), other.pop(), best.study.predicted(best.chosen))
+            uniforms = [own, *(one for one in uniforms if one.name != own.name)]
+        plain = [_contestant(one.study, one.chosen) for one in uniforms]
+        contestants = [_contestant(best.study, best.chosen), *plain] if mixed else plain
+        calibration = self.study.calibration
+        found = measure(calibration.model, self.held_out, calibration.prompt_tokens, contestants)
+        theirs = found[1:] if mixed else found
+        means = [sum(kl.sum().item() for kl in one) / sum(map(len, one)) for one in theirs]
+        first = means.index(min(means))
+        return _Judged(
+            uniforms[first],
+            compare(found[0], theirs[first], self.held_out.texts) if mixed else None,
+            {one.name: mean for one, mean in zip(uniforms, means, strict=True)},
+        )
 
     def _check(self, budget: Budget, limit: int) -> None:
         """Raise ValueError where nothing fits."""
-        needs = []
-        for study in (self.study, *self.variants):
-            needs.append(_least_bytes(study) + study.outside_bytes - self.study.outside_bytes)
+        needs = [
+            study.least_bytes + study.outside_bytes - self.study.outside_bytes
+            for study in (self.study, *self.variants)
+        ]
         if limit < min(needs):
             least = 8 * min(needs) / self.study.numbers
             raise ValueError(
@@ -122,45 +119,82 @@ class Search:
 
     @cached_property
     def _model(self) -> dict[str, Any]:
-        sizes = signature(decoder_config(self.study.calibration.model.config))
+        sizes = recipe_sizes(decoder_config(self.study.calibration.model.config))
         found = {name: sizes[name] for name in MODEL_SIZES if sizes[name] is not None}
         return {"name": self.study.facts.get("model", ""), **found}
 
-    def _recommendation(
-        self, budget: Budget, best: _Candidate, plain: _Candidate | None, is_uniform: bool
-    ) -> Recommendation:
-        study, serving = best.study, best.study.serving
-        recipe = study.recipe(best.chosen)
-        report = predict_layers(study.shapes, CacheConfig(recipe=recipe), study.num_layers, serving)
+    def _recommendation(self, budget: Budget, best: _Candidate, judged: _Judged) -> Recommendation:
+        plain, comparison = judged.uniform, judged.comparison
+        is_uniform = comparison is None or not comparison.wins
+        verdict = verdict_of(str(budget), plain.name, comparison)
+        if is_uniform:
+            say_once(f"uniform {budget}", f"kv_hf: {verdict}")
+        plain_kl = plain.study.measured(plain.chosen)
+        study, chosen = (plain.study, plain.chosen) if is_uniform else (best.study, best.chosen)
         figures: dict[str, Any] = {
-            "bits_per_element": 8 * study.page_bytes(best.chosen) / study.numbers,
-            "bytes_per_token": report.per_token,
-            "predicted_kl": study.predicted(best.chosen),
-            "measured_kl": best.kl,
-            "uniform": None if plain is None else _name_of(plain),
-            "uniform_predicted_kl": None if plain is None else self.study.predicted(plain.chosen),
-            "uniform_kl": None if plain is None else plain.kl,
+            **_size(study, chosen),
+            "predicted_kl": plain.predicted if is_uniform else study.predicted(chosen),
+            "measured_kl": plain_kl if is_uniform else best.kl,
+            "uniform": plain.name,
+            "uniform_bytes_per_token": _size(plain.study, plain.chosen)["bytes_per_token"],
+            "uniform_predicted_kl": plain.predicted,
+            "uniform_kl": plain_kl,
+            "is_uniform": is_uniform,
+            "verdict": verdict,
         }
         facts = {
             "budget": str(budget),
             **figures,
-            "bytes_dtype": str(serving.dtype).removeprefix("torch."),
-            "context": serving.context,
-            "batch": serving.batch,
+            **self._facts(study),
+            "held_out": {
+                "texts": list(self.held_out.names),
+                "windows": len(self.held_out.ids),
+                "uniform_kl": dict(judged.opponents),
+                "comparison": None if comparison is None else comparison.to_json(),
+            },
+        }
+        lost = best.study.recipe(best.chosen) if is_uniform and comparison is not None else None
+        points = zip(best.study.frontier.sizes, best.study.frontier.losses, strict=True)
+        return Recommendation(
+            recipe=self._complete(study.recipe(chosen), facts),
+            budget=budget,
+            held_out=comparison,
+            opponents=judged.opponents,
+            rejected=None if lost is None else self._complete(lost, {"verdict": verdict}),
+            frontier=[(8 * int(size) / best.study.numbers, float(loss)) for size, loss in points],
+            sensitivities=self.study.sensitivities,
+            **figures,
+        )
+
+    def _complete(self, recipe: Recipe, facts: Mapping[str, Any]) -> Recipe:
+        return Recipe(recipe.keys, recipe.values, recipe.options, self._model, facts)
+
+    @staticmethod
+    def _facts(study: Study) -> dict[str, Any]:
+        """Return how a recipe came about, for its file."""
+        return {
+            "bytes_dtype": str(study.serving.dtype).removeprefix("torch."),
+            "context": study.serving.context,
+            "batch": study.serving.batch,
             "protocol": PROTOCOL,
             "calibration": {**study.facts, "tokens": study.calibration.tokens},
             "versions": {"kv_hf": __version__, **versions()},
             "date": datetime.date.today().isoformat(),
         }
-        points = zip(study.frontier.sizes, study.frontier.losses, strict=True)
-        return Recommendation(
-            recipe=replace(recipe, model=self._model, facts=facts),
-            budget=budget,
-            is_uniform=is_uniform,
-            frontier=[(8 * int(size) / study.numbers, float(loss)) for size, loss in points],
-            sensitivities=self.study.sensitivities,
-            **figures,
-        )
+
+
+def _contestant(study: Study, chosen: Selection) -> Contestant:
+    return "paged_exact", {"layers": study.layers_of(chosen), **study.options_of(chosen)}
+
+
+def _size(study: Study, chosen: Selection) -> dict[str, float]:
+    """Return the size of a cache, as its memory() counts it."""
+    options = CacheConfig(recipe=study.recipe(chosen))
+    report = predict_layers(study.shapes, options, study.num_layers, study.serving)
+    return {
+        "bits_per_element": 8 * study.page_bytes(chosen) / study.numbers,
+        "bytes_per_token": report.per_token,
+    }
 
 
 def standard_variants(study: Study) -> list[dict[str, Any]]:
@@ -174,7 +208,8 @@ def standard_variants(study: Study) -> list[dict[str, Any]]:
     if exact:
         found.append(exact)
     dims = {shape.value_dim for shape in study.shapes}
-    if any(map(_groups_small, study.choices)) and len(dims) == 1:
+    small = any(map(_groups_small, study.possible))
+    if small and len(dims) == 1:
         sizes = {"key_group_size": options.page_size, "value_group_size": dims.pop()}
         if not set(sizes) & set(given):
             found.append({**exact, **sizes})
@@ -183,13 +218,7 @@ def standard_variants(study: Study) -> list[dict[str, Any]]:
 
 def _groups_small(name: str) -> bool:
     """Say whether the default groups of a format are smaller than a page and a head, and options make them larger."""
+    if name not in readers_of("value_group_size"):
+        return False
     group = value_scheme(name).scale_group
-    return group is not None and group[1] < 0 and name in readers_of("value_group_size")
-
-
-def _least_bytes(study: Study) -> int:
-    return min(study.page_bytes(study.uniform(name)) for name in study.choices)
-
-
-def _name_of(plain: _Candidate) -> str:
-    return f"paged_{next(iter(plain.chosen.values()))}"
+    return group is not None and group[1] < 0

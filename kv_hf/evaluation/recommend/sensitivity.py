@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...formats import format_names
 from ..rows import append_rows, make_row, read_rows
 from .calibration import Calibration
 
 SIDES = ("keys", "values")
+Formats = Mapping[str, tuple[str, ...]]  # side -> formats
 PROTOCOL = "teacher forced, decode semantics; one layer and side stored, all else exact"
 
 
@@ -49,21 +49,28 @@ class CellFile:
     """Finished cells in a JSONL file: a run that was killed goes on where it stopped.
 
     Args:
-        path: the file, or None to keep nothing.
+        path: the file, or None to keep nothing in a file.
         setting: everything that a cell's figure depends on; cells of other settings are passed over.
+        facts: for the rows.
+        found: the KL of cells by their keys, which this process has measured; new ones are added.
     """
 
     def __init__(
-        self, path: Path | None, setting: Mapping[str, Any], facts: Mapping[str, Any]
+        self,
+        path: Path | None,
+        setting: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        found: dict[str, float],
     ) -> None:
         self.path = path
         self.facts = facts
         self.options = setting.get("options") or {}
         self._setting = json.dumps(setting, sort_keys=True, default=str)
         rows = read_rows(path) if path is not None else []
-        self._known = {
-            row["cell"]: row["kl_mean"] for row in rows if row.get("kind") == "sensitivity"
-        }
+        self._known = found
+        self._known.update(
+            {row["cell"]: row["kl_mean"] for row in rows if row.get("kind") == "sensitivity"}
+        )
 
     def key(self, cell: Cell) -> str:
         """Return what a cell of this setting is found by."""
@@ -96,17 +103,6 @@ class CellFile:
         append_rows(self.path, [row])
 
 
-def check_formats(formats: Sequence[str], together: Sequence[str]) -> None:
-    """Raise ValueError for formats that cannot be measured, or none."""
-    values = format_names("values")
-    known = [name for name in format_names("keys") if name in values and name != "exact"]
-    for name in (*formats, *together):
-        if name not in known:
-            raise ValueError(f"formats must be some of {', '.join(known)}, got {name!r}")
-    if not formats:
-        raise ValueError("formats must name at least one format to measure layer by layer")
-
-
 def measure_cells(
     calibration: Calibration,
     wanted: Sequence[Cell],
@@ -125,7 +121,7 @@ def measure_cells(
         progress: called with (layers run, layers to run) before the first cell and after each.
     Raises: ValueError where logits are not finite.
     """
-    done = CellFile(cells, calibration.setting(), facts or {})
+    done = CellFile(cells, calibration.setting(), facts or {}, calibration.found)
     missing = [cell for cell in wanted if done.get(cell) is None]
     work = [calibration.work(min(cell.layers)) for cell in missing]
     progress(0, sum(work))
@@ -143,8 +139,8 @@ def measure_cells(
 def measure_sensitivities(
     calibration: Calibration,
     layers: Sequence[int],
-    formats: Sequence[str],
-    together: Sequence[str] = (),
+    formats: Formats,
+    together: Formats,
     **how: Any,
 ) -> list[Sensitivity]:
     """Measure layers and sides in every format, each alone.
@@ -152,23 +148,27 @@ def measure_sensitivities(
     Args:
         calibration: the model and the texts.
         layers: those that live in pages.
-        formats: those to measure layer by layer; the first of them serves to share out those of `together`.
-        together: formats that hardly lose anything: all layers of a side are measured at once, and the KL is shared
-            out in proportion to what the layers lose in formats[0]. (Both errors go with the square of a scale, so
-            their ratio is much the same in all layers; where nothing is at stake, this is enough.)
+        formats: of each side, those to measure layer by layer; the first of them serves to share out those of
+            `together`.
+        together: of each side, formats that hardly lose anything: all layers of a side are measured at once, and the KL
+            is shared out in proportion to what the layers lose in the first of `formats`. (Both errors go with the square
+            of a scale, so their ratio is much the same in all layers; where nothing is at stake, this is enough.)
         how: cells, measured, facts, progress of `measure_cells`.
-    Raises: ValueError for bad arguments, and where logits are not finite.
+    Raises: ValueError for a side without `formats`, and where logits are not finite.
     """
-    check_formats(formats, together)
-    wanted = [Cell((layer,), side, name) for layer in layers for side in SIDES for name in formats]
-    wanted += [Cell(tuple(layers), side, name) for side in SIDES for name in together]
+    for side in SIDES:
+        if not formats[side]:
+            raise ValueError(
+                f"formats must name at least one format of {side} to measure layer by layer"
+            )
+    alone = [(layer, side, name) for layer in layers for side in SIDES for name in formats[side]]
+    wanted = [Cell((layer,), side, name) for layer, side, name in alone]
+    wanted += [Cell(tuple(layers), side, name) for side in SIDES for name in together[side]]
     found = measure_cells(calibration, wanted, **how)
     return [
         Sensitivity(layer, side, name, found[Cell((layer,), side, name)])
-        for layer in layers
-        for side in SIDES
-        for name in formats
-    ] + _shared_out(layers, formats[0], together, found)
+        for layer, side, name in alone
+    ] + _shared_out(layers, formats, together, found)
 
 
 def scaled(
@@ -198,14 +198,14 @@ def scaled(
 
 
 def _shared_out(
-    numbers: Sequence[int], by: str, together: Sequence[str], found: dict[Cell, float]
+    numbers: Sequence[int], formats: Formats, together: Formats, found: dict[Cell, float]
 ) -> list[Sensitivity]:
-    """Split the KL of all layers of a side among them, in proportion to what they lose in format `by`."""
+    """Split the KL of all layers of a side among them, in proportion to what they lose in the first of `formats`."""
     made = []
     for side in SIDES:
-        each = {layer: found[Cell((layer,), side, by)] for layer in numbers}
+        each = {layer: found[Cell((layer,), side, formats[side][0])] for layer in numbers}
         whole = sum(each.values())
-        for name in together:
+        for name in together[side]:
             kl = found[Cell(tuple(numbers), side, name)]
             for layer in numbers:
                 part = each[layer] / whole if whole else 1 / len(numbers)

@@ -99,7 +99,7 @@ class Neighbours:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.layers = state["layers"]
         self.forget()
-        self._alone = set(state.get("alone", ()))
+        self._alone |= state.get("alone", set())
 
     def forget(self) -> None:
         """Let go of all storages, and of what was made for layers that have not come."""
@@ -111,6 +111,7 @@ class Neighbours:
         """Let the storage of `layer` grow with the others."""
         storage.grow_with(self, layer)
         self.storages[layer] = storage
+        self._alone.discard(layer)
 
     def leave(self, layer: int) -> None:
         """Let the storage of `layer` go: the one that takes its place grows alone."""

@@ -145,7 +145,7 @@ class StaticPagedLayer(CacheLayerMixin):
             self._check_traceable(key_states)
         if self.store is None or (not compiling and self._outgrown(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
-        elif not compiling and not self.table.started:
+        elif not compiling and self._holds_nothing:
             self._check_prompt(key_states, value_states)
         store, table = self.store, self.table
         assert store is not None
@@ -292,13 +292,16 @@ class StaticPagedLayer(CacheLayerMixin):
         """Return a value that differs after every change of this layer; a compiled step changes the length that Python knows."""
         return self._changes, self.table.known_columns
 
+    @property
+    def _holds_nothing(self) -> bool:
+        """Whether no text has come, or its first tokens come now: behind layer 0 the step in progress has started the table."""
+        return not self.table.started or (self.layer_idx > 0 and self.table.was_empty)
+
     def _outgrown(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether an empty layer must make its tensors anew: a reset cache takes any batch."""
         assert self.store is not None
-        # behind layer 0 the step in progress has started the table
-        empty = not self.table.started or (self.layer_idx > 0 and self.table.was_empty)
         fits = self.batch_size == keys.shape[0] and self.store.base.fits(keys, values)
-        return empty and not fits
+        return self._holds_nothing and not fits
 
     def _check_traceable(self, keys: torch.Tensor) -> None:
         """Raise CacheOptionError where attention could not read hollow tensors.

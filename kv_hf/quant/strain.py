@@ -79,8 +79,10 @@ class Sample:
         pages = self.pages[side]
         own, scale = _damage(pages, one)
         own = self._mean(own)
-        if scale is None or not bool((scale.abs() < SMALLEST_SCALE).any()):
-            return Strain(own.amax().item(), 1.0)
+        smallest = own.new_ones(()) if scale is None else scale.abs().amin().float()
+        found, least = torch.stack([own.amax(), smallest]).tolist()  # one wait for both
+        if least >= SMALLEST_SCALE:
+            return Strain(found, 1.0)
         # a power of two changes no digit; the largest number becomes one of 16 to 32
         ordinary = pages * torch.exp2(4 - self.sizes[side].log2().floor())[:, None, None, None]
         level = self._mean(_damage(ordinary, one)[0])

@@ -146,7 +146,11 @@ def test_widening_is_said_once_with_layer_and_reason():
         divergence(model, cache_of())
         divergence(model, cache_of())
     (warning,) = [str(one.message) for one in said if "wider" in str(one.message)]
-    assert "Layer 0" in warning and "values int4 -> fp8" in warning and "channels far larger" in warning
+    assert (
+        "Layer 0" in warning
+        and "values int4 -> fp8" in warning
+        and "channels far larger" in warning
+    )
 
 
 def test_widened_layers_are_counted_and_reported():
@@ -198,16 +202,17 @@ def test_pages_that_are_there_are_encoded_again():
     spread = before[:, :, early].abs().amax(-1, keepdim=True)
     assert ((dense - before)[:, :, early].abs() <= spread / 8).all()  # fp8 rounds what int4 gave
     assert torch.equal(held.paged_layers[1].keys, narrow.paged_layers[1].keys)
+    exact = cache_of("paged_exact")
+    two_faced(exact, ids)
+    found, kept = (damage(one, exact) for one in (held, narrow))
+    assert found.max() < 0.05 and kept[:, 0].max() > 5
+
+
+def damage(held, exact):
+    """Return the error of layer 1's values in the two pages behind the prompt, over their power, [rows, heads, channels]."""
     late = slice(PROMPT, PROMPT + 2 * PAGE)
-    model_values = reference_values(ids, PROMPT)[:, :, late]
-    error = (dense[:, :, late] - model_values).square().mean()
-    assert error < 0.01 * (before[:, :, late] - model_values).square().mean()
-
-
-def reference_values(ids, switch):
-    held = cache_of("paged_exact")
-    two_faced(held, ids, switch)
-    return held.paged_layers[1].values
+    values, expected = (one.paged_layers[1].values[:, :, late] for one in (held, exact))
+    return (values - expected).square().mean(2) / expected.square().mean(2)
 
 
 def test_copies_follow_when_one_of_them_widens():
@@ -254,7 +259,8 @@ def test_widened_caches_pickle_and_save(tmp_path):
     for one in (loaded, read):
         assert formats_of(one) == formats_of(held)
         torch.testing.assert_close(fed(loud(), one, more), expected, rtol=0, atol=1e-5)
-        assert same_pages(one, held)
+        for mine, theirs in zip(one.paged_layers, held.paged_layers, strict=True):
+            assert torch.equal(mine.values, theirs.values)
 
 
 def test_a_state_goes_to_a_preallocated_cache_with_its_formats():
@@ -275,9 +281,11 @@ def test_ragged_rows_are_widened_alike():
     mask[0, :70] = 0
     ids[0, :70] = 0
     options = {"max_new_tokens": 80, "do_sample": False, "return_dict_in_generate": True}
-    found = loud().generate(
-        input_ids=ids, attention_mask=mask, cache_implementation="paged_int4", **options
-    ).past_key_values
+    found = (
+        loud()
+        .generate(input_ids=ids, attention_mask=mask, cache_implementation="paged_int4", **options)
+        .past_key_values
+    )
     found.check_integrity()
     assert formats_of(found) == [("int4", "int4"), ("int4", "fp8")]
 
@@ -323,7 +331,7 @@ def test_caches_of_one_store_in_threads_read_what_they_wrote():
     for row in range(4):
         alone = cache_of("paged_exact")
         two_faced(alone, ids[row : row + 1])
-        expected.append(alone.paged_layers[1].values)
+        expected.append(alone)
 
     def work(row):
         two_faced(caches[row], ids[row : row + 1])
@@ -333,13 +341,10 @@ def test_caches_of_one_store_in_threads_read_what_they_wrote():
         thread.start()
     for thread in threads:
         thread.join()
-    late = slice(PROMPT, PROMPT + 2 * PAGE)
-    for one, values in zip(caches, expected, strict=True):
+    for one, exact in zip(caches, expected, strict=True):
         one.check_integrity()
         assert widened(one) == [1]
-        found = one.paged_layers[1].values[:, :, late]
-        error = (found - values[:, :, late]).square().mean(2) / values[:, :, late].square().mean(2)
-        assert error.max() < 0.01
+        assert damage(one, exact).max() < 0.05
 
 
 def test_a_preallocated_cache_is_widened_at_its_first_prompt():
@@ -352,14 +357,18 @@ def test_a_preallocated_cache_that_was_made_before_says_why_it_stays():
     held = cache_of(max_length=512)
     fed(plain(), held, words(2, 100), 300)
     held.reset()
-    with pytest.warns(kv_hf.KVCacheWarning, match="Layer 1 .* keeps values int4: its tensors were made"):
+    with pytest.warns(
+        kv_hf.KVCacheWarning, match="Layer 1 .* keeps values int4: its tensors were made"
+    ):
         fed(loud(), held, words(2, PROMPT + 10), 300)
     assert widened(held) == []
 
 
 def test_offloaded_pages_say_why_they_stay():
     held = cache_of(offload="disk", device_pages=64)
-    with pytest.warns(kv_hf.KVCacheWarning, match="keeps values int4: its pages may leave the device"):
+    with pytest.warns(
+        kv_hf.KVCacheWarning, match="keeps values int4: its pages may leave the device"
+    ):
         fed(loud(), held, words(2, PROMPT + 10), 300)
     assert widened(held) == []
 

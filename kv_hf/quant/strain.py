@@ -21,6 +21,7 @@ DEAD = 1e-10  # of the largest channel's power: channels below it hold nothing t
 FLOOR = 2.0**-20  # of a key channel's squared mean: fp16 offsets keep no more of a constant
 VARIED = 3.0  # different tokens that a page must hold to count
 SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal  # below it scales lose digits
+SMALLEST_SHARE = 1e-12  # of a token's power: errors below it are those of fp32
 NORMAL_PAGES = 64  # pages of random numbers, for the damage that a format does to any page
 
 
@@ -30,8 +31,9 @@ class Strain:
 
     Attributes:
         level: mean damage of a head's channels while the pages have numbers of ordinary size.
-        shrinkage: damage of the pages as they are over `level`. Above 1 the numbers are so small that 16-bit scales lose
-            digits, or become zero.
+        shrinkage: errors of the pages as they are over those while their numbers are of ordinary size, token by token
+            relative to the token. Above 1 numbers are so small that 16-bit scales lose digits, or become zero. Tokens with
+            small keys or values do first; attention may well be on those.
     """
 
     level: float
@@ -77,17 +79,20 @@ class Sample:
         if one.scheme.is_exact:
             return NONE
         pages = self.pages[side]
-        own, scale = _damage(pages, one)
-        own = self._mean(own)
+        fields, _ = encode(pages, one)
+        noise = _noise(fields, pages, one)
+        own, scale = self._mean(_of_channels(noise, pages, one)), fields.get("scale")
         smallest = own.new_ones(()) if scale is None else scale.abs().amin().float()
         found, least = torch.stack([own.amax(), smallest]).tolist()  # one wait for both
         if least >= SMALLEST_SCALE:
             return Strain(found, 1.0)
         # a power of two changes no digit; the largest number becomes one of 16 to 32
         ordinary = pages * torch.exp2(4 - self.sizes[side].log2().floor())[:, None, None, None]
-        level = self._mean(_damage(ordinary, one)[0])
-        grown = own / level.clamp(min=usual_damage(one))
-        return Strain(*torch.stack([level.amax(), grown.amax()]).tolist())
+        usual = _noise(encode(ordinary, one)[0], ordinary, one)
+        level = self._mean(_of_channels(usual, ordinary, one))
+        shares = (self._mean(_of_tokens(*pair)) for pair in ((noise, pages), (usual, ordinary)))
+        small, large = (share.clamp(min=SMALLEST_SHARE) for share in shares)
+        return Strain(*torch.stack([level.amax(), (small / large).amax()]).tolist())
 
     def _mean(self, damage: torch.Tensor) -> torch.Tensor:
         """Return the mean over the pages that count, [num_kv_heads]."""
@@ -108,20 +113,31 @@ def _usual_damage(name: str, scheme: Scheme, head_dim: int, page_size: int) -> f
         sizes = (NORMAL_PAGES, 1, page_size, head_dim)
         numbers = torch.randn(sizes, generator=generator, dtype=torch.float32)
         side = SideSpec(name, scheme, 1, head_dim, page_size, torch.float32, ROWS)
-        return _damage(numbers, side)[0].mean().item()
+        noise = _noise(encode(numbers, side)[0], numbers, side)
+        return _of_channels(noise, numbers, side).mean().item()
 
 
-def _damage(pages: torch.Tensor, side: SideSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the mean damage of a head's channels, [pages, num_kv_heads], and the scales that did it."""
-    fields, _ = encode(pages, side)
-    noise = (decode(fields, side, torch.float32) - pages).square().mean(2)
+def _noise(fields: dict[str, torch.Tensor], pages: torch.Tensor, side: SideSpec) -> torch.Tensor:
+    """Return the squares of the errors of encoded pages, [n, num_kv_heads, page_size, head_dim]."""
+    return (decode(fields, side, torch.float32) - pages).square()
+
+
+def _of_tokens(noise: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Return the mean over tokens of their noise over their power, [n, num_kv_heads]."""
+    power = pages.square().mean(3)
+    return (noise.mean(3) / power.where(power > 0, 1.0)).clamp(max=CAP).mean(2)
+
+
+def _of_channels(noise: torch.Tensor, pages: torch.Tensor, side: SideSpec) -> torch.Tensor:
+    """Return the mean damage of a head's channels, [n, num_kv_heads]."""
+    noise = noise.mean(2)
     power = pages.square().mean(2)
     if side.side == "keys":  # a constant of all keys shifts all scores alike
         shared = pages.mean(2).square()
         power = (power - shared).clamp(min=0) + FLOOR * shared
     alive = power > DEAD * power.amax(-1, keepdim=True)
     damage = (noise / power.where(alive, 1.0)).clamp(max=CAP) * alive
-    return damage.sum(-1) / alive.sum(-1).clamp(min=1), fields.get("scale")
+    return damage.sum(-1) / alive.sum(-1).clamp(min=1)
 
 
 def _different_tokens(pages: torch.Tensor) -> torch.Tensor:

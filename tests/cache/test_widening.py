@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from nf4_format import NF4
 from stressed_models import all_values, key_bias, key_pairs, stressed, value_channel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -142,7 +143,8 @@ def test_widen_never_keeps_the_formats_and_their_divergence(stress, name, least)
 def test_widening_is_said_once_with_layer_and_reason():
     forget()
     model = stressed(plain(), value_channel(100))
-    with pytest.warns(kv_hf.KVCacheWarning) as said:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", kv_hf.KVCacheWarning)
         divergence(model, cache_of())
         divergence(model, cache_of())
     (warning,) = [str(one.message) for one in said if "wider" in str(one.message)]
@@ -409,3 +411,31 @@ def test_latents_and_exact_pages_are_not_watched():
     held = cache_of("paged_exact")
     fed(loud(), held, words(1, 100), 300)
     assert all(layer.store.widening is None for layer in held.paged_layers)
+
+
+def test_layers_that_grow_in_blocks_let_a_widened_one_go(monkeypatch):
+    """On a GPU layers of one format share an allocation: the widened layer grows alone, the others without it."""
+    monkeypatch.setattr("kv_hf.pages.blocks.in_blocks", lambda device: True)
+    ids = words(2, PROMPT + 6 * PAGE)
+    held, alone = cache_of(), cache_of(layers={"1": {"keys": "int4", "values": "fp8"}})
+    for one in (held, alone):
+        fed(loud(), one, ids[:, :PROMPT], 300)
+        fed(loud(), one, ids[:, PROMPT:], 32)
+        one.check_integrity()
+    assert formats_of(held) == formats_of(alone)
+    for mine, theirs in zip(held.paged_layers, alone.paged_layers, strict=True):
+        assert torch.equal(mine.values, theirs.values)
+        assert mine.storage.capacity == theirs.storage.capacity
+
+
+def test_a_registered_format_is_watched_as_well():
+    kv_hf.register_format(NF4)
+    try:
+        held = cache_of("paged_nf4")
+        fed(loud(), held, words(2, PROMPT + 10), 300)
+        calm = cache_of("paged_nf4")
+        fed(plain(), calm, words(2, PROMPT + 10), 300)
+    finally:
+        kv_hf.unregister_format("nf4")
+    assert widened(calm) == []
+    assert formats_of(held) == [("nf4", "nf4"), ("nf4", "fp8")]

@@ -52,6 +52,10 @@ class Widening:
         self._sealings += 1
         return self._sealings >= self._next
 
+    def looked(self) -> None:
+        """Note that the pages of this sealing have said enough: the next ones are looked at after as many sealings again."""
+        self._next = 2 * self._sealings
+
     def widen(self, pages: PageStorage, kernel: Backend, jobs: SealJobs, tokens: Pair) -> bool:
         """Give the layer wider pages where those of `jobs` need them, under the storage's lock; say whether it did.
 
@@ -66,7 +70,7 @@ class Widening:
         sample = sample_of(tokens, places, self.asked.page_size)
         if not sample.says_something:
             return False
-        self._next = 2 * self._sealings
+        self.looked()
         formats = WiderFormats(self.asked, kernel.name, pages.device)
         wider = formats.choose(sample, pages.spec, pages.wider)
         if wider is None:

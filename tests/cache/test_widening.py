@@ -13,6 +13,7 @@ from stressed_models import all_values, key_bias, key_pairs, stressed, value_cha
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kv_hf
+from kv_hf.cache.widening import Widening
 from kv_hf.notices import forget
 from kv_hf.spec import predict_memory
 
@@ -439,3 +440,36 @@ def test_a_registered_format_is_watched_as_well():
         kv_hf.unregister_format("nf4")
     assert widened(calm) == []
     assert formats_of(held) == [("nf4", "nf4"), ("nf4", "fp8")]
+
+
+class Elsewhere:
+    """Stands for `pages.moved` on a device whose answers make the host wait."""
+
+    @staticmethod
+    def is_host(device):
+        return False
+
+
+def test_other_devices_are_asked_about_prompts_alone(monkeypatch):
+    monkeypatch.setattr("kv_hf.cache.widening.moved", Elsewhere)
+    ids = words(2, PROMPT + 2 * PAGE)
+    prompted, stepped = cache_of(), cache_of()
+    fed(loud(), prompted, ids, 300)
+    assert widened(prompted) == [1]
+
+    def fail(*_):
+        raise AssertionError("a decode step waited for an answer")
+
+    monkeypatch.setattr("kv_hf.cache.widening.sample_of", fail)
+    fed(loud(), stepped, ids, 16)
+    assert widened(stepped) == []
+
+
+def test_sealings_are_looked_at_ever_more_seldom():
+    watch = Widening(0, cache_of().paged_layers[0].formats, None)
+    looked = []
+    for sealing in range(1, 40):
+        if watch.is_due(torch.device("cpu"), 1):
+            looked.append(sealing)
+            watch.looked()
+    assert looked == [1, 2, 4, 8, 16, 32]

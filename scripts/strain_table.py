@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from measure.models.packaged import resolve_model
@@ -58,7 +59,7 @@ def first_and_last_pages(
     model: torch.nn.Module, ids: torch.Tensor
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return, for each layer, two pages of keys and of values, [2, heads, page, dim], of a text of tokens [1, n]."""
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     model(ids, past_key_values=cache, logits_to_keep=1)
     last = SINKS + (ids.shape[1] - SINKS) // PAGE * PAGE - PAGE
     return [

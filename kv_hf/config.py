@@ -35,6 +35,7 @@ CROSS_ATTENTION_CHOICES = ("exact", "same")
 OFFLOAD_CHOICES = ("cpu", "disk")
 MLA_CHOICES = ("auto", "absorb", "expand")
 GRAPH_CHOICES = ("auto", "always", "never")
+WIDEN_CHOICES = ("auto", "never")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class CacheConfig:
             except beside fp8_ds_mla.
         mla: "auto" attends to latents themselves in a decode step (absorbed) where the model allows it, and says why
             where it does not; "absorb" raises there; "expand" computes keys and values of all tokens, as transformers.
+        widen: "auto" gives the keys or values of a layer a wider format if the one above loses far more of them than of
+            ordinary numbers (docs/formats.md), and says so once; "never" keeps the formats.
         recipe: path of a recipe (docs/recipes.md), or its contents: it decides keys, values and layers, and the sizes
             that it was measured with. Held as a kv_hf.recipe.Recipe.
     """
@@ -106,6 +109,7 @@ class CacheConfig:
     latent_group_size: int | None = None
     k_rope: str | None = None
     mla: str = "auto"
+    widen: str = "auto"
     recipe: Any = None
 
     def __post_init__(self) -> None:
@@ -116,6 +120,7 @@ class CacheConfig:
         check_choice("attention", self.attention, ATTENTION_CHOICES)
         check_choice("kernel", self.kernel, kernel_choices())
         check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
+        check_choice("widen", self.widen, WIDEN_CHOICES)
         check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
         self._check_latent()
         check_int("page_size", self.page_size, 16, MOST_PAGE_SIZE)

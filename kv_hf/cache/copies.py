@@ -11,7 +11,7 @@ from ..pages.group_state import held_pages
 from .base import CacheBase
 from .layer import PagedLayer
 from .report import tensor_bytes
-from .state import CacheState, LayerPages, LayerState, LiveTensors, portable
+from .state import CacheState, LayerPages, LayerState, LiveTensors, portable, with_wider
 
 
 def release_pages(layers: Sequence[Any]) -> None:
@@ -37,7 +37,8 @@ class Copyable(CacheBase):
         The exact windows are copied. Both caches draw new pages from one pool: `max_pages` bounds them together.
         """
         own = ("options", "_config", "_attention_config")
-        shared = (*self.arena.shared_parts(), *(getattr(self, name) for name in own))
+        pages = [layer.storage for layer in self.paged_layers if layer.storage is not None]
+        shared = (*self.arena.shared_parts(), *pages, *(getattr(self, name) for name in own))
         memo.update((id(part), part) for part in shared)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -64,7 +65,7 @@ class Copyable(CacheBase):
         held = {layer.layer_idx: layer for layer in self.paged_layers}
         pages = {id(group): held_pages(group.rows) for group in self.groups}
         return CacheState(
-            portable(self.options),
+            with_wider(portable(self.options), self.paged_layers),
             self.model_signature,
             tuple(group.state() for group in self.groups),
             tuple(

@@ -79,7 +79,7 @@ class PagedLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = self.formats.spec_of(key_states, value_states)
         pages = self.arena.storage(self.layer_idx, spec, self.device, self.group)
-        store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
+        store = LayerStore.of(self, pages)
         self.is_initialized = True
         self._take(store)
 
@@ -223,7 +223,7 @@ class PagedLayer(DynamicLayer):
     @property
     def spec(self) -> PageSpec | None:
         """Shapes and formats of this layer's pages; None before the first keys."""
-        return self.store.spec if self.store else None
+        return self.store.pages.spec if self.store else None
 
     @property
     def storage(self) -> PageStorage | None:
@@ -257,9 +257,9 @@ class PagedLayer(DynamicLayer):
             seen: columns that the layer then has seen.
         """
         self.group.touch()
-        pages = self.arena.storages[self.layer_idx]
+        pages = self.arena.storages[self.layer_idx].newest
         self.dtype, self.device = pages.spec.keys.dtype, pages.device
-        store = LayerStore(self.layer_idx, pages, self.group.sink_tokens, self.kernel)
+        store = LayerStore.of(self, pages)
         for side, window in enumerate(store.residuals):
             window.begin([None if one is None else one[side] for one in sinks], self.group.slots)
         self.is_initialized = True

@@ -1,6 +1,7 @@
 """The formats of one layer: of its keys and values, or of its latents and RoPE keys."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from ..backends.registry import layout_for
 from ..config import CacheConfig
 from ..errors import CacheOptionError
-from ..formats import Scheme, k_rope_scheme
+from ..formats import Scheme, k_rope_scheme, key_scheme, value_scheme
 from ..spec import ROWS, PageSpec
 
 
@@ -22,6 +23,8 @@ class LayerFormats:
         rank: kv_lora_rank of a layer with multi-head latent attention (MLA), None of any other.
         latent: format of its latents.
         k_rope: name of the format of the RoPE keys beside them.
+        key_group_size, value_group_size: as in CacheConfig, for formats in place of those of `keys` and `values`.
+        widen: as in CacheConfig.
     """
 
     keys: Scheme
@@ -30,6 +33,9 @@ class LayerFormats:
     rank: int | None = None
     latent: Scheme | None = None
     k_rope: str = "exact"
+    key_group_size: int | None = None
+    value_group_size: int | None = None
+    widen: str = "auto"
 
     @classmethod
     def of(
@@ -38,7 +44,14 @@ class LayerFormats:
         """Return what `options` say about a layer. Raises CacheOptionError where they do not fit it."""
         keys, values = options.schemes(layer_idx, num_layers)
         if rank is None:
-            return cls(keys, values, options.page_size)
+            return cls(
+                keys,
+                values,
+                options.page_size,
+                key_group_size=options.key_group_size,
+                value_group_size=options.value_group_size,
+                widen=options.widen,
+            )
         if options.value_group_size is not None:
             raise CacheOptionError(
                 f"value_group_size={options.value_group_size}: a model with latent attention stores no values; its latents "
@@ -83,6 +96,29 @@ class LayerFormats:
             page_size=self.page_size,
             dtype=dtype,
             value_dtype=value_dtype,
+            layout=layout,
+        )
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether a side may get a wider format: latents keep theirs, and nothing is wider than exact."""
+        exact = self.keys.is_exact and self.values.is_exact
+        return self.widen == "auto" and self.latent is None and not exact
+
+    def widened_spec(self, names: Mapping[str, str], like: PageSpec, layout: str) -> PageSpec:
+        """Return `spec` with other formats for some sides ("keys", "values"), and the sizes and dtypes of `like`."""
+        made = self
+        if "keys" in names:
+            made = replace(made, keys=key_scheme(names["keys"], self.key_group_size))
+        if "values" in names:
+            made = replace(made, values=value_scheme(names["values"], self.value_group_size))
+        keys, values = like.sides
+        return made.spec(
+            num_kv_heads=keys.num_kv_heads,
+            key_dim=keys.head_dim,
+            value_dim=values.head_dim,
+            dtype=keys.dtype,
+            value_dtype=values.dtype,
             layout=layout,
         )
 

@@ -30,6 +30,7 @@ _FORMAT = (
     "latent",
     "latent_group_size",
     "k_rope",
+    "widen",
 )
 
 
@@ -279,7 +280,7 @@ class PrefixStore:
                 f"{['no list' if length < 0 else length for length in lengths]}"
             )
         with tree.pool.lock:
-            page_bytes = sum(storage.spec.page_bytes for storage in self.arena.storages.values())
+            page_bytes = sum(spec.page_bytes for spec in self.arena.specs())
             for index, tokens in enumerate(rows):
                 pages = held_rows[index].pages
                 nodes = tree.add(space, tokens, pages, partial(cache.sinks_of, index))
@@ -311,7 +312,7 @@ class PrefixStore:
         pages = size = evictions = 0
         if self._tree is not None:
             with self._tree.pool.lock:
-                specs = [storage.spec for storage in self.arena.storages.values()]
+                specs = self.arena.specs()
                 pages, evictions = self._tree.num_pages, self._tree.evictions
                 size = pages * sum(spec.page_bytes for spec in specs)
                 sinks = sum(spec.window_bytes(1, self._tree.sink_tokens) for spec in specs)

@@ -22,7 +22,7 @@ class LayerReport:
             as "..., sliding window of N" and ", offloaded" while the pages live outside of the
             device, or the name of transformers' layer class.
         keys, values: formats, None for layers of transformers.
-        reason: why the layer is not paged, else None.
+        reason: why the layer is not paged, or why its formats are wider than those asked for; else None.
     """
 
     layer_idx: int
@@ -37,12 +37,11 @@ def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[Lay
     rows = []
     for index, layer in enumerate(layers):
         if isinstance(layer, PagedLayer):
-            keys, values = layer.formats.names
             window = layer.window
             kind = layer.kind if window is None else f"{layer.kind}, sliding window of {window}"
             if layer.storage is not None and layer.storage.offloaded_bytes:
                 kind += ", offloaded"
-            rows.append(LayerReport(index, kind, keys, values, None))
+            rows.append(LayerReport(index, kind, *held_formats(layer)))
         else:
             kind = type(layer).__name__
             reason = reasons.get(index) or (
@@ -50,6 +49,16 @@ def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[Lay
             )
             rows.append(LayerReport(index, kind, None, None, reason))
     return rows
+
+
+def held_formats(layer: Any) -> tuple[str, str, str | None]:
+    """Return the formats of a paged layer, and why they are wider than those asked for, else None."""
+    keys, values = layer.formats.names
+    wider = layer.storage.wider if layer.storage is not None else None
+    if wider is None:
+        return keys, values, None
+    held = {"keys": keys, "values": values, **wider.formats}
+    return held["keys"], held["values"], "; ".join(wider.reasons.values())
 
 
 def measure_memory(layers: Sequence[Any], groups: Sequence[PageGroup]) -> MemoryReport:

@@ -123,6 +123,17 @@ def portable(options: CacheConfig) -> CacheConfig:
     return replace(options, **nothing)
 
 
+def with_wider(options: CacheConfig, layers: Sequence[Any]) -> CacheConfig:
+    """Return options by which the layers have the formats that their pages have (widening.py) without any widening."""
+    overrides = dict(options.layers or {})
+    for layer in layers:
+        if layer.storage is not None and layer.storage.wider is not None:
+            keys, values = (side.scheme.name for side in layer.spec.sides)
+            overrides.pop(str(layer.layer_idx), None)  # the last override of a layer holds
+            overrides[str(layer.layer_idx)] = {"keys": keys, "values": values}
+    return replace(options, layers=overrides) if overrides else options
+
+
 def in_rows(spec: PageSpec) -> PageSpec:
     """Return the same pages in layout ROWS."""
     return PageSpec(replace(spec.keys, layout=ROWS), replace(spec.values, layout=ROWS))

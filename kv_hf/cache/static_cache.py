@@ -19,8 +19,8 @@ from ..spec import MemoryReport
 from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
 from .model_shape import latent_rank, page_sizes, recipe_sizes
-from .report import LayerReport
-from .state import CacheState, LayerPages, LayerState, LiveTensors, portable
+from .report import LayerReport, held_formats
+from .state import CacheState, LayerPages, LayerState, LiveTensors, portable, with_wider
 from .static_layer import StaticPagedLayer, refused
 from .static_store import check_static_kernel
 
@@ -93,7 +93,7 @@ class StaticPagedCache(CacheBase):
             for page in table.block_table[row, :held].tolist()
         ]
         return CacheState(
-            portable(self.options),
+            with_wider(portable(self.options), self.paged_layers),
             self.model_signature,
             (table.state(),),
             tuple(
@@ -219,7 +219,7 @@ class StaticPagedCache(CacheBase):
         """Return, for each layer, how it is cached."""
         rows = []
         for layer in self.paged_layers:
-            rows.append(LayerReport(layer.layer_idx, "paged", *layer.formats.names, None))
+            rows.append(LayerReport(layer.layer_idx, "paged", *held_formats(layer)))
         return rows
 
     def check_integrity(self) -> None:

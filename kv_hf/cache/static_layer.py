@@ -20,11 +20,13 @@ from ..pages.group_state import GroupState
 from ..pages.persistent import persistent_tensors
 from ..pages.static_table import WORKING, StaticTable
 from ..pages.storage import PageStorage
+from ..pages.widened import Wider
 from ..spec import PageSpec
 from .layer_formats import LayerFormats
 from .residual import Residual
 from .state import LayerState, StateTensors
 from .static_store import StaticStore
+from .widening import NO_MEMORY, say_kept, say_widened, wider_for_prompt
 
 MAKES_TENSORS = (
     "the first forward of a cache with max_length makes its tensors: run the prompt without torch.compile, or call "
@@ -87,6 +89,7 @@ class StaticPagedLayer(CacheLayerMixin):
         rows, device = key_states.shape[0], key_states.device
         self.store = None  # of another batch size than the table, should this be stopped half-way
         spec = self.formats.spec_of(key_states, value_states)
+        wider = wider_for_prompt(self.formats, self.kernel, spec, (key_states, value_states))
         if self.layer_idx == 0:
             with persistent_tensors():
                 self.table.allocate(rows, device)
@@ -95,13 +98,39 @@ class StaticPagedLayer(CacheLayerMixin):
                 f"a cache with max_length lives on one device; layer 0 is on {self.table.seen.device}, layer "
                 f"{self.layer_idx} on {device}"
             )
-        store = StaticStore(self.layer_idx, spec, self.table, self.kernel)
+        store = self._new_store(spec, wider)
         self.dtype, self.device, self.batch_size = key_states.dtype, device, rows
         shared = (*self.table.tensors, self.table.flag.tensor) if self.layer_idx == 0 else ()
         for tensor in (*store.tensors, *shared):
             torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
         self.store = store
+
+    def _new_store(self, spec: PageSpec, wider: Wider | None) -> StaticStore:
+        """Make the tensors for pages of `spec`, or of the formats of `wider` where there is memory for them."""
+        if wider is not None:
+            wide = self.formats.widened_spec(wider.formats, spec, spec.keys.layout)
+            try:
+                store = StaticStore(self.layer_idx, wide, self.table, self.kernel)
+            except (torch.OutOfMemoryError, MemoryError):
+                say_kept(self.layer_idx, wider, NO_MEMORY)
+            else:
+                store.base.pages.became(spec, wider)
+                say_widened(self.layer_idx, wider)
+                return store
+        return StaticStore(self.layer_idx, spec, self.table, self.kernel)
+
+    def _check_prompt(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Say where pages that were made before the first prompt are too narrow for it: their addresses are fixed."""
+        assert self.store is not None
+        spec = self.store.base.spec
+        wider = wider_for_prompt(self.formats, self.kernel, spec, (keys, values))
+        if wider is not None:
+            say_kept(
+                self.layer_idx,
+                wider,
+                "its tensors were made before the text came, and stay where they are",
+            )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -121,6 +150,8 @@ class StaticPagedLayer(CacheLayerMixin):
             self._check_traceable(key_states)
         if self.store is None or (not compiling and self._outgrown(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
+        elif not compiling and self._holds_nothing:
+            self._check_prompt(key_states, value_states)
         store, table = self.store, self.table
         assert store is not None
         store.base.check(key_states, value_states)
@@ -266,13 +297,16 @@ class StaticPagedLayer(CacheLayerMixin):
         """Return a value that differs after every change of this layer; a compiled step changes the length that Python knows."""
         return self._changes, self.table.known_columns
 
+    @property
+    def _holds_nothing(self) -> bool:
+        """Whether no text has come, or its first tokens come now: behind layer 0 the step in progress has started the table."""
+        return not self.table.started or (self.layer_idx > 0 and self.table.was_empty)
+
     def _outgrown(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether an empty layer must make its tensors anew: a reset cache takes any batch."""
         assert self.store is not None
-        # behind layer 0 the step in progress has started the table
-        empty = not self.table.started or (self.layer_idx > 0 and self.table.was_empty)
         fits = self.batch_size == keys.shape[0] and self.store.base.fits(keys, values)
-        return empty and not fits
+        return self._holds_nothing and not fits
 
     def _check_traceable(self, keys: torch.Tensor) -> None:
         """Raise CacheOptionError where attention could not read hollow tensors.

@@ -1,5 +1,7 @@
 """The tensors of one layer: sealed pages and exact windows, moved along by the steps of its group."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from ..pages.storage import PageStorage, Pair
 from ..spec import page_capacity
 from .residual import Residual
 from .state import StateTensors, codes_from_rows
+from .widening import Widening
 
 _NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
@@ -27,6 +30,9 @@ class LayerStore:
         sink_tokens: slots at the front of the windows that are never sealed.
         pages: storage of the sealed pages, which other caches may share.
         kernel: CacheConfig.kernel. Raises CacheOptionError when that one cannot run on these pages.
+        widening: gives the layer wider pages where its formats are too narrow; None: it keeps them.
+    Attributes:
+        spec: of the pages; another one from the moment on at which some cache that shares them widens them.
     """
 
     def __init__(
@@ -35,12 +41,14 @@ class LayerStore:
         pages: PageStorage,
         sink_tokens: int,
         kernel: str = "auto",
+        widening: Widening | None = None,
     ) -> None:
         self.spec, self.device = spec, device = pages.spec, pages.device
         self.asked_kernel = kernel
+        self.widening = widening
         self.kernel = choose(kernel, device, spec)
         self.layer_idx = layer_idx
-        self.pages = pages
+        self._pages = pages
         self.sink_tokens = sink_tokens
         self.launches: dict[Any, Any] = {}
         self._checked: tuple[Any, ...] = ()  # shapes, dtypes and devices that were found to fit
@@ -52,9 +60,16 @@ class LayerStore:
                 (), dtype=torch.uint8, device=device
             )  # 1: numbers were made finite
 
+    @classmethod
+    def of(cls, layer: Any, pages: PageStorage) -> "LayerStore":
+        """Return the tensors of a PagedLayer with these pages, watched as the layer's formats say."""
+        watch = Widening.of(layer.layer_idx, layer.formats, layer.arena)
+        return cls(layer.layer_idx, pages, layer.group.sink_tokens, layer.kernel, watch)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave the chosen kernel out: where a pickled cache is read, another one may be the best."""
         left_out = ("kernel", "launches", "_checked", "_fitted")
+        self._follow()
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**state, "at_home": self.residuals[0].tokens.device == self.device}
 
@@ -65,6 +80,31 @@ class LayerStore:
         if at_home:
             self.device = self.residuals[0].tokens.device
         self.kernel = choose(self.asked_kernel, self.device, self.spec)
+
+    @property
+    def pages(self) -> PageStorage:
+        """Storage of the sealed pages."""
+        if self._pages.successor is not None:
+            self._follow()
+        return self._pages
+
+    def _follow(self) -> None:
+        """Go on with the storage that took this one's pages over, where one did."""
+        if self._pages.successor is not None:
+            self._pages = self._pages.newest
+            self.spec, self.launches, self._checked, self._room = self._pages.spec, {}, (), 0
+            self.kernel = choose(self.asked_kernel, self.device, self.spec)
+
+    @contextmanager
+    def _sealing(self) -> Iterator[None]:
+        """Hold the lock of the storage that pages are written to; nobody widens it meanwhile but this layer."""
+        with persistent_tensors():
+            while True:
+                pages = self.pages
+                with pages.lock:
+                    if pages.successor is None:
+                        yield
+                        return
 
     def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Say whether keys and values [rows, num_kv_heads, q_len, head_dim] have this layer's heads, dtype and device."""
@@ -111,13 +151,17 @@ class LayerStore:
         if step.seal is None and step.seal_first is None and step.fits:
             self.grow(step)
             return self._write(step, new, slots)
-        with persistent_tensors(), self.pages.lock:
+        with self._sealing():
             self.grow(step)
             if step.seal_first is not None:
-                self._seal(step.seal_first, (self.residuals[0].tokens, self.residuals[1].tokens))
+                windows = self.residuals[0].tokens, self.residuals[1].tokens
+                self._seal(step.seal_first, windows)
+                self._widen(step.seal_first, windows, new[0].shape[2])
                 for window in self.residuals:
                     window.drop_pages(step, self.sink_tokens)
             runs = self._write(step, new, slots) if step.fits else self._run(step, new)
+            if step.seal is not None:
+                self._widen(step.seal, runs, new[0].shape[2])
             if not step.fits or step.moves_rest:
                 for window, run in zip(self.residuals, runs, strict=True):
                     window.keep_rest(step, run, slots, self.sink_tokens)
@@ -150,7 +194,8 @@ class LayerStore:
     def make_room(self, num_ids: int, reserved: int, ahead: int = 0) -> None:
         """Make room for the page ids 0 .. num_ids - 1 before the step that hands them out is in force."""
         if max(num_ids, reserved) > self.pages.capacity:
-            self.pages.grow_ahead(max(page_capacity(num_ids), reserved), ahead)
+            with self._sealing():
+                self.pages.grow_ahead(max(page_capacity(num_ids), reserved), ahead)
 
     def grow(self, step: Step) -> None:
         """Make room for the pages of `step`, and for those that it reserves, where that was not done ahead."""
@@ -158,12 +203,20 @@ class LayerStore:
         if needed <= self._room:
             return
         if needed > self.pages.capacity:
-            with persistent_tensors(), self.pages.lock:
+            with self._sealing():
                 self.pages.grow(max(page_capacity(step.num_ids), step.reserved), step.ahead)
         self._room = needed
 
     def _seal(self, jobs: SealJobs, tokens: Pair) -> None:
-        self.pages.seal_pair(self.kernel, tokens, jobs, self.damaged, self.launches)
+        pages = self.pages  # first: the kernel is that of these pages
+        pages.seal_pair(self.kernel, tokens, jobs, self.damaged, self.launches)
+
+    def _widen(self, jobs: SealJobs, tokens: Pair, q_len: int) -> None:
+        """Where the formats are too narrow for the pages of `jobs`, widen those of the layer and seal these once more."""
+        if self.widening is None or not self.widening.is_due(self.device, q_len):
+            return
+        if self.widening.widen(self.pages, self.kernel, jobs, tokens):
+            self._seal(jobs, tokens)
 
     def select_rows(self, step: Step) -> None:
         """Let row i of the windows continue the former row `step.rows[i].source`."""
@@ -194,7 +247,8 @@ class LayerStore:
     ) -> PagedKV:
         """Return the input of a kernel: these pages and the exact tokens [rows, num_kv_heads, slots, head_dim], in the order of `view`."""
         table = view.on(self.device)
-        pages = self.pages.readable(view)
+        storage = self.pages  # first: the spec is that of these pages
+        pages = storage.readable(view)
         return PagedKV(  # by position, which takes a third of the time
             pages.keys,
             pages.values,

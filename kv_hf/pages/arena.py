@@ -88,11 +88,11 @@ class PageArena:
     def _storage(
         self, layer_idx: int, spec: PageSpec, device: torch.device, others: bool
     ) -> PageStorage:
-        found = self.storages.get(layer_idx)
-        if found is not None and (found.spec, found.device) == (spec, device):
+        found = self.newest(layer_idx)
+        if found is not None and (found.asked, found.device) == (spec, device):
             return found
         if found is not None and (others or self.num_held):
-            ours, theirs = _difference(found.spec, found.device, spec, device)
+            ours, theirs = _difference(found.asked, found.device, spec, device)
             raise CacheMismatchError(
                 f"layer {layer_idx}: pages are shared with a cache of other formats, sizes, dtype or device: it holds {ours}, this "
                 f"one needs {theirs}. Use one prefix_store per dtype (torch.autocast gives keys or values another one) and device, "
@@ -107,6 +107,26 @@ class PageArena:
         if layer_idx in self.neighbours:
             self.neighbours[layer_idx].join(layer_idx, storage)
         return storage
+
+    def newest(self, layer_idx: int) -> PageStorage | None:
+        """Return the storage that the pages of a layer lie in now, None before there is any."""
+        found = self.storages.get(layer_idx)
+        if found is not None and found.successor is not None:
+            self.storages[layer_idx] = found = found.newest
+        return found
+
+    def specs(self) -> list[PageSpec]:
+        """Return what the pages of each layer with storage are like."""
+        return [one.newest.spec for one in list(self.storages.values())]
+
+    def replace(self, layer_idx: int, old: PageStorage, new: PageStorage) -> None:
+        """Let `new`, which holds all pages of `old`, take its place for every cache, under the lock that both share.
+
+        Layers that hold `old` find `new` before they write next; what reads `old` may finish.
+        """
+        old.hand_over(new)
+        if self.storages.get(layer_idx) is old:
+            self.storages[layer_idx] = new
 
     @property
     def staging_bytes(self) -> int:
@@ -131,4 +151,5 @@ class PageArena:
 
     def shared_parts(self) -> list[Any]:
         """Return the objects that a copy of a cache shares with it."""
-        return [self, *self.pools.values(), *self.storages.values()]
+        storages = [one.newest for one in list(self.storages.values())]
+        return [self, *self.pools.values(), *storages]

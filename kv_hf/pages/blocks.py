@@ -94,21 +94,31 @@ class Neighbours:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the layers alone; where the pickle is read, storages join again and blocks begin anew."""
-        return {"layers": self.layers}
+        return {"layers": self.layers, "alone": self._alone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        self.layers = state["layers"]
         self.forget()
+        self._alone |= state.get("alone", set())
 
     def forget(self) -> None:
         """Let go of all storages, and of what was made for layers that have not come."""
         self.storages: dict[int, Growing] = {}
         self._parts: dict[int, Part] = {}
+        self._alone: set[int] = set()  # layers whose storage grows by itself
 
     def join(self, layer: int, storage: Growing) -> None:
         """Let the storage of `layer` grow with the others."""
         storage.grow_with(self, layer)
         self.storages[layer] = storage
+        self._alone.discard(layer)
+
+    def leave(self, layer: int) -> None:
+        """Let the storage of `layer` go: the one that takes its place grows alone."""
+        with self.lock:
+            self._alone.add(layer)
+            self.storages.pop(layer, None)
+            self._parts.pop(layer, None)
 
     def block_of(self, layer: int, layer_bytes: int) -> tuple[int, ...]:
         """Return the layers of the block that `layer` lies in, where each takes `layer_bytes` bytes."""
@@ -165,6 +175,8 @@ class Neighbours:
 
     def _fits(self, layer: int, asking: Growing, capacity: int) -> bool:
         """Say whether a layer takes a place in the block of another one that is `asking`."""
+        if layer in self._alone:
+            return False
         storage = self.storages.get(layer)
         if storage is None:
             return True

@@ -160,6 +160,11 @@ class OffloadedStorage(PageStorage):
         return self.keys.home
 
     @property
+    def why_not_wider(self) -> str | None:
+        """Return why these pages cannot get a wider spec: host memory and budget were planned for the one they have."""
+        return "its pages may leave the device, whose budget was planned for it"
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes of pages that live outside of the device."""
         return 0 if self.home is None else self.home.nbytes

@@ -121,10 +121,15 @@ class PageStorage:
 
     Attributes:
         neighbours: the layers that this one grows with, and its own position; None where it grows alone.
+        asked: the spec by the options of the caches that share these pages.
+        wider: the formats that are others than those of `asked`, and why; None where there are none (widened.Wider).
+        successor: storage of a wider spec that took over all pages; from then on nothing is written here.
     """
 
     def __init__(self, spec: PageSpec, device: torch.device) -> None:
-        self.spec = spec
+        self.spec = self.asked = spec
+        self.wider: Any = None
+        self.successor: PageStorage | None = None
         self.device = device
         self.neighbours: tuple[blocks.Neighbours, int] | None = None
         self._wishes = True  # False: memory was too short for more than a step needs
@@ -139,14 +144,42 @@ class PageStorage:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.lock = threading.RLock()
-        if self.neighbours is not None:
+        if self.neighbours is not None and self.successor is None:
             neighbours, layer = self.neighbours
             neighbours.join(layer, self)
+
+    def became(self, asked: PageSpec, wider: Any) -> None:
+        """Note that pages of `asked` were asked for, and why there are others (widened.Wider)."""
+        self.asked, self.wider = asked, wider
+
+    def share_lock(self, other: "PageStorage") -> None:
+        """Be written under the lock of `other` from now on."""
+        self.lock = other.lock
+
+    def hand_over(self, successor: "PageStorage") -> None:
+        """Leave all pages to `successor`, which holds them; nobody writes here from now on."""
+        self.successor = successor
+        if self.neighbours is not None:
+            neighbours, layer = self.neighbours
+            neighbours.leave(layer)
 
     @property
     def sides(self) -> tuple[SideStorage, SideStorage]:
         """(keys, values)"""
         return self.keys, self.values
+
+    @property
+    def newest(self) -> "PageStorage":
+        """The storage that these pages lie in now: this one, or one of a wider spec that took over."""
+        found = self
+        while found.successor is not None:
+            found = found.successor
+        return found
+
+    @property
+    def why_not_wider(self) -> str | None:
+        """Return why these pages cannot get a wider spec, or None."""
+        return None
 
     @property
     def fields(self) -> tuple[PageFields, PageFields]:

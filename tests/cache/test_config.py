@@ -364,6 +364,7 @@ def test_cache_config_documents_and_tests_every_field():
         "cross_attention",
         *("offload", "device_bytes", "device_pages", "offload_dir"),  # test_offload.py
         "recipe",  # test_recipe.py
+        "widen",  # test_widening.py
         *("latent", "latent_group_size", "k_rope", "mla"),  # test_latent.py
     }
     assert [

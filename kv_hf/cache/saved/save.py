@@ -131,6 +131,8 @@ def _check_token_ids(state: CacheState, token_ids: torch.Tensor) -> None:
 def _options(given: CacheConfig) -> dict[str, Any]:
     options = {field.name: getattr(given, field.name) for field in fields(given)}
     del options["cuda_graph"]  # how steps are launched
+    if given.widen == CacheConfig.widen:
+        del options["widen"]  # earlier versions do not know it
     if options["layers"] is not None:
         options["layers"] = {
             str(span): dict(formats) if isinstance(formats, Mapping) else formats

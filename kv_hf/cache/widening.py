@@ -1,0 +1,147 @@
+"""Wider pages for a layer whose formats are too narrow: when it is looked for, done, and said."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..backends.base import Backend
+from ..backends.registry import choose
+from ..notices import warn_once
+from ..pages import moved
+from ..pages.arena import PageArena
+from ..pages.step import SealJobs
+from ..pages.storage import PageStorage, Pair
+from ..pages.widened import Wider, rewritten
+from ..quant.strain import Sample
+from ..spec import PageSpec
+from .layer_formats import LayerFormats
+from .wider_formats import WiderFormats
+
+NO_MEMORY = "there is no memory for wider pages"
+Place = tuple[int, int]  # (row, first slot of a page)
+
+
+class Widening:
+    """The watch over what one layer seals: it looks seldom, and at two pages.
+
+    Looked at are sealings 1, 2, 4, 8 and so on of the layer, because the effect of a model's weights on a channel shows in
+    any page. Elsewhere than on a CPU only forwards of a page or more count, as an answer makes the host wait.
+
+    Args:
+        layer_idx: position in the model.
+        asked: formats of the layer by its options.
+        arena: which shares the layer's pages among caches.
+    """
+
+    def __init__(self, layer_idx: int, asked: LayerFormats, arena: PageArena) -> None:
+        self.layer_idx = layer_idx
+        self.asked = asked
+        self.arena = arena
+        self._sealings = 0
+        self._next = 1
+
+    @classmethod
+    def of(cls, layer_idx: int, asked: LayerFormats, arena: PageArena) -> "Widening | None":
+        """Return the watch over a layer, or None where its formats stay as they are."""
+        return cls(layer_idx, asked, arena) if asked.may_widen else None
+
+    def is_due(self, device: torch.device, q_len: int) -> bool:
+        """Count a sealing by a forward of `q_len` columns; say whether its pages shall be looked at."""
+        if not may_wait(device) or not (moved.is_host(device) or q_len >= self.asked.page_size):
+            return False
+        self._sealings += 1
+        return self._sealings >= self._next
+
+    def looked(self) -> None:
+        """Note that the pages of this sealing have said enough: the next ones are looked at after as many sealings again."""
+        self._next = 2 * self._sealings
+
+    def widen(self, pages: PageStorage, kernel: Backend, jobs: SealJobs, tokens: Pair) -> bool:
+        """Give the layer wider pages where those of `jobs` need them, under the storage's lock; say whether it did.
+
+        The pages that the layer holds move there, with the rounding that they have. Where that cannot be, the layer keeps
+        its formats, and that is said.
+
+        Args:
+            kernel: that reads the pages.
+            tokens: keys and values [rows, heads, slots, channels] that hold the runs of `jobs`.
+        """
+        places = [(row, slot) for row, slot, _ in jobs.jobs[[0, -1]].tolist()]
+        sample = sample_of(tokens, places, self.asked.page_size)
+        if not sample.says_something:
+            return False
+        self.looked()
+        formats = WiderFormats(self.asked, kernel.name, pages.device)
+        wider = formats.choose(sample, pages.spec, pages.wider)
+        if wider is None:
+            return False
+        if pages.why_not_wider is not None:
+            say_kept(self.layer_idx, wider, pages.why_not_wider)
+            return False
+        try:
+            new = rewritten(pages, formats.spec(wider, pages.spec), wider)
+        except (torch.OutOfMemoryError, MemoryError):
+            say_kept(self.layer_idx, wider, NO_MEMORY)
+            return False
+        self.arena.replace(self.layer_idx, pages, new)
+        say_widened(self.layer_idx, wider)
+        return True
+
+
+def may_wait(device: torch.device) -> bool:
+    """Say whether numbers on `device` may be read now: not while a forward is traced or captured."""
+    if torch.compiler.is_compiling() or device.type == "meta":
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def sample_of(tokens: Pair, places: Sequence[Place], page_size: int) -> Sample:
+    """Return the pages at `places` of keys and values [rows, heads, slots, channels]."""
+    chosen = list(dict.fromkeys(places))
+    keys, values = (
+        torch.stack([side[row, :, slot : slot + page_size].detach() for row, slot in chosen])
+        for side in tokens
+    )
+    return Sample(keys, values)
+
+
+def wider_for_prompt(
+    asked: LayerFormats, kernel: str, spec: PageSpec, prompt: Pair
+) -> Wider | None:
+    """Return the formats that a prompt needs in place of those of `spec`, before any page is sealed; None where these do.
+
+    Args:
+        kernel: CacheConfig.kernel.
+        prompt: keys and values [rows, heads, q_len, channels], rows padded on the left; less than a page says nothing.
+    """
+    rows, _, q_len, _ = prompt[0].shape
+    device, size = prompt[0].device, asked.page_size
+    if not asked.may_widen or q_len < size or not may_wait(device):
+        return None
+    sample = sample_of(prompt, [(0, q_len - size), (rows - 1, q_len - size)], size)
+    if not sample.says_something:
+        return None
+    return WiderFormats(asked, choose(kernel, device, spec).name, device).choose(sample, spec, None)
+
+
+def say_widened(layer_idx: int, wider: Wider) -> None:
+    """Say which layer got wider formats and why; once for each change of formats."""
+    for reason in wider.reasons.values():
+        change, _, why = reason.partition(": ")
+        warn_once(
+            f"widened {change}",
+            f"Layer {layer_idx} has {why}: its pages are wider than asked ({change}). More layers may get wider pages "
+            'without a word; cache.report() names all of them, and widen="never" keeps the formats that were asked for',
+        )
+
+
+def say_kept(layer_idx: int, wider: Wider, why_kept: str) -> None:
+    """Say why a layer keeps formats that are too narrow; once for each side and reason."""
+    for side, reason in wider.reasons.items():
+        change, _, why = reason.partition(": ")
+        asked, _, chosen = change.partition(" -> ")
+        warn_once(
+            f"strained {side} {why_kept}",
+            f"Layer {layer_idx} has {why}, and it keeps {asked}: {why_kept}. Give such layers {chosen!r} by the "
+            "option `layers`",
+        )

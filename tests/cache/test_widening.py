@@ -1,0 +1,475 @@
+"""Layers whose format is too narrow: models with the outputs of another one, and the pages that their layers get."""
+
+import copy
+import pickle
+import threading
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from nf4_format import NF4
+from stressed_models import all_values, key_bias, key_pairs, stressed, value_channel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kv_hf
+from kv_hf.cache.widening import Widening
+from kv_hf.notices import forget
+from kv_hf.spec import predict_memory
+
+PAGE = 64
+PROMPT = 4 + 3 * PAGE
+SHIPPED = ("paged_int2", "paged_int4", "paged_k8v4", "paged_int8", "paged_fp8", "paged_exact")
+STRESSES = {
+    "value channel x100": value_channel(100),
+    "rope pairs x50": key_pairs(50),
+    "one rope pair x50": key_pairs(50, (1,)),
+    "values x1e-4": all_values(1e-4),
+    "values x2000": all_values(2000),
+    "values x1e-6": all_values(1e-6),
+    "bias of slow channels": key_bias(10, (15, 31)),
+    "bias of fast channels": key_bias(1, (0, 16)),
+}
+LOUD = value_channel(100, layers=[1])
+
+
+@cache
+def plain():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("kv_hf")
+    return model
+
+
+@cache
+def loud():
+    return stressed(plain(), LOUD)
+
+
+def words(rows, length, seed=1):
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def cache_of(name="paged_int4", **options):
+    return kv_hf.PagedCache.from_implementation(plain().config, name, options)
+
+
+@torch.no_grad()
+def fed(model, held, ids, step=16):
+    """Return the logits of `ids` [rows, n], given to the model `step` columns at a time."""
+    parts = [
+        model(ids[:, first : first + step], past_key_values=held).logits
+        for first in range(0, ids.shape[1], step)
+    ]
+    return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def divergence(model, held):
+    """Return the mean KL of 64 tokens behind a prompt of three pages."""
+    ids = words(2, PROMPT + 64)
+    exact = model(ids).logits[:, PROMPT:].double().log_softmax(-1)
+    model(ids[:, :PROMPT], past_key_values=held, logits_to_keep=1)
+    found = fed(model, held, ids[:, PROMPT:]).double().log_softmax(-1)
+    return (exact.exp() * (exact - found)).sum(-1).mean().item()
+
+
+@cache
+def usual(name):
+    return divergence(plain(), cache_of(name))
+
+
+def formats_of(held):
+    return [(row.keys, row.values) for row in held.report()]
+
+
+def widened(held):
+    return [row.layer_idx for row in held.report() if row.reason is not None]
+
+
+@pytest.mark.parametrize("stress", [one for one in STRESSES if "bias" not in one])
+def test_stressed_keeps_the_outputs(stress):
+    ids = words(1, 200)
+    with torch.no_grad():
+        expected, found = plain()(ids).logits, stressed(plain(), STRESSES[stress])(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_format_is_widened_for_an_ordinary_model(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", kv_hf.KVCacheWarning)
+        held = cache_of(name)
+        divergence(plain(), held)
+    assert widened(held) == []
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("stress", STRESSES)
+def test_no_stress_triples_the_divergence(stress, name):
+    held = cache_of(name)
+    assert divergence(stressed(plain(), STRESSES[stress]), held) <= 3 * max(usual(name), 1e-6)
+    held.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("stress", "name", "least"),
+    [
+        ("value channel x100", "paged_int2", 5),
+        ("value channel x100", "paged_int4", 40),
+        ("value channel x100", "paged_int8", 400),
+        ("rope pairs x50", "paged_int8", 100),
+        ("values x1e-6", "paged_fp8", 400),
+        ("values x1e-6", "paged_int8", 4000),
+    ],
+)
+def test_widen_never_keeps_the_formats_and_their_divergence(stress, name, least):
+    held = cache_of(name, widen="never")
+    assert divergence(stressed(plain(), STRESSES[stress]), held) > least * usual(name)
+    assert widened(held) == []
+
+
+def test_widening_is_said_once_with_layer_and_reason():
+    forget()
+    model = stressed(plain(), value_channel(100))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", kv_hf.KVCacheWarning)
+        divergence(model, cache_of())
+        divergence(model, cache_of())
+    (warning,) = [str(one.message) for one in said if "wider" in str(one.message)]
+    assert (
+        "Layer 0" in warning
+        and "values int4 -> fp8" in warning
+        and "channels far larger" in warning
+    )
+
+
+def test_widened_layers_are_counted_and_reported():
+    held = cache_of()
+    ids = words(2, PROMPT + 30)
+    fed(loud(), held, ids, 300)
+    assert formats_of(held) == [("int4", "int4"), ("int4", "fp8")]
+    assert widened(held) == [1] and "values int4 -> fp8" in held.report()[1].reason
+    specs = [layer.spec for layer in held.paged_layers]
+    assert [spec.values.scheme.name for spec in specs] == ["int4", "fp8"]
+    expected = predict_memory(specs, [ids.shape[1]] * 2, sink_tokens=4, recent_tokens=0)
+    assert held.memory() == expected
+    assert held.bits_per_element == sum(spec.bits_per_element for spec in specs) / 2
+
+
+def test_a_prompt_is_sealed_in_the_wide_format_alone():
+    """Its pages have the bytes of a cache that was asked for that format."""
+    ids = words(2, PROMPT + 10)
+    held, asked = cache_of(), cache_of(layers={"1": {"keys": "int4", "values": "fp8"}})
+    for one in (held, asked):
+        fed(loud(), one, ids, 300)
+    assert same_pages(held, asked)
+
+
+def same_pages(one, other):
+    return all(
+        torch.equal(ours.fields[name], theirs.fields[name])
+        for mine, yours in zip(one.paged_layers, other.paged_layers, strict=True)
+        for ours, theirs in zip(mine.storage.sides, yours.storage.sides, strict=True)
+        for name in ours.fields
+    )
+
+
+def two_faced(held, ids, switch=PROMPT):
+    """Feed the ordinary model, and from column `switch` on the stressed one: pages are there when the strain shows."""
+    fed(plain(), held, ids[:, :switch], 300)
+    return fed(loud(), held, ids[:, switch:], 16)
+
+
+def test_pages_that_are_there_are_encoded_again():
+    ids = words(2, PROMPT + 3 * PAGE)
+    held, narrow = cache_of(), cache_of(widen="never")
+    two_faced(held, ids)
+    two_faced(narrow, ids)
+    assert widened(held) == [1]
+    held.check_integrity()
+    dense, before = held.paged_layers[1].values, narrow.paged_layers[1].values
+    early = slice(4, PROMPT)
+    spread = before[:, :, early].abs().amax(-1, keepdim=True)
+    assert ((dense - before)[:, :, early].abs() <= spread / 8).all()  # fp8 rounds what int4 gave
+    assert torch.equal(held.paged_layers[1].keys, narrow.paged_layers[1].keys)
+    exact = cache_of("paged_exact")
+    two_faced(exact, ids)
+    found, kept = (damage(one, exact) for one in (held, narrow))
+    assert found.max() < 0.05 and kept[:, 0].max() > 5
+
+
+def damage(held, exact):
+    """Return the error of layer 1's values in the two pages behind the prompt, over their power, [rows, heads, channels]."""
+    late = slice(PROMPT, PROMPT + 2 * PAGE)
+    values, expected = (one.paged_layers[1].values[:, :, late] for one in (held, exact))
+    return (values - expected).square().mean(2) / expected.square().mean(2)
+
+
+def test_copies_follow_when_one_of_them_widens():
+    ids = words(2, PROMPT + 3 * PAGE)
+    held = cache_of()
+    fed(plain(), held, ids[:, :PROMPT], 300)
+    other = copy.deepcopy(held)
+    fed(loud(), held, ids[:, PROMPT:], 16)
+    assert formats_of(other) == formats_of(held) == [("int4", "int4"), ("int4", "fp8")]
+    third = copy.deepcopy(other)
+    for one in (other, third):
+        fed(loud(), one, ids[:, PROMPT:], 16)
+        assert one.paged_layers[1].storage is held.paged_layers[1].storage
+        one.check_integrity()
+        torch.testing.assert_close(one.paged_layers[1].values, held.paged_layers[1].values)
+
+
+def test_widened_caches_crop_reorder_and_repeat():
+    ids = words(2, PROMPT + 3 * PAGE)
+    held = cache_of()
+    two_faced(held, ids)
+    values = held.paged_layers[1].values.clone()
+    held.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(held.paged_layers[1].values, values.flip(0))
+    held.batch_repeat_interleave(2)
+    held.crop(-3 * PAGE + 5)
+    held.check_integrity()
+    assert held.paged_layers[1].values.shape[0] == 4
+    held.reset()
+    assert held.report()[1].reason is None
+    fed(plain(), held, ids, 300)
+    assert widened(held) == []
+
+
+def test_widened_caches_pickle_and_save(tmp_path):
+    ids = words(2, PROMPT + 3 * PAGE)
+    held = cache_of()
+    two_faced(held, ids)
+    held.save(tmp_path / "cache.safetensors", loud())
+    loaded = kv_hf.PagedCache.load(tmp_path / "cache.safetensors", loud())
+    read = pickle.loads(pickle.dumps(held))
+    more = words(2, 20, seed=5)
+    expected = fed(loud(), held, more)
+    for one in (loaded, read):
+        assert formats_of(one) == formats_of(held)
+        torch.testing.assert_close(fed(loud(), one, more), expected, rtol=0, atol=1e-5)
+        for mine, theirs in zip(one.paged_layers, held.paged_layers, strict=True):
+            assert torch.equal(mine.values, theirs.values)
+
+
+def test_a_state_goes_to_a_preallocated_cache_with_its_formats():
+    ids = words(2, PROMPT + 3 * PAGE)
+    held = cache_of()
+    two_faced(held, ids)
+    static = kv_hf.PagedCache.from_state(plain().config, held.state(), max_length=1024)
+    assert formats_of(static) == formats_of(held)
+    more = words(2, 20, seed=5)
+    torch.testing.assert_close(
+        fed(loud(), static, more), fed(loud(), held, more), rtol=0, atol=1e-4
+    )
+
+
+def test_ragged_rows_are_widened_alike():
+    ids = words(2, PROMPT)
+    mask = torch.ones_like(ids)
+    mask[0, :70] = 0
+    ids[0, :70] = 0
+    options = {"max_new_tokens": 80, "do_sample": False, "return_dict_in_generate": True}
+    found = (
+        loud()
+        .generate(input_ids=ids, attention_mask=mask, cache_implementation="paged_int4", **options)
+        .past_key_values
+    )
+    found.check_integrity()
+    assert formats_of(found) == [("int4", "int4"), ("int4", "fp8")]
+
+
+def test_one_store_never_mixes_formats():
+    """The second prompt shares pages of the first, which were sealed before a layer was widened."""
+    store = kv_hf.PrefixStore()
+    ids = words(1, PROMPT + PAGE)
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+
+    def run(model, prompt):
+        return model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            cache_implementation="paged_int4",
+            cache_config={"prefix_store": store},
+            **options,
+        ).past_key_values
+
+    model = copy.deepcopy(plain())
+    first = run(model, ids)
+    LOUD_VALUES(model)
+    second = run(model, torch.cat([ids, words(1, 2 * PAGE, seed=7)], 1))
+    assert formats_of(first) == formats_of(second)
+    for one in (first, second):
+        one.check_integrity()
+    third = run(model, torch.cat([ids, words(1, 3 * PAGE, seed=8)], 1))
+    assert formats_of(third) == formats_of(first) == [("int4", "int4"), ("int4", "fp8")]
+    assert store.stats().bytes > 0
+
+
+def LOUD_VALUES(model):
+    """Change the model under the store, so that the strain comes after the first pages."""
+    with torch.no_grad():
+        LOUD(model)
+
+
+def test_caches_of_one_store_in_threads_read_what_they_wrote():
+    store = kv_hf.PrefixStore()
+    ids = words(4, PROMPT + 3 * PAGE)
+    caches = [cache_of(prefix_store=store) for _ in range(4)]
+    expected = []
+    for row in range(4):
+        alone = cache_of("paged_exact")
+        two_faced(alone, ids[row : row + 1])
+        expected.append(alone)
+
+    def work(row):
+        two_faced(caches[row], ids[row : row + 1])
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, exact in zip(caches, expected, strict=True):
+        one.check_integrity()
+        assert widened(one) == [1]
+        assert damage(one, exact).max() < 0.05
+
+
+def test_a_preallocated_cache_is_widened_at_its_first_prompt():
+    held = cache_of(max_length=512)
+    fed(loud(), held, words(2, PROMPT + 10), 300)
+    assert formats_of(held) == [("int4", "int4"), ("int4", "fp8")] and widened(held) == [1]
+
+
+def test_a_preallocated_cache_that_was_made_before_says_why_it_stays():
+    held = cache_of(max_length=512)
+    fed(plain(), held, words(2, 100), 300)
+    held.reset()
+    with pytest.warns(
+        kv_hf.KVCacheWarning, match="Layer 1 .* keeps values int4: its tensors were made"
+    ):
+        fed(loud(), held, words(2, PROMPT + 10), 300)
+    assert widened(held) == []
+
+
+def test_offloaded_pages_say_why_they_stay():
+    held = cache_of(offload="disk", device_pages=64)
+    with pytest.warns(
+        kv_hf.KVCacheWarning, match="keeps values int4: its pages may leave the device"
+    ):
+        fed(loud(), held, words(2, PROMPT + 10), 300)
+    assert widened(held) == []
+
+
+def test_memory_that_is_too_short_keeps_the_formats(monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("kv_hf.cache.widening.rewritten", fail)
+    held = cache_of()
+    with pytest.warns(kv_hf.KVCacheWarning, match="no memory for wider pages"):
+        fed(loud(), held, words(2, PROMPT + 10), 300)
+    assert widened(held) == []
+    held.check_integrity()
+
+
+def test_a_text_of_one_repeated_token_is_no_reason_to_widen():
+    held = cache_of("paged_int8")
+    fed(plain(), held, torch.full((2, PROMPT + 80), 7), 300)
+    assert widened(held) == []
+
+
+def test_pages_that_are_not_finite_are_no_reason_to_widen():
+    held = cache_of()
+    keys, values = torch.randn(2, 1, 2, 100, 32).unbind(0)
+    values[0, 0, 10, 3] = torch.inf
+    for layer in range(2):
+        held.update(keys, values, layer)
+    assert widened(held) == []
+
+
+def test_widen_takes_two_values_only():
+    with pytest.raises(kv_hf.CacheOptionError, match="widen"):
+        cache_of(widen="sometimes")
+
+
+def test_latents_and_exact_pages_are_not_watched():
+    held = cache_of("paged_exact")
+    fed(loud(), held, words(1, 100), 300)
+    assert all(layer.store.widening is None for layer in held.paged_layers)
+
+
+def test_layers_that_grow_in_blocks_let_a_widened_one_go(monkeypatch):
+    """On a GPU layers of one format share an allocation: the widened layer grows alone, the others without it."""
+    monkeypatch.setattr("kv_hf.pages.blocks.in_blocks", lambda device: True)
+    ids = words(2, PROMPT + 6 * PAGE)
+    held, alone = cache_of(), cache_of(layers={"1": {"keys": "int4", "values": "fp8"}})
+    for one in (held, alone):
+        fed(loud(), one, ids[:, :PROMPT], 300)
+        fed(loud(), one, ids[:, PROMPT:], 32)
+        one.check_integrity()
+    assert formats_of(held) == formats_of(alone)
+    for mine, theirs in zip(held.paged_layers, alone.paged_layers, strict=True):
+        assert torch.equal(mine.values, theirs.values)
+        assert mine.storage.capacity == theirs.storage.capacity
+
+
+def test_a_registered_format_is_watched_as_well():
+    kv_hf.register_format(NF4)
+    try:
+        held = cache_of("paged_nf4")
+        fed(loud(), held, words(2, PROMPT + 10), 300)
+        calm = cache_of("paged_nf4")
+        fed(plain(), calm, words(2, PROMPT + 10), 300)
+    finally:
+        kv_hf.unregister_format("nf4")
+    assert widened(calm) == []
+    assert formats_of(held) == [("nf4", "nf4"), ("nf4", "fp8")]
+
+
+class Elsewhere:
+    """Stands for `pages.moved` on a device whose answers make the host wait."""
+
+    @staticmethod
+    def is_host(device):
+        return False
+
+
+def test_other_devices_are_asked_about_prompts_alone(monkeypatch):
+    monkeypatch.setattr("kv_hf.cache.widening.moved", Elsewhere)
+    ids = words(2, PROMPT + 2 * PAGE)
+    prompted, stepped = cache_of(), cache_of()
+    fed(loud(), prompted, ids, 300)
+    assert widened(prompted) == [1]
+
+    def fail(*_):
+        raise AssertionError("a decode step waited for an answer")
+
+    monkeypatch.setattr("kv_hf.cache.widening.sample_of", fail)
+    fed(loud(), stepped, ids, 16)
+    assert widened(stepped) == []
+
+
+def test_sealings_are_looked_at_ever_more_seldom():
+    watch = Widening(0, cache_of().paged_layers[0].formats, None)
+    looked = []
+    for sealing in range(1, 40):
+        if watch.is_due(torch.device("cpu"), 1):
+            looked.append(sealing)
+            watch.looked()
+    assert looked == [1, 2, 4, 8, 16, 32]

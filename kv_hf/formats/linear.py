@@ -26,7 +26,12 @@ class LinearFormat(Format):
         offset: torch.Tensor | None,
         scheme: Scheme,
     ) -> torch.Tensor:
-        """Return code * scale + offset, fp32."""
+        """Return code * scale + offset, fp32, [.., page_size, head_dim].
+
+        Args:
+            codes: [.., page_size, head_dim], uint8 or int8.
+            scale, offset: [.., token groups, channel groups], the scheme's scale_dtype; offset may be None.
+        """
         assert scale is not None
         numbers = self.numbers_of(codes)
         if scheme.code == "unsigned" and offset is None:
@@ -37,7 +42,7 @@ class LinearFormat(Format):
         return join(split(numbers, scheme.offset_group) + over_groups(offset))
 
     def numbers_of(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that codes stand for, fp32."""
+        """Return the numbers that codes [any shape] stand for, fp32."""
         return codes.float()
 
 
@@ -49,7 +54,9 @@ class RangeFormat(LinearFormat):
     def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
         """Return codes of equal steps from the minimum to the maximum of each group, less what `clip` cuts off.
 
-        Without an offset the range is that of the largest magnitude, on both sides of 0, which lies between two codes.
+        Args:
+            numbers: [.., page_size, head_dim], fp32 and finite.
+        Returns: codes like numbers, uint8; scale and offset [.., token groups, channel groups], the scheme's scale_dtype.
         """
         if scheme.wide_channels:
             return self._of_two_widths(numbers, scheme)
@@ -82,7 +89,7 @@ class RangeFormat(LinearFormat):
             [scheme.wide_channels, numbers.shape[-1] - scheme.wide_channels], -1
         )
         parts = [self.encode(first, wide)] + ([self.encode(rest, plain)] if rest.shape[-1] else [])
-        codes, scale, offset = (torch.cat(each, -1) for each in zip(*parts, strict=True))  # type: ignore[arg-type]
+        codes, scale, offset = (torch.cat(each, -1) for each in zip(*parts, strict=True))
         return codes, scale, offset
 
 
@@ -97,7 +104,13 @@ class CenteredFormat(LinearFormat):
     top: float  # the largest code
 
     def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
-        """Return codes of the distances from each group's middle, in units of the largest of them over `top`."""
+        """Return codes of the distances from each group's middle, in units of the largest of them over `top`.
+
+        Args:
+            numbers: [.., page_size, head_dim], fp32 and finite.
+        Returns: codes like numbers; scale and offset [.., token groups, channel groups], the scheme's scale_dtype; the offset
+            is None where the scheme has no offset_group.
+        """
         offset = None
         if scheme.offset_group is not None:
             groups = split(numbers, scheme.offset_group)
@@ -111,7 +124,7 @@ class CenteredFormat(LinearFormat):
         return join(self.codes_of(steps)), scale, offset
 
     def codes_of(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return the codes nearest to numbers within -top .. top."""
+        """Return the codes nearest to numbers [any shape] within -top .. top."""
         raise NotImplementedError
 
 
@@ -124,7 +137,7 @@ class SignedFormat(CenteredFormat):
     top = 127.0
 
     def codes_of(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return the nearest integers, int8."""
+        """Return the integers nearest to numbers [any shape], int8."""
         return steps.round().to(torch.int8)
 
 
@@ -142,9 +155,9 @@ class Float8Format(CenteredFormat):
     exponent_bias = 1 - int(math.log2(E4M3.smallest_normal))
 
     def codes_of(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return the nearest e4m3 numbers as bytes."""
+        """Return the e4m3 numbers nearest to numbers [any shape], as bytes in uint8."""
         return steps.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def numbers_of(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the e4m3 numbers of bytes, fp32."""
+        """Return the e4m3 numbers of bytes [any shape], fp32."""
         return codes.contiguous().view(torch.float8_e4m3fn).float()

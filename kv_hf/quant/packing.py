@@ -13,7 +13,7 @@ def pack(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Pack uint8 `codes` (each below 2^bits) along `dim` into bytes.
 
     Args:
-        codes: uint8, any shape; the size along `dim` is a multiple of 8 / bits.
+        codes: [any shape], uint8; the size along `dim` is a multiple of 8 / bits.
     Returns: uint8 with `dim` shortened by 8 / bits.
     """
     per_byte = 8 // bits
@@ -27,7 +27,7 @@ def pack(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Undo `pack`: uint8 bytes to uint8 codes, `dim` lengthened by 8 / bits."""
+    """Undo `pack`: uint8 bytes [any shape] to uint8 codes, `dim` lengthened by 8 / bits."""
     per_byte = 8 // bits
     if per_byte == 1:
         return packed
@@ -102,7 +102,7 @@ def _unpacked(packed: torch.Tensor, spec: SideSpec) -> torch.Tensor:
         )
         for plane in planes(bits)
     ]
-    parts = []
+    parts: list[torch.Tensor] = []
     pieces = packed.split([size for _, _, size in sizes], -1)
     for (bits, plane, _), piece in zip(sizes, pieces, strict=True):
         codes = unpack(piece, plane, -1)

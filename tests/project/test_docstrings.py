@@ -11,16 +11,7 @@ from paths import ROOT
 PACKAGE = ROOT / "kv_hf"
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 SHAPE = re.compile(r"\[[^\[\]]*\]")  # [] is a scalar's
-# files that still have such functions; others may not get them, and a file leaves the list when it has none any more
-UNFINISHED = {
-    "backends/triton/dense_launch.py",
-    "backends/triton/device.py",
-    "backends/triton/direct.py",
-    "backends/triton/launch_arguments.py",
-    "backends/triton/write.py",
-    "formats/linear.py",
-    "quant/packing.py",
-}
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -51,9 +42,7 @@ def functions_without_shapes(source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "path", [one for one in MODULES if one.as_posix() not in UNFINISHED], ids=str
-)
+@pytest.mark.parametrize("path", MODULES, ids=str)
 def test_docstrings_of_tensor_functions_give_shapes(path: Path) -> None:
     assert functions_without_shapes((PACKAGE / path).read_text("utf-8")) == []
 

@@ -34,7 +34,7 @@ def dense_constants(spec: SideSpec) -> dict[str, Any]:
 def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
     """Write a side out as `reference.dense.dense_side` does, with equal bits, in one launch and without waiting.
 
-    Args and returns: as there.
+    Returns: [rows, num_kv_heads, seen, head_dim] in the model's dtype.
     """
     spec: SideSpec = getattr(kv.spec, side)
     pages = kv.key_pages if side == "keys" else kv.value_pages

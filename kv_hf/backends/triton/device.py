@@ -35,5 +35,5 @@ def shared_memory(device: torch.device) -> int | None:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's GPU the current one: Triton launches there, wherever the tensors lie."""
+    """Make the GPU of a tensor [any shape] the current one: Triton launches there, wherever the tensors lie."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()

@@ -20,7 +20,7 @@ address = torch.Tensor.data_ptr
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` as kernels are compiled for it: numbers of 8 bits as uint8."""
+    """Return `tensor` [any shape] as kernels are compiled for it: numbers of 8 bits as uint8."""
     return tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)
 
 
@@ -97,7 +97,10 @@ class Workspace:
         return found
 
     def reserve(self, numbers: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for so many float32 numbers and counters that are zero; whoever launches keeps both."""
+        """Return room for float32 numbers [numbers or more] and int32 counters [counters or more] that are zero.
+
+        Whoever launches a kernel keeps both until the kernel is launched.
+        """
         if self.numbers.shape[0] < numbers:
             self.numbers = self.numbers.new_empty(numbers)
         if self.counters.shape[0] < counters:

@@ -41,7 +41,7 @@ def arguments(
     Args:
         at: what to hand over for a tensor, its address or itself; from `mask` on it was applied already, and what is
             absent is replaced by `out`.
-        query: of the call, with contiguous channels.
+        query: [rows, num_heads, q_len, query_dim], of the call, with contiguous channels.
         room: partial results, their maxima and sums, counters.
     """
     kv = call.kv

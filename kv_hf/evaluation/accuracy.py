@@ -78,7 +78,7 @@ def tally_caches(
 ) -> dict[str, tuple[Tally, float]]:
     """Return the figures of every scored token and the bits per element of each subject.
 
-    Args and errors are those of `measure_accuracy`.
+    `texts` are token ids [tokens] each, int64; the other arguments and the errors are those of `measure_accuracy`.
     """
     texts = list(texts)
     check_texts(model, texts, prompt_tokens)

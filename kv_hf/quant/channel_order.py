@@ -24,12 +24,6 @@ def reorder(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def restore(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Undo `reorder`."""
+    """Undo `reorder`: numbers [.., tokens, head_dim], order [.., head_dim]."""
     places = order.long()[..., None, :].expand(numbers.shape)
     return torch.empty_like(numbers).scatter_(-1, places, numbers)
-
-
-def is_order(order: torch.Tensor) -> bool:
-    """Say whether each [.., head_dim] names every channel once."""
-    channels = torch.arange(order.shape[-1], device=order.device)
-    return bool((order.long().sort(-1).values == channels).all())

@@ -162,6 +162,10 @@ SIDE = Struct(
     {
         "all": (
             Fields("format dim"),
+            Fields(
+                "rotated",
+                "channels that a Hadamard transform takes together (see quant/rotation.py), or 0",
+            ),
             Fields("group_tokens", "tokens that share a scale or an offset"),
             Fields("scale_channels", "channels that share a scale"),
             Fields("scale_dtype", "of scales and offsets: F16, or F32 for latents"),

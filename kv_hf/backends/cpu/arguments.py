@@ -2,11 +2,13 @@
 
 import ctypes
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...errors import CacheMismatchError
+from ...quant.rotation import block
 from ...spec import LANES, PageFields, PageSpec, SideSpec
 from ..compiled_formats import in_known_groups, unread_groups
 from .abi import DTYPES, Status
@@ -61,6 +63,8 @@ def unsupported(spec: PageSpec) -> str | None:
 def _reads(side: SideSpec) -> bool:
     """Say whether C reads the groups of a side: beside those of all kernels, scales of single tokens without a common offset."""
     scheme = side.scheme
+    if scheme.rotated and side.side == "values":
+        return in_known_groups(replace(side, scheme=replace(scheme, rotated=False)))
     if in_known_groups(side):
         return True
     if scheme.scale_bits != 16 or scheme.scale_group is None or scheme.scale_group[0] != 1:
@@ -94,6 +98,7 @@ def side_fields(
     return (
         dtype if scheme.is_exact else scheme.format.native_number or 0,
         spec.head_dim,
+        block(spec.head_dim) if scheme.rotated else 0,
         groups[0],
         groups[1],
         DTYPES[spec.scale_dtype],

@@ -128,7 +128,7 @@ class Calibration:
 
 
 def check_prompt(argument: str, prompt_tokens: int, texts: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError where a text of `argument` has no token behind the prompt, or there is no prompt."""
+    """Raise ValueError where one of `texts` [tokens] of `argument` has no token behind the prompt, or there is no prompt."""
     for ids in texts:
         if not 1 <= prompt_tokens < len(ids):
             raise ValueError(

@@ -100,7 +100,7 @@ def measure(
 def compare(
     recipe: Sequence[torch.Tensor], uniform: Sequence[torch.Tensor], names: Sequence[str]
 ) -> Comparison:
-    """Compare two contestants of `measure`; `names` are the texts of the windows."""
+    """Compare two contestants of `measure`, whose KL of each window is [scored tokens]; `names` are the windows' texts."""
     low, high = block_interval([b - a for a, b in zip(recipe, uniform, strict=True)])
     mine, theirs = torch.cat(list(recipe)), torch.cat(list(uniform))
     texts = {}

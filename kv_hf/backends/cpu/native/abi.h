@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 2095524596
+#define KV_HF_ABI 398817762
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT3 = 7, UINT8 = 8, NUM_FORMATS = 9 };
 
@@ -33,6 +33,7 @@ enum Status { NO_MEMORY = -1, NO_SUCH_PAGE = -2, NO_SUCH_SLOT = -3 };
 /* One side of the pages: codes in layout "lanes" (see spec.SideSpec), scales and offsets in fp16 or fp32. */
 typedef struct {
     int64_t format, dim;
+    int64_t rotated; /* channels that a Hadamard transform takes together (see quant/rotation.py), or 0 */
     int64_t group_tokens; /* tokens that share a scale or an offset */
     int64_t scale_channels; /* channels that share a scale */
     int64_t scale_dtype; /* of scales and offsets: F16, or F32 for latents */
@@ -42,7 +43,7 @@ typedef struct {
     int64_t codes, scale, offset; /* pointers to page 0; scale and offset 0 where there are none */
     int64_t window; /* pointer to the exact tokens */
 } Side;
-_Static_assert(sizeof(Side) == 128, "fields of 64 bits");
+_Static_assert(sizeof(Side) == 136, "fields of 64 bits");
 
 /* Attention of the newest tokens. */
 typedef struct {
@@ -62,7 +63,7 @@ typedef struct {
     int64_t sink_logits; /* float [heads * group], or 0 */
     int64_t threads;
 } Decode;
-_Static_assert(sizeof(Decode) == 520, "fields of 64 bits");
+_Static_assert(sizeof(Decode) == 536, "fields of 64 bits");
 
 /* Pages of one side to encode. */
 typedef struct {
@@ -73,7 +74,7 @@ typedef struct {
     int64_t threads, isa;
     double clip;
 } Seal;
-_Static_assert(sizeof(Seal) == 200, "fields of 64 bits");
+_Static_assert(sizeof(Seal) == 208, "fields of 64 bits");
 
 /* New tokens of one side, [rows, heads, q_len, dim] in the window's dtype; strides in elements. */
 typedef struct {
@@ -95,6 +96,6 @@ typedef struct {
     int64_t damaged; /* uint8, set to 1 where a number had to be made finite */
     int64_t threads;
 } Write;
-_Static_assert(sizeof(Write) == 456, "fields of 64 bits");
+_Static_assert(sizeof(Write) == 472, "fields of 64 bits");
 
 #endif

@@ -182,7 +182,8 @@ def test_generate_reads_mixed_keys(keys):
         )  # fmt: skip
         scores[name] = out.logits[1]
         assert name == "exact" or keys in str(out.past_key_values.report())
-    assert 0 < (scores[keys] - scores["exact"]).abs().max() < 0.1 * scores["exact"].std()
+    error = (scores[keys] - scores["exact"]).square().mean().sqrt()
+    assert 0 < error < 0.25 * scores["exact"].std()
 
 
 def test_format_names_lists_them_for_their_sides():

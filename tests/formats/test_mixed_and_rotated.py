@@ -7,6 +7,7 @@ import torch
 from tiny_models import make_model
 
 from kv_hf.backends import registry
+from kv_hf.backends.cpu import decode as c_decode
 from kv_hf.backends.cpu import library
 from kv_hf.backends.reference import pairs
 from kv_hf.errors import CacheOptionError
@@ -129,10 +130,18 @@ def test_bad_sizes_and_sides_are_refused():
 
 
 @needs_library
-@pytest.mark.parametrize("dim", [32, 64, 80, 128])
-@pytest.mark.parametrize("values", ["int2_rotated", "int4_rotated"])
-def test_c_seals_rotated_values_as_torch_does(values, dim):
-    spec = spec_of("int4", values, dim, layout=LANES)
+@pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        ("int4", "int2_rotated"),
+        ("int4", "int4_rotated"),
+        ("int2_mixed", "int2"),
+        ("int4_mixed", "int8"),
+    ],
+)
+def test_c_seals_them_as_torch_does(keys, values, dim):
+    spec = spec_of(keys, values, dim, layout=LANES)
     tokens = tuple(numbers(2, 2, 130, dim, seed=seed) for seed in (1, 2))
     jobs = torch.tensor([[0, 2, 1], [1, 66, 0]], dtype=torch.int32)
     found = []
@@ -155,15 +164,25 @@ def test_c_seals_rotated_values_as_torch_does(values, dim):
 
 
 @needs_library
-@pytest.mark.parametrize("values", ["int2_rotated", "int4_rotated"])
-def test_generate_reads_rotated_values_in_c_as_in_torch(values):
+@pytest.mark.parametrize("isa", range(1 if library.missing() else library.isa() + 1))
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        ("int4", "int2_rotated"),
+        ("int4", "int4_rotated"),
+        ("int2_mixed", "int2"),
+        ("int4_mixed", "int8"),
+    ],
+)
+def test_generate_reads_them_in_c_as_in_torch(keys, values, isa, monkeypatch):
+    monkeypatch.setattr(c_decode, "isa", lambda: isa)
     model = make_model("llama")
     ids = torch.randint(3, 60, (2, 150), generator=torch.Generator().manual_seed(0))
     logits = {}
     for kernel in ("reference", "c"):
         out = model.generate(
             ids, max_new_tokens=20, do_sample=False, output_logits=True, return_dict_in_generate=True,
-            pad_token_id=0, cache_implementation="paged_int4", cache_config={"values": values, "kernel": kernel},
+            pad_token_id=0, cache_implementation="paged_int4", cache_config={"keys": keys, "values": values, "kernel": kernel},
         )  # fmt: skip
         logits[kernel] = torch.stack(out.logits)
     torch.testing.assert_close(logits["c"], logits["reference"], rtol=1e-4, atol=1e-4)

@@ -166,6 +166,10 @@ SIDE = Struct(
                 "rotated",
                 "channels that a Hadamard transform takes together (see quant/rotation.py), or 0",
             ),
+            Fields(
+                "wide wide_format",
+                "channels in front, of their page's order, with codes of this format; 0: none",
+            ),
             Fields("group_tokens", "tokens that share a scale or an offset"),
             Fields("scale_channels", "channels that share a scale"),
             Fields("scale_dtype", "of scales and offsets: F16, or F32 for latents"),
@@ -178,6 +182,10 @@ SIDE = Struct(
             Fields(
                 "codes scale offset",
                 "pointers to page 0; scale and offset 0 where there are none",
+            ),
+            Fields(
+                "order order_stride",
+                "place -> channel, uint8 per page and head, where there are wide channels",
             ),
             Fields("window", "pointer to the exact tokens"),
         )

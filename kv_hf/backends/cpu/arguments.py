@@ -65,6 +65,9 @@ def _reads(side: SideSpec) -> bool:
     scheme = side.scheme
     if scheme.rotated and side.side == "values":
         return in_known_groups(replace(side, scheme=replace(scheme, rotated=False)))
+    if scheme.wide_channels and side.head_dim <= 256:
+        plain = replace(scheme, wide_bits=0, wide_channels=0)
+        return in_known_groups(replace(side, scheme=plain))
     if in_known_groups(side):
         return True
     if scheme.scale_bits != 16 or scheme.scale_group is None or scheme.scale_group[0] != 1:
@@ -92,6 +95,7 @@ def side_fields(
     """
     scheme, codes = spec.scheme, fields["codes"]
     scale, offset = fields.get("scale"), fields.get("offset")
+    order = fields.get("order")
     row, head, slot, _ = window.stride()
     groups = scheme.scale_group or (0, 1)
     dtype = DTYPES[spec.dtype]
@@ -99,6 +103,8 @@ def side_fields(
         dtype if scheme.is_exact else scheme.format.native_number or 0,
         spec.head_dim,
         block(spec.head_dim) if scheme.rotated else 0,
+        scheme.wide_channels,
+        scheme.format.native_wide or 0,
         groups[0],
         groups[1],
         DTYPES[spec.scale_dtype],
@@ -112,6 +118,8 @@ def side_fields(
         codes.data_ptr(),
         0 if scale is None else scale.data_ptr(),
         0 if offset is None else offset.data_ptr(),
+        0 if order is None else order.data_ptr(),
+        0 if order is None else order.stride(1),
         window.data_ptr(),
     )
 

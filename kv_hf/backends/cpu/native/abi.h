@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 398817762
+#define KV_HF_ABI 1797392621
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT3 = 7, UINT8 = 8, NUM_FORMATS = 9 };
 
@@ -34,6 +34,7 @@ enum Status { NO_MEMORY = -1, NO_SUCH_PAGE = -2, NO_SUCH_SLOT = -3 };
 typedef struct {
     int64_t format, dim;
     int64_t rotated; /* channels that a Hadamard transform takes together (see quant/rotation.py), or 0 */
+    int64_t wide, wide_format; /* channels in front, of their page's order, with codes of this format; 0: none */
     int64_t group_tokens; /* tokens that share a scale or an offset */
     int64_t scale_channels; /* channels that share a scale */
     int64_t scale_dtype; /* of scales and offsets: F16, or F32 for latents */
@@ -41,9 +42,10 @@ typedef struct {
     int64_t window_dtype; /* exact tokens [rows, heads, slots, dim], elements contiguous */
     int64_t window_row, window_head, window_slot; /* strides in elements */
     int64_t codes, scale, offset; /* pointers to page 0; scale and offset 0 where there are none */
+    int64_t order, order_stride; /* place -> channel, uint8 per page and head, where there are wide channels */
     int64_t window; /* pointer to the exact tokens */
 } Side;
-_Static_assert(sizeof(Side) == 136, "fields of 64 bits");
+_Static_assert(sizeof(Side) == 168, "fields of 64 bits");
 
 /* Attention of the newest tokens. */
 typedef struct {
@@ -63,7 +65,7 @@ typedef struct {
     int64_t sink_logits; /* float [heads * group], or 0 */
     int64_t threads;
 } Decode;
-_Static_assert(sizeof(Decode) == 536, "fields of 64 bits");
+_Static_assert(sizeof(Decode) == 600, "fields of 64 bits");
 
 /* Pages of one side to encode. */
 typedef struct {
@@ -74,7 +76,7 @@ typedef struct {
     int64_t threads, isa;
     double clip;
 } Seal;
-_Static_assert(sizeof(Seal) == 208, "fields of 64 bits");
+_Static_assert(sizeof(Seal) == 240, "fields of 64 bits");
 
 /* New tokens of one side, [rows, heads, q_len, dim] in the window's dtype; strides in elements. */
 typedef struct {
@@ -96,6 +98,6 @@ typedef struct {
     int64_t damaged; /* uint8, set to 1 where a number had to be made finite */
     int64_t threads;
 } Write;
-_Static_assert(sizeof(Write) == 472, "fields of 64 bits");
+_Static_assert(sizeof(Write) == 536, "fields of 64 bits");
 
 #endif

@@ -48,11 +48,14 @@ ATTENTION_NAME = "kv_hf"  # what transformers knows the paged attention by
 IMPLEMENTATIONS = Implementations()
 
 # names of before the registry -> the side whose formats they list; read anew at every access
-_LISTS = {"FORMAT_NAMES": "keys", "LATENT_FORMAT_NAMES": "latent", "K_ROPE_FORMAT_NAMES": "k_rope"}
+_LISTS = {"LATENT_FORMAT_NAMES": "latent", "K_ROPE_FORMAT_NAMES": "k_rope"}
 
 
 def __getattr__(name: str) -> Any:
     """Return the formats of a side under the name that their list had: `format_names` is the one that stays true."""
+    if name == "FORMAT_NAMES":  # which were for keys and for values alike
+        values = format_names("values")
+        return tuple(one for one in format_names("keys") if one in values)
     if name in _LISTS:
         return format_names(_LISTS[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,4 +21,4 @@ class Int2Mixed(RangeFormat):
     def scheme(self, side: str, group_size: int | None = None) -> Scheme:
         """Return groups of whole pages; `group_size`: tokens that share a scale."""
         group = (WHOLE_PAGE if group_size is None else group_size, 1)
-        return self.made(group, group, clip=0.8, wide_bits=4, wide_part=3 / 8)
+        return self.made(group, group, clip=0.9, wide_bits=4, wide_part=3 / 8)

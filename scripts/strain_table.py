@@ -18,7 +18,7 @@ from measure.models.packaged import resolve_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kv_hf.cache.wider_formats import SIDES, limit
-from kv_hf.formats import key_scheme, native_names, value_scheme
+from kv_hf.formats import key_scheme, two_sided_names, value_scheme
 from kv_hf.quant.strain import Sample, usual_damage
 from kv_hf.spec import PageSpec
 
@@ -31,7 +31,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="a folder, or a packaged model")
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=772, help="of each text")
-    parser.add_argument("--formats", nargs="+", default=[*native_names("values")])
+    parser.add_argument("--formats", nargs="+", default=[*two_sided_names()])
     return parser.parse_args(argv)
 
 

@@ -15,6 +15,7 @@ from .registry import (
     native_names,
     readers_of,
     register_format,
+    two_sided_names,
     unregister_format,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "native_names",
     "readers_of",
     "register_format",
+    "two_sided_names",
     "unregister_format",
     "value_scheme",
 ]

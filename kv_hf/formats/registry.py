@@ -59,6 +59,12 @@ def native_names(side: str = "keys") -> tuple[str, ...]:
     return tuple(name for name in format_names(side) if FORMATS[name].native_number is not None)
 
 
+def two_sided_names() -> tuple[str, ...]:
+    """Return the formats that may be used for keys and for values, and that the compiled kernels read."""
+    values = native_names("values")
+    return tuple(name for name in native_names("keys") if name in values)
+
+
 def native_formats() -> dict[int | None, Format]:
     """Return a shipped format for each number that compiled kernels know codes by; exact's codes have none."""
     shipped = [FORMATS[kind.name] for kind in _SHIPPED if kind is not Exact]

@@ -108,7 +108,9 @@ def test_operators_declare_what_they_change():
         return {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
 
     fields = {
-        f"{side}_{field}" for side in ("key", "value") for field in ("codes", "scale", "offset")
+        f"{side}_{field}"
+        for side in ("key", "value")
+        for field in ("codes", "scale", "offset", "order")
     }
     assert changed("attend") == set()
     assert changed("write_pair") == {"residual_keys", "residual_values", *fields, "damaged"}
@@ -251,7 +253,7 @@ def test_tiles_fit_into_shared_memory(name):
             spec = spec_of(name, dim, page)
             tile = meta_params.tile_tokens(spec)
             assert page % tile == 0
-            bits = sum(side.head_dim * side.code_bits for side in spec.sides)
+            bits = sum(side.token_bits for side in spec.sides)
             assert tile == 16 or tile * bits // 8 <= meta_params.TILE_BYTES
 
 

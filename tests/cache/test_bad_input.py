@@ -22,7 +22,10 @@ def still_works(model, cache=None):
     ("config", "words"),
     [
         ({"page_sise": 64}, "page_sise.*did you mean 'page_size'"),
-        ({"keys": "int5"}, "keys must be one of exact, fp8, int8, int4, int2, got 'int5'"),
+        (
+            {"keys": "int5"},
+            "keys must be one of exact, fp8, int8, int4, int2, int4_mixed, int2_mixed, got 'int5'",
+        ),
         ({"page_size": 24}, "page_size must be a power of two of at least 16, got 24"),
         ({"key_group_size": 24}, "key_group_size must divide page_size 64, got 24"),
         ({"value_group_size": 24}, "value_group_size must divide head_dim 16, got 24"),

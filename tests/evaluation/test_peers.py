@@ -319,7 +319,14 @@ def test_peers_table_has_a_table_per_run_with_who_made_a_cache():
 
 
 def test_readme_table_leaves_out_peers_that_no_run_measured():
-    row = {**eval_tables.PROTOCOL, "model": "smollm2-135m", "stored_bits": 5.0}
+    row = {
+        **eval_tables.PROTOCOL,
+        "text": "lincoln_1862",
+        "windows": 1,
+        "tokens": 9,
+        "model": "smollm2-135m",
+        "stored_bits": 5.0,
+    }
     row |= {"kl_mean": 0.01, "kl_low": 0.009, "kl_high": 0.011}
     found = eval_tables.accuracy_table([{**row, "cache": "quanto_int4"}])
     assert "`quanto_int4` (transformers) | 5.00 |" in found

@@ -340,7 +340,7 @@ def test_recipe_of_a_registered_format_generates(nf4, model, tmp_path):
 def test_recommend_measures_a_registered_format(nf4, model):
     found = kv_hf.recommend(
         model, "paged_nf4", text=tiny_models.tokens(1, 96).tolist(), prompt=48, window=96, formats=("nf4",),
-        context=96, variants=(), page_size=16,
+        context=96, variants=(), page_size=16, held_out=tiny_models.tokens(1, 96, seed=9).tolist(),
     )  # fmt: skip
     assert set(found.recipe.keys) | set(found.recipe.values) <= {"exact", "int8", "nf4"}
     assert any(one.format == "nf4" for one in found.sensitivities)
@@ -432,7 +432,7 @@ def raises(self, numbers, scheme):
     [
         (made(name="NF 4"), "name of a format must be lower-case"),
         (made(name="int4"), "format 'int4' is registered already"),
-        (made(bits=3), "bits must be 1, 2, 4 or 8, got 3"),
+        (made(bits=5), "bits must be 1, 2, 3, 4 or 8, got 5"),
         (made(sides=("keys", "queries")), "sides must be some of keys, values, latent, k_rope"),
         (made(group_options={"keys": "group"}), "group_options must map"),
         (made(code_dtype=torch.int8), "code_dtype must be torch.uint8"),
@@ -454,7 +454,7 @@ def raises(self, numbers, scheme):
         (made(decode=lambda self, codes, *_: codes), "decode's numbers must be torch.float32"),
         (made(name="4bit"), "digits or underscores, a letter first, got '4bit'"),
         (made(name="int8"), "'int8' is registered already; choose another name"),
-        (made(bits=8.0), "bits must be 1, 2, 4 or 8, got 8.0"),
+        (made(bits=8.0), "bits must be 1, 2, 3, 4 or 8, got 8.0"),
         (made(sides=5), "sides must be some of .*, got 5"),
         (made(group_options=None), "group_options must map sides to options, got None"),
         (made(group_options=[]), "group_options must map sides to options"),
@@ -679,9 +679,17 @@ def test_native_numbers_are_those_of_the_c_header():
         "int2": "UINT2",
         "fp8": "FLOAT8",
         "fp8_ds_mla": "FLOAT8",
+        "int4_mixed": "UINT4",
+        "int2_mixed": "UINT2",
+        "int4_rotated": "UINT4",
+        "int3_rotated": "UINT3",
+        "int2_rotated": "UINT2",
     }
     assert {name: names[get_format(name).native_number] for name in expected} == expected
-    assert {*format_names("keys"), *format_names("latent")} == set(expected)
+    listed_sides = (format_names(side) for side in ("keys", "values", "latent"))
+    assert {name for side in listed_sides for name in side} == set(expected)
+    assert names[get_format("int4_mixed").native_wide] == "UINT8"
+    assert names[get_format("int2_mixed").native_wide] == "UINT4"
 
 
 # -- names of caches ---------------------------------------------------------------------------------------------------
@@ -745,7 +753,7 @@ def test_paged_k8v4_is_int8_keys_and_int4_values(model):
         (
             "paged_new",
             {"keys": "int8", "key_group_size": 8},
-            "read by the formats int4 and int2 only",
+            "read by the formats int4, int2, int4_mixed and int2_mixed only",
         ),
     ],
 )

@@ -15,7 +15,7 @@ class Int4Mixed(RangeFormat):
     sides = ("keys",)
     group_options = {"keys": "key_group_size"}
     native_number = 4
-    native_wide = 8
+    native_wide = 7
 
     def scheme(self, side: str, group_size: int | None = None) -> Scheme:
         """Return groups of whole pages; `group_size`: tokens that share a scale."""

@@ -68,7 +68,7 @@ def two_sided_names() -> tuple[str, ...]:
 def native_formats() -> dict[int | None, Format]:
     """Return a shipped format for each number that compiled kernels know codes by; exact's codes have none."""
     shipped = [FORMATS[kind.name] for kind in _SHIPPED if kind is not Exact]
-    return {one.native_number: one for one in reversed(shipped)}
+    return {one.native_number: one for one in reversed(shipped) if one.native_number is not None}
 
 
 def wide_codes() -> dict[int, int]:

@@ -129,7 +129,7 @@ int64_t kv_hf_decode(const Decode *a) {
     int64_t products = tokens * a->heads * z->queries * (a->keys.dim + a->values.dim);
     call.partial_floats = z->queries * (a->values.dim + 2);
     call.partial_floats += -call.partial_floats & 15;
-    call.scratch_floats = 3 * z->queries * z->row + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
+    call.scratch_floats = 3 * z->queries * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
                           2 * largest_of(a->keys.dim, page) + 64;
     int64_t pairs = a->rows * a->heads;
     call.splits = largest_of(call.splits, 1);

@@ -135,6 +135,7 @@ def test_bad_sizes_and_sides_are_refused():
     ("keys", "values"),
     [
         ("int4", "int2_rotated"),
+        ("int4", "int3_rotated"),
         ("int4", "int4_rotated"),
         ("int2_mixed", "int2"),
         ("int4_mixed", "int8"),
@@ -169,6 +170,7 @@ def test_c_seals_them_as_torch_does(keys, values, dim):
     ("keys", "values"),
     [
         ("int4", "int2_rotated"),
+        ("int4", "int3_rotated"),
         ("int4", "int4_rotated"),
         ("int2_mixed", "int2"),
         ("int4_mixed", "int8"),

@@ -380,7 +380,9 @@ def test_forged_orders_of_channels_are_refused(model, path, channel):
     assert order[-1] == 15 and order[-16:].count(0) == 1
     order[-1] = channel
     forged = joined(header, description, tensors[:begin] + bytes(order) + tensors[end:])
-    refused(path, forged, model, "order of channels in pages of keys must name each channel 0 to 15")
+    refused(
+        path, forged, model, "order of channels in pages of keys must name each channel 0 to 15"
+    )
 
 
 def places(value, where=()):

@@ -117,6 +117,29 @@ def test_kernel_errs_no_more_than_torch_in_every_precision(attend, name, dtype):
     check(attend, make_query(kv, 1, 4, dtype), kv)
 
 
+ONE_SIDED = [
+    ("int2_mixed", "int3_rotated"),
+    ("int4_mixed", "int2_rotated"),
+    ("int4", "int4_rotated"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("keys", "values"), ONE_SIDED, ids="+".join)
+def test_kernel_reads_formats_of_one_side_in_every_precision(attend, keys, values, dtype):
+    """Lanes that fill vectors and lanes that do not, blocks of queries that are full and not, groups of tokens and channels."""
+    for dim, page, group, shape in (
+        (128, 64, {}, (1, 4)),
+        (256, 32, {}, (1, 3)),
+        (80, 32, {"value_group": 80}, (2, 3)),
+        (24, 64, {"value_group": 8, "key_group": 32}, (1, 5)),
+        (64, 64, {"value_group": 32, "key_group": 16}, (3, 2)),
+    ):
+        kv = make_kv(keys, values, dtype=dtype, key_dim=dim, page=page, layout=LANES, slots=80, poison=True, **group)  # fmt: skip
+        q_len, heads = shape
+        check(attend, make_query(kv, q_len, heads, dtype), kv)
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("q_len", [1, 2, 16])
 def test_kernel_takes_every_group_and_chunk(attend, group, q_len):

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import torch
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
+from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly, without_offsets
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import key_scheme, value_scheme
@@ -144,8 +144,11 @@ FIELDS = {"keys": "key_pages", "values": "value_pages"}
 
 def tokens_of(kv, side, row, dtype=torch.float32):
     """The tokens of a row in order, each found where geometry.place_of says; [num_kv_heads, tokens, head_dim]."""
-    spec = getattr(kv.spec, side)
-    fields = getattr(kv, FIELDS[side])
+    return stored_tokens(kv, side, row, getattr(kv, FIELDS[side]), getattr(kv.spec, side), dtype)
+
+
+def stored_tokens(kv, side, row, fields, spec, dtype=torch.float32):
+    """`tokens_of` with the pages of `fields`, decoded as `spec` says."""
     window = (kv.residual_keys if side == "keys" else kv.residual_values)[row]
     exact = int(kv.exact_lens[row])
     pages = kv.block_table[row, : int(kv.num_pages[row])].long()
@@ -209,12 +212,9 @@ def _exact_attention(query, kv, scale, rounding, *, sliding_window=None, mask=No
 
 def terms_of(kv, side, row):
     """A row's keys or values, and what their codes alone stand for."""
-    fields = getattr(kv, FIELDS[side])
-    numbers = tokens_of(kv, side, row)
-    if "offset" not in fields:
-        return Tokens(numbers, numbers)
-    without = {**fields, "offset": torch.zeros_like(fields["offset"])}
-    return Tokens(numbers, tokens_of(replace(kv, **{FIELDS[side]: without}), side, row))
+    spec = getattr(kv.spec, side)
+    codes = stored_tokens(kv, side, row, *without_offsets(getattr(kv, FIELDS[side]), spec))
+    return Tokens(tokens_of(kv, side, row), codes, spec.scheme.rotated)
 
 
 def bias_of(kv, row, q_len, mask, sliding_window):

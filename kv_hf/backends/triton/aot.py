@@ -164,7 +164,7 @@ def compile_dense(side: SideSpec, arch: str) -> Any:
     types |= dict.fromkeys(("scale", "offset"), "*" + element_type(side.scale_dtype))
     strides = ("window_row", "window_head", "window_slot")
     aligned = [*types, *strides]
-    types |= dict.fromkeys(TABLES, "*i32")
+    types |= dict.fromkeys(TABLES, "*i32") | {"order": "*u8"}
     types |= dict.fromkeys((*strides, "seen", "table_row", "sink_tokens"), "i32")
     plain = dense_constants(side)
     return compile_kernel(dense_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False)

@@ -11,6 +11,7 @@ import triton.language as tl
 from .keys import load_key_factors, score_codes, score_exact, stack
 from .launch_arguments import SPECIALIZED
 from .merge import add_sink, arrive_last, merge_columns
+from .rotation import unrotate_parts
 from .softmax import bend, near_one, weigh
 from .tiles import chunk_size, load_query, rescale, store_parts
 from .values import (
@@ -88,6 +89,9 @@ def decode_kernel(
     V_CHUNKS: tl.constexpr,
     V_GROUP: tl.constexpr,
     V_FOLD: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    V_BYTES: tl.constexpr,
+    V_ROTATED: tl.constexpr,
     V_BOOST: tl.constexpr,
     V_DTYPE: tl.constexpr,
     W_CHUNKS: tl.constexpr,
@@ -122,6 +126,9 @@ def decode_kernel(
     V_PARTS: tl.constexpr = len(V_CHUNKS) * V_RUNS
     BENT: tl.constexpr = HIDING.bent
     HIDES: tl.constexpr = HIDING.hides
+
+    if V_OFFSET != 1.0:
+        value_offset = value_scale
 
     row = tl.program_id(0)
     head = tl.program_id(1) // blocks
@@ -232,11 +239,11 @@ def decode_kernel(
                 values, real, weights, rescale(acc, keep), V_WIDTH, V_RUNS, V_CHUNKS, False, V_DTYPE, PRECISION
             )  # fmt: skip
         else:
-            values = value_codes + block * (PAGE * V_WIDTH) + token + lane
+            values = value_codes + block * (PAGE * V_BYTES) + token + lane
             acc, offsets = add_codes(
                 values, v_factors, value_scale, value_offset, block * PAGE + token + lane, weights,
                 keep, acc, offsets, V_DIM, V_WIDTH, PAGE, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD,
-                V_BOOST, 2.0**LIFT, V_DTYPE, 0 if V_FOLD == "element" else ISA, PRECISION,
+                V_OFFSET, V_BOOST, 2.0**LIFT, V_DTYPE, 0 if V_FOLD == "element" else ISA, PRECISION,
             )  # fmt: skip
 
         block = next_block
@@ -252,10 +259,13 @@ def decode_kernel(
         V_BITS,
         V_GROUP,
         V_FOLD,
+        V_OFFSET,
         V_BOOST,
         2.0**LIFT,
         ISA,
     )
+    if V_ROTATED > 0:  # the window's tokens, which follow, are not rotated
+        acc = unrotate_parts(acc, V_WIDTH, V_RUNS, V_CHUNKS, V_ROTATED)
     if split == num_splits - 1:
         best, total, acc = attend_window(
             queries, real, window_keys + row.to(tl.int64) * wk_row + head * wk_head, wk_slot,

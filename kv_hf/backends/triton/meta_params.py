@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...quant.rotation import block
 from ...spec import PageSpec, SideSpec
 
 MAX_TILE = 64  # tokens
@@ -22,7 +23,9 @@ MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
 # The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
-BOOST = {"none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned4": 2.0**2, "unsigned2": 1.0}
+BOOST = {
+    "none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned4": 2.0**2, "unsigned3": 2.0, "unsigned2": 1.0
+}  # fmt: skip
 
 
 def power_of_two(size: int) -> int:
@@ -153,8 +156,27 @@ def _key_fold(side: SideSpec) -> str:
     return "tile" if side.scheme.scale_group[0] >= MIN_SIZE else "element"
 
 
-def _value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, int], ...]]:
+def rotated_chunks(width: int, group: int) -> tuple[tuple[int, int, int], ...]:
+    """Cut `width` places of rotated values into (start, size, places): equal powers of two that lie within `group`.
+
+    The transform then sums pairs within chunks, or pairs of chunks. Sizes are at least 16, places need not be.
+    """
+    places = width & -width
+    if group < width:
+        places = min(places, group & -group)
+    return tuple((start, max(places, MIN_SIZE), places) for start in range(0, width, places))
+
+
+def _value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
     """How scales apply, channels of a scale, and the chunks: each part must lie within one scale's channels."""
+    fold, group, cut = _plain_value_fold(side)
+    if side.scheme.rotated:
+        width = side.head_dim // side.scheme.codes_per_byte
+        cut = rotated_chunks(width, group if fold == "token" else width)
+    return fold, group, cut
+
+
+def _plain_value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
     width = side.head_dim // side.scheme.codes_per_byte
     if side.scheme.is_exact:
         return "none", side.head_dim, chunks(width)
@@ -226,6 +248,9 @@ def constants(
     v_fold, v_group, v_chunks = _value_fold(values)
     code = values.scheme.code
     boost = 1.0 if exact else BOOST[f"{code}{values.scheme.bits}" if code == "unsigned" else code]
+    # codes around 0 have an offset all the same, in units of their scale
+    centered = code == "unsigned" and values.scheme.offset_group is None
+    offset = -0.5 * ((1 << values.scheme.bits) - 1) if centered else 1.0
     return {
         "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
         "PAGE": keys.page_size, "TILE": tile, "W_TILE": window_tile(spec),
@@ -237,7 +262,8 @@ def constants(
         "K_FOLD": _key_fold(keys), "K_DTYPE": types[0],
         "V_CODE": code, "V_BITS": values.scheme.bits, "V_DIM": values.head_dim,
         "V_WIDTH": values.head_dim // values.scheme.codes_per_byte, "V_CHUNKS": v_chunks,
-        "V_GROUP": v_group, "V_FOLD": v_fold, "V_BOOST": boost, "V_DTYPE": types[1],
+        "V_GROUP": v_group, "V_FOLD": v_fold, "V_OFFSET": offset, "V_BYTES": values.token_bits // 8,
+        "V_ROTATED": block(values.head_dim) if values.scheme.rotated else 0, "V_BOOST": boost, "V_DTYPE": types[1],
         "W_CHUNKS": chunks(keys.head_dim), "W_KEY_DTYPE": types[2], "W_VALUE_DTYPE": types[3],
         "PRECISION": "ieee", "HIDING": hiding(q_len, mask, softcap, sliding_window), "SINKS": sinks, "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, values.head_dim, num_warps), "STAGES": num_stages,
         "M_THREADS": 64 * num_warps if isa == HIP else 0,

@@ -84,7 +84,7 @@ def compile_decode(
     aligned = list(types)
     aligned.remove("mask")
     aligned.remove("sink_logits")
-    types |= dict.fromkeys((*TABLES, "counters"), "*i32")
+    types |= dict.fromkeys((*TABLES, "counters"), "*i32") | {"key_order": "*u8"}
     types |= dict.fromkeys((*STRIDES, *STEPWISE), "i32")
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be

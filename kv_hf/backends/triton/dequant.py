@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .float8 import from_float8
 
-# Where the PTX branch leaves a 4- or 2-bit code in place, run r holds code * 2^(r * bits) * UNIT: the bits of
+# Where the PTX branch leaves an unsigned code in place, run r holds code * 2^(r * bits) * UNIT: the bits of
 # a code are the low bits of a float16 subnormal. Matrix units take float16 subnormals exactly (Fasi et al.,
 # "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021), and the factor goes into scales that are there anyway.
 UNIT = 2.0**-24
@@ -49,7 +49,11 @@ def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: 
     elif CODE == "signed":
         return (_from_signed(x, DTYPE, ISA),)
     elif ISA > 0:
+        if BITS == 8:
+            return (_bytes_in_place(x),)
         return _halves_in_place(x) if BITS == 4 else _quarters_in_place(x)
+    elif BITS == 8:
+        return (x.to(tl.float32).to(DTYPE),)
     elif BITS == 4:
         return ((x & 15).to(tl.float32).to(DTYPE), (x >> 4).to(tl.float32).to(DTYPE))
     else:
@@ -149,6 +153,13 @@ def _take_in_place(BITS):
         mask = ((1 << BITS) - 1 << run * BITS) * 0x10001
         lines += [f"and.b32 ${2 * run + i}, {word}, {mask:#010x};" for i, word in enumerate("ab")]
     return "{\n" + "\n".join(lines) + "\n}"
+
+
+@triton.jit
+def _bytes_in_place(x):
+    return tl.inline_asm_elementwise(
+        _take_in_place(8), "=&r,=&r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4
+    )
 
 
 @triton.jit

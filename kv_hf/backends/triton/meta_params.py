@@ -9,6 +9,7 @@ import torch
 
 from ...quant.rotation import block
 from ...spec import PageSpec, SideSpec
+from .side_layout import side_layout
 
 MAX_TILE = 64  # tokens
 TOKEN_GROUPS = 2  # of the keys' scales in a tile: the scales of more would not fit into registers
@@ -156,6 +157,11 @@ def _key_fold(side: SideSpec) -> str:
     return "tile" if side.scheme.scale_group[0] >= MIN_SIZE else "element"
 
 
+def _key_sections(side: SideSpec) -> tuple[tuple[Any, ...], ...]:
+    """Return the sections of keys of two widths (see mixed_keys.py), or none."""
+    return tuple((*section, chunks(section[1])) for section in side_layout(side).sections)
+
+
 def rotated_chunks(width: int, group: int) -> tuple[tuple[int, int, int], ...]:
     """Cut `width` places of rotated values into (start, size, places): equal powers of two that lie within `group`.
 
@@ -245,6 +251,8 @@ def constants(
     merged = columns if q_len > 1 else min(columns, power_of_two(group))
     types = compute_types(spec, query_dtype)
     exact = types[0] == "fp32"
+    wide = keys.scheme.wide_channels > 0
+    k_width = keys.token_bits // 8 if wide else keys.head_dim // keys.scheme.codes_per_byte
     v_fold, v_group, v_chunks = _value_fold(values)
     code = values.scheme.code
     boost = 1.0 if exact else BOOST[f"{code}{values.scheme.bits}" if code == "unsigned" else code]
@@ -256,8 +264,7 @@ def constants(
         "PAGE": keys.page_size, "TILE": tile, "W_TILE": window_tile(spec),
         "W_COST": max(1, round(16 / spec.bits_per_element)), "W_STAGES": 2,
         "K_CODE": keys.scheme.code, "K_BITS": keys.scheme.bits, "K_DIM": keys.head_dim,
-        "K_WIDTH": keys.head_dim // keys.scheme.codes_per_byte,
-        "K_CHUNKS": chunks(keys.head_dim // keys.scheme.codes_per_byte),
+        "K_WIDTH": k_width, "K_CHUNKS": chunks(k_width), "K_SECTIONS": _key_sections(keys),
         "K_GROUP": keys.scheme.scale_group[0] if keys.scheme.scale_group else keys.page_size,
         "K_FOLD": _key_fold(keys), "K_DTYPE": types[0],
         "V_CODE": code, "V_BITS": values.scheme.bits, "V_DIM": values.head_dim,

@@ -143,7 +143,7 @@ def compile_latent(
 
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
     """Compile the kernel that seals both sides for `arch`, as a launch would ask for it."""
-    types = {"jobs": "*i32", "damaged": "*u8"}
+    types = {"jobs": "*i32", "damaged": "*u8", "order": "*u8"}
     aligned = []
     for side, prefix in zip(spec.sides, ("", "value_"), strict=True):
         pointers = {"tokens": side.dtype, "codes": side.fields["codes"][1]}

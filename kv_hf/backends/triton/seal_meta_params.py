@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ...formats.linear import Float8Format, SignedFormat
 from ...spec import PageSpec, SideSpec
-from .meta_params import MIN_SIZE, power_of_two
+from .meta_params import power_of_two
 from .side_layout import SideLayout, side_layout
 
 TILE_NUMBERS = 4096  # numbers of one tile: what four warps hold without spilling
@@ -19,8 +19,7 @@ class Encoding(NamedTuple):
         top: the largest code; cut: part of a range that is cut off at both ends; clip: part that is left.
         by_channel: whether ranges are over tokens, not over channels.
         tall, wide: bytes or words of a tile, along the tokens and along the channels.
-        range_tile: channels (where by_channel) or tokens whose ranges are found at a time; of keys of two widths, the
-            channels that all channels are compared with at once.
+        range_tile: channels (where by_channel) or tokens whose ranges are found at a time.
     """
 
     top: float
@@ -69,8 +68,8 @@ def _two_widths(side: SideLayout, clip: float) -> Encoding:
     """Return tiles that serve both kinds of channels of keys of two widths."""
     wide = min(64, power_of_two(max(section[1] for section in side.sections)))
     tall = min(side.page, TILE_NUMBERS // 2 // wide)
-    others = min(TILE_NUMBERS // power_of_two(side.dim), MIN_SIZE)
-    return Encoding(float((1 << side.bits) - 1), 0.5 * (1.0 - clip), clip, True, tall, wide, others)
+    places = min(wide, TILE_NUMBERS // side.scale_tokens)
+    return Encoding(float((1 << side.bits) - 1), 0.5 * (1.0 - clip), clip, True, tall, wide, places)
 
 
 def pair_constants(spec: PageSpec) -> dict[str, Any]:

@@ -8,14 +8,16 @@ import triton.language as tl
 
 from .seal_numbers import encode, finite, spread
 
+OTHERS = tl.constexpr(16)  # channels that all are compared with, and tokens that are read, at once
+
 
 @triton.jit
-def _extent(source, slot_stride, channel, inside, SIDE: tl.constexpr, TOKENS: tl.constexpr):
+def _extent(source, slot_stride, channel, inside, SIDE: tl.constexpr):
     """Return the ranges [channels] of channels over the tokens of a page; -1 where not `inside`."""
     low = tl.full(channel.shape, float("inf"), tl.float32)
     high = tl.full(channel.shape, float("-inf"), tl.float32)
-    for first in tl.range(0, SIDE.page, TOKENS):
-        token = first + tl.arange(0, TOKENS)
+    for first in tl.range(0, SIDE.page, OTHERS):
+        token = first + tl.arange(0, OTHERS)
         where = source + token[:, None] * slot_stride + channel[None, :]
         x = finite(tl.load(where, mask=inside[None, :], other=0.0).to(tl.float32))
         low = tl.minimum(low, tl.min(x, 0))
@@ -24,21 +26,18 @@ def _extent(source, slot_stride, channel, inside, SIDE: tl.constexpr, TOKENS: tl
 
 
 @triton.jit
-def _write_order(
-    source, slot_stride, order, SIDE: tl.constexpr, ENCODING: tl.constexpr
-):  # fmt: skip
+def _write_order(source, slot_stride, order, SIDE: tl.constexpr):
     """Write which channel lies at which place: the wide ones in front, either kind in the order of the model's channels."""
     DIM: tl.constexpr = SIDE.dim
     CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
-    OTHERS: tl.constexpr = ENCODING.range_tile  # channels that all are compared with at once
     WIDE: tl.constexpr = SIDE.sections[0][1] * SIDE.sections[0][2]
     channel = tl.arange(0, CHANNELS)
     inside = channel < DIM
-    own = _extent(source, slot_stride, channel, inside, SIDE, OTHERS)
+    own = _extent(source, slot_stride, channel, inside, SIDE)
     rank = tl.zeros([CHANNELS], tl.int32)
     for first in tl.range(0, DIM, OTHERS):
         other = first + tl.arange(0, OTHERS)
-        theirs = _extent(source, slot_stride, other, other < DIM, SIDE, OTHERS)[None, :]
+        theirs = _extent(source, slot_stride, other, other < DIM, SIDE)[None, :]
         wider = theirs > own[:, None]
         earlier = (theirs == own[:, None]) & (other[None, :] < channel[:, None])
         rank += tl.sum((wider | earlier).to(tl.int32), 1)
@@ -54,7 +53,7 @@ def _write_ranges(
 ):  # fmt: skip
     """Write scales and offsets of every channel and group of tokens, in the order of the page."""
     GROUP: tl.constexpr = SIDE.scale_tokens
-    PLACES: tl.constexpr = ENCODING.wide
+    PLACES: tl.constexpr = ENCODING.range_tile
     WIDE: tl.constexpr = SIDE.sections[0][1] * SIDE.sections[0][2]
     WIDE_TOP: tl.constexpr = (1 << SIDE.sections[0][0]) - 1
     TOP: tl.constexpr = ENCODING.top
@@ -115,7 +114,7 @@ def seal_mixed(
     source, slot_stride, codes, scale, offset, order, damaged, SIDE: tl.constexpr, ENCODING: tl.constexpr
 ):  # fmt: skip
     """Encode one page of one kv head; the arguments are those of seal.py, and the order of the page's channels."""
-    _write_order(source, slot_stride, order, SIDE, ENCODING)
+    _write_order(source, slot_stride, order, SIDE)
     tl.debug_barrier()  # the order is read by other threads than wrote it
     _write_ranges(source, slot_stride, scale, offset, order, SIDE, ENCODING)
     tl.debug_barrier()

@@ -1,6 +1,6 @@
 """Encode pages of keys of two widths: the order of the channels, then both kinds of codes in that order (see seal.py).
 
-The order is that of quant/channel_order.py, by comparing the ranges of all pairs of channels.
+The order is that of quant/channel_order.py, by comparing the ranges of every two channels.
 """
 
 import triton
@@ -13,7 +13,7 @@ OTHERS = tl.constexpr(16)  # channels that all are compared with, and tokens tha
 
 @triton.jit
 def _extent(source, slot_stride, channel, inside, SIDE: tl.constexpr):
-    """Return the ranges [channels] of channels over the tokens of a page; -1 where not `inside`."""
+    """Return the ranges [channels] of channels over the tokens of a page."""
     low = tl.full(channel.shape, float("inf"), tl.float32)
     high = tl.full(channel.shape, float("-inf"), tl.float32)
     for first in tl.range(0, SIDE.page, OTHERS):
@@ -22,7 +22,16 @@ def _extent(source, slot_stride, channel, inside, SIDE: tl.constexpr):
         x = finite(tl.load(where, mask=inside[None, :], other=0.0).to(tl.float32))
         low = tl.minimum(low, tl.min(x, 0))
         high = tl.maximum(high, tl.max(x, 0))
-    return tl.where(inside, high - low, -1.0)
+    return high - low
+
+
+@triton.jit
+def _pair_extent(source, slot_stride, channel, SIDE: tl.constexpr):
+    """Return the larger range of each channel's pair, which RoPE rotates into each other; -1 behind the last channel."""
+    inside = channel < SIDE.dim
+    own = _extent(source, slot_stride, channel, inside, SIDE)
+    partner = (channel + SIDE.dim // 2) % SIDE.dim
+    return tl.where(inside, tl.maximum(own, _extent(source, slot_stride, partner, inside, SIDE)), -1.0)
 
 
 @triton.jit
@@ -33,11 +42,11 @@ def _write_order(source, slot_stride, order, SIDE: tl.constexpr):
     WIDE: tl.constexpr = SIDE.sections[0][1] * SIDE.sections[0][2]
     channel = tl.arange(0, CHANNELS)
     inside = channel < DIM
-    own = _extent(source, slot_stride, channel, inside, SIDE)
+    own = _pair_extent(source, slot_stride, channel, SIDE)
     rank = tl.zeros([CHANNELS], tl.int32)
     for first in tl.range(0, DIM, OTHERS):
         other = first + tl.arange(0, OTHERS)
-        theirs = _extent(source, slot_stride, other, other < DIM, SIDE)[None, :]
+        theirs = _pair_extent(source, slot_stride, other, SIDE)[None, :]
         wider = theirs > own[:, None]
         earlier = (theirs == own[:, None]) & (other[None, :] < channel[:, None])
         rank += tl.sum((wider | earlier).to(tl.int32), 1)

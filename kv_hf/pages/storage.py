@@ -12,7 +12,7 @@ from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
 from . import blocks
 from .host_pages import HostPages
-from .huge_pages import advise
+from .page_memory import new_fields
 from .persistent import persistent_tensors
 from .step import SealJobs, TableView
 
@@ -68,12 +68,14 @@ class SideStorage:
     def grown(self, capacity: int) -> PageFields:
         """Return fields with these pages and room for `capacity`; new pages are zero, so that reading them is finite."""
         fields = dict(self.fields)
-        for name, old in self.fields.items():
-            if old.shape[0] < capacity:
-                fields[name] = new = old.new_empty((capacity, *old.shape[1:]))
-                advise(new)  # before anything is written: memory gets its pages then
-                new[: old.shape[0]] = old
-                new[old.shape[0] :].zero_()
+        small = {name: old for name, old in fields.items() if old.shape[0] < capacity}
+        larger, zeroed = new_fields(small, capacity)
+        for name, new in larger.items():
+            held = small[name].shape[0]
+            new[:held] = small[name]
+            if not zeroed:
+                new[held:].zero_()
+        fields.update(larger)
         return PageFields(fields)
 
     def check_integrity(self) -> None:

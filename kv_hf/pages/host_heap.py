@@ -1,0 +1,63 @@
+"""The heap of the C library: has glibc return memory that was freed. Decides when such a call is worth its time."""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+
+VARIABLE = "KV_HF_MALLOC_TRIM"  # "never": the heap is left alone
+# Of the rows of a forward together. What fewer tokens leave behind is not worth the call; the sentence that a user adds to a
+# chat has fewer.
+MANY_TOKENS = 256
+
+
+class PrefillWatch:
+    """Give freed memory back to the system once behind each prefill on a CPU: never behind a decode step.
+
+    glibc keeps what a prefill frees, because it takes it for memory that will be asked for again soon. Decode steps ask
+    for a hundredth of it.
+    """
+
+    def __init__(self) -> None:
+        self._due = False
+
+    def begin(self, tokens: int, device: torch.device) -> None:
+        """Note that a forward over `tokens` tokens, of all rows, begins; the first short one behind a prefill ends it."""
+        if tokens >= MANY_TOKENS:
+            self._due = device.type == "cpu"
+        elif self._due:
+            self.end()
+
+    def end(self) -> None:
+        """Give memory back, if there was a prefill since the last time: nothing of it runs any more."""
+        if self._due:
+            self._due = False
+            give_back_freed()
+
+
+def give_back_freed() -> bool:
+    """Have glibc return freed memory of all its arenas to the system; does nothing beside another C library.
+
+    Returns: whether it was asked to.
+    """
+    trim = _malloc_trim()
+    if trim is None or os.environ.get(VARIABLE) == "never":
+        return False
+    trim(0)
+    return True
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's malloc_trim, or None in a process that has another C library."""
+    try:
+        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
+            return None
+        function = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, ValueError):  # no confstr, no such name, no such function
+        return None
+    function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_int
+    found: Callable[[int], int] = function
+    return found

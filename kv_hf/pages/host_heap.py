@@ -38,12 +38,14 @@ class PrefillWatch:
 
 
 def give_back_freed() -> bool:
-    """Have glibc return freed memory of all its arenas to the system; does nothing beside another C library.
+    """Return freed memory to the system unless KV_HF_MALLOC_TRIM=never is in the environment; say whether that was tried."""
+    return os.environ.get(VARIABLE) != "never" and trim_heap()
 
-    Returns: whether it was asked to.
-    """
+
+def trim_heap() -> bool:
+    """Have glibc return freed memory of all its arenas to the system; False beside another C library, which is left alone."""
     trim = _malloc_trim()
-    if trim is None or os.environ.get(VARIABLE) == "never":
+    if trim is None:
         return False
     trim(0)
     return True

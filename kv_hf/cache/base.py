@@ -139,7 +139,7 @@ class CacheBase(Origin, DynamicCache):
             # a forward begins: asked once, as a config of transformers takes its time to answer
             self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
             if not torch.compiler.is_compiling():
-                self._prefill.begin(key_states.shape[0] * key_states.shape[2], key_states.device)
+                self._prefill.begin(key_states.shape[2], key_states.device)
         self._last_updated = layer_idx
         if layer_idx <= self._first_paged:
             self._prepare_update(key_states, value_states, layer_idx)

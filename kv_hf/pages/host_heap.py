@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 VARIABLE = "KV_HF_MALLOC_TRIM"  # "never": the heap is left alone
-# Of the rows of a forward together. What fewer tokens leave behind is not worth the call; the sentence that a user adds to a
-# chat has fewer.
-MANY_TOKENS = 256
+# Of a row in one forward. Fewer are a decode step, one that tries candidates included, or a sentence of a chat: they leave
+# behind less than the call is worth.
+LEAST_COLUMNS = 64
 
 
 class PrefillWatch:
@@ -23,9 +23,9 @@ class PrefillWatch:
     def __init__(self) -> None:
         self._due = False
 
-    def begin(self, tokens: int, device: torch.device) -> None:
-        """Note that a forward over `tokens` tokens, of all rows, begins; the first short one behind a prefill ends it."""
-        if tokens >= MANY_TOKENS:
+    def begin(self, columns: int, device: torch.device) -> None:
+        """Note that a forward over `columns` columns begins: a long one is a prefill or a chunk of one, a short one ends it."""
+        if columns >= LEAST_COLUMNS:
             self._due = device.type == "cpu"
         elif self._due:
             self.end()

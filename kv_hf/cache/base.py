@@ -19,6 +19,7 @@ from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheMismatchError
 from ..pages.arena import PageArena
+from ..pages.host_heap import PrefillWatch
 from ..printable import short
 from ..spec import MemoryReport
 from .layer_formats import planned_specs
@@ -91,6 +92,7 @@ class CacheBase(Origin, DynamicCache):
         self._attention_config = attention_config(config)
         self.model_signature = signature(decoder)
         self._watch = MaskWatch()
+        self._prefill = PrefillWatch()
         return decoder
 
     @property
@@ -136,6 +138,8 @@ class CacheBase(Origin, DynamicCache):
         if layer_idx <= self._last_updated:
             # a forward begins: asked once, as a config of transformers takes its time to answer
             self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
+            if not torch.compiler.is_compiling():
+                self._prefill.begin(key_states.shape[2], key_states.device)
         self._last_updated = layer_idx
         if layer_idx <= self._first_paged:
             self._prepare_update(key_states, value_states, layer_idx)
@@ -160,6 +164,13 @@ class CacheBase(Origin, DynamicCache):
 
     def end_recording(self) -> None:
         """Turn past recording off."""
+
+    def end_prefill(self) -> None:
+        """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/memory.md).
+
+        generate() says so behind its prefill. In loops of your own the next step does; without one, call this.
+        """
+        self._prefill.end()
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 

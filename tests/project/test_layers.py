@@ -155,6 +155,7 @@ TOGETHER = {
 # objects of transformers, numpy and ctypes, which have no method for it
 OF_OTHERS = {
     ("pages/huge_pages.py", "_madvise"),
+    ("pages/host_heap.py", "_malloc_trim"),
     ("bridge/lazy_kv.py", "numpy"),
     ("cache/compat.py", "forget_tokens"),
     ("cache/model_shape.py", "cross_config"),

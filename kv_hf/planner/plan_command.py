@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from ..cache_names import STOCK
 from ..errors import KVCacheError
 from ..formats import cache_names
-from ..printable import tell_error
+from ..printable import tell, tell_error
+from ..text_table import GAP, text_width, wrap
 from .devices import DEVICES
 from .inventory import Inventory
 from .memory_plan import plan
@@ -134,19 +135,23 @@ def _main(argv: Sequence[str] | None, prog: str) -> int:
 
 
 def print_devices() -> None:
-    """Print the known devices with their memory, bandwidth and source."""
+    """Print the known devices with their memory, bandwidth and sources."""
     for device in DEVICES.values():
         memory = "" if device.memory is None else format_bytes(device.memory)
-        print(
-            f"{device.name:<15}{memory:>11}{format_bandwidth(device.bandwidth):>13}  {device.source}"
-        )
+        figures = f"{device.name:<15}{memory:>11}{format_bandwidth(device.bandwidth):>13}"
+        _print_wrapped(f"{figures}  {device.source}", hang=len(figures) + GAP)
 
 
 def print_presets() -> None:
     """Print the shipped presets: name, hub id, and what their layers hold."""
     names = preset_names()
-    wide = max(map(len, names), default=0) + 2
+    wide = max(map(len, names), default=0) + GAP
     for name in names:
         preset = read_preset(name)
         inventory = Inventory.from_dict(preset["inventory"])
-        print(f"{name:<{wide}}{preset['model']}: {describe_layers(inventory)}")
+        text = f"{name:<{wide}}{preset['model']}: {describe_layers(inventory)}"
+        _print_wrapped(text, hang=wide)
+
+
+def _print_wrapped(line: str, hang: int) -> None:
+    tell("\n".join(wrap(line, text_width(), hang)))

@@ -19,6 +19,7 @@ LAYERS = [
         "plugins",
         "printable",
         "records",
+        "text_table",
         "version",
     },
     {

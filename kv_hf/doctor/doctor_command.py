@@ -17,10 +17,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
     """Run `kv-hf doctor`; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="kv-hf doctor",
+        prog=prog,
         description="What would run here, why, and whether it works.",
         epilog=CODES,
     )

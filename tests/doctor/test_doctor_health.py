@@ -14,7 +14,7 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 import kv_hf
-from kv_hf import cli
+import kv_hf_cli
 from kv_hf.backends.cpu import library
 from kv_hf.backends.triton import support
 from kv_hf.doctor import environment, health, seams
@@ -29,7 +29,7 @@ needs_tested = pytest.mark.skipif(not IS_TESTED, reason="another version of tran
 
 def quick(capsys, *more):
     """Return (exit code, what is printed) without the self-test."""
-    code = cli.main(["doctor", "--device", "cpu", "--quick", *more])
+    code = kv_hf_cli.main(["doctor", "--device", "cpu", "--quick", *more])
     return code, capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import kv_hf
-from kv_hf.cli import main as kv_hf_main
+import kv_hf_cli
 from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.fit import MOST_ROWS
 from kv_hf.planner.inventory import CachedLayer, Inventory, State
@@ -34,7 +34,7 @@ def table_of(text):
 
 def test_memory_prints_what_the_plan_says(capsys):
     arguments = [LLAMA, "--batch", "8", "--context", "16k", "--device-memory", "80GB"]
-    assert kv_hf_main(["memory", *arguments, "--bandwidth", "3.35TB/s"]) == 0
+    assert kv_hf_cli.main(["memory", *arguments, "--bandwidth", "3.35TB/s"]) == 0
     text = capsys.readouterr().out
     found = kv_hf.plan(
         LLAMA, batch=8, context=16384, device_memory=80 * 10**9, bandwidth=3_350 * 10**9

@@ -40,7 +40,7 @@ LAYERS = [
     {"cache"},
     {"hf"},
     {"evaluation", "gqa", "planner", "doctor"},
-    {"cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SIBLINGS = [

@@ -135,11 +135,12 @@ def _main(argv: Sequence[str] | None, prog: str) -> int:
 
 
 def print_devices() -> None:
-    """Print the known devices with their memory, bandwidth and sources."""
+    """Print the known devices with their memory and bandwidth, and the sources of both."""
     for device in DEVICES.values():
         memory = "" if device.memory is None else format_bytes(device.memory)
         figures = f"{device.name:<15}{memory:>11}{format_bandwidth(device.bandwidth):>13}"
-        _print_wrapped(f"{figures}  {device.source}", hang=len(figures) + GAP)
+        sources = "; ".join(one for one in (device.memory_source, device.source) if one)
+        _print_wrapped(f"{figures}  {sources}", hang=len(figures) + GAP)
 
 
 def print_presets() -> None:

@@ -117,7 +117,7 @@ def test_lists(capsys):
     assert main(["--list-devices"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[0] != " "] == list(DEVICES)
-    assert "74.51 GiB    3.35 TB/s  NVIDIA H100" in "\n".join(lines)
+    assert "79.65 GiB    3.35 TB/s  nvidia-smi 81,559 MiB" in "\n".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_model_is_asked_for(capsys):
 def test_weights_that_do_not_fit_are_said_plainly(capsys):
     assert main(["llama-3.1-70b", "--device", "rtx4090", "--cache", "paged_int4"]) == 0
     text = capsys.readouterr().out
-    assert "the weights (131.42 GiB) do not fit into 22.35 GiB: no cache does" in text
+    assert "the weights (131.42 GiB) do not fit into 23.99 GiB: no cache does" in text
     row = table_of(text)["paged_int4"]
     assert (row["fits"], row["context"], row["batch"]) == ("no", "0", "0")
 

@@ -6,6 +6,7 @@ the package: `kv-hf --help` and `kv-hf --version` come without them.
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -38,14 +39,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if no_package() is not None:
             print(no_package(), file=sys.stderr)
             return 2
-        module, _ = COMMANDS[given[0]]
-        return int(import_module(module).main(given[1:], f"kv-hf {given[0]}"))
+        return run(given[0], given[1:])
     asked = parser()
     if not given:
         asked.print_help()
         return 0
     asked.parse_args(given[:1])
     return 0
+
+
+def run(command: str, arguments: Sequence[str]) -> int:
+    """Run one command; return its exit code. A reader that has seen enough (`| head`) is no error."""
+    try:
+        code = int(import_module(COMMANDS[command][0]).main(arguments, f"kv-hf {command}"))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is left in the buffer would fail again when the interpreter ends
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        return 0
+    return code
 
 
 def parser() -> argparse.ArgumentParser:

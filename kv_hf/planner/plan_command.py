@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 
@@ -80,23 +79,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "kv-hf memory") -> int:
-    """Plan and print; return the exit code: 0, or 2 for an error that says its reason.
-
-    A reader that has seen enough (`| head`) is no error.
-    """
-    try:
-        code = _main(argv, prog)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # what is left in the buffer would fail again when the interpreter ends
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.close(nothing)
-        return 0
-    return code
-
-
-def _main(argv: Sequence[str] | None, prog: str) -> int:
+    """Plan and print; return the exit code: 0, or 2 for an error that says its reason."""
     asked = parser(prog)
     args = asked.parse_args(sys.argv[1:] if argv is None else list(argv))
     if args.list_devices:

@@ -45,6 +45,14 @@ def test_doctor_prints_every_format_and_the_reasons(capsys):
     assert "triton" in printed.partition("Why not")[2]
 
 
+def test_doctor_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    kv_hf_cli.main(["doctor", "--device", "cpu", "--quick", "--verbose"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 60
+    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -65,7 +73,8 @@ def test_doctor_refuses_what_cannot_be(capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
-def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(capsys):
+def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
     assert kv_hf_cli.main(["doctor", "--device", "cpu", "--head-dim", "6", "--quick"]) == 0
     printed = capsys.readouterr().out
     assert "paged_int2    none" in printed
@@ -104,7 +113,8 @@ def test_update_refuses_a_kernel_that_cannot_run_and_changes_nothing():
     assert not cache.layers[0].is_initialized
 
 
-def test_doctor_says_how_each_layer_of_a_model_would_be_cached(capsys, tmp_path):
+def test_doctor_says_how_each_layer_of_a_model_would_be_cached(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "400")
     from transformers import LlamaConfig
 
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "linear_attention"] * 2

@@ -151,7 +151,7 @@ def test_a_reader_that_stops_early_is_no_error(monkeypatch, capsys):
         os.close(reading)
         with os.fdopen(writing, "w") as out, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", out)
-            assert main(arguments) == 0
+            assert kv_hf_cli.main(["memory", *arguments]) == 0
     assert capsys.readouterr().err == ""
 
 

@@ -406,6 +406,7 @@ def test_convert_to_gqa_takes_a_hub_model_config_first(llama, tmp_path, monkeypa
         return str(cache)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("kv_hf.gqa.checkpoint.why_not_model", lambda name: None)
     kv_hf.convert_to_gqa("me/tiny", tmp_path / "two", 2)
     shards = sorted(path.name for path in cache.glob("*.safetensors"))
     assert asked == [("me/tiny", []), ("me/tiny", shards)]

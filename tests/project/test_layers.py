@@ -14,6 +14,7 @@ LAYERS = [
         "errors",
         "extras",
         "files",
+        "hub",
         "user_dir",
         "notices",
         "plugins",

@@ -16,11 +16,16 @@ from pathlib import Path
 
 # command -> (module with a function `main(arguments, prog)` that returns the exit code, what it does)
 COMMANDS = {
+    "demo": ("kv_hf.evaluation.demo_command", "generate with every cache on a model, side by side"),
     "doctor": ("kv_hf.doctor.doctor_command", "what would run here, why, and whether it works"),
     "memory": ("kv_hf.planner.plan_command", "what caches take and what fits, from a config alone"),
     "explore": ("kv_hf.planner.explore.explore_command", "the memory planner as a page in a browser"),
-    "lm-eval": ("kv_hf.evaluation.harness.__main__", "lm-eval's command line, which then knows the model class kv_hf"),
+    "eval": ("kv_hf.evaluation.eval_command", "what caches cost on your model and text: KL, bytes"),
+    "recommend": ("kv_hf.evaluation.recommend.recommend_command", "formats of each layer that lose least within a budget"),
+    "report": ("kv_hf.evaluation.report.report_command", "an HTML page with plots of what eval measured"),
+    "lm-eval": ("kv_hf.evaluation.harness.__main__", "lm-eval's command line, which then knows our caches"),
     "convert-gqa": ("kv_hf.gqa.convert_command", "write a checkpoint with fewer kv heads"),
+    "uptrain": ("kv_hf.gqa.uptrain.uptrain_command", "train a converted checkpoint towards its original"),
 }  # fmt: skip
 NO_PACKAGE = (
     "kv-hf: error: Python finds no package kv_hf, only the folder {found}, as in the parent folder of a clone named kv_hf: "
@@ -51,7 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(command: str, arguments: Sequence[str]) -> int:
     """Run one command; return its exit code. A reader that has seen enough (`| head`) is no error."""
     try:
-        code = int(import_module(COMMANDS[command][0]).main(arguments, f"kv-hf {command}"))
+        module = import_module(COMMANDS[command][0])
+    except ImportError as error:
+        if (error.name or "kv_hf").partition(".")[0] == "kv_hf":  # a fault of ours
+            raise
+        print(f"kv-hf {command}: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        code = int(module.main(arguments, f"kv-hf {command}"))
         sys.stdout.flush()
     except BrokenPipeError:
         # what is left in the buffer would fail again when the interpreter ends

@@ -4,6 +4,8 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from .printable import tell
+
 GAP = 2  # blanks between columns
 LEAST_FIRST = 24  # characters of a first column that is folded
 
@@ -50,6 +52,11 @@ def wrap(line: str, width: int | None = None, hang: int = 2) -> list[str]:
         replace_whitespace=False,
         drop_whitespace=True,
     )
+
+
+def say(text: str) -> None:
+    """Print a sentence, as wide as the terminal."""
+    tell("\n".join(wrap(text, text_width())))
 
 
 def _parts(first: int, others: Columns, width: int | None) -> Iterator[Columns]:

@@ -89,7 +89,9 @@ def test_why_not_model_says_what_the_hub_answers(error, reason, monkeypatch):
     def answer(*_, **__):
         if error is TimeoutError:
             raise TimeoutError
-        raise error.__new__(error, "as the hub says")  # whatever responses look like in this version
+        raise error.__new__(
+            error, "as the hub says"
+        )  # whatever responses look like in this version
 
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: Socket())
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -39,7 +39,7 @@ class Clock(BaseStreamer):
         self.on_token = on_token
 
     def put(self, value: torch.Tensor) -> None:
-        """Note one arrival."""
+        """Note one arrival: token ids, [tokens]."""
         self.times.append(time.perf_counter())
         if len(self.times) > 1:
             self.on_token()
@@ -91,7 +91,9 @@ def generate_once(
 
 
 def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, torch.Tensor]:
-    """Return a prompt of about `length` tokens: a question about the text, or the text where there is no chat."""
+    """Return a prompt of about `length` tokens, [1, tokens] each field: a question about the text, or the text where there is no
+    chat.
+    """
     ids = tokenizer(text).input_ids
     if tokenizer.chat_template is None:
         return dict(tokenizer(tokenizer.decode(ids[:length]), return_tensors="pt"))

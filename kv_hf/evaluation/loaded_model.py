@@ -76,7 +76,7 @@ class TextSettings:
 
 
 def digest_of(texts: Sequence[torch.Tensor]) -> str:
-    """Return what tells texts apart that have one name: a digest of their token ids."""
+    """Return what tells texts apart that have one name: a digest of their token ids, [tokens] each."""
     ids = [text.tolist() for text in texts]
     return hashlib.sha256(str(ids).encode()).hexdigest()[:12]
 

@@ -58,6 +58,8 @@ class BuildKernel(build_ext):
             extension.optional = choice == "auto"
         if choice == "none":
             self.extensions: list[Extension] = []
+            for extension in self.distribution.ext_modules:
+                self._forget(extension)
         try:
             super().run()
         except (BaseError, CCompilerError) as error:
@@ -65,6 +67,17 @@ class BuildKernel(build_ext):
             raise SetupError(why) from error
         if choice == "auto" and not self.compiled():
             print(SLOW, file=sys.stderr)
+
+    def build_extension(self, extension: Extension) -> None:
+        """Compile one extension; where that fails, the file of an earlier build goes."""
+        try:
+            super().build_extension(extension)
+        except BaseException:
+            self._forget(extension)
+            raise
+
+    def _forget(self, extension: Extension) -> None:
+        Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
 
     def compiled(self) -> bool:
         """Return whether every extension's file was written."""

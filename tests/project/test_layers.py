@@ -14,11 +14,13 @@ LAYERS = [
         "errors",
         "extras",
         "files",
+        "hub",
         "user_dir",
         "notices",
         "plugins",
         "printable",
         "records",
+        "text_table",
         "version",
     },
     {
@@ -39,7 +41,7 @@ LAYERS = [
     {"cache"},
     {"hf"},
     {"evaluation", "gqa", "planner", "doctor"},
-    {"cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SIBLINGS = [

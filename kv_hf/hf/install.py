@@ -27,9 +27,11 @@ from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
 from ..config import CacheConfig
-from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
+from ..config_given import given_options
+from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, cache_names, is_cache_name, named
 from ..notices import forget, warn_once
+from .asked import WITHOUT_NAME, asked_name
 from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
 from .graph_choice import Generation, decide, refuse_growing, with_room
@@ -120,8 +122,8 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        name = generation_config.cache_implementation
         given = model_kwargs.get("past_key_values")
+        name = asked_name(generation_config, given)
         paged = [half for half in paged_halves(given) if half is not None]
         if paged and name is None:
             _check_given(self, given)
@@ -220,7 +222,7 @@ def _check_paged_cross(model: Any) -> None:
 def _new_cache(
     model: Any, generation_config: Any, asked: Generation
 ) -> CacheBase | PagedEncoderDecoderCache:
-    name = generation_config.cache_implementation
+    name = generation_config.cache_implementation or WITHOUT_NAME
     named = "mamba" in type(model).__name__.lower()
     if named or not model._supports_default_dynamic_cache():
         raise UnsupportedModelError(
@@ -232,12 +234,8 @@ def _new_cache(
             f"cache_implementation={name!r}: no forward of {type(model).__name__} takes past_key_values, through which "
             "generate() passes a cache, so pages would stay empty; leave cache_implementation out"
         )
-    options = generation_config.cache_config
-    if options is not None and not isinstance(options, dict):
-        raise CacheOptionError(
-            f"cache_config must be a dict of options such as {{'page_size': 32}}, got {type(options).__name__}"
-        )
-    if options and getattr(generation_config, "is_assistant", False):
+    options = given_options(generation_config.cache_config, CacheConfig)
+    if getattr(generation_config, "is_assistant", False):
         # the target's options reach the assistant, whose layers are others
         options = {option: value for option, value in options.items() if option not in OF_A_MODEL}
     if not is_encoder_decoder(model.config):

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from ..printable import printable, tell
+from ..units import format_bandwidth, format_bytes, format_count
 from .fit import MOST_ROWS
 from .inventory import CachedLayer, Inventory
 from .memory_plan import CachePlan, Plan
-from .units import format_bandwidth, format_bytes, format_count
 
 NO_LIMIT = "no limit"
 GAP = 2  # blanks between columns

@@ -163,6 +163,8 @@ class StaticPagedCache(CacheBase):
         for layer in self.paged_layers:
             layer.reorder_cache(beam_idx)
         self.table.give_turn(0)
+        if self.token_ids is not None:
+            self.select_tokens(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Raise CacheOptionError: the number of rows is fixed."""

@@ -57,7 +57,7 @@ class Origin:
         if mark is not None and self.weights is not None and mark != self.weights:
             raise CacheMismatchError(
                 f"this cache holds keys and values of other weights than this {model} has: another model filled it, or the "
-                "weights were changed since. Use one cache per model, or call cache.reset() and pass the whole text"
+                "weights were changed since. Use one cache per model and dtype, or call cache.reset() and pass the whole text"
             )
         self.weights = mark or self.weights
 

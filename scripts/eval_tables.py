@@ -8,7 +8,7 @@ from typing import Any
 from recall import Recall
 
 from kv_hf.evaluation.by_text import paired_difference
-from kv_hf.formats import IMPLEMENTATIONS
+from kv_hf.formats import cache_names
 
 MODELS = {
     "smollm2-135m": "SmolLM2-135M",
@@ -25,7 +25,7 @@ PROTOCOL = {
 }
 TEXTS = ("held_out", "lincoln_1862")  # the newest protocol first
 RECIPES = "recipe"
-FORMATS = tuple(name for name in IMPLEMENTATIONS if name != "paged_exact")
+FORMATS = tuple(name for name in cache_names() if name != "paged_exact")
 PEERS = (
     "hqq_int8",
     "quantized_fp8",

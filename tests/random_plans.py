@@ -2,7 +2,7 @@
 
 import random
 
-from kv_hf.formats import FORMAT_NAMES, K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES
+from kv_hf.formats import K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES, format_names
 from kv_hf.planner.inventory import CachedLayer, Inventory, State
 
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "falcon", "nobody-knows")
@@ -98,8 +98,8 @@ def _layers(rng: random.Random, kind: str, count: int) -> tuple[CachedLayer, ...
 def random_options(rng: random.Random, latent: bool) -> dict:
     """Return options of CacheConfig for a model with or without latents; some do not fit it."""
     options = {
-        "keys": rng.choice(FORMAT_NAMES),
-        "values": rng.choice(FORMAT_NAMES),
+        "keys": rng.choice(format_names("keys")),
+        "values": rng.choice(format_names("values")),
         "page_size": rng.choice((16, 32, 64, 128)),
         "sink_tokens": rng.choice((0, 4, 4, 33)),
         "recent_tokens": rng.choice((0, 0, 7, 128)),

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
 
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
+from ..formats import format_names
 from .layer_formats import LayerFormats
 
 HYBRID = (
@@ -98,8 +99,13 @@ def _can_be_paged(name: str, rank: int | None) -> bool:
 
 
 def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
-    """Raise CacheOptionError for options about latents, which the model does not cache."""
+    """Raise CacheOptionError for options about latents, which the model does not cache.
+
+    Beside a format that latents cannot have, `latent` is what a cache name says for other models.
+    """
     for name in ("latent", "latent_group_size", "k_rope", "mla"):
+        if name == "latent" and options.keys not in format_names("latent"):
+            continue
         value, default = getattr(options, name), getattr(CacheConfig, name)
         if value != default:
             raise CacheOptionError(

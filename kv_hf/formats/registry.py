@@ -167,6 +167,17 @@ def unregister_format(name: str) -> None:
         named.drop_of_format(name)
 
 
-for _kind in (Exact, Fp8, Int8, Int4, Int2):
-    named.ship(f"paged_{_kind.name}", {"keys": _kind.name, "values": _kind.name}, _kind.name)
-named.ship("paged_k8v4", {"keys": "int8", "values": "int4"})
+for _name, _keys, _values, _latent in (
+    ("paged_exact", "exact", "exact", None),
+    ("paged_fp8", "fp8", "fp8", None),
+    ("paged_int8", "int8", "int8", None),
+    ("paged_k8v4", "int8", "int4", None),
+    ("paged_int4", "int4", "int4", None),
+    # latents are keys and values at once, for which a format of one side is none
+    ("paged_k5v3", "int4_mixed", "int3_rotated", "int4"),
+    ("paged_int3", "int2_mixed", "int3_rotated", None),
+    ("paged_int2", "int2_mixed", "int2_rotated", "int2"),
+    ("paged_int2_v1", "int2", "int2", None),  # what paged_int2 was at first
+):
+    _options = {"keys": _keys, "values": _values, **({"latent": _latent} if _latent else {})}
+    named.ship(_name, _options, _keys if _keys == _values else None)

@@ -4,15 +4,18 @@ import torch
 
 
 def choose(numbers: torch.Tensor, wide: int) -> torch.Tensor:
-    """Return the order of each page and head: first the `wide` channels with the largest range over the page's tokens.
+    """Return the order of each page and head: first the `wide` channels whose pairs have the largest range in the page.
 
-    Of channels with equal ranges the first ones are wide.
+    A pair is channel i and channel i + head_dim / 2, which RoPE rotates into each other: a query has the same energy in both,
+    so that errors of both weigh the same, whichever of them happens to move within the page. The range of a pair is the
+    larger one of both over the page's tokens; of channels with equal ranges the first ones are wide.
 
     Args:
-        numbers: [pages, num_kv_heads, page_size, head_dim], fp32.
+        numbers: [pages, num_kv_heads, page_size, head_dim], fp32; head_dim is even.
     Returns: [pages, num_kv_heads, head_dim], int64: place -> channel.
     """
     ranges = numbers.amax(-2) - numbers.amin(-2)
+    ranges = torch.maximum(ranges, ranges.roll(ranges.shape[-1] // 2, -1))
     largest = torch.argsort(ranges, dim=-1, descending=True, stable=True)[..., :wide]
     is_wide = torch.zeros_like(ranges, dtype=torch.bool).scatter_(-1, largest, True)
     return torch.argsort((~is_wide).to(torch.uint8), dim=-1, stable=True)

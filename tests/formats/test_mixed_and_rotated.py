@@ -48,11 +48,11 @@ def test_rotate_is_the_hadamard_matrix_over_its_size(dim):
     assert rotate(x).abs().max() <= x.abs().max()  # within the range that scales can hold
 
 
-def test_choose_puts_the_widest_channels_first_and_keeps_their_order():
-    x = torch.zeros(1, 2, 4, 6)
-    x[0, 0, 1] = torch.tensor([1.0, 5, 2, 5, 4, 0])
+def test_choose_puts_the_widest_pairs_first_and_keeps_the_order_of_channels():
+    x = torch.zeros(1, 2, 4, 8)
+    x[0, 0, 1] = torch.tensor([1.0, 5, 2, 0, 4, 0, 3, 0])  # pairs (0, 4), (1, 5), (2, 6), (3, 7)
     x[0, 1, 1] = 3.0  # all alike: the first ones
-    assert choose(x, 3).tolist() == [[[1, 3, 4, 0, 2, 5], [0, 1, 2, 3, 4, 5]]]
+    assert choose(x, 4).tolist() == [[[0, 1, 4, 5, 2, 3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]]
 
 
 def test_restore_undoes_reorder():
@@ -135,6 +135,7 @@ def test_bad_sizes_and_sides_are_refused():
     ("keys", "values"),
     [
         ("int4", "int2_rotated"),
+        ("int4", "int3_rotated"),
         ("int4", "int4_rotated"),
         ("int2_mixed", "int2"),
         ("int4_mixed", "int8"),
@@ -169,6 +170,7 @@ def test_c_seals_them_as_torch_does(keys, values, dim):
     ("keys", "values"),
     [
         ("int4", "int2_rotated"),
+        ("int4", "int3_rotated"),
         ("int4", "int4_rotated"),
         ("int2_mixed", "int2"),
         ("int4_mixed", "int8"),

@@ -16,7 +16,7 @@ from random_plans import KINDS, random_inventory, random_kinds, random_options
 from kv_hf import planner
 from kv_hf.config import CacheConfig
 from kv_hf.errors import KVCacheError
-from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
+from kv_hf.formats import LATENT_FORMAT_NAMES, cache_names, format_names
 from kv_hf.planner.choices import Choice
 from kv_hf.planner.explore.models import offered
 from kv_hf.planner.explore.page import build_page, formats
@@ -259,7 +259,7 @@ def test_fits_and_bounds_equal_the_planners(evaluate):
 def random_choice_on_the_page(rng, preset):
     """Return (state of the page, the same as arguments of kv_hf.plan, caches by the page's names)."""
     load = {"batch": rng.choice((1, 4, 33)), "context": rng.choice((1000, 8192, 100_001))}
-    mix = {side: rng.choice(FORMAT_NAMES) for side in ("keys", "values")}
+    mix = {side: rng.choice(format_names(side)) for side in ("keys", "values")}
     mix["latent"] = rng.choice(LATENT_FORMAT_NAMES)
     pages = {
         "page_size": rng.choice((16, 64)),

@@ -7,7 +7,7 @@ const Charts = (() => {
     ["weights", "Weights"], ["payload", "Codes or numbers"], ["scales", "Scales"], ["tail", "Exact tokens"],
     ["waste", "Room without tokens"], ["other", "Tables, states, indexer"],
   ];
-  const LINE_ORDER = ["dynamic", "paged_exact", "static", "paged_fp8", "paged_int8", "paged_int4", "paged_int2", "mix"];
+  const LINE_ORDER = ["dynamic", "paged_exact", "static", "paged_fp8", "paged_int8", "paged_k8v4", "paged_int4", "paged_k5v3", "paged_int3", "paged_int2", "mix"];
   let patterns = 0;
 
   function svg(tag, attributes = {}, ...children) {

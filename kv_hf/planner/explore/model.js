@@ -75,11 +75,11 @@ const Model = (() => {
   function cachesOf(state, inventory, data) {
     const sizes = { page_size: Number(state.page), sink_tokens: state.sinks, recent_tokens: state.recent };
     const plain = ["dynamic", "static"].map((id) => ({ id, cache: id, label: data.labels[id], o: sizes }));
-    const paged = data.format_names.map((name) => ({
-      id: `paged_${name}`, cache: "paged", label: `paged_${name}`,
-      o: { ...sizes, keys: name, values: name, latent: null, k_rope: null },
-    }));
     const latent = isLatent(inventory);
+    const paged = data.caches.filter((one) => !latent || one.latent).map((one) => ({
+      id: one.name, cache: "paged", label: one.name,
+      o: { ...sizes, keys: one.keys, values: one.values, latent: latent ? one.latent : null, k_rope: null },
+    }));
     const parts = hasKeys(inventory) ? [`${state.keys} keys, ${state.values} values`] : [];
     if (latent) parts.push(`${state.latent} latents`);
     const mix = {

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from ...config import CacheConfig
-from ...formats import format_names, get_format
+from ...formats import cache_names, cache_options, format_names, get_format
 from ...version import __version__
 from ..devices import DEVICES
 from ..inventory import Inventory
@@ -51,6 +51,7 @@ _KINDS = (
 )
 _GIVEN = "Given"
 _OPTIONS = ("page_size", "sink_tokens", "recent_tokens")
+_OLD = re.compile(r"_v[0-9]+$")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -146,7 +147,7 @@ def page_data(models: Sequence[Model]) -> dict[str, Any]:
     return {
         "models": listed,
         "formats": formats(),
-        "format_names": [name for name in format_names("keys") if name in format_names("values")],
+        "caches": _caches(),
         "latent_format_names": list(format_names("latent")),
         "page_sizes": list(PAGE_SIZES),
         "labels": {"dynamic": "DynamicCache", "static": "StaticCache"},
@@ -159,6 +160,23 @@ def page_data(models: Sequence[Model]) -> dict[str, Any]:
 def formats() -> dict[str, dict[str, Any]]:
     """Return every format of keys, values and latents with its groups, as formats.Scheme describes them, and the format of RoPE keys beside it."""
     return {side: _schemes(side) for side in ("keys", "values", "latent")}
+
+
+def _caches() -> list[dict[str, Any]]:
+    """Return the cache names that stand for formats alone, with the format of latents: null where latents have none.
+
+    Names of a format's older version (paged_int2_v1) are for what was stored under them, so that nobody plans with them.
+    """
+    found = [
+        {"name": name, "latent": None, **cache_options(name)}
+        for name in cache_names()
+        if set(cache_options(name)) <= {"keys", "values", "latent"} and not _OLD.search(name)
+    ]
+    latents = format_names("latent")
+    for one in found:
+        if one["latent"] is None and one["keys"] == one["values"] and one["keys"] in latents:
+            one["latent"] = one["keys"]
+    return found
 
 
 def _schemes(side: str) -> dict[str, Any]:

@@ -97,7 +97,22 @@ const Planner = (() => {
 
   // -- pages ---------------------------------------------------------------------------------------------------
 
-  const codesPerByte = (scheme) => (scheme.bits ? Math.max(1, Math.floor(8 / scheme.bits)) : 1);
+  /* Return the codes that share a byte; of 3 bits those that fill whole bytes: kv_hf.formats.Scheme.codes_per_byte. */
+  const codesPerByte = (scheme) => (scheme.bits === 3 ? 8 : scheme.bits ? Math.max(1, Math.floor(8 / scheme.bits)) : 1);
+
+  /* Return how many channels are wide: kv_hf.formats.Scheme.wide_channels behind `resolve`. */
+  function wideChannels(scheme, dim) {
+    if (!scheme.wide_bits) return 0;
+    for (const unit of [32, 8]) {
+      const fit = [];
+      for (let wide = 1; wide <= dim; wide += 1) {
+        if ((wide * scheme.wide_bits) % unit === 0 && ((dim - wide) * scheme.bits) % unit === 0) fit.push(wide);
+      }
+      const most = fit.filter((wide) => wide <= scheme.wide_part * dim);
+      if (fit.length) return most.length ? most[most.length - 1] : fit[0];
+    }
+    return 0;
+  }
 
   function groupSize(asked, whole) {
     if (asked >= 0) return asked || whole;
@@ -110,7 +125,8 @@ const Planner = (() => {
   function pageBytes(scheme, heads, dim, pageSize, itemBytes) {
     if (scheme.code === "none") return { payload: heads * pageSize * dim * itemBytes, scales: 0 };
     if (dim % codesPerByte(scheme)) {
-      throw new Refused(`${scheme.name} packs ${codesPerByte(scheme)} numbers into a byte, ${dim} is not a multiple of it`);
+      const into = scheme.bits === 3 ? "bytes" : "a byte";
+      throw new Refused(`${scheme.name} packs ${codesPerByte(scheme)} numbers into ${into}, ${dim} is not a multiple of it`);
     }
     let scales = 0;
     for (const group of [scheme.scale_group, scheme.offset_group]) {
@@ -121,7 +137,9 @@ const Planner = (() => {
       }
       scales += heads * (pageSize / tokens) * (dim / channels) * (scheme.scale_bits / 8);
     }
-    return { payload: (heads * pageSize * dim * scheme.bits) / 8, scales };
+    const wide = wideChannels(scheme, dim);
+    if (wide) scales += heads * dim * (dim <= 256 ? 1 : 2); // the order of the channels
+    return { payload: (heads * pageSize * ((dim - wide) * scheme.bits + wide * scheme.wide_bits)) / 8, scales };
   }
 
   /* Return the pages that storage allocates for `pages`: kv_hf.spec.page_capacity. */

@@ -31,8 +31,8 @@ const State = (() => {
       context: { ...whole(1, 4194304), label: "Context, tokens", initial: defaults.context },
       kv: { ...whole(0, 1024), label: "KV heads", initial: 0 }, // 0: as the model has them
       page: { ...choice(data.page_sizes.map(String)), label: "Page size, tokens", initial: String(defaults.page_size) },
-      keys: { ...choice(data.format_names), label: "Keys", initial: defaults.keys },
-      values: { ...choice(data.format_names), label: "Values", initial: defaults.values },
+      keys: { ...choice(Object.keys(data.formats.keys)), label: "Keys", initial: defaults.keys },
+      values: { ...choice(Object.keys(data.formats.values)), label: "Values", initial: defaults.values },
       latent: { ...choice(data.latent_format_names), label: "Latents", initial: defaults.latent },
       sinks: { ...whole(0, 1024), label: "Exact first tokens", initial: defaults.sink_tokens },
       recent: { ...whole(0, 4096), label: "Exact recent tokens", initial: defaults.recent_tokens },

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .backend_names import kernel_choices
+from .backend_names import OTHER_WORDS, kernel_choices
 from .checks import (
     MOST_PAGE_SIZE,
     check_choice,
@@ -119,7 +119,7 @@ class CacheConfig:
         check_format("keys", self.keys, "keys")
         check_format("values", self.values, "values")
         check_choice("attention", self.attention, ATTENTION_CHOICES)
-        check_choice("kernel", self.kernel, kernel_choices())
+        check_choice("kernel", self.kernel, kernel_choices(), OTHER_WORDS)
         check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
         check_choice("widen", self.widen, WIDEN_CHOICES)
         check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)

@@ -15,6 +15,7 @@ from ..bridge.lazy_kv import view_behind, warn_dense
 from ..bridge.mask_watch import MaskWatch
 from ..cache_options import CacheOptions, shows_options
 from ..config import CacheConfig
+from ..errors import CacheMismatchError, InterruptedForwardError
 from ..pages.arena import PageArena
 from ..spec import MemoryReport
 from .layer_formats import planned_specs
@@ -129,6 +130,8 @@ class CacheBase(Portable, DynamicCache):
         """
         if self.halfway:
             self._refuse_halfway()
+        if layer_idx >= len(self.layers):
+            self._refuse_layer(layer_idx)
         if layer_idx <= self._last_updated:
             # a forward begins: asked once, as a config of transformers takes its time to answer
             self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
@@ -149,7 +152,19 @@ class CacheBase(Portable, DynamicCache):
 
     def _refuse_halfway(self) -> None:
         """Raise InterruptedForwardError: a change of all layers stopped half-way."""
-        raise NotImplementedError
+        raise InterruptedForwardError(
+            "an earlier forward stopped half-way, so that layers hold different texts; call reset() and start again"
+        )
+
+    def _refuse_layer(self, layer_idx: int) -> None:
+        """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
+        self.halfway = True
+        raise CacheMismatchError(
+            f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers "
+            f"(model_type={self.model_signature['model_type']!r}), and a model of more layers writes to it. Its layers hold "
+            "tokens of that forward now: call cache.reset() before its own model uses it again, and make a cache of "
+            "the other model's config"
+        )
 
     def _prepare_update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
         """Find out before the first layer whether one that comes later will refuse."""

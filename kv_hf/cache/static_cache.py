@@ -156,6 +156,7 @@ class StaticPagedCache(CacheBase):
         self.forget_origin()
         for layer in self.paged_layers:
             layer.reset()
+        self.halfway = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""

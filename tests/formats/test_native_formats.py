@@ -19,7 +19,6 @@ from kv_hf.formats.fp8 import Fp8
 from kv_hf.formats.int2 import Int2
 from kv_hf.formats.int4 import Int4
 from kv_hf.formats.int8 import Int8
-from kv_hf.quant.codec import encode
 from kv_hf.spec import LANES, ROWS, PageSpec
 
 PAGE, DIM = 16, 32

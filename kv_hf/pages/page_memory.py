@@ -93,4 +93,4 @@ def mapped_like(field: torch.Tensor, pages: int) -> torch.Tensor | None:
     except OSError:  # too many mappings, or no memory: torch's allocator finds some, or raises
         return None
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return field.new_empty((0,)).set_(storage, 0, (pages, *field.shape[1:]))
+    return field.new_empty((0,)).set_(storage, 0, (pages, *field.shape[1:]))  # type: ignore[call-overload]

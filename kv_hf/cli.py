@@ -1,0 +1,5 @@
+"""The command line as a module of the package: `kv_hf.cli.main(["doctor"])`. `kv-hf` itself starts without the package."""
+
+from kv_hf_cli import main
+
+__all__ = ["main"]

@@ -7,9 +7,11 @@ from dataclasses import fields, replace
 import torch
 
 from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.cpu import write as c_write
 from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly, without_offsets
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference import pairs
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
@@ -134,6 +136,28 @@ def make_query(kv, q_len=1, group=2, dtype=torch.float64, seed=1):
     heads = kv.spec.keys.num_kv_heads * group
     shape = (kv.rows, heads, q_len, kv.spec.keys.head_dim)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_seals_as_torch(tokens, jobs, spec, pages=6):
+    """Seal pages of both sides by the C kernel and in torch: the same bytes. Returns whether a number was made finite."""
+    written = []
+    for writer in (pairs, c_write):
+        fields = tuple(
+            {
+                name: torch.zeros(pages, *shape, dtype=kind)
+                for name, (shape, kind) in side.fields.items()
+            }
+            for side in spec.sides
+        )
+        damaged = torch.zeros((), dtype=torch.uint8)
+        writer.seal_pair(tokens, jobs, fields, spec, damaged, {})
+        written.append((fields, int(damaged)))
+    (ours, ours_damaged), (theirs, theirs_damaged) = written
+    assert ours_damaged == theirs_damaged
+    for one, other in zip(ours, theirs, strict=True):
+        for name in one:
+            assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
+    return bool(ours_damaged)
 
 
 # -- the oracle --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ class Int3Rotated(RangeFormat):
     bits = 3
     sides = ("values",)
     group_options = {"values": "value_group_size"}
-    native_number = None  # no compiled kernel reads its planes yet
+    native_number = 8
 
     def scheme(self, side: str, group_size: int | None = None) -> Scheme:
         """Return groups of a token's channels; `group_size`: how many share a scale."""

@@ -61,8 +61,13 @@ def unsupported(spec: PageSpec) -> str | None:
 
 
 def _reads(side: SideSpec) -> bool:
-    """Say whether C reads the groups of a side: beside those of all kernels, scales of single tokens without a common offset."""
+    """Say whether C reads the groups of a side: beside those of all kernels, rotated values, codes of 3 bits
+    around 0, keys of two widths, and scales of single tokens without a common offset."""
     scheme = side.scheme
+    if scheme.bits == 3:
+        single = scheme.scale_group is not None and scheme.scale_group[0] == 1
+        around_0 = scheme.offset_group is None and scheme.scale_bits == 16
+        return side.side == "values" and single and around_0
     if scheme.rotated and side.side == "values":
         return in_known_groups(replace(side, scheme=replace(scheme, rotated=False)))
     if scheme.wide_channels and side.head_dim <= 256:

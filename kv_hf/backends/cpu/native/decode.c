@@ -16,7 +16,7 @@ typedef struct {
     int64_t queries;          /* query heads of a kv head times q_len */
     int64_t row;              /* floats from one query to the next */
     int64_t lanes;            /* floats from one query's scores to the next's, a multiple of 16 */
-    int64_t weights, scales;  /* floats of scratch */
+    int64_t weights, scales, joined; /* floats of scratch */
     int integers;             /* 16-bit queries: sums over codes may use integers */
     int8_t *bytes;
 } Sizes;
@@ -40,6 +40,7 @@ static void fetch(const void *from, int64_t bytes) {
 static void fetch_scales(const Side *side, int64_t at) {
     if (side->scale) fetch((const uint16_t *)side->scale + at * side->scale_stride, side->scale_stride * 2);
     if (side->offset) fetch((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2);
+    if (side->wide) fetch((const uint8_t *)side->order + at * side->order_stride, side->order_stride);
 }
 
 /* Token `slot` of a row and head of the window. */
@@ -117,6 +118,7 @@ int64_t kv_hf_decode(const Decode *a) {
     z->lanes = (largest_of(page, WINDOW_TILE) + 15) / 16 * 16;
     z->weights = largest_of(z->queries * z->lanes, 2 * page); /* also where scales change places */
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
+    if (a->values.format == UINT3) z->joined = words_in(UINT4, page) * a->values.dim + 16;
     z->integers = a->query_dtype != F32;
     int64_t tokens = 0;
     for (int64_t row = 0; row < a->rows; row++) {
@@ -128,7 +130,7 @@ int64_t kv_hf_decode(const Decode *a) {
     int64_t products = tokens * a->heads * z->queries * (a->keys.dim + a->values.dim);
     call.partial_floats = z->queries * (a->values.dim + 2);
     call.partial_floats += -call.partial_floats & 15;
-    call.scratch_floats = 3 * z->queries * z->row + z->queries * z->lanes + z->weights + 3 * z->scales +
+    call.scratch_floats = 3 * z->queries * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
                           2 * largest_of(a->keys.dim, page) + 64;
     int64_t pairs = a->rows * a->heads;
     call.splits = largest_of(call.splits, 1);

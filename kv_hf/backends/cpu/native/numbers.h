@@ -97,7 +97,10 @@ INLINE void hadamard(float *x, int64_t dim, int64_t size) {
             }
 }
 
-INLINE int places_of(int format) { return format == UINT4 ? 2 : format == UINT2 ? 4 : 1; } /* codes of a byte */
+#define UINT3_MIDDLE 3.5f /* UINT3: the code between its codes that stands for 0 */
+
+/* codes of a byte; of UINT3: of a byte of their low bits */
+INLINE int places_of(int format) { return format == UINT4 ? 2 : format == UINT2 || format == UINT3 ? 4 : 1; }
 
 /* Neighbouring codes in a word (codes of other places lie a run further on). */
 INLINE int codes_in_word(int format) { return format == F32 ? 1 : format <= F16 ? 2 : 4; }

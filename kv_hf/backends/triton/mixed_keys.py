@@ -130,7 +130,7 @@ def score_mixed(
     """
     COLUMNS: tl.constexpr = query[0].shape[1]
     scores = tl.zeros([codes.shape[0], COLUMNS], tl.float32)
-    bias = tl.zeros([codes.shape[0], COLUMNS], tl.float32)
+    bias = tl.zeros([COLUMNS], tl.float32)
     for s in tl.static_range(len(SECTIONS)):
         scores, bias = _add_section(
             codes, offsets, scales, offset, scale, groups, query, scores, bias, DIM, SECTIONS, s, FOLD, ISA,
@@ -139,7 +139,7 @@ def score_mixed(
     if FOLD == "tile":
         # codes of eight bits lie in the same subnormals as those of four and of two
         unit = tl.full([1, 1], 1.0 / tile_unit(4, ISA), tl.float32)
-        scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
+        scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), tl.broadcast_to(bias[None, :], scores.shape))
     return scores
 
 
@@ -148,13 +148,12 @@ def _add_section(
     codes, offsets, scales, offset, scale, groups, query, scores, bias, DIM: tl.constexpr, SECTIONS: tl.constexpr,
     S: tl.constexpr, FOLD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with section S to scores, and those of its offsets to bias [tokens, columns]."""
+    """Add the products with section S to scores [tokens, columns], and those of its offsets to bias [columns]."""
     BITS: tl.constexpr = SECTIONS[S][0]
     WIDTH: tl.constexpr = SECTIONS[S][1]
     PLACE: tl.constexpr = SECTIONS[S][3]
     CHUNKS: tl.constexpr = SECTIONS[S][5]
     DTYPE: tl.constexpr = query[0].dtype
-    TOKENS: tl.constexpr = codes.shape[0]
     FIRST: tl.constexpr = PIECE * part_count(SECTIONS)
     NUMBERS: tl.constexpr = tl.float32 if FOLD == "element" else DTYPE
     for c in tl.static_range(len(CHUNKS)):
@@ -175,10 +174,10 @@ def _add_section(
                 k = k * tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
                 k = k + tl.load(offset + at, mask=inside, other=0.0).to(tl.float32)
             else:
-                # offsets as a matrix product of rows that are all equal, see keys.score_codes
-                o = offsets[FIRST + part_number(SECTIONS, S, c, r)].to(DTYPE)
-                rows = tl.broadcast_to(o[None, :], [TOKENS, chunk_size(CHUNKS, c)])
-                bias = tl.dot(rows, q, bias, input_precision=PRECISION)
+                # sums across threads: as a product of equal rows, as in keys.score_codes, gathered queries would go
+                # through shared memory twice
+                o = offsets[FIRST + part_number(SECTIONS, S, c, r)].to(tl.float32)
+                bias += tl.sum(q.to(tl.float32) * o[:, None], 0)
                 factor = scales[FIRST + part_number(SECTIONS, S, c, r)].to(DTYPE)
                 q = (q * (1.0 / run_unit(r, BITS, ISA))) * factor[:, None]
             scores = tl.dot(k.to(DTYPE), q, scores, input_precision=PRECISION)

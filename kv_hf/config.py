@@ -231,6 +231,8 @@ class CacheConfig:
             formats = (*FORMAT_OPTIONS, "latent")
             others = {name: value for name, value in named.items() if name not in formats}
             return cls(**beside_recipe({**others, **given}))
+        if {"keys", "values"} <= given.keys():  # of the name's formats none is left
+            named.pop("latent", None)
         return cls(**{**named, **given})
 
     @classmethod

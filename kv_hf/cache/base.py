@@ -17,6 +17,7 @@ from ..cache_options import CacheOptions, shows_options
 from ..config import CacheConfig
 from ..errors import CacheMismatchError, InterruptedForwardError
 from ..pages.arena import PageArena
+from ..pages.host_heap import PrefillWatch
 from ..spec import MemoryReport
 from .layer_formats import planned_specs
 from .model_shape import attention_config, decoder_config, page_sizes, signature
@@ -93,6 +94,7 @@ class CacheBase(Portable, DynamicCache):
         self._attention_config = attention_config(config)
         self.model_signature = signature(decoder)
         self._watch = MaskWatch()
+        self._prefill = PrefillWatch()
         return decoder
 
     @property
@@ -135,6 +137,8 @@ class CacheBase(Portable, DynamicCache):
         if layer_idx <= self._last_updated:
             # a forward begins: asked once, as a config of transformers takes its time to answer
             self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
+            if not torch.compiler.is_compiling():
+                self._prefill.begin(key_states.shape[2], key_states.device)
         self._last_updated = layer_idx
         if layer_idx <= self._first_paged:
             self._prepare_update(key_states, value_states, layer_idx)
@@ -171,6 +175,13 @@ class CacheBase(Portable, DynamicCache):
 
     def end_recording(self) -> None:
         """Turn past recording off."""
+
+    def end_prefill(self) -> None:
+        """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/memory.md).
+
+        generate() says so behind its prefill. In loops of your own the next step does; without one, call this.
+        """
+        self._prefill.end()
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 

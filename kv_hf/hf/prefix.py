@@ -91,6 +91,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
                 outputs = original(
                     self, input_ids, generation_config, model_kwargs, *args, **kwargs
                 )
+            _end_prefill(cache)
             text.check_columns()
             return outputs
         space = store.bind_model(self)
@@ -107,9 +108,17 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
                 own.reset()
             raise
         store.add(own, prompt.rows, space)
+        _end_prefill(cache)
         return outputs
 
     return prefill
+
+
+def _end_prefill(cache: Any) -> None:
+    """Tell the paged halves of `cache` that the prefill is over."""
+    for half in paged_halves(cache):
+        if half is not None:
+            half.end_prefill()
 
 
 def _prompt_to_share(
@@ -146,6 +155,7 @@ def attach_prefix(
         for part in ids.split(chunk or ids.shape[1], dim=1):
             model(input_ids=part, past_key_values=lead, use_cache=True, **_last_logit(model))
         store.add(lead, [common], space)
+        lead.end_prefill()
         store.count_computed(ids.shape[1])
     return store.attach(cache, space, prompt.rows, prompt.padding, chunk)
 

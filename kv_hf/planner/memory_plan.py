@@ -175,6 +175,8 @@ def plan(
     known = None if device is None else find_device(device)
     if known is not None and device_memory is None:
         device_memory = known.memory
+        if not known.reported:
+            notes.append(f"memory of {known.name}: {known.memory_source}")
     if known is not None and bandwidth is None:
         bandwidth = known.bandwidth
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)

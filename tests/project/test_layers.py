@@ -14,11 +14,13 @@ LAYERS = [
         "errors",
         "extras",
         "files",
+        "hub",
         "user_dir",
         "notices",
         "plugins",
         "printable",
         "records",
+        "text_table",
         "version",
     },
     {
@@ -44,7 +46,7 @@ LAYERS = [
     {"cache"},
     {"hf"},
     {"evaluation", "gqa", "planner", "doctor"},
-    {"cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SIBLINGS = [
@@ -160,6 +162,7 @@ TOGETHER = {
 # objects of transformers, numpy and ctypes, which have no method for it
 OF_OTHERS = {
     ("pages/huge_pages.py", "_madvise"),
+    ("pages/host_heap.py", "_malloc_trim"),
     ("bridge/lazy_kv.py", "numpy"),
     ("cache/compat.py", "forget_tokens"),
     ("cache/model_shape.py", "cross_config"),

@@ -19,6 +19,7 @@ from ...hf.models import use_paged_attention
 from ...notices import warn_once
 from ...version import __version__
 from ..cache_kinds import why_not
+from ..model_name import check_model_name
 from ..rows import versions
 from .caches import harness_cache
 from .scoring import CacheScorer
@@ -88,6 +89,9 @@ class KVCacheLM(HFLM):
         self.cache_kind = harness_cache(cache_implementation, cache_config)
         self.reread_tokens = reread_tokens
         self.rolling_prefill = rolling_prefill
+        # another revision may be the only one in the local hub cache, and a GGUF file needs no config beside it
+        if isinstance(pretrained, str) and not {"revision", "gguf_file"} & set(kwargs):
+            check_model_name(pretrained)
         super().__init__(pretrained, **kwargs)
         if self.backend != "causal":
             raise ValueError(

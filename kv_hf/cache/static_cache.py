@@ -156,7 +156,8 @@ class StaticPagedCache(CacheBase):
         self.forget_origin()
         for layer in self.paged_layers:
             layer.reset()
-        self.halfway = False
+        if self.halfway:  # else it stays an attribute of the class, and compiled code stays valid
+            del self.halfway
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""

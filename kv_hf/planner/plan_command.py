@@ -10,12 +10,12 @@ from ..errors import KVCacheError
 from ..formats import cache_names
 from ..printable import tell, tell_error
 from ..text_table import GAP, text_width, wrap
+from ..units import format_bandwidth, format_bytes
 from .devices import DEVICES
 from .inventory import Inventory
 from .memory_plan import plan
 from .presets import preset_names, read_preset
 from .table import describe_layers, print_plan
-from .units import format_bandwidth, format_bytes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from ..printable import printable, tell
 from ..text_table import table_lines, text_width, wrap
+from ..units import format_bandwidth, format_bytes, format_count
 from .fit import MOST_ROWS
 from .inventory import CachedLayer, Inventory
 from .memory_plan import CachePlan, Plan
-from .units import format_bandwidth, format_bytes, format_count
 
 NO_LIMIT = "no limit"
 

@@ -460,7 +460,7 @@ def test_command_converts_and_shows_a_bar(llama, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--num-kv-heads", "3"], "error: num_kv_heads must divide the model's 4 and be less: 1, 2; got 3"),
+        (["--num-kv-heads", "3"], "error: num_kv_heads must divide the 4 kv heads of the model, and be less: it can be 1 or 2, got 3"),
         (["--num-kv-heads", "2", "--method", "svd"], "error: method 'svd' needs calibration text"),
         (["--num-kv-heads", "2", "--calibration", "x"], "error: method 'mean' reads no calibration text"),
     ],

@@ -24,7 +24,7 @@ from kv_hf.planner.inventory import CachedLayer, Inventory, State
 from kv_hf.planner.predict import predict
 from kv_hf.planner.roofline import Decode, expected_experts
 from kv_hf.planner.shares import SPLIT, UNKNOWN, WHOLE, device_share, heads_in_plan
-from kv_hf.planner.units import (
+from kv_hf.units import (
     format_bandwidth,
     format_bytes,
     parse_bandwidth,

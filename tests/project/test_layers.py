@@ -25,14 +25,19 @@ LAYERS = [
     },
     {
         "cache_names",
+        "cache_options",
         "checks",
         "config",
+        "config_given",
         "config_layers",
         "config_numbers",
+        "config_room",
+        "config_sizes",
         "field_names",
         "formats",
         "recipe",
         "texts",
+        "units",
     },
     {"geometry", "row_pages", "spec"},
     {"quant"},
@@ -157,6 +162,7 @@ TOGETHER = {
 # objects of transformers, numpy and ctypes, which have no method for it
 OF_OTHERS = {
     ("pages/huge_pages.py", "_madvise"),
+    ("pages/host_heap.py", "_malloc_trim"),
     ("bridge/lazy_kv.py", "numpy"),
     ("cache/compat.py", "forget_tokens"),
     ("cache/model_shape.py", "cross_config"),

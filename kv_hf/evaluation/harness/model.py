@@ -68,13 +68,18 @@ class KVCacheLM(HFLM):
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         cache_implementation: str | None = None,
         cache_config: str | Mapping[str, Any] | None = None,
         reread_tokens: int = 1,
         rolling_prefill: int = 64,
         **kwargs: Any,
     ) -> None:
+        if pretrained is None or pretrained == "":
+            raise ValueError(
+                "pretrained must be a folder or hub id of a model, got none: pass --model_args "
+                "pretrained=DIR,cache_implementation=paged_int8"
+            )
         for name, value, least in (
             ("reread_tokens", reread_tokens, 0),
             ("rolling_prefill", rolling_prefill, 1),

@@ -84,7 +84,12 @@ class _Noted:
 
 @pytest.mark.parametrize(
     "name",
-    ["int8", "int4", "int3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("exact", "fp8", "int2", "k5v3"))],
+    [
+        "int8",
+        "int4",
+        "int3",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("exact", "fp8", "int2", "k5v3")),
+    ],
 )
 def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
     """The first layer's keys depend on the tokens alone, so that not a bit of them may differ."""

@@ -62,7 +62,18 @@ def test_dense_writes_mixed_keys_in_the_order_of_the_model(keys, dtype):
 @pytest.mark.parametrize(("dim", "group"), [(96, None), (80, 16), (256, 8)])
 @pytest.mark.parametrize("keys", MIXED)
 def test_dense_takes_every_size_of_mixed_keys(keys, dim, group):
-    check_dense(make_kv(keys, "exact", key_dim=dim, value_dim=16, key_group=group, page=32, rows=[(1, 2)], heads=1))
+    check_dense(
+        make_kv(
+            keys,
+            "exact",
+            key_dim=dim,
+            value_dim=16,
+            key_group=group,
+            page=32,
+            rows=[(1, 2)],
+            heads=1,
+        )
+    )
 
 
 def check_dense(kv):
@@ -79,7 +90,10 @@ def test_seal_writes_the_codecs_bytes(keys, dtype):
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("dim", "page", "group"), [(16, 32, 8), (80, 16, None), (96, 64, 32), (128, 128, None), (256, 16, None)])
+@pytest.mark.parametrize(
+    ("dim", "page", "group"),
+    [(16, 32, 8), (80, 16, None), (96, 64, 32), (128, 128, None), (256, 16, None)],
+)
 @pytest.mark.parametrize("keys", MIXED)
 def test_seal_takes_every_size_of_mixed_keys(keys, dim, page, group):
     spec = side_of(keys, dim=dim, page=page, group=group)
@@ -87,7 +101,9 @@ def test_seal_takes_every_size_of_mixed_keys(keys, dim, page, group):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("what", ["zeros", "constant", "constant-channels", "tiny", "largest", "half-steps"])
+@pytest.mark.parametrize(
+    "what", ["zeros", "constant", "constant-channels", "tiny", "largest", "half-steps"]
+)
 @pytest.mark.parametrize("keys", MIXED)
 def test_seal_writes_the_codecs_bytes_for_hard_mixed_keys(keys, what):
     """Of channels with equal ranges the first are wide."""

@@ -58,7 +58,13 @@ def test_decode_with_ptx_reads_rotated_values(values):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32], ids=str)
 @pytest.mark.parametrize("values", ROTATED)
 def test_dense_writes_the_bits_of_the_definition(values, dtype):
-    options = {"rows": [(2, 11), (0, 3)], "heads": 1, "poison": True, "more_padding": 5, "dtype": dtype}
+    options = {
+        "rows": [(2, 11), (0, 3)],
+        "heads": 1,
+        "poison": True,
+        "more_padding": 5,
+        "dtype": dtype,
+    }
     check_dense(make_kv("exact", values, key_dim=32, value_group=32, **options))
 
 
@@ -66,7 +72,11 @@ def test_dense_writes_the_bits_of_the_definition(values, dtype):
 @pytest.mark.parametrize(("dim", "group"), [(96, 96), (80, 40), (256, 64)])
 @pytest.mark.parametrize("values", ROTATED)
 def test_dense_takes_every_size_of_rotated_values(values, dim, group):
-    check_dense(make_kv("exact", values, key_dim=16, value_dim=dim, value_group=group, rows=[(1, 2)], heads=1))
+    check_dense(
+        make_kv(
+            "exact", values, key_dim=16, value_dim=dim, value_group=group, rows=[(1, 2)], heads=1
+        )
+    )
 
 
 def check_dense(kv, side="values"):

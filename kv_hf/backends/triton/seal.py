@@ -125,9 +125,7 @@ def _seal_page(
                     channel = place + (0 if SIDE.token_words else run * SIDE.width)
                     where = source + token[:, None] * slot_stride + channel[None, :]
                     given = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-                    code, bad = encode(
-                        given, bad, token, channel, inside, scale, offset, SIDE, TOP
-                    )
+                    code, bad = encode(given, bad, token, channel, inside, scale, offset, SIDE, TOP)
                     if SIDE.token_words and SIDE.code == "signed":
                         code &= 0xFF
                     packed = code if RUNS == 1 else packed | (code << (run * SIDE.bits))

@@ -31,7 +31,9 @@ def _pair_extent(source, slot_stride, channel, SIDE: tl.constexpr):
     inside = channel < SIDE.dim
     own = _extent(source, slot_stride, channel, inside, SIDE)
     partner = (channel + SIDE.dim // 2) % SIDE.dim
-    return tl.where(inside, tl.maximum(own, _extent(source, slot_stride, partner, inside, SIDE)), -1.0)
+    return tl.where(
+        inside, tl.maximum(own, _extent(source, slot_stride, partner, inside, SIDE)), -1.0
+    )
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kv_hf.backend_names import kernel_choices
+from kv_hf.doctor.kernels import paged_names
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.evaluation.shapes import SHAPES
 from kv_hf.evaluation.timing import Budget, captured, copy_bandwidth, interleave, spread
@@ -36,7 +37,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", nargs="+", type=int, default=[2048, 8192, 16384, 32768])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--formats", nargs="+", default=list(FORMAT_NAMES), choices=FORMAT_NAMES)
+    parser.add_argument("--formats", nargs="+", default=list(FORMAT_NAMES), choices=paged_names())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernel", default="auto", choices=kernel_choices())
     parser.add_argument("--page-size", type=int, default=64)

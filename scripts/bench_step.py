@@ -22,10 +22,10 @@ from measure.speed.decode_contenders import Contender, Workload, dynamic, kernel
 from rich.console import Console
 from rich.table import Table
 
+from kv_hf.doctor.kernels import paged_names
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.evaluation.shapes import SHAPES
 from kv_hf.evaluation.timing import Budget, interleave, spread
-from kv_hf.formats import FORMAT_NAMES
 
 RESULTS = Path(__file__).parent.parent / "results" / "steps.jsonl"
 LAYERS = {"smollm2": 30, "llama-8b": 32}
@@ -45,7 +45,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("bfloat16", "float16", "float32"),
     )
     parser.add_argument(
-        "--formats", nargs="+", default=["exact", "int8", "int4"], choices=FORMAT_NAMES
+        "--formats", nargs="+", default=["exact", "int8", "int4"], choices=paged_names()
     )
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--threads", type=int, help="threads of torch")

@@ -39,6 +39,7 @@ SANITIZERS = {
             "tests/backends/test_cpu_bounds.py",
             "tests/backends/test_cpu_outliers.py",
             "tests/backends/test_cpu_write.py",
+            "tests/formats/test_mixed_and_rotated.py",
         ),
         # Python keeps memory for the whole process, which is no leak; a test expects SIGSEGV; freed memory that is
         # held back would look like a leak to the test that watches the process's size

@@ -18,7 +18,7 @@ from measure.models.packaged import resolve_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kv_hf.cache.wider_formats import SIDES, limit
-from kv_hf.formats import key_scheme, two_sided_names, value_scheme
+from kv_hf.formats import format_names, key_scheme, value_scheme
 from kv_hf.quant.strain import Sample, usual_damage
 from kv_hf.spec import PageSpec
 
@@ -31,7 +31,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="a folder, or a packaged model")
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=772, help="of each text")
-    parser.add_argument("--formats", nargs="+", default=[*two_sided_names()])
+    known = dict.fromkeys([*format_names("keys"), *format_names("values")])
+    parser.add_argument("--formats", nargs="+", default=[*known], choices=known)
     return parser.parse_args(argv)
 
 
@@ -72,9 +73,11 @@ def first_and_last_pages(
 
 
 def spec_of(name: str, keys: torch.Tensor, values: torch.Tensor) -> PageSpec:
+    """Return pages whose sides have the format `name`, and the other side is exact where the format is for one."""
+    first, second = (name if name in format_names(side) else "exact" for side in SIDES)
     return PageSpec.build(
-        key_scheme(name),
-        value_scheme(name),
+        key_scheme(first),
+        value_scheme(second),
         num_kv_heads=keys.shape[1],
         key_dim=keys.shape[3],
         value_dim=values.shape[3],

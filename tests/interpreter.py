@@ -100,20 +100,19 @@ def attend_with_ptx(asked, *, isa, splits=2):
     from kv_hf.backends.triton.tuning import Launch
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
-        words = np.ascontiguousarray(args[0].handle.data).view(np.uint32)
-        runs = len(dtype) if isinstance(dtype, tuple) else 1
-        outs = ptx(text, words.ravel(), 2 * runs)
+        words = [np.ascontiguousarray(x.handle.data).view(np.uint32).ravel() for x in args]
+        kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+        # of four bytes: two words of two float16, or one of four bytes
+        each = [2 if kind == tl.float16 else 1 for kind in kinds]
+        outs = iter(ptx(text, words[0], sum(each), *words[1:]))
         tiles = []
-        for run in range(runs):  # two words of two float16 per run of four bytes
-            pair = np.stack(outs[2 * run : 2 * run + 2], -1)
-            tile = np.ascontiguousarray(pair).view(np.float16).reshape(args[0].handle.data.shape)
-            tiles.append(
-                tl.core.tensor(type(args[0].handle)(tile, tl.float16), _block(args[0], tl))
-            )
+        for kind, count in zip(kinds, each, strict=True):
+            both = np.ascontiguousarray(np.stack([next(outs) for _ in range(count)], -1))
+            tile = both.view(np.float16 if kind == tl.float16 else np.uint8)
+            tile = tile.reshape(args[0].handle.data.shape)
+            shape = tl.block_type(kind, args[0].type.shape)
+            tiles.append(tl.core.tensor(type(args[0].handle)(tile, kind), shape))
         return tuple(tiles) if isinstance(dtype, tuple) else tiles[0]
-
-    def _block(x, tl):
-        return tl.block_type(tl.float16, x.type.shape)
 
     kept = tl.inline_asm_elementwise
     tl.inline_asm_elementwise = inline_asm
@@ -162,9 +161,9 @@ def unpack_every_byte(bits):
 # -- a small PTX machine ---------------------------------------------------------------------------------------
 
 
-def ptx(text, word, outputs):
-    """Carry out the PTX of an inline assembly on one uint32 input; the operand after the outputs is the input."""
-    registers = {f"${outputs}": word}
+def ptx(text, word, outputs, *words):
+    """Carry out the PTX of an inline assembly on uint32 inputs; the operands after the outputs are the inputs."""
+    registers = {f"${outputs + i}": one for i, one in enumerate((word, *words))}
 
     def value(name):
         name = name.strip()
@@ -188,7 +187,8 @@ def ptx(text, word, outputs):
             result = function(halves(rest[0]), halves(rest[1])).view(np.uint32)
         else:
             function = {
-                "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shr": np.right_shift
+                "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shr": np.right_shift,
+                "shl": np.left_shift,
             }[op]  # fmt: skip
             result = function(value(rest[0]), value(rest[1]))
         registers[target.strip()] = result

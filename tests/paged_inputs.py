@@ -7,9 +7,11 @@ from dataclasses import fields, replace
 import torch
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
+from kv_hf.backends.cpu import write as c_write
+from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly, without_offsets
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
+from kv_hf.backends.reference import pairs
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.geometry import place_of
 from kv_hf.quant.codec import decode, encode
@@ -136,6 +138,28 @@ def make_query(kv, q_len=1, group=2, dtype=torch.float64, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def check_seals_as_torch(tokens, jobs, spec, pages=6):
+    """Seal pages of both sides by the C kernel and in torch: the same bytes. Returns whether a number was made finite."""
+    written = []
+    for writer in (pairs, c_write):
+        fields = tuple(
+            {
+                name: torch.zeros(pages, *shape, dtype=kind)
+                for name, (shape, kind) in side.fields.items()
+            }
+            for side in spec.sides
+        )
+        damaged = torch.zeros((), dtype=torch.uint8)
+        writer.seal_pair(tokens, jobs, fields, spec, damaged, {})
+        written.append((fields, int(damaged)))
+    (ours, ours_damaged), (theirs, theirs_damaged) = written
+    assert ours_damaged == theirs_damaged
+    for one, other in zip(ours, theirs, strict=True):
+        for name in one:
+            assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
+    return bool(ours_damaged)
+
+
 # -- the oracle --------------------------------------------------------------------------------------------
 
 
@@ -144,8 +168,11 @@ FIELDS = {"keys": "key_pages", "values": "value_pages"}
 
 def tokens_of(kv, side, row, dtype=torch.float32):
     """The tokens of a row in order, each found where geometry.place_of says; [num_kv_heads, tokens, head_dim]."""
-    spec = getattr(kv.spec, side)
-    fields = getattr(kv, FIELDS[side])
+    return stored_tokens(kv, side, row, getattr(kv, FIELDS[side]), getattr(kv.spec, side), dtype)
+
+
+def stored_tokens(kv, side, row, fields, spec, dtype=torch.float32):
+    """`tokens_of` with the pages of `fields`, decoded as `spec` says."""
     window = (kv.residual_keys if side == "keys" else kv.residual_values)[row]
     exact = int(kv.exact_lens[row])
     pages = kv.block_table[row, : int(kv.num_pages[row])].long()
@@ -209,12 +236,9 @@ def _exact_attention(query, kv, scale, rounding, *, sliding_window=None, mask=No
 
 def terms_of(kv, side, row):
     """A row's keys or values, and what their codes alone stand for."""
-    fields = getattr(kv, FIELDS[side])
-    numbers = tokens_of(kv, side, row)
-    if "offset" not in fields:
-        return Tokens(numbers, numbers)
-    without = {**fields, "offset": torch.zeros_like(fields["offset"])}
-    return Tokens(numbers, tokens_of(replace(kv, **{FIELDS[side]: without}), side, row))
+    spec = getattr(kv.spec, side)
+    codes = stored_tokens(kv, side, row, *without_offsets(getattr(kv, FIELDS[side]), spec))
+    return Tokens(tokens_of(kv, side, row), codes, spec.scheme.rotated)
 
 
 def bias_of(kv, row, q_len, mask, sliding_window):

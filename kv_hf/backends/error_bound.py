@@ -5,9 +5,13 @@ give has no part in it: another order of the same sums is within the bound, a wr
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
+
+from ..quant.rotation import block, rotate
+from ..spec import SideSpec
 
 WALK = 2.0  # roundings of n terms add up to at most WALK * sqrt(n) of them, or n
 EXP_ROUNDINGS = (
@@ -60,10 +64,12 @@ class Tokens:
     Attributes:
         numbers: [.., tokens, head_dim], code * scale + offset.
         codes: the same shape, code * scale: kernels may sum it apart from the offsets.
+        rotated: whether codes stand for rotated numbers, which kernels may sum before they rotate them back.
     """
 
     numbers: torch.Tensor
     codes: torch.Tensor
+    rotated: bool = False
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -76,12 +82,32 @@ class Tokens:
 
     def double(self, head: int) -> "Tokens":
         """Return the tokens of one head in fp64."""
-        return Tokens(self.numbers[head].double(), self.codes[head].double())
+        return Tokens(self.numbers[head].double(), self.codes[head].double(), self.rotated)
+
+    def as_stored(self) -> "Tokens":
+        """Return rotated tokens as they were before they were rotated back."""
+        return Tokens(rotate(self.numbers), rotate(self.codes))
 
     def beside(self, others: "Tokens") -> "Tokens":
         """Return the channels of these and of `others` side by side."""
-        pairs = ((self.numbers, others.numbers), (self.codes, others.codes))
-        return Tokens(*(torch.cat(pair, -1) for pair in pairs))
+        numbers = torch.cat((self.numbers, others.numbers), -1)
+        return Tokens(numbers, torch.cat((self.codes, others.codes), -1))
+
+
+def without_offsets(
+    fields: Mapping[str, torch.Tensor], side: SideSpec
+) -> tuple[dict[str, torch.Tensor], SideSpec]:
+    """Return fields of pages and a spec that decode to `Tokens.codes`: to code * scale alone.
+
+    Unsigned codes around 0 have no offset in their pages, and kernels sum them as the whole numbers from 0 on that they are.
+    """
+    scheme, stored = side.scheme, dict(fields)
+    if "offset" in stored:
+        stored["offset"] = torch.zeros_like(stored["offset"])
+    elif scheme.code == "unsigned":
+        stored["offset"] = torch.zeros_like(stored["scale"])
+        side = replace(side, scheme=replace(scheme, offset_group=scheme.scale_group))
+    return stored, side
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -235,4 +261,21 @@ class _Row:
         if rounding.integers and sizes.numel():
             largest = weights.amax(-1, keepdim=True) * sizes.amax(0)
             errors = errors + roundings(count) * largest / (2 * INTEGER_STEPS)
-        return errors
+        return errors + self._rotation_errors(weights) if self.values.rotated else errors
+
+    def _rotation_errors(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return what rotating values back adds to the errors of their sums: before the sum or behind it.
+
+        The roundings of a sum in each rotated channel are independent, and all channels of a block reach each of its
+        results with a sign of their own. Each stage of the transform rounds sums that are no larger than all terms together.
+        Errors of weights are those of the plain sum, since the transform is linear.
+        """
+        dim = self.values.numbers.shape[-1]
+        size = block(dim)
+        u, count = unit(self.rounding.sums), self.values.numbers.shape[0]
+        terms = weights @ self.values.as_stored().sizes(True)  # [group, q_len, head_dim]
+        blocks = terms.unflatten(-1, (dim // size, size))
+        whole = blocks.sum(-1, keepdim=True)
+        apart = torch.minimum(whole, WALK * blocks.square().sum(-1, keepdim=True).sqrt())
+        errors = u * ((roundings(count) + SUM_ROUNDINGS) * apart + size.bit_length() * whole)
+        return errors.expand_as(blocks).flatten(-2)

@@ -114,6 +114,8 @@ class GrowingCache(SharingCache):
             for group in self.groups:
                 group.check_crop(-int(tokens_to_remove))
         self.change_layers(lambda layer: layer.crop(tokens_to_remove))
+        if self.token_ids is not None:
+            self.forget_tokens(self.get_seq_length())
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again, pages out of sight given back."""
@@ -153,6 +155,7 @@ class GrowingCache(SharingCache):
                 getattr(layer, method, layer.reorder_cache)(indices)
 
         self.change_layers(select)
+        self.select_tokens(sources)
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 

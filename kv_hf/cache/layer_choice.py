@@ -103,8 +103,9 @@ def _check_no_latent_options(model_type: str, options: CacheConfig) -> None:
 
     Beside a format that latents cannot have, `latent` is what a cache name says for other models.
     """
+    one_sided = {options.keys, options.values} - {*format_names("latent")}
     for name in ("latent", "latent_group_size", "k_rope", "mla"):
-        if name == "latent" and options.keys not in format_names("latent"):
+        if name == "latent" and one_sided:
             continue
         value, default = getattr(options, name), getattr(CacheConfig, name)
         if value != default:

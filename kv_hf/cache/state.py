@@ -13,6 +13,7 @@ from ..config import CacheConfig
 from ..errors import CacheMismatchError, StaleHandleError
 from ..pages.group_state import GroupState
 from ..pages.storage import PageStorage
+from ..quant.channel_order import is_order
 from ..quant.packing import lay_out, pick_up
 from ..spec import ROWS, PageSpec, SideSpec
 from .adapters import Adapters
@@ -151,6 +152,19 @@ def codes_from_rows(codes: torch.Tensor, side: SideSpec) -> torch.Tensor:
     return (
         codes if side.layout == ROWS else lay_out(pick_up(codes, replace(side, layout=ROWS)), side)
     )
+
+
+def field_from_rows(name: str, piece: torch.Tensor, side: SideSpec) -> torch.Tensor:
+    """Return a piece [n, ..] of the field `name` of a state as pages of `side` hold it.
+
+    Raises: CacheMismatchError where an order of channels does not name each of them once.
+    """
+    if name == "order" and not is_order(piece):
+        raise CacheMismatchError(
+            f"the order of channels in pages of {side.side} must name each channel 0 to {side.head_dim - 1} of a head once, "
+            "and does not; the state or the file was damaged or forged: make it anew"
+        )
+    return codes_from_rows(piece, side) if name == "codes" else piece
 
 
 class LiveTensors:

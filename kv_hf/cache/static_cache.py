@@ -156,6 +156,8 @@ class StaticPagedCache(CacheBase):
         self.forget_origin()
         for layer in self.paged_layers:
             layer.reset()
+        if self.halfway:  # else it stays an attribute of the class, and compiled code stays valid
+            del self.halfway
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""
@@ -163,6 +165,8 @@ class StaticPagedCache(CacheBase):
         for layer in self.paged_layers:
             layer.reorder_cache(beam_idx)
         self.table.give_turn(0)
+        if self.token_ids is not None:
+            self.select_tokens(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Raise CacheOptionError: the number of rows is fixed."""

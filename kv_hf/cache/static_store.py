@@ -13,7 +13,7 @@ from ..pages.persistent import persistent_tensors
 from ..pages.static_table import StaticStep, StaticTable
 from ..pages.storage import PageStorage, Pair
 from ..spec import PageSpec
-from .state import StateTensors, codes_from_rows
+from .state import StateTensors, field_from_rows
 from .store import LayerStore
 
 
@@ -168,8 +168,7 @@ class StaticStore:
             name = side.spec.side
             for field in side.fields:
                 for first, piece in tensors.pages(self.base.layer_idx, name, field):
-                    codes = codes_from_rows(piece, side.spec) if field == "codes" else piece
-                    side.spread(first, field, codes, places)
+                    side.spread(first, field, field_from_rows(field, piece, side.spec), places)
             held = tensors.window(self.base.layer_idx, name)[:, :, : group.longest]
             window.tokens[:, :, : group.longest] = held.to(window.tokens.device)
 

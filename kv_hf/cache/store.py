@@ -16,7 +16,7 @@ from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
 from ..spec import page_capacity
 from .residual import Residual
-from .state import StateTensors, codes_from_rows
+from .state import StateTensors, field_from_rows
 from .widening import Widening
 
 _NOTHING: tuple[Any, Any, Any] = (None, None, None)
@@ -279,8 +279,7 @@ class LayerStore:
             name = side.spec.side
             for field in side.fields:
                 for first, piece in tensors.pages(self.layer_idx, name, field):
-                    codes = field == "codes"
-                    side.put(first, field, codes_from_rows(piece, side.spec) if codes else piece)
+                    side.put(first, field, field_from_rows(field, piece, side.spec))
             window.hold(tensors.window(self.layer_idx, name))
 
     def _look_for_damage(self) -> None:

@@ -15,15 +15,18 @@ from .layer_formats import LayerFormats
 
 SIDES = ("keys", "values")
 HEALTHY = 8.0  # times the usual damage of the format that is too narrow: what a wider one may do
+LOST = 0.5  # damage of a rotated format: errors lie evenly in all channels then, and lose 1 of those that are drowned
 SHRUNK = 2.0  # times the damage at an ordinary size: numbers too small for 16-bit scales
 
 
 def limit(side: SideSpec) -> float:
     """Return the damage from which a format is too narrow: 2 bits and a quarter of its own lost beside the usual.
 
-    Each bit that is lost multiplies the damage by 4. docs/formats.md has the figures of a real model.
+    Each bit that is lost multiplies the damage by 4. Behind a rotation LOST is a limit as well: few bits lose all of a small
+    channel before they lose 2 more. docs/formats.md has the figures of a real model.
     """
-    return usual_damage(side) * 4.0 ** (2 + side.scheme.bits / 4)
+    bits = usual_damage(side) * 4.0 ** (2 + side.scheme.bits / 4)
+    return min(bits, LOST) if side.scheme.rotated else bits
 
 
 def complaint(found: Strain, side: SideSpec) -> str | None:

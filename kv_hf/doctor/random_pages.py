@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..backends.error_bound import Rounding, Tokens, attend_exactly
+from ..backends.error_bound import Rounding, Tokens, attend_exactly, without_offsets
 from ..backends.inputs import PagedKV
 from ..backends.reference import attention as reference
 from ..quant.codec import decode
@@ -136,11 +136,9 @@ def _tokens_of(kv: PagedKV, name: str, row: int) -> Tokens:
     sinks = min(kv.sink_tokens, exact)
     fields = {field: tensor[pages] for field, tensor in stored.items()}
 
-    def in_order(fields: dict[str, torch.Tensor]) -> torch.Tensor:
+    def in_order(fields: dict[str, torch.Tensor], side: SideSpec) -> torch.Tensor:
         paged = decode(fields, side, torch.float32).transpose(0, 1).flatten(1, 2)
         return torch.cat([window[:, :sinks], paged, window[:, sinks:exact]], 1)
 
-    numbers = in_order(fields)
-    if "offset" not in fields:
-        return Tokens(numbers, numbers)
-    return Tokens(numbers, in_order({**fields, "offset": torch.zeros_like(fields["offset"])}))
+    codes = in_order(*without_offsets(fields, side))
+    return Tokens(in_order(fields, side), codes, side.scheme.rotated)

@@ -26,6 +26,12 @@ def reorder(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return numbers.gather(-1, order.long()[..., None, :].expand(numbers.shape))
 
 
+def is_order(order: torch.Tensor) -> bool:
+    """Say whether each order [.., head_dim], integers, names every channel once: no kernel may read another."""
+    places = torch.arange(order.shape[-1], device=order.device)
+    return bool((order.long().sort(-1).values == places).all())
+
+
 def restore(numbers: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Undo `reorder`: numbers [.., tokens, head_dim], order [.., head_dim]."""
     places = order.long()[..., None, :].expand(numbers.shape)

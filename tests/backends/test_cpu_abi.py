@@ -1,14 +1,12 @@
 """What C and Python agree on: one definition, the committed header written from it, and blocks packed in its order."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from paged_inputs import make_kv, make_query
 from test_cpu_write import Inputs, make_spec
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import abi, decode, library, seal, write
+from kv_hf.backends.cpu import abi, decode, library, write
 from kv_hf.formats import FORMAT_NAMES, get_format
 from kv_hf.spec import LANES
 
@@ -150,25 +148,4 @@ def test_write_pair_packs_every_field_under_its_name(seals):
         "page_size": inputs.spec.keys.page_size, "isa": library.isa(), "keys_from": inputs.new[0].data_ptr(),
         "values_from": inputs.new[1].data_ptr(), "starts": inputs.starts.data_ptr(), "skips": inputs.skips.data_ptr(),
         "threads": torch.get_num_threads(), **(sealing if seals else dict.fromkeys(sealing, 0)),
-    }  # fmt: skip
-
-
-def test_seal_pages_packs_every_field_under_its_name(monkeypatch):
-    taken = []
-
-    def called(block):
-        taken.append(block)
-        return 0
-
-    monkeypatch.setattr(seal, "library", lambda: SimpleNamespace(kv_hf_seal=called))
-    monkeypatch.setattr(seal, "isa", lambda: 1)
-    inputs = Inputs(make_spec("int2"))
-    spec, fields, window = inputs.spec.values, inputs.fields[1], inputs.windows[1]
-    seal.seal_pages(window, inputs.jobs, fields, spec)
-    numbers = abi.SEAL.whole.read(taken[0])
-    check_side(numbers, "side", spec, fields, window)
-    assert {name: number for name, number in numbers.items() if "." not in name} == {
-        "is_keys": False, "heads": spec.num_kv_heads, "page_size": spec.page_size, "jobs": inputs.jobs.data_ptr(),
-        "num_jobs": len(inputs.jobs), "capacity": len(fields["codes"]), "threads": torch.get_num_threads(), "isa": 1,
-        "clip": spec.scheme.clip,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from paged_inputs import make_kv, make_query
 from paths import TESTS
 
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import decode, library, seal
+from kv_hf.backends.cpu import decode, library, write
 from kv_hf.errors import CacheMismatchError
 from kv_hf.formats import FORMAT_NAMES, K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES
 from kv_hf.spec import LANES
@@ -38,7 +38,7 @@ MORE_LATENT_SIZES = [(512, 64, 64), (16, 8, 32), (240, 36, 128)]
 
 @pytest.fixture(params=ISAS, ids=lambda isa: library.ISA_NAMES[isa])
 def isa(request, monkeypatch):
-    for module in (decode, seal):
+    for module in (decode, write):
         monkeypatch.setattr(module, "isa", lambda: request.param)
     return request.param
 
@@ -66,19 +66,29 @@ def check_decode(kv, queries):
             assert torch.equal(out, expected)
 
 
-def check_seal(spec, window, pages):
-    """All of a window that is as long as its pages, into fields that hold exactly them."""
-    jobs = torch.tensor([(0, page * spec.page_size, page) for page in range(pages)]).int()
+def check_seal(spec, windows, pages):
+    """All of windows that are as long as their pages, into fields that hold exactly them."""
+    jobs = torch.tensor([(0, page * spec.keys.page_size, page) for page in range(pages)]).int()
     written = []
     for place in (torch.clone, guarded):
-        fields = {
-            name: place(torch.zeros(pages, *shape, dtype=kind))
-            for name, (shape, kind) in spec.fields.items()
-        }
-        seal.seal_pages(place(window), place(jobs), fields, spec)
+        fields = empty_fields(spec, pages, place)
+        damaged = place(torch.zeros(1, dtype=torch.uint8))
+        tokens = tuple(place(window) for window in windows)
+        write.seal_pair(tokens, place(jobs), fields, spec, damaged, {})
         written.append(fields)
-    for name, stored in written[0].items():
-        assert torch.equal(stored.view(torch.uint8), written[1][name].view(torch.uint8))
+    for stored, others in zip(*written, strict=True):
+        for name in stored:
+            assert torch.equal(stored[name].view(torch.uint8), others[name].view(torch.uint8))
+
+
+def empty_fields(spec, pages, place=torch.clone):
+    return tuple(
+        {
+            name: place(torch.zeros(pages, *shape, dtype=kind))
+            for name, (shape, kind) in side.fields.items()
+        }
+        for side in spec.sides
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,9 +112,8 @@ def test_kernel_stays_inside_of_its_arguments(isa, name, dtype, sizes):
         last = kv.key_pages["codes"].shape[0] - 1
         kv.block_table[0, 0] = last  # the page that has nothing behind it
         check_decode(kv, [make_query(kv, q_len, group, dtype) for q_len, group in ((1, 1), (3, 5))])
-        for side in kv.spec.sides:
-            tokens = torch.randn(1, 2, 2 * page, dim, generator=torch.Generator().manual_seed(2))
-            check_seal(side, tokens.to(dtype), 2)
+        tokens = torch.randn(2, 1, 2, 2 * page, dim, generator=torch.Generator().manual_seed(2))
+        check_seal(kv.spec, tokens.to(dtype), 2)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +140,8 @@ def test_latent_kernel_stays_inside_of_its_arguments(isa, latent, sizes):
             kv.block_table[0, 0] = kv.key_pages["codes"].shape[0] - 1
             queries = [test_cpu_latent.make_query(kv, heads, q) for heads, q in ((1, 1), (5, 3))]
             check_decode(kv, queries)
-            for side in kv.spec.sides:
-                tokens = torch.randn(1, 1, 2 * page, side.head_dim)
-                check_seal(side, tokens.bfloat16(), 2)
+            tokens = (torch.randn(1, 1, 2 * page, side.head_dim) for side in kv.spec.sides)
+            check_seal(kv.spec, [one.bfloat16() for one in tokens], 2)
 
 
 # -- page ids ----------------------------------------------------------------------------------------------
@@ -177,22 +185,22 @@ def test_decode_reads_no_page_that_a_row_does_not_hold(isa):
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_seal_refuses_a_page_that_does_not_exist_before_it_writes(isa, name):
-    kv = make_kv(name, layout=LANES)
-    for side in kv.spec.sides:
-        fields = {
-            field: torch.zeros(4, *shape, dtype=kind)
-            for field, (shape, kind) in side.fields.items()
-        }
-        tokens = torch.randn(1, 2, 64, 64)
-        for field, tensor in fields.items():
-            less = {**fields, field: tensor[:3]}
-            jobs = torch.tensor([(0, 0, 0), (0, 16, -1), (0, 32, 3)]).int()
+    spec = make_kv(name, layout=LANES).spec
+    tokens = tuple(torch.randn(2, 1, 2, 64, 64))
+    fields, damaged = empty_fields(spec, 4), torch.zeros((), dtype=torch.uint8)
+    jobs = torch.tensor([(0, 0, 0), (0, 16, -1), (0, 32, 3)]).int()
+    for side in range(2):
+        for field, tensor in fields[side].items():
+            less = [dict(one) for one in fields]
+            less[side][field] = tensor[:3]
             with pytest.raises(CacheMismatchError, match="jobs must name pages .* 0 to 2"):
-                seal.seal_pages(tokens, jobs, less, side)
-            assert not any(bool(one.view(torch.uint8).any()) for one in fields.values())
-        seal.seal_pages(tokens, jobs, fields, side)
-        assert bool(fields["codes"][3].view(torch.uint8).any())
-        assert not bool(fields["codes"][1].view(torch.uint8).any())
+                write.seal_pair(tokens, jobs, tuple(less), spec, damaged, {})
+            stored = [one for each in fields for one in each.values()]
+            assert not any(bool(one.view(torch.uint8).any()) for one in stored)
+    write.seal_pair(tokens, jobs, fields, spec, damaged, {})
+    for each in fields:
+        assert bool(each["codes"][3].view(torch.uint8).any())
+        assert not bool(each["codes"][1].view(torch.uint8).any())
 
 
 def test_guarded_memory_ends_the_process_that_reads_on():

@@ -18,7 +18,7 @@ from paged_inputs import DTYPES, ROWS, make_kv, make_query, row_alone
 import kv_hf
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import decode, library, seal
+from kv_hf.backends.cpu import decode, library, write
 from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.sdpa import attention as sdpa
@@ -115,6 +115,29 @@ def test_kernel_of_another_step_uses_nothing_of_the_last():
 def test_kernel_errs_no_more_than_torch_in_every_precision(attend, name, dtype):
     kv = make_kv(name, dtype=dtype, key_dim=128, layout=LANES, page=64, slots=80)
     check(attend, make_query(kv, 1, 4, dtype), kv)
+
+
+ONE_SIDED = [
+    ("int2_mixed", "int3_rotated"),
+    ("int4_mixed", "int2_rotated"),
+    ("int4", "int4_rotated"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("keys", "values"), ONE_SIDED, ids="+".join)
+def test_kernel_reads_formats_of_one_side_in_every_precision(attend, keys, values, dtype):
+    """Lanes that fill vectors and lanes that do not, blocks of queries that are full and not, groups of tokens and channels."""
+    for dim, page, group, shape in (
+        (128, 64, {}, (1, 4)),
+        (256, 32, {}, (1, 3)),
+        (80, 32, {"value_group": 80}, (2, 3)),
+        (24, 64, {"value_group": 8, "key_group": 32}, (1, 5)),
+        (64, 64, {"value_group": 32, "key_group": 16}, (3, 2)),
+    ):
+        kv = make_kv(keys, values, dtype=dtype, key_dim=dim, page=page, layout=LANES, slots=80, poison=True, **group)  # fmt: skip
+        q_len, heads = shape
+        check(attend, make_query(kv, q_len, heads, dtype), kv)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
@@ -353,7 +376,7 @@ print(late, forked(lambda out: out.tolist() == expected))
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_seal_writes_the_bytes_of_the_codec(monkeypatch, isa, name, dtype):
-    monkeypatch.setattr(seal, "isa", lambda: isa)
+    monkeypatch.setattr(write, "isa", lambda: isa)
     for head_dim, page in ((64, 64), (80, 16), (128, 32), (256, 128)):
         spec = PageSpec.build(
             key_scheme(name),
@@ -374,21 +397,10 @@ def test_seal_writes_the_bytes_of_the_codec(monkeypatch, isa, name, dtype):
         tokens[2, 0, 7, 3] = float("inf")
         tokens[2, 1, 9, 1] = float("nan")
         jobs = torch.tensor([(0, 0, 1), (1, 3, 4), (2, 5 + page, 0), (2, 2, 3)], dtype=torch.int32)
-        for side in spec.sides:
-            for some in (jobs, jobs[:2]):
-                written = []
-                for function in (reference.seal_pages, seal.seal_pages):
-                    fields = {
-                        field: torch.zeros(6, *shape, dtype=kind)
-                        for field, (shape, kind) in side.fields.items()
-                    }
-                    damaged = function(tokens.to(dtype), some, fields, side)
-                    assert (damaged.dtype, damaged.shape) == (torch.bool, ())
-                    written.append((fields, bool(damaged)))
-                assert written[0][1] == written[1][1] == (len(some) == 4 and name != "exact")
-                for field, stored in written[0][0].items():
-                    others = written[1][0][field]
-                    assert torch.equal(stored.view(torch.uint8), others.view(torch.uint8))
+        both = tokens.to(dtype), tokens.to(dtype)
+        for some in (jobs, jobs[:2]):
+            damaged = paged_inputs.check_seals_as_torch(both, some, spec)
+            assert damaged == (len(some) == 4 and name != "exact")
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

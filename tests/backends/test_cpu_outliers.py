@@ -23,7 +23,14 @@ CHANNELS = (7, 40)
 def planted_kv(name, dtype, size, side, *, dim=128, page=64, pages=12, seed=0):
     """Random pages whose `side` has two channels `size` times larger than the others."""
     kv = make_kv(
-        name, dtype=dtype, key_dim=dim, layout=LANES, page=page, slots=8, rows=[(pages, 6)]
+        name,
+        "int4" if name.endswith("_mixed") else None,
+        dtype=dtype,
+        key_dim=dim,
+        layout=LANES,
+        page=page,
+        slots=8,
+        rows=[(pages, 6)],
     )
     numbers = torch.Generator().manual_seed(seed)
     fields = {}
@@ -63,7 +70,7 @@ def exact_and_allowed(query, kv, scale, integers):
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: library.ISA_NAMES[isa])
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "int4_mixed", "int2_mixed"])
 def test_kernel_keeps_its_digits_beside_outlier_channels(monkeypatch, isa, side, dtype, name):
     """int4 keys with a channel of 1,000 times and fp16 queries were once wrong by 3 %: coefficients were rounded
     to 15 bits of the largest, whatever that left of the others."""
@@ -80,11 +87,12 @@ def test_kernel_keeps_its_digits_beside_outlier_channels(monkeypatch, isa, side,
             )
 
 
+@pytest.mark.parametrize("name", ["int4", "int4_mixed"])
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: library.ISA_NAMES[isa])
-def test_kernel_rounds_each_query_by_itself(monkeypatch, isa):
+def test_kernel_rounds_each_query_by_itself(monkeypatch, isa, name):
     """Of the queries of a kv head some are summed in integers and others as floats: the same bits as alone."""
     monkeypatch.setattr(decode, "isa", lambda: isa)
-    kv = planted_kv("int4", torch.float16, 1_000, "keys")
+    kv = planted_kv(name, torch.float16, 1_000, "keys")
     query = make_query(kv, 1, 7, torch.float16)
     for head in (1, 2, 5, 9):
         query[:, head, :, list(CHANNELS)] = 0

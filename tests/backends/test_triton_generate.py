@@ -31,11 +31,15 @@ def pages_of_a_gpu(kernel):
 
 
 def generate(name, kernel):
-    """Greedy tokens of a padded batch, the first layer's key codes, and the kernel used (runs in the worker)."""
+    """Greedy tokens of a padded batch, the first layer's key codes, and the kernel used (runs in the worker).
+
+    `name`: "paged_" in front of it names the cache.
+    """
     with pages_of_a_gpu(kernel):
         torch.manual_seed(0)
         model = make_model("llama")
-        cache = kv_hf.PagedCache(model.config, keys=name, page_size=16, kernel=kernel)
+        options = {"page_size": 16, "kernel": kernel}
+        cache = kv_hf.PagedCache.from_implementation(model.config, f"paged_{name}", options)
         tokens = model.generate(
             **left_padded([40, 3, 21]),
             past_key_values=cache,
@@ -79,7 +83,13 @@ class _Noted:
 
 
 @pytest.mark.parametrize(
-    "name", ["int8", "int4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("exact", "fp8"))]
+    "name",
+    [
+        "int8",
+        "int4",
+        "int3",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("exact", "fp8", "int2", "k5v3")),
+    ],
 )
 def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
     """The first layer's keys depend on the tokens alone, so that not a bit of them may differ."""

@@ -43,6 +43,13 @@ def spec_of(name="int4", dim=128, page=64, dtype=torch.bfloat16, **options):
     )
 
 
+def of_two_formats(keys, values, dim=128):
+    return PageSpec.build(
+        key_scheme(keys), value_scheme(values), num_kv_heads=2, key_dim=dim, value_dim=dim, page_size=64,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
 def latent_spec(name, dtype=torch.bfloat16, rank=512):
     scheme = latent_scheme(name)
     return PageSpec.build_latent(
@@ -143,8 +150,25 @@ def test_why_not_has_nothing_against_a_gpu(monkeypatch):
     Gpu(monkeypatch)
     for name in FORMAT_NAMES:
         assert why_not("cuda", torch.bfloat16, spec_of(name), 16) is None
+    for keys in ("int2_mixed", "int4_mixed"):
+        for values in ("int2_rotated", "int3_rotated", "int4_rotated"):
+            assert why_not("cuda", torch.bfloat16, of_two_formats(keys, values), 16) is None
     Gpu(monkeypatch, capability=(0, 0), hip="6.2", shared=64 * 1024)
     assert why_not("cuda:1", torch.float32, spec_of()) is None
+
+
+def test_why_not_refuses_transformed_numbers_that_no_kernel_restores(monkeypatch):
+    """Codes of three bits that are not rotated, rotated ones of other arithmetic, and rotated keys."""
+    Gpu(monkeypatch)
+    spec = of_two_formats("int8", "int3_rotated")
+    for side, changes in (
+        ("values", {"rotated": False}),
+        ("values", {"code": "signed"}),
+        ("keys", {"rotated": True}),
+    ):
+        own = getattr(spec, side)
+        changed = replace(spec, **{side: replace(own, scheme=replace(own.scheme, **changes))})
+        assert f"do not read {side}" in why_not("cuda", torch.bfloat16, changed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -7,13 +7,14 @@ from types import MappingProxyType
 import pytest
 import tiny_models
 import torch
+from transformers import LlamaConfig
 
 import kv_hf
 from kv_hf.backends import registry
 from kv_hf.checks import check_choice
 from kv_hf.config import CacheConfig, check_option_names
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import FORMAT_NAMES, IMPLEMENTATIONS, key_scheme, value_scheme
+from kv_hf.formats import FORMAT_NAMES, IMPLEMENTATIONS, cache_names, key_scheme, value_scheme
 from kv_hf.spec import LANES, PageSpec
 
 ALL_FORMATS = "must be one of exact, fp8, int8, int4, int2"
@@ -166,16 +167,35 @@ def test_check_option_names_suggests_the_nearest():
 # -- from_options ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [
+        *((name, {"keys": one, "values": one}) for name, one in IMPLEMENTATIONS.items()),
+        ("paged_int2_v1", {"keys": "int2", "values": "int2"}),
+        ("paged_int2", {"keys": "int2_mixed", "values": "int2_rotated", "latent": "int2"}),
+        ("paged_int3", {"keys": "int2_mixed", "values": "int3_rotated"}),
+        ("paged_k5v3", {"keys": "int4_mixed", "values": "int3_rotated", "latent": "int4"}),
+    ],
+)
 @pytest.mark.parametrize("options", [None, {}], ids=["none", "empty"])
-def test_from_options_takes_both_formats_from_the_name(name, options):
-    config = CacheConfig.from_options(f"paged_{name}", options)
-    assert config == CacheConfig(keys=name, values=name)
+def test_from_options_takes_the_formats_from_the_name(name, formats, options):
+    assert CacheConfig.from_options(name, options) == CacheConfig(**formats)
 
 
 def test_from_options_lets_options_override_the_name():
     config = CacheConfig.from_options("paged_int4", {"keys": "int8", "page_size": 32})
     assert config == CacheConfig(keys="int8", values="int4", page_size=32)
+    config = CacheConfig.from_options("paged_int2", {"keys": "int4", "values": "int4"})
+    assert config == CacheConfig(keys="int4", values="int4")
+
+
+def test_a_name_may_bring_a_format_of_latents_that_other_models_have():
+    model = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=32, vocab_size=9)
+    for options in ({}, {"keys": "int4"}, {"values": "int4"}):
+        held = kv_hf.PagedCache.from_implementation(model, "paged_int2", options)
+        assert held.report()[0].keys == options.get("keys", "int2_mixed")
+    with pytest.raises(CacheOptionError, match="latent='int2' is for models with multi-head"):
+        kv_hf.PagedCache.from_implementation(model, "paged_int4", {"latent": "int2"})
 
 
 def test_from_options_never_changes_the_dict():
@@ -196,8 +216,8 @@ def test_from_options_never_changes_the_dict():
 @pytest.mark.parametrize(
     ("implementation", "options", "says"),
     [
-        ("paged_int3", {}, ["cache_implementation", "'paged_int3'", ", ".join(IMPLEMENTATIONS)]),
-        ("int4", {}, ["cache_implementation", "'int4'", ", ".join(IMPLEMENTATIONS)]),
+        ("paged_int5", {}, ["cache_implementation", "'paged_int5'", ", ".join(cache_names())]),
+        ("int4", {}, ["cache_implementation", "'int4'", ", ".join(cache_names())]),
         ("paged_int4", {"group_size": 32}, ["cache_config option", "'group_size'", "did you mean"]),
         ("paged_int4", {"nbits": 4}, ["cache_config option", "'nbits'", "keys, values, page_size"]),
         ("paged_int4", {3: 4}, ["cache_config option", "got 3"]),

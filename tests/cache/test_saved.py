@@ -747,6 +747,16 @@ def same_tokens(cache, other):
     return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
 
 
+@pytest.mark.parametrize("room", [None, 160], ids=["growing", "preallocated"])
+def test_state_of_a_damaged_order_of_channels_is_refused(room):
+    model = shared_model("llama")
+    cache, _ = filled(model, left_padded([70, 40]), keys="int4_mixed", values="int8")
+    storage = cache.layers[0].storage.keys.fields["order"]
+    storage[storage == 3] = 4
+    with pytest.raises(kv_hf.CacheMismatchError, match="order of channels in pages of keys"):
+        kv_hf.PagedCache.from_state(model.config, cache.state(), max_length=room)
+
+
 @pytest.mark.parametrize("keys", ["exact", "int4"])
 def test_state_moves_between_growing_and_preallocated_caches(keys, tmp_path):
     model, inputs = shared_model("llama"), left_padded([70, 40])

@@ -296,7 +296,8 @@ def test_plan_and_its_command_know_a_registered_format(nf4, capsys):
     assert "paged_nf4:keys=int8" in capsys.readouterr().out
     data = json.loads(json.dumps(page_data([])))  # what the planner's page is made of
     assert data["formats"]["values"]["nf4"]["scale_group"] == [1, 0]
-    assert "nf4" in data["format_names"] and "nf4" not in data["latent_format_names"]
+    assert {"name": "paged_nf4", "latent": None, "keys": "nf4", "values": "nf4"} in data["caches"]
+    assert "nf4" not in data["latent_format_names"]
 
 
 def test_evaluation_knows_a_registered_format(nf4, model):

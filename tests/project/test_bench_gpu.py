@@ -15,6 +15,7 @@ from measure.gpu.run import Run
 from measure.gpu.worker import work
 from paths import ROOT
 
+from kv_hf.doctor.kernels import paged_names
 from kv_hf.evaluation import timing
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.evaluation.shapes import RANDOM_MODELS, SHAPES
@@ -89,7 +90,7 @@ def test_plan_checks_before_it_times_and_compiles_what_it_times():
             for one in checked
             if one.kind == "judge" and of.items() <= one.settings.items()
         ]
-        assert formats == ["exact", "fp8", "int8", "int4", "int2"]
+        assert formats == paged_names()
     warmed = [one.settings for one in checked if one.kind == "warm"]
     for timed in (*parts[2].jobs, *parts[3].jobs):
         paged = timed.settings["cache"].startswith("paged")

@@ -218,21 +218,6 @@ DECODE = Struct(
     },
 )
 
-SEAL = Struct(
-    "Seal",
-    "Pages of one side to encode.",
-    {
-        "all": (
-            Fields("side", "window: the tokens to seal", SIDE),
-            Fields("is_keys heads page_size"),
-            Fields("jobs num_jobs", "int32 [num_jobs, 3]: row, first slot, page id"),
-            Fields("capacity", "pages that every field has room for"),
-            Fields("threads isa"),
-            Fields("clip", kind="double"),
-        )
-    },
-)
-
 NEW = Struct(
     "New",
     "New tokens of one side, [rows, heads, q_len, dim] in the window's dtype; strides in elements.",
@@ -260,7 +245,7 @@ WRITE = Struct(
     },
 )
 
-STRUCTS = (SIDE, DECODE, SEAL, NEW, WRITE)
+STRUCTS = (SIDE, DECODE, NEW, WRITE)
 
 
 def _constants() -> list[str]:

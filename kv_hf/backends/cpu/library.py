@@ -30,8 +30,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     found = [Path(chosen)] if chosen else compiled_files()
     if not found:
         return None, (
-            "the C kernel was not compiled when kv_hf was installed; install a C compiler (gcc or clang) and "
-            "install kv_hf again"
+            "the C kernel was not compiled when kv_hf was installed, and decoding on a CPU is slower; install a C compiler "
+            "(gcc or clang) and install kv_hf again with KV_HF_BUILD_KERNEL=required"
         )
     path = found[0]
     if _is_checkout() and any(
@@ -47,7 +47,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
             )
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error}); install kv_hf again"
-    for name in ("kv_hf_decode", "kv_hf_decode_latent", "kv_hf_seal", "kv_hf_write"):
+    for name in ("kv_hf_decode", "kv_hf_decode_latent", "kv_hf_write"):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
     library.kv_hf_isa.restype = ctypes.c_int64

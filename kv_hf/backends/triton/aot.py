@@ -84,7 +84,7 @@ def compile_decode(
     aligned = list(types)
     aligned.remove("mask")
     aligned.remove("sink_logits")
-    types |= dict.fromkeys((*TABLES, "counters"), "*i32")
+    types |= dict.fromkeys((*TABLES, "counters"), "*i32") | {"key_order": "*u8"}
     types |= dict.fromkeys((*STRIDES, *STEPWISE), "i32")
     types |= {"softmax_scale": "fp32", "softcap": "fp32"}
     # strides of whole heads and tokens are multiples of 16; a table's or a mask's need not be
@@ -143,7 +143,7 @@ def compile_latent(
 
 def compile_seal_pair(spec: PageSpec, arch: str) -> Any:
     """Compile the kernel that seals both sides for `arch`, as a launch would ask for it."""
-    types = {"jobs": "*i32", "damaged": "*u8"}
+    types = {"jobs": "*i32", "damaged": "*u8", "order": "*u8"}
     aligned = []
     for side, prefix in zip(spec.sides, ("", "value_"), strict=True):
         pointers = {"tokens": side.dtype, "codes": side.fields["codes"][1]}
@@ -164,7 +164,7 @@ def compile_dense(side: SideSpec, arch: str) -> Any:
     types |= dict.fromkeys(("scale", "offset"), "*" + element_type(side.scale_dtype))
     strides = ("window_row", "window_head", "window_slot")
     aligned = [*types, *strides]
-    types |= dict.fromkeys(TABLES, "*i32")
+    types |= dict.fromkeys(TABLES, "*i32") | {"order": "*u8"}
     types |= dict.fromkeys((*strides, "seen", "table_row", "sink_tokens"), "i32")
     plain = dense_constants(side)
     return compile_kernel(dense_kernel, types, plain, arch, aligned, 4, enable_fp_fusion=False)

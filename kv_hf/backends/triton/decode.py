@@ -11,6 +11,8 @@ import triton.language as tl
 from .keys import load_key_factors, score_codes, score_exact, stack
 from .launch_arguments import SPECIALIZED
 from .merge import add_sink, arrive_last, merge_columns
+from .mixed_keys import gather_query, load_mixed_factors, score_mixed
+from .rotation import unrotate_parts
 from .softmax import bend, near_one, weigh
 from .tiles import chunk_size, load_query, rescale, store_parts
 from .values import (
@@ -59,6 +61,7 @@ def decode_kernel(
     partial,  # [programs of one split, splits, M_COLUMNS, V_DIM] fp32; not read where there is one split
     bests,  # [programs of one split, splits, 2, M_COLUMNS] fp32: maxima in log2, and sums of weights
     counters,  # [programs of one split] int32, zeros before and after
+    key_order,  # [pages, heads, K_DIM], of keys of two widths
     softmax_scale,
     softcap,
     sliding_window,
@@ -80,6 +83,7 @@ def decode_kernel(
     K_CHUNKS: tl.constexpr,
     K_GROUP: tl.constexpr,
     K_FOLD: tl.constexpr,
+    K_SECTIONS: tl.constexpr,
     K_DTYPE: tl.constexpr,
     V_CODE: tl.constexpr,
     V_BITS: tl.constexpr,
@@ -88,6 +92,9 @@ def decode_kernel(
     V_CHUNKS: tl.constexpr,
     V_GROUP: tl.constexpr,
     V_FOLD: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    V_BYTES: tl.constexpr,
+    V_ROTATED: tl.constexpr,
     V_BOOST: tl.constexpr,
     V_DTYPE: tl.constexpr,
     W_CHUNKS: tl.constexpr,
@@ -118,10 +125,14 @@ def decode_kernel(
     LIFT: tl.constexpr = (
         15 if V_FOLD == "token" and V_CODE == "unsigned" and offset_rows(V_DIM // V_GROUP) else 0
     )
+    MIXED: tl.constexpr = len(K_SECTIONS) > 0
     V_RUNS: tl.constexpr = V_DIM // V_WIDTH
     V_PARTS: tl.constexpr = len(V_CHUNKS) * V_RUNS
     BENT: tl.constexpr = HIDING.bent
     HIDES: tl.constexpr = HIDING.hides
+
+    if V_OFFSET != 1.0:
+        value_offset = value_scale
 
     row = tl.program_id(0)
     head = tl.program_id(1) // blocks
@@ -154,9 +165,11 @@ def decode_kernel(
     inside = (channel < K_DIM)[:, None] & real[None, :]
     x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
     shrink, factor = near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
-    q = load_query(queries, real, K_DIM, K_WIDTH, K_CHUNKS, shrink, K_DTYPE)
+    q = ()
+    if not MIXED:
+        q = load_query(queries, real, K_DIM, K_WIDTH, K_CHUNKS, shrink, K_DTYPE)
     whole_q = q
-    if K_FOLD == "tile":
+    if K_FOLD == "tile" and not MIXED:
         whole_q = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, shrink, K_DTYPE)
 
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
@@ -178,10 +191,16 @@ def decode_kernel(
     block = page.to(tl.int64) * HEADS + head
     page = tl.load(table + tl.minimum(begin + 1, last) // TILES_PER_PAGE, mask=live > 0, other=0)
     token = (begin % TILES_PER_PAGE) * TILE
-    key_offsets, key_scales = load_key_factors(
-        key_scale, key_offset, block, token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS,
-        K_FOLD, True, PIECES,
-    )  # fmt: skip
+    channels = ()
+    if MIXED:
+        key_offsets, key_scales, channels = load_mixed_factors(
+            key_scale, key_offset, key_order, block, token, live, PAGE, K_GROUP, K_DIM, K_SECTIONS, K_FOLD, True, PIECES
+        )  # fmt: skip
+    else:
+        key_offsets, key_scales = load_key_factors(
+            key_scale, key_offset, block, token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS, W_CHUNKS,
+            K_FOLD, True, PIECES,
+        )  # fmt: skip
     value_factors = load_value_factors(
         value_scale, value_offset, block * PAGE + token + lane, live, V_DIM, V_GROUP, V_CODE, V_FOLD,
         True,
@@ -195,10 +214,17 @@ def decode_kernel(
         next_block = page.to(tl.int64) * HEADS + head
         page = tl.load(table + tl.minimum(tile + 2, last) // TILES_PER_PAGE)
         next_token = (tl.minimum(tile + 1, last) % TILES_PER_PAGE) * TILE
-        key_offsets, key_scales = load_key_factors(
-            key_scale, key_offset, next_block, next_token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
-            W_CHUNKS, K_FOLD, False, PIECES,
-        )  # fmt: skip
+        if MIXED:
+            gathered = gather_query(queries, real, channels, shrink, K_SECTIONS, K_DTYPE)
+            key_offsets, key_scales, channels = load_mixed_factors(
+                key_scale, key_offset, key_order, next_block, next_token, live, PAGE, K_GROUP, K_DIM, K_SECTIONS, K_FOLD,
+                False, PIECES,
+            )  # fmt: skip
+        else:
+            key_offsets, key_scales = load_key_factors(
+                key_scale, key_offset, next_block, next_token, live, PAGE, K_GROUP, K_DIM, K_WIDTH, K_CHUNKS,
+                W_CHUNKS, K_FOLD, False, PIECES,
+            )  # fmt: skip
         value_factors = load_value_factors(
             value_scale, value_offset, next_block * PAGE + next_token + lane, live, V_DIM, V_GROUP,
             V_CODE, V_FOLD, False,
@@ -214,11 +240,17 @@ def decode_kernel(
                 if PIECES > 1:
                     piece = token + g * K_GROUP + tl.arange(0, K_GROUP)
                     keys = key_codes + block * (PAGE * K_WIDTH) + piece * K_WIDTH
-                one = score_codes(
-                    keys, k_offsets, k_scales, key_offset, key_scale, groups, q, whole_q, K_DIM,
-                    K_WIDTH, K_CHUNKS, W_CHUNKS, K_CODE, K_BITS, K_FOLD,
-                    0 if K_FOLD == "element" else ISA, PRECISION, g,
-                )  # fmt: skip
+                if MIXED:
+                    one = score_mixed(
+                        keys, k_offsets, k_scales, key_offset, key_scale, groups, gathered, K_DIM, K_SECTIONS, K_FOLD,
+                        0 if K_FOLD == "element" else ISA, PRECISION, g,
+                    )  # fmt: skip
+                else:
+                    one = score_codes(
+                        keys, k_offsets, k_scales, key_offset, key_scale, groups, q, whole_q, K_DIM,
+                        K_WIDTH, K_CHUNKS, W_CHUNKS, K_CODE, K_BITS, K_FOLD,
+                        0 if K_FOLD == "element" else ISA, PRECISION, g,
+                    )  # fmt: skip
                 pieces = pieces + (one,)
             scores = stack(pieces)
         scores = bend(
@@ -232,11 +264,11 @@ def decode_kernel(
                 values, real, weights, rescale(acc, keep), V_WIDTH, V_RUNS, V_CHUNKS, False, V_DTYPE, PRECISION
             )  # fmt: skip
         else:
-            values = value_codes + block * (PAGE * V_WIDTH) + token + lane
+            values = value_codes + block * (PAGE * V_BYTES) + token + lane
             acc, offsets = add_codes(
                 values, v_factors, value_scale, value_offset, block * PAGE + token + lane, weights,
                 keep, acc, offsets, V_DIM, V_WIDTH, PAGE, V_CHUNKS, V_CODE, V_BITS, V_GROUP, V_FOLD,
-                V_BOOST, 2.0**LIFT, V_DTYPE, 0 if V_FOLD == "element" else ISA, PRECISION,
+                V_OFFSET, V_BOOST, 2.0**LIFT, V_DTYPE, 0 if V_FOLD == "element" else ISA, PRECISION,
             )  # fmt: skip
 
         block = next_block
@@ -252,10 +284,13 @@ def decode_kernel(
         V_BITS,
         V_GROUP,
         V_FOLD,
+        V_OFFSET,
         V_BOOST,
         2.0**LIFT,
         ISA,
     )
+    if V_ROTATED > 0:  # the window's tokens, which follow, are not rotated
+        acc = unrotate_parts(acc, V_WIDTH, V_RUNS, V_CHUNKS, V_ROTATED)
     if split == num_splits - 1:
         best, total, acc = attend_window(
             queries, real, window_keys + row.to(tl.int64) * wk_row + head * wk_head, wk_slot,

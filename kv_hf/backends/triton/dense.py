@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .float8 import SCALE_MAX, float8_to_float
 from .page_block import move_to_block
+from .rotation import unrotate_channels
 
 
 @triton.constexpr_function
@@ -112,10 +113,84 @@ def _write_part(
             tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
 
 
+@triton.jit
+def _code_of(codes, lane, channel, inside, SIDE: tl.constexpr):
+    """Load the codes [tokens, channels] of values, int32: those of tokens `lane` and of any channels."""
+    WIDTH: tl.constexpr = SIDE.width
+    BITS: tl.constexpr = SIDE.bits
+    LOW: tl.constexpr = 2 * WIDTH if BITS == 3 else WIDTH  # bytes of the plane of low bits
+    LOW_BITS: tl.constexpr = 2 if BITS == 3 else BITS
+    where = codes + lane[:, None]
+    x = tl.load(where + ((channel % LOW) * SIDE.page)[None, :], mask=inside[None, :], other=0)
+    code = (x.to(tl.int32) >> ((channel // LOW) * LOW_BITS)[None, :]) & ((1 << LOW_BITS) - 1)
+    if BITS == 3:
+        third = where + ((LOW + channel % WIDTH) * SIDE.page)[None, :]
+        x = tl.load(third, mask=inside[None, :], other=0).to(tl.int32)
+        code |= ((x >> (channel // WIDTH)[None, :]) & 1) << 2
+    return code
+
+
+@triton.jit
+def _write_rotated(
+    target, room, codes, scale, offset, begin, SIDE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Write TILE tokens of rotated values, as `_write_part`: all channels of a token at once."""
+    DIM: tl.constexpr = SIDE.dim
+    CHANNELS: tl.constexpr = triton.next_power_of_2(DIM)
+    S_CHANNELS: tl.constexpr = SIDE.scale_channels
+    BLOCK: tl.constexpr = SIDE.rotated
+    channel = tl.arange(0, CHANNELS)
+    inside = channel < DIM
+    token = begin + tl.arange(0, TILE)
+    y = _code_of(codes, token, channel, inside, SIDE).to(tl.float32)
+    if SIDE.centered:
+        y = y - 0.5 * ((1 << SIDE.bits) - 1)
+    y = y * _of_groups(scale, begin, 0, inside, TILE, 1, S_CHANNELS, SIDE)
+    if not SIDE.centered:
+        y = y + _of_groups(offset, begin, 0, inside, TILE, 1, S_CHANNELS, SIDE)
+    y = unrotate_channels(y, BLOCK)
+    if target.dtype.element_ty == tl.float16:
+        y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
+    held = (token < room)[:, None] & inside[None, :]
+    at = (token * DIM)[:, None] + channel[None, :]
+    tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _write_section(
+    target, room, codes, scale, offset, order, begin, SIDE: tl.constexpr, SECTION: tl.constexpr,
+    WIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write TILE tokens of one section of keys of two widths, as `_write_part`; each channel goes to its own column."""
+    BITS: tl.constexpr = SIDE.sections[SECTION][0]
+    WIDTH: tl.constexpr = SIDE.sections[SECTION][1]
+    RUNS: tl.constexpr = SIDE.sections[SECTION][2]
+    PLACE: tl.constexpr = SIDE.sections[SECTION][3]
+    BYTE: tl.constexpr = SIDE.sections[SECTION][4]
+    TOKENS: tl.constexpr = SIDE.scale_tokens
+    token = begin + tl.arange(0, TILE)
+    for start in tl.static_range(0, WIDTH, WIDE):
+        place = start + tl.arange(0, WIDE)
+        inside = place < WIDTH
+        where = codes + (token * SIDE.size)[:, None] + (BYTE + place)[None, :]
+        x = tl.load(where, mask=inside[None, :], other=0).to(tl.int32)
+        for run in tl.static_range(RUNS):
+            first = PLACE + run * WIDTH + start
+            y = _number(x, run, "unsigned", BITS)
+            y = y * _of_groups(scale, begin, first, inside, TILE, TOKENS, 1, SIDE)
+            y = y + _of_groups(offset, begin, first, inside, TILE, TOKENS, 1, SIDE)
+            if target.dtype.element_ty == tl.float16:
+                y = tl.minimum(tl.maximum(y, -SCALE_MAX), SCALE_MAX)
+            channel = tl.load(order + first + tl.arange(0, WIDE), mask=inside, other=0).to(tl.int32)
+            held = (token < room)[:, None] & inside[None, :]
+            at = (token * SIDE.dim)[:, None] + channel[None, :]
+            tl.store(target + at, y.to(target.dtype.element_ty), mask=held)
+
+
 # tables may begin anywhere in a buffer that they share
 @triton.jit(
     do_not_specialize=["seen", "table_row", "sink_tokens"],
-    do_not_specialize_on_alignment=["block_table", "num_pages", "exact_lens", "padding"],
+    do_not_specialize_on_alignment=["block_table", "num_pages", "exact_lens", "padding", "order"],
 )
 def dense_kernel(
     out,  # [rows, HEADS, seen, DIM]
@@ -123,6 +198,7 @@ def dense_kernel(
     codes,
     scale,
     offset,
+    order,  # [pages, HEADS, DIM], of keys of two widths
     block_table,
     table_row,
     num_pages,
@@ -163,10 +239,18 @@ def dense_kernel(
         block = page.to(tl.int64) * HEADS + head
         first = left + sinks + (tile // (PAGE // TILE)) * PAGE
         codes, scale, offset = move_to_block(codes, scale, offset, block, SIDE)
-        _write_part(
-            out + first.to(tl.int64) * DIM, seen - first, codes, scale, offset,
-            (tile % (PAGE // TILE)) * (TILE // SIDE.runs if SIDE.token_words else TILE), SIDE, WIDE, TILE,
-        )  # fmt: skip
+        at = out + first.to(tl.int64) * DIM
+        begin = (tile % (PAGE // TILE)) * (TILE // SIDE.runs if SIDE.token_words else TILE)
+        if SIDE.rotated > 0:
+            _write_rotated(at, seen - first, codes, scale, offset, begin, SIDE, TILE)
+        elif len(SIDE.sections) > 0:
+            order += block * DIM
+            for section in tl.static_range(len(SIDE.sections)):
+                _write_section(
+                    at, seen - first, codes, scale, offset, order, begin, SIDE, section, WIDE, TILE
+                )  # fmt: skip
+        else:
+            _write_part(at, seen - first, codes, scale, offset, begin, SIDE, WIDE, TILE)
     else:
         column = (tile - parts) * TILE + tl.arange(0, TILE)
         behind = column >= left + sinks

@@ -24,7 +24,10 @@ def dense_constants(spec: SideSpec) -> dict[str, Any]:
     if tile > scale_tokens >= MIN_SIZE:
         tile = scale_tokens  # one scale per channel of a tile in place of one per number
     widest = TILE_NUMBERS // tile
-    wide = min(power_of_two(side.width), widest // (1 if side.token_words else side.runs))
+    if side.rotated:  # whole tokens at once
+        tile = min(tile, TILE_NUMBERS // power_of_two(side.dim))
+    width = max((section[1] for section in side.sections), default=side.width)
+    wide = min(power_of_two(width), widest // (1 if side.token_words else side.runs))
     groups_fit = side.width % scale_channels == 0 and power_of_two(scale_channels) == scale_channels
     if scale_tokens < tile and groups_fit and scale_channels >= MIN_SIZE:
         wide = min(wide, scale_channels)  # one scale per token of a tile
@@ -49,7 +52,7 @@ def dense_side(kv: PagedKV, side: str) -> torch.Tensor:
         if codes.dtype.itemsize == 1:
             codes = codes.view(torch.uint8)
         dense_kernel[(-(-kv.seen // plain["TILE"]), spec.num_kv_heads, kv.rows)](
-            out, kv.seen, codes, pages.get("scale", out), pages.get("offset", out),
+            out, kv.seen, codes, pages.get("scale", out), pages.get("offset", out), pages.get("order", out),
             kv.block_table, kv.block_table.stride(0), kv.num_pages, window, *window.stride()[:3],
             kv.exact_lens, kv.padding, kv.sink_tokens, **plain, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -18,7 +18,7 @@ STEPWISE = (
     "q_len",
 )
 TABLES = ("block_table", "num_pages", "exact_lens", "padding")
-UNALIGNED = (*TABLES, "mask", "sink_logits", "counters")
+UNALIGNED = (*TABLES, "mask", "sink_logits", "counters", "key_order")
 # for triton.jit: numbers that change while a sequence grows must not make new kernels
 SPECIALIZED = {"do_not_specialize": STEPWISE, "do_not_specialize_on_alignment": UNALIGNED}
 # places of query, codes, scales and offsets of both sides, windows
@@ -48,6 +48,7 @@ def arguments(
     keys, values = kv.key_pages, kv.value_pages
     key_scale, key_offset = keys.get("scale"), keys.get("offset")
     value_scale, value_offset = values.get("scale"), values.get("offset")
+    order = keys.get("order")
     table, window_keys, window_values = kv.block_table, kv.residual_keys, kv.residual_values
     query_row, query_head, query_token, _ = query.stride()
     key_row, key_head, key_slot, _ = window_keys.stride()
@@ -79,5 +80,5 @@ def arguments(
         )  # fmt: skip
     return (
         *pages, key_head, key_slot, at(window_values), value_row, value_head, value_slot, *others, counters,
-        call.softmax_scale, call.softcap or 1.0, window, kv.sink_tokens, query.shape[2],
+        out if order is None else at(order), call.softmax_scale, call.softcap or 1.0, window, kv.sink_tokens, query.shape[2],
     )  # fmt: skip

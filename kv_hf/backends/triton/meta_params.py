@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...quant.rotation import block
 from ...spec import PageSpec, SideSpec
+from .side_layout import side_layout
 
 MAX_TILE = 64  # tokens
 TOKEN_GROUPS = 2  # of the keys' scales in a tile: the scales of more would not fit into registers
@@ -22,7 +24,9 @@ MERGED = 16  # splits that a program merges at once, and
 MERGED_NUMBERS = 64 * 32  # partial results of a warp meanwhile
 HIP = -1  # the `isa` of AMD GPUs; 0 is the interpreter, NVIDIA's are compute capability * 10
 # The factor that keeps weight * scale in float16's normal range: the largest scale times it stays below 65504
-BOOST = {"none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned4": 2.0**2, "unsigned2": 1.0}
+BOOST = {
+    "none": 1.0, "float8": 2.0**8, "signed": 2.0**6, "unsigned4": 2.0**2, "unsigned3": 2.0, "unsigned2": 1.0
+}  # fmt: skip
 
 
 def power_of_two(size: int) -> int:
@@ -153,8 +157,32 @@ def _key_fold(side: SideSpec) -> str:
     return "tile" if side.scheme.scale_group[0] >= MIN_SIZE else "element"
 
 
-def _value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, int], ...]]:
+def _key_sections(side: SideSpec) -> tuple[tuple[Any, ...], ...]:
+    """Return the sections of keys of two widths (see mixed_keys.py), or none."""
+    return tuple((*section, chunks(section[1])) for section in side_layout(side).sections)
+
+
+def rotated_chunks(width: int, group: int) -> tuple[tuple[int, int, int], ...]:
+    """Cut `width` places of rotated values into (start, size, places): equal powers of two that lie within `group`.
+
+    The transform then sums pairs within chunks, or pairs of chunks. Sizes are at least 16, places need not be.
+    """
+    places = width & -width
+    if group < width:
+        places = min(places, group & -group)
+    return tuple((start, max(places, MIN_SIZE), places) for start in range(0, width, places))
+
+
+def _value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
     """How scales apply, channels of a scale, and the chunks: each part must lie within one scale's channels."""
+    fold, group, cut = _plain_value_fold(side)
+    if side.scheme.rotated:
+        width = side.head_dim // side.scheme.codes_per_byte
+        cut = rotated_chunks(width, group if fold == "token" else width)
+    return fold, group, cut
+
+
+def _plain_value_fold(side: SideSpec) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
     width = side.head_dim // side.scheme.codes_per_byte
     if side.scheme.is_exact:
         return "none", side.head_dim, chunks(width)
@@ -223,21 +251,26 @@ def constants(
     merged = columns if q_len > 1 else min(columns, power_of_two(group))
     types = compute_types(spec, query_dtype)
     exact = types[0] == "fp32"
+    wide = keys.scheme.wide_channels > 0
+    k_width = keys.token_bits // 8 if wide else keys.head_dim // keys.scheme.codes_per_byte
     v_fold, v_group, v_chunks = _value_fold(values)
     code = values.scheme.code
     boost = 1.0 if exact else BOOST[f"{code}{values.scheme.bits}" if code == "unsigned" else code]
+    # codes around 0 have an offset all the same, in units of their scale
+    centered = code == "unsigned" and values.scheme.offset_group is None
+    offset = -0.5 * ((1 << values.scheme.bits) - 1) if centered else 1.0
     return {
         "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
         "PAGE": keys.page_size, "TILE": tile, "W_TILE": window_tile(spec),
         "W_COST": max(1, round(16 / spec.bits_per_element)), "W_STAGES": 2,
         "K_CODE": keys.scheme.code, "K_BITS": keys.scheme.bits, "K_DIM": keys.head_dim,
-        "K_WIDTH": keys.head_dim // keys.scheme.codes_per_byte,
-        "K_CHUNKS": chunks(keys.head_dim // keys.scheme.codes_per_byte),
+        "K_WIDTH": k_width, "K_CHUNKS": chunks(k_width), "K_SECTIONS": _key_sections(keys),
         "K_GROUP": keys.scheme.scale_group[0] if keys.scheme.scale_group else keys.page_size,
         "K_FOLD": _key_fold(keys), "K_DTYPE": types[0],
         "V_CODE": code, "V_BITS": values.scheme.bits, "V_DIM": values.head_dim,
         "V_WIDTH": values.head_dim // values.scheme.codes_per_byte, "V_CHUNKS": v_chunks,
-        "V_GROUP": v_group, "V_FOLD": v_fold, "V_BOOST": boost, "V_DTYPE": types[1],
+        "V_GROUP": v_group, "V_FOLD": v_fold, "V_OFFSET": offset, "V_BYTES": values.token_bits // 8,
+        "V_ROTATED": block(values.head_dim) if values.scheme.rotated else 0, "V_BOOST": boost, "V_DTYPE": types[1],
         "W_CHUNKS": chunks(keys.head_dim), "W_KEY_DTYPE": types[2], "W_VALUE_DTYPE": types[3],
         "PRECISION": "ieee", "HIDING": hiding(q_len, mask, softcap, sliding_window), "SINKS": sinks, "M_COLUMNS": merged, "M_SPLITS": merged_splits(merged, values.head_dim, num_warps), "STAGES": num_stages,
         "M_THREADS": 64 * num_warps if isa == HIP else 0,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ...formats.linear import Float8Format, SignedFormat
 from ...spec import PageSpec, SideSpec
 from .meta_params import power_of_two
-from .side_layout import side_layout
+from .side_layout import SideLayout, side_layout
 
 TILE_NUMBERS = 4096  # numbers of one tile: what four warps hold without spilling
 TOPS = {"none": 0.0, "float8": Float8Format.top, "signed": SignedFormat.top}
@@ -16,7 +16,7 @@ class Encoding(NamedTuple):
     """How the pages of one side are encoded.
 
     Attributes:
-        top: the largest code; cut: part of a range that is cut off at both ends.
+        top: the largest code; cut: part of a range that is cut off at both ends; clip: part that is left.
         by_channel: whether ranges are over tokens, not over channels.
         tall, wide: bytes or words of a tile, along the tokens and along the channels.
         range_tile: channels (where by_channel) or tokens whose ranges are found at a time.
@@ -24,6 +24,7 @@ class Encoding(NamedTuple):
 
     top: float
     cut: float
+    clip: float
     by_channel: bool
     tall: int
     wide: int
@@ -34,6 +35,10 @@ class Encoding(NamedTuple):
 def encoding(spec: SideSpec) -> Encoding:
     """Choose how pages of a side are encoded."""
     scheme, side = spec.scheme, side_layout(spec)
+    if side.rotated:
+        return _whole_tokens(side, scheme.clip)
+    if side.sections:
+        return _two_widths(side, scheme.clip)
     by_channel = scheme.offset_group is not None and side.offset_channels == 1
     wide = min(power_of_two(side.width), 128 if side.token_words else 64)
     lines = side.page // side.runs if side.token_words else side.page
@@ -43,11 +48,28 @@ def encoding(spec: SideSpec) -> Encoding:
     return Encoding(
         top=TOPS.get(side.code, float((1 << side.bits) - 1)),
         cut=0.5 * (1.0 - scheme.clip),
+        clip=scheme.clip,
         by_channel=by_channel,
         tall=min(lines, numbers // wide),
         wide=wide,
         range_tile=min(across, max(1, TILE_NUMBERS // along)),
     )
+
+
+def _whole_tokens(side: SideLayout, clip: float) -> Encoding:
+    """Return tiles of whole tokens, for rotated values."""
+    dim = power_of_two(side.dim)
+    tall = min(side.page, TILE_NUMBERS // dim)
+    top = float((1 << side.bits) - 1)
+    return Encoding(top, 0.5 * (1.0 - clip), clip, False, tall, dim, tall)
+
+
+def _two_widths(side: SideLayout, clip: float) -> Encoding:
+    """Return tiles that serve both kinds of channels of keys of two widths."""
+    wide = min(64, power_of_two(max(section[1] for section in side.sections)))
+    tall = min(side.page, TILE_NUMBERS // 2 // wide)
+    places = min(wide, TILE_NUMBERS // side.scale_tokens)
+    return Encoding(float((1 << side.bits) - 1), 0.5 * (1.0 - clip), clip, True, tall, wide, places)
 
 
 def pair_constants(spec: PageSpec) -> dict[str, Any]:

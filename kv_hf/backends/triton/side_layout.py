@@ -6,6 +6,7 @@ Importable without Triton.
 from functools import cache
 from typing import NamedTuple
 
+from ...quant.rotation import block
 from ...spec import SideSpec
 
 
@@ -19,7 +20,12 @@ class SideLayout(NamedTuple):
         offset_tokens, offset_channels: the same of offsets; 0 where there is none.
         token_contiguous, token_words: as in SideSpec.
         runs: codes of a byte, or of a word where token_words.
-        width: bytes, words or numbers of a token.
+        width: bytes, words or numbers of a token; of keys of two widths, and of planes of codes, no meaning of its own.
+        size: bytes, words or numbers of a token's codes.
+        rotated: channels of a block of rotated numbers (quant/rotation.py); 0: they are not rotated.
+        centered: whether unsigned codes lie around 0 and have no offset.
+        sections: of keys of two widths, (bits, bytes of a token, codes of a byte, first place, first byte) of the wide
+            channels and of the others; else empty.
     """
 
     heads: int
@@ -35,6 +41,10 @@ class SideLayout(NamedTuple):
     token_words: bool
     runs: int
     width: int
+    size: int
+    rotated: int
+    centered: bool
+    sections: tuple[tuple[int, int, int, int, int], ...]
 
 
 @cache
@@ -54,4 +64,17 @@ def side_layout(spec: SideSpec) -> SideLayout:
         spec.token_words,
         runs,
         spec.head_dim if spec.token_words else spec.head_dim // runs,
+        spec.head_dim if spec.token_words or scheme.is_exact else spec.token_bits // 8,
+        block(spec.head_dim) if scheme.rotated else 0,
+        scheme.code == "unsigned" and scheme.offset_group is None,
+        _sections(spec) if scheme.wide_channels else (),
     )
+
+
+def _sections(spec: SideSpec) -> tuple[tuple[int, int, int, int, int], ...]:
+    place = first = 0
+    found = []
+    for bits, channels in spec.runs:
+        found.append((bits, channels * bits // 8, 8 // bits, place, first))
+        place, first = place + channels, first + channels * bits // 8
+    return tuple(found)

@@ -1,6 +1,7 @@
 """Say whether the Triton kernels can serve a cache here, before anything is compiled; needs no Triton itself."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from ...spec import ROWS, PageSpec
-from ..compiled_formats import in_known_groups, unread_groups
+from ...spec import ROWS, PageSpec, SideSpec
+from ..compiled_formats import in_known_groups, transformed, unread_groups
 from . import device as devices
 from . import latent_meta_params, meta_params
 from .latent_meta_params import MAX_PADDED, Chunks
@@ -62,7 +63,7 @@ def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None
         most, size = MAX_DIMS.get(side.side, (MAX_DIM, "head_dim"))
         if side.head_dim > most:
             return f"the Triton kernels take {size} up to {most}, and the {side.side} have {side.head_dim}"
-    reason = unread_groups(spec, in_known_groups, "the Triton kernels do")
+    reason = unread_groups(spec, _reads, "the Triton kernels do")
     if reason:
         return reason
     if spec.is_latent:
@@ -72,6 +73,21 @@ def _why_not_sizes(dtype: torch.dtype, spec: PageSpec, q_len: int) -> str | None
     if not 1 <= q_len <= MAX_QUERIES:
         return f"the Triton kernels take 1 to {MAX_QUERIES} queries per row, got {q_len}"
     return None
+
+
+def _reads(side: SideSpec) -> bool:
+    """Say whether the kernels read the groups of a side: beside those of all kernels, rotated values and keys of two widths."""
+    scheme = side.scheme
+    if not transformed(scheme):
+        return in_known_groups(side)
+    plain = replace(scheme, bits=2, rotated=False, wide_bits=0, wide_channels=0)
+    if scheme.rotated and scheme.offset_group is None:  # codes around 0
+        plain = replace(plain, offset_group=scheme.scale_group)
+    if scheme.code != "unsigned" or not in_known_groups(replace(side, scheme=plain)):
+        return False
+    if side.side == "keys":
+        return scheme.wide_channels > 0 and scheme.bits != 3 and not scheme.rotated
+    return side.side == "values" and scheme.rotated and not scheme.wide_channels
 
 
 def _why_not_latents(spec: PageSpec) -> str | None:

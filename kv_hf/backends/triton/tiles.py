@@ -2,6 +2,7 @@
 
 Tiles are cut along the bytes of a token into `CHUNKS` ((start, size), ..), sizes being powers of two; the last
 may reach past WIDTH and is masked there. Part c * RUNS + r is chunk c of run r: channels r * WIDTH + start + ...
+Chunks of rotated values (start, size, places) hold fewer places than a product needs, and are masked behind them.
 """
 
 import triton
@@ -21,9 +22,16 @@ def chunk_size(CHUNKS, c):
 
 
 @triton.constexpr_function
+def chunk_end(CHUNKS, c, WIDTH):
+    """Return the place behind chunk `c`: that where its own places end, or WIDTH."""
+    return CHUNKS[c][0] + CHUNKS[c][2] if len(CHUNKS[c]) > 2 else WIDTH
+
+
+@triton.constexpr_function
 def reaches_past(CHUNKS, c, WIDTH):
-    """Return whether chunk `c` reaches past `WIDTH` and must be masked."""
-    return sum(CHUNKS[c]) > WIDTH
+    """Return whether chunk `c` reaches past `WIDTH`, or past its own places, and must be masked."""
+    end = CHUNKS[c][0] + CHUNKS[c][2] if len(CHUNKS[c]) > 2 else WIDTH
+    return CHUNKS[c][0] + CHUNKS[c][1] > end
 
 
 @triton.constexpr_function
@@ -90,5 +98,5 @@ def store_parts(
         place = chunk_start(CHUNKS, p // RUNS) + tl.arange(0, chunk_size(CHUNKS, p // RUNS))
         result = tl.where(seen[None, :], acc[p] * norm[None, :], 0.0)
         where = pointers[None, :] + ((p % RUNS) * WIDTH + place)[:, None]
-        inside = (place < WIDTH)[:, None] & held[None, :]
+        inside = (place < chunk_end(CHUNKS, p // RUNS, WIDTH))[:, None] & held[None, :]
         tl.store(where, result.to(pointers.dtype.element_ty), mask=inside)

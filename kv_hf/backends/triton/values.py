@@ -6,8 +6,8 @@ Knows nothing of rows, splits and softmax. Channels lie on the rows of the produ
 import triton
 import triton.language as tl
 
-from .dequant import run_unit, tile_unit, unpack
-from .tiles import chunk_size, chunk_start, group_of, reaches_past
+from .dequant import run_unit, tile_unit, unpack, unpack_planes
+from .tiles import chunk_end, chunk_size, chunk_start, group_of, reaches_past
 
 ROWS = tl.constexpr(16)  # the fewest rows of a matrix product
 
@@ -80,6 +80,16 @@ def load_value_factors(
 
 
 @triton.jit
+def _load_inside(pointers, inside, PAST: tl.constexpr):
+    """Load bytes, where PAST only those `inside`."""
+    if PAST:
+        x = tl.load(pointers, mask=inside, other=0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
 def add_exact(
     values,
     held,
@@ -100,7 +110,8 @@ def add_exact(
             place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
             where = values[None, :] + (r * WIDTH + place)[:, None]
             if HELD:
-                x = tl.load(where, mask=held[None, :] & (place < WIDTH)[:, None], other=0.0)
+                inside = (place < chunk_end(CHUNKS, c, WIDTH))[:, None]
+                x = tl.load(where, mask=held[None, :] & inside, other=0.0)
             elif reaches_past(CHUNKS, c, WIDTH):
                 x = tl.load(where, mask=(place < WIDTH)[:, None], other=0.0)
             else:
@@ -128,6 +139,7 @@ def add_codes(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     FOLD: tl.constexpr,
+    OFFSET: tl.constexpr,
     BOOST: tl.constexpr,
     LIFT: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -143,10 +155,12 @@ def add_codes(
         acc: parts of [size, columns], in units of BOOST * tile_unit * run_unit.
         offsets: of `no_offsets`, sums of LIFT * weight * offset: of group g on row g, or per group [tokens, columns] that are
             still to be added up over tokens.
+        OFFSET: what the numbers at `offset` are multiplied by: 1, or where they are scales, the offset in units of these.
     Returns: acc, offsets.
     """
     RUNS: tl.constexpr = DIM // WIDTH
     GROUPS: tl.constexpr = DIM // GROUP
+    NUMBERS: tl.constexpr = tl.float32 if FOLD == "element" else DTYPE
     factors = ()
     sums = ()
     if FOLD == "element":
@@ -172,25 +186,26 @@ def add_codes(
     new = ()
     for c in tl.static_range(len(CHUNKS)):
         place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
+        inside = (place < chunk_end(CHUNKS, c, WIDTH))[:, None]
         where = codes[None, :] + (place * PAGE)[:, None]
-        x = (
-            tl.load(where, mask=(place < WIDTH)[:, None], other=0)
-            if reaches_past(CHUNKS, c, WIDTH)
-            else tl.load(where)
-        )
-        runs = unpack(x, CODE, BITS, tl.float32 if FOLD == "element" else DTYPE, ISA)
+        x = _load_inside(where, inside, reaches_past(CHUNKS, c, WIDTH))
+        if BITS == 3:
+            second = _load_inside(where + WIDTH * PAGE, inside, reaches_past(CHUNKS, c, WIDTH))
+            third = _load_inside(where + 2 * WIDTH * PAGE, inside, reaches_past(CHUNKS, c, WIDTH))
+            runs = unpack_planes(x, second, third, NUMBERS, ISA)
+        else:
+            runs = unpack(x, CODE, BITS, NUMBERS, ISA)
         for r in tl.static_range(RUNS):
             v = runs[r]
             total = acc[c * RUNS + r] * keep[None, :]
             if FOLD == "element":
                 group = (r * WIDTH + place) // GROUP
-                inside = (place < WIDTH)[:, None]
                 at = (tokens * (DIM // GROUP))[None, :] + group[:, None]
                 s = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
                 v = v * s
                 if CODE == "unsigned":
-                    o = tl.load(offset + at, mask=inside, other=0.0)
-                    v = v + o.to(tl.float32)
+                    o = tl.load(offset + at, mask=inside, other=0.0).to(tl.float32)
+                    v = v + (o if OFFSET == 1.0 else o * OFFSET)
                 w = factors[0]
             else:
                 w = factors[(r * WIDTH + chunk_start(CHUNKS, c)) // GROUP]
@@ -211,7 +226,8 @@ def _offset_of(sums, GROUP: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def settle(
     acc, offsets, WIDTH: tl.constexpr, RUNS: tl.constexpr, CHUNKS: tl.constexpr, CODE: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, BOOST: tl.constexpr, LIFT: tl.constexpr, ISA: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FOLD: tl.constexpr, OFFSET: tl.constexpr, BOOST: tl.constexpr,
+    LIFT: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Bring the parts of acc from `add_codes` to plain units and add the sums of offsets."""
     new = ()
@@ -223,6 +239,6 @@ def settle(
                 o = _offset_of(
                     offsets, group_of(p, WIDTH, RUNS, CHUNKS, GROUP), RUNS * WIDTH // GROUP
                 )
-                part += (o * (1.0 / LIFT))[None, :]
+                part += (o * (OFFSET / LIFT))[None, :]
         new = new + (part,)
     return new

@@ -29,7 +29,7 @@ APPEND_TENSORS = (
     17,
 )  # places among the arguments; alignment does not count for the last two
 NOTHING = (0, 0, 0, 0)  # strides of a side without numbers
-SEAL_TENSORS = (0, 4, 5, 6, 7, 11, 12, 13, 14, 15)
+SEAL_TENSORS = (0, 4, 5, 6, 7, 11, 12, 13, 14, 15, 16)  # nor for the last three
 
 
 @dataclass(slots=True)
@@ -146,13 +146,14 @@ def seal_pair(
         codes, keys.get("scale", codes), keys.get("offset", codes), value_codes, values.get("scale", value_codes),
         values.get("offset", value_codes),
     )  # fmt: skip
+    order = keys.get("order", codes)
     a, b, c, d, e, f = map(address, stored)
     arguments = (
         address(window), strides[0], strides[1], strides[2], a, b, c,
         address(value_window), value_strides[0], value_strides[1], value_strides[2], d, e, f,
-        address(jobs), address(damaged),
+        address(jobs), address(damaged), address(order),
     )  # fmt: skip
-    tensors = window, *stored[:3], value_window, *stored[3:], jobs, damaged
+    tensors = window, *stored[:3], value_window, *stored[3:], jobs, damaged, order
     _launch(plan, jobs.shape[0], plan.sides, index, arguments, tensors)
 
 
@@ -229,7 +230,7 @@ def _seal_plan(spec: PageSpec) -> WritePlan:
         constants=pair_constants(spec),
         options={"num_warps": 4, "enable_fp_fusion": False},
         places=SEAL_TENSORS,
-        pointers=itemgetter(*SEAL_TENSORS[:-2]),
+        pointers=itemgetter(*SEAL_TENSORS[:-3]),
         heads=keys.num_kv_heads,
         sides=2 if values.head_dim else 1,
     )  # fmt: skip

@@ -9,13 +9,13 @@ import torch
 
 from kv_hf.cache.latent_layer import LatentLayer
 from kv_hf.cache_names import parse_cache_name
-from kv_hf.doctor.kernels import report_formats
+from kv_hf.doctor.kernels import paged_names, report_formats
 from kv_hf.doctor.trials import plan_trials
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.decode_steps import Decoding, kernel_of, random_prompt
 from kv_hf.evaluation.shapes import SHAPES, random_model
 from kv_hf.evaluation.timing import captured, copy_bandwidth, interleave, spread, timed
-from kv_hf.formats import is_cache_name, two_sided_names
+from kv_hf.formats import is_cache_name
 from kv_hf.hf.latent import prepare_latents
 from measure.speed.decode_contenders import Contender, Workload, layers_for, paged, stock
 from measure.speed.decode_gate import gate
@@ -73,7 +73,7 @@ def kernels(device: str, dtype: str, shape: str, context: int, batch: int) -> It
     layers = layers_for(SHAPES[shape], batch, context, place)
     work = _workload(device, dtype, shape, context, batch, layers)
     makers: list[Callable[[], list[Contender]]] = [lambda: stock(work)]
-    makers += [lambda name=name: [paged(work, name)[1]] for name in two_sided_names()]  # type: ignore[misc]
+    makers += [lambda name=name: [paged(work, name)[1]] for name in paged_names()]  # type: ignore[misc]
     for make in makers:
         for contender in make():
             yield {

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kv_hf.formats import is_cache_name, native_names, two_sided_names
+from kv_hf.doctor.kernels import paged_names
+from kv_hf.formats import is_cache_name, native_names
 
 Size = tuple[int, int]  # (context in tokens, rows)
 
@@ -122,7 +123,7 @@ def _correctness(sizes: Sizes) -> Iterator[Job]:
     for shape, context, batch in others:
         yield from _judged(sizes, shape, context, batch)
     for head_dim, page_size, dtype in sizes.heads:
-        for name in two_sided_names():
+        for name in paged_names():
             of = {"format": name, "head_dim": head_dim, "page_size": page_size, "dtype": dtype}
             yield _job(sizes, "trials", f"{name} d{head_dim} page {page_size} {dtype}", of, 120)
     for rank, rope, dtype in sizes.latents:
@@ -133,7 +134,7 @@ def _correctness(sizes: Sizes) -> Iterator[Job]:
 
 
 def _judged(sizes: Sizes, shape: str, context: int, batch: int) -> Iterator[Job]:
-    for name in two_sided_names():
+    for name in paged_names():
         of = {"shape": shape, "context": context, "batch": batch, "format": name}
         yield _job(sizes, "judge", f"{shape} {context}x{batch} {name}", of, 120)
 

@@ -163,9 +163,10 @@ def dynamic(work: Workload) -> Contender:
 def paged(
     work: Workload, name: str, kernel: str = "auto", page_size: int = 64
 ) -> tuple[Contender, Contender]:
-    """Return the whole path through a PagedCache of format `name`, and the bare kernel on the same pages."""
+    """Return the whole path through the cache "paged_" + `name`, and the bare kernel on the same pages."""
     config = work.shape.config(work.layers)
-    cache = PagedCache(config, keys=name, kernel=kernel, page_size=page_size)
+    options = {"kernel": kernel, "page_size": page_size}
+    cache = PagedCache.from_implementation(config, f"paged_{name}", options)
     whole = _cache_contender(work, f"paged_{name}", cache, kv_hf_attention)
     whole.kernel = cache.paged_layers[0].store.kernel.name  # type: ignore[union-attr]
     whole.nbytes = _read_bytes(cache)

@@ -1,12 +1,11 @@
 """Correctness gates of the benchmarks: nothing is measured, let alone recorded, before its result is right."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
+from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly, without_offsets
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference.attention import decode_tile
 
@@ -102,20 +101,16 @@ def _judge_row(
     verdict = judge(out, query, keys, values, scale)
     if verdict.ok or verdict.error != verdict.error:
         return verdict
-    without = replace(
-        kv, key_pages=_without_offsets(kv.key_pages), value_pages=_without_offsets(kv.value_pages)
-    )
+    key_pages, key_side = without_offsets(kv.key_pages, kv.spec.keys)
+    value_pages, value_side = without_offsets(kv.value_pages, kv.spec.values)
+    spec = replace(kv.spec, keys=key_side, values=value_side)
+    without = replace(kv, key_pages=key_pages, value_pages=value_pages, spec=spec)
     codes = [decoded_tokens(without, side, row) for side in ("keys", "values")]
-    terms = Tokens(keys, codes[0]), Tokens(values, codes[1])
+    terms = Tokens(keys, codes[0]), Tokens(values, codes[1], value_side.scheme.rotated)
     rounding = Rounding.of("triton", query.dtype)
     expected, bound = attend_exactly(query[:, None], *terms, scale, rounding)
     near = ((out.double() - expected[:, 0]).abs() <= bound[:, 0]).all()
     return Verdict(verdict.error, verdict.error) if bool(near) else verdict
-
-
-def _without_offsets(pages: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    offset = pages.get("offset")
-    return pages if offset is None else {**pages, "offset": torch.zeros_like(offset)}
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:

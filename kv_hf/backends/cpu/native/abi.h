@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 870858221
+#define KV_HF_ABI 263786978
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, NUM_FORMATS = 9 };
 
@@ -66,17 +66,6 @@ typedef struct {
     int64_t threads;
 } Decode;
 _Static_assert(sizeof(Decode) == 600, "fields of 64 bits");
-
-/* Pages of one side to encode. */
-typedef struct {
-    Side side; /* window: the tokens to seal */
-    int64_t is_keys, heads, page_size;
-    int64_t jobs, num_jobs; /* int32 [num_jobs, 3]: row, first slot, page id */
-    int64_t capacity; /* pages that every field has room for */
-    int64_t threads, isa;
-    double clip;
-} Seal;
-_Static_assert(sizeof(Seal) == 240, "fields of 64 bits");
 
 /* New tokens of one side, [rows, heads, q_len, dim] in the window's dtype; strides in elements. */
 typedef struct {

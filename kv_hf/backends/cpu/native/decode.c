@@ -40,6 +40,7 @@ static void fetch(const void *from, int64_t bytes) {
 static void fetch_scales(const Side *side, int64_t at) {
     if (side->scale) fetch((const uint16_t *)side->scale + at * side->scale_stride, side->scale_stride * 2);
     if (side->offset) fetch((const uint16_t *)side->offset + at * side->offset_stride, side->offset_stride * 2);
+    if (side->wide) fetch((const uint8_t *)side->order + at * side->order_stride, side->order_stride);
 }
 
 /* Token `slot` of a row and head of the window. */

@@ -57,14 +57,3 @@ const Task kv_hf_seal_tasks[NUM_ISAS] = {seal_portable_task, seal_avx2_task, sea
 #else
 const Task kv_hf_seal_tasks[NUM_ISAS] = {seal_portable_task, seal_portable_task, seal_portable_task, seal_portable_task};
 #endif
-
-/* Returns 1 when a number had to be made finite, else 0, or a number of enum Status: without a page, nothing was written. */
-int64_t kv_hf_seal(const Seal *a) {
-    SealCall call = {.a = a, .scratch_floats = seal_floats(&a->side, a->page_size)};
-    atomic_init(&call.damaged, 0);
-    atomic_init(&call.failed, 0);
-    for (int64_t i = 0; i < a->num_jobs; i++)
-        if (((const int32_t *)a->jobs)[3 * i + 2] >= a->capacity) return NO_SUCH_PAGE;
-    kv_hf_parallel(kv_hf_seal_tasks[a->isa], &call, a->num_jobs * a->heads, a->threads);
-    return atomic_load(&call.failed) ? NO_MEMORY : atomic_load(&call.damaged);
-}

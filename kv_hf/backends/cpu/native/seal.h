@@ -6,6 +6,14 @@
 
 #include <stdatomic.h>
 
+/* Pages of one side to encode. */
+typedef struct {
+    Side side; /* window: the tokens to seal */
+    int64_t is_keys, heads, page_size;
+    int64_t jobs; /* int32 [.., 3]: row, first slot, page id */
+    double clip;
+} Seal;
+
 typedef struct {
     const Seal *a;
     int64_t scratch_floats;

@@ -67,7 +67,7 @@ int64_t kv_hf_write(const Write *a) {
     for (int i = 0; i < 2; i++) {
         const Side *side = i ? &a->values : &a->keys;
         const New *new = i ? &a->new_values : &a->new_keys;
-        call.seals[i] = (Seal){*side, new->is_keys, a->heads, a->page_size, a->jobs, a->num_jobs, a->capacity, 1, a->isa, new->clip};
+        call.seals[i] = (Seal){*side, new->is_keys, a->heads, a->page_size, a->jobs, new->clip};
         call.calls[i].a = &call.seals[i];
         call.calls[i].scratch_floats = seal_floats(side, a->page_size);
         atomic_init(&call.calls[i].damaged, 0);

@@ -1,0 +1,130 @@
+"""Keys of two widths in the Triton kernels: in the interpreter against an fp64 softmax over decoded tokens, and compiled."""
+
+from functools import partial
+
+import pytest
+import torch
+from interpreter import attend, attend_with_ptx, call, dense, needs_interpreter
+from paged_inputs import check, make_kv, make_query
+from test_triton_seal import HARD, check_bytes, numbers
+
+from kv_hf.backends.error_bound import Rounding
+from kv_hf.backends.reference.dense import dense_side
+from kv_hf.formats import key_scheme, value_scheme
+from kv_hf.spec import PageSpec
+
+FEW = [(3, 5), (0, 2)]  # pages and exact tokens of each row
+FP32 = torch.float32
+MIXED = ("int2_mixed", "int4_mixed")
+
+
+def check_kernel(query, kv, kernel=attend, **options):
+
+    def called(*args, **given):
+        return call(kernel, *args, **given)
+
+    return check(query, kv, called, Rounding.of("triton", query.dtype), **options)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keys", MIXED)
+def test_decode_reads_mixed_keys(keys, dim):
+    kv = make_kv(keys, "exact", key_dim=dim, rows=FEW, heads=2, shuffle=1, poison=True)
+    check_kernel(make_query(kv, 1, dtype=FP32), kv)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("group", [8, 16, 32])
+@pytest.mark.parametrize("keys", MIXED)
+def test_decode_reads_mixed_keys_in_groups_of_tokens(keys, group):
+    kv = make_kv(keys, "exact", rows=FEW, heads=1, page=32, slots=50, key_group=group)
+    check_kernel(make_query(kv, 3, dtype=FP32), kv)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("keys", MIXED)
+def test_decode_with_ptx_reads_mixed_keys(keys):
+    kv = make_kv(keys, "int4", heads=1, dtype=torch.float16, rows=[(5, 0), (2, 0), (3, 2)], sinks=0)
+    query = make_query(kv, 3, dtype=torch.float16)
+    check_kernel(query, kv, partial(attend_with_ptx, isa=90))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32], ids=str)
+@pytest.mark.parametrize("keys", MIXED)
+def test_dense_writes_mixed_keys_in_the_order_of_the_model(keys, dtype):
+    options = {"rows": [(2, 11), (0, 3)], "poison": True, "more_padding": 5, "dtype": dtype}
+    check_dense(make_kv(keys, "exact", key_dim=32, **options))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("dim", "group"), [(96, None), (80, 16), (256, 8)])
+@pytest.mark.parametrize("keys", MIXED)
+def test_dense_takes_every_size_of_mixed_keys(keys, dim, group):
+    check_dense(
+        make_kv(
+            keys,
+            "exact",
+            key_dim=dim,
+            value_dim=16,
+            key_group=group,
+            page=32,
+            rows=[(1, 2)],
+            heads=1,
+        )
+    )
+
+
+def check_dense(kv):
+    expected, got = dense_side(kv, "keys"), call(dense, kv, "keys")
+    assert torch.equal(got.contiguous().view(torch.uint8), expected.view(torch.uint8))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32], ids=str)
+@pytest.mark.parametrize("keys", MIXED)
+def test_seal_writes_the_codecs_bytes(keys, dtype):
+    spec = side_of(keys, dtype=dtype)
+    assert not check_bytes(numbers(spec), spec)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("dim", "page", "group"),
+    [(16, 32, 8), (80, 16, None), (96, 64, 32), (128, 128, None), (256, 16, None)],
+)
+@pytest.mark.parametrize("keys", MIXED)
+def test_seal_takes_every_size_of_mixed_keys(keys, dim, page, group):
+    spec = side_of(keys, dim=dim, page=page, group=group)
+    check_bytes(numbers(spec), spec)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "what", ["zeros", "constant", "constant-channels", "tiny", "largest", "half-steps"]
+)
+@pytest.mark.parametrize("keys", MIXED)
+def test_seal_writes_the_codecs_bytes_for_hard_mixed_keys(keys, what):
+    """Of channels with equal ranges the first are wide."""
+    spec = side_of(keys)
+    tokens = numbers(spec)
+    HARD[what](tokens)
+    assert not check_bytes(tokens, spec)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("keys", MIXED)
+def test_seal_makes_mixed_keys_finite_and_says_so(keys, bad):
+    spec = side_of(keys)
+    tokens = numbers(spec)
+    tokens[1, 1, 4, 9] = bad
+    assert check_bytes(tokens, spec)
+
+
+def side_of(keys, dim=64, page=16, dtype=FP32, group=None):
+    return PageSpec.build(
+        key_scheme(keys, group), value_scheme("exact"), num_kv_heads=2, key_dim=dim, value_dim=16, page_size=page,
+        dtype=dtype,
+    ).keys  # fmt: skip

@@ -263,6 +263,10 @@ class CacheConfig:
         """
         return json_options(given_options(self, CacheConfig))
 
+    def __str__(self) -> str:
+        given = given_options(self, CacheConfig)
+        return f"CacheConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
     def check_model(self, sizes: Mapping[str, Any], num_layers: int, paged: set[int]) -> None:
         """Raise CacheOptionError where a recipe is for another model; see Recipe.check_model."""
         if self.recipe is not None:

@@ -140,6 +140,15 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         if isinstance(self.cross_attention_cache, CacheBase):
             self.cross_attention_cache.check_integrity()
 
+    def __repr__(self) -> str:
+        own, cross = self.self_attention_cache, self.cross_attention_cache
+        return (
+            f"{type(self).__name__}(self_attention_cache={own!r}, cross_attention_cache={cross!r})"
+        )
+
+    def __str__(self) -> str:
+        return f"self-attention: {self.self_attention_cache}\ncross-attention: {self.cross_attention_cache}"
+
 
 def _dense_layers(cache: Cache) -> list[DynamicLayer]:
     """Return transformers' own layers of `cache`."""

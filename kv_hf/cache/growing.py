@@ -20,7 +20,7 @@ from .layer import PagedLayer
 from .model_shape import is_chunked, kept_layers
 from .offloading import make_room
 from .pipeline_parallel import answering_layer
-from .report import LayerReport, measure_memory, report_layers
+from .report import LayerReport, in_lines, measure_memory, one_line, report_layers
 from .residual import chosen_rows
 from .sharing import SharingCache
 
@@ -194,10 +194,7 @@ class GrowingCache(SharingCache):
         return report_layers(self.layers, self._kept)
 
     def __repr__(self) -> str:
-        memory = self.memory()
-        return (
-            f"PagedCache(keys={self.options.keys!r}, values={self.options.values!r}, "
-            f"page_size={self.options.page_size}, rows={len(self.group.rows)}, tokens={memory.tokens}, "
-            f"pages={memory.pages_held}, bytes={memory.total}"
-            + (f", offloaded={memory.offloaded})" if self.options.offload else ")")
-        )
+        return one_line(self, type(self).__name__, len(self.group.rows))
+
+    def __str__(self) -> str:
+        return in_lines(self, type(self).__name__, len(self.group.rows))

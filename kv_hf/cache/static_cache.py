@@ -19,7 +19,7 @@ from ..spec import MemoryReport
 from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
 from .model_shape import latent_rank, page_sizes, recipe_sizes
-from .report import LayerReport, held_formats
+from .report import LayerReport, held_formats, in_lines, one_line
 from .state import CacheState, LayerPages, LayerState, LiveTensors, portable, with_wider
 from .static_layer import StaticPagedLayer, refused
 from .static_store import check_static_kernel
@@ -231,9 +231,7 @@ class StaticPagedCache(CacheBase):
         self.table.check_integrity()
 
     def __repr__(self) -> str:
-        memory = self.memory()
-        return (
-            f"PagedCache(keys={self.options.keys!r}, values={self.options.values!r}, "
-            f"page_size={self.options.page_size}, max_length={self.max_length}, rows={self.table.rows}, "
-            f"tokens={memory.tokens}, pages={memory.pages_held}, bytes={memory.total})"
-        )
+        return one_line(self, "PagedCache", self.table.rows)  # what users call, with max_length
+
+    def __str__(self) -> str:
+        return in_lines(self, "PagedCache", self.table.rows)

@@ -26,6 +26,7 @@ from ..cache.latent_layer import LatentLayer
 from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
+from ..cache.two_bits import warn_of_two_bits
 from ..config import CacheConfig
 from ..config_given import given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
@@ -279,6 +280,7 @@ def _make_ready(
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
+        warn_of_two_bits([layer.formats for layer in half.paged_layers])
         for device in execution_devices(model):
             half.check_kernel(device, model.dtype)
         if any(isinstance(layer, LatentLayer) for layer in half.layers):

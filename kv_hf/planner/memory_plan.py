@@ -58,6 +58,16 @@ class CachePlan:
         """Bytes of the cache on the device."""
         return self.memory.total
 
+    def __str__(self) -> str:
+        fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
+        outside = (
+            f" and {format_bytes(self.memory.offloaded)} outside" if self.memory.offloaded else ""
+        )
+        beside = (
+            "" if self.cache == "dynamic" else f", dynamic takes {self.ratio:.2f} times as much"
+        )
+        return f"{self.cache}: {format_bytes(self.total)}{outside}{beside}{fits}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -96,6 +106,22 @@ class Plan:
         if self.device_memory is None or self.weights is None:
             return None
         return self.device_memory - self.reserve - self.weights
+
+    def __str__(self) -> str:
+        weights = "" if self.weights is None else f", weights {format_bytes(self.weights)}"
+        room = (
+            ""
+            if self.device_memory is None
+            else f", {format_bytes(self.device_memory)} of device memory"
+        )
+        rows = f"{self.batch:,} row{'s' * (self.batch > 1)} of {self.context:,} tokens"
+        return "\n".join(
+            [
+                f"{self.inventory.name}: {rows}{weights}{room}",
+                *(f"  {row}" for row in self.rows),
+                *(f"  note: {note}" for note in self.notes),
+            ]
+        )
 
     def row(self, cache: str) -> CachePlan:
         """Return the row of a cache by its name. Raises CacheOptionError for one that was not planned."""

@@ -84,9 +84,16 @@ def make_case(spec: PageSpec, seed: int = 0) -> Case:
 
 
 def empty_fields(side: SideSpec, pages: int) -> dict[str, torch.Tensor]:
-    """Return storage of a side [pages, *shape of the field in a page] on the CPU, full of what no kernel may read."""
+    """Return storage of a side [pages, *shape of the field in a page] on the CPU, full of what no kernel may read.
+
+    An order of channels names each channel in every page: kernels in torch read the pages that nobody holds, and hide them.
+    """
     fields = {}
     for name, (shape, dtype) in side.fields.items():
+        if name == "order":
+            places = torch.arange(shape[-1], dtype=dtype)
+            fields[name] = places.expand(pages, *shape).contiguous()
+            continue
         filler = float("nan") if dtype.is_floating_point else 0x7F
         fields[name] = torch.full((pages, *shape), filler, dtype=dtype)
     return fields

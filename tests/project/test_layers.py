@@ -46,7 +46,7 @@ LAYERS = [
     {"cache"},
     {"hf"},
     {"evaluation", "gqa", "planner", "doctor"},
-    {"__main__"},
+    {"__main__", "cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SIBLINGS = [

@@ -180,7 +180,7 @@ def resident_table(rows: Rows) -> str:
 
 
 def _resident_block(rows: Rows) -> str:
-    lines = [["cache", "held, MiB", "behind the prefill, MiB", "while decoding", "peak"]]
+    lines = [["cache", "held, MiB", "behind the prefill, MiB", "at the last step", "peak"]]
     parts = ("held", "prefill_grown", "steps_grown", "peak")
     for row in {row["cache"]: row for row in rows}.values():
         sizes = [row[f"{part}_bytes"] for part in parts]

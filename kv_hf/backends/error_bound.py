@@ -90,8 +90,8 @@ class Tokens:
 
     def beside(self, others: "Tokens") -> "Tokens":
         """Return the channels of these and of `others` side by side."""
-        pairs = ((self.numbers, others.numbers), (self.codes, others.codes))
-        return Tokens(*(torch.cat(pair, -1) for pair in pairs))
+        numbers = torch.cat((self.numbers, others.numbers), -1)
+        return Tokens(numbers, torch.cat((self.codes, others.codes), -1))
 
 
 def without_offsets(

@@ -93,4 +93,6 @@ def mapped_like(field: torch.Tensor, pages: int) -> torch.Tensor | None:
     except OSError:  # too many mappings, or no memory: torch's allocator finds some, or raises
         return None
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return field.new_empty((0,)).set_(storage, 0, (pages, *field.shape[1:]))
+    size = (pages, *field.shape[1:])
+    strides = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
+    return field.new_empty((0,)).set_(storage, 0, size, strides)

@@ -45,9 +45,10 @@ class ReadablePages(NamedTuple):
 class SideStorage:
     """Encoded pages of one side of one layer: the tensors of `SideSpec.fields`, indexed by page id."""
 
+    _memory: PageMemory | None = None  # that `grown` made last
+
     def __init__(self, spec: SideSpec, device: torch.device) -> None:
         self.spec = spec
-        self._memory: PageMemory | None = None  # that `grown` made last
         # replaced as a whole: whoever reads has the tensors of before or those of after
         self.fields = PageFields(
             {

@@ -124,7 +124,7 @@ def test_lists(capsys):
     ("arguments", "words"),
     [
         (["./llama-3.1-8b.json"], "there is no file or folder"),
-        ([LLAMA, "--cache", "paged_int3"], "cache must be one of"),
+        ([LLAMA, "--cache", "paged_int7"], "cache must be one of"),
         ([LLAMA, "--context", "lots"], "context must be"),
         ([LLAMA, "--batch", "0"], "batch must be"),
         ([LLAMA, "--batch", "100000000"], "batch must be at most 1,000,000 rows"),

@@ -94,6 +94,15 @@ def test_a_build_that_must_have_the_kernel_fails_without_it(clone, tmp_path, var
     assert says in printed.splitlines()[-1]
 
 
+def test_the_source_distribution_carries_every_source_of_the_kernel():
+    """setuptools packs what the extension names; a new file that is not named makes an sdist that cannot be compiled."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    (extension,) = settings["ext-modules"]
+    native = ROOT / "kv_hf" / "backends" / "cpu" / "native"
+    named = {ROOT / name for name in (*extension["sources"], *extension["depends"])}
+    assert named == {path for path in native.iterdir() if path.is_file()}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_wheel_with_the_kernel_names_the_platform(clone, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...formats import is_shipped, key_scheme, native_names, value_scheme
+from ...formats import is_shipped, key_scheme, two_sided_names, value_scheme
 from ...spec import PageSpec
 from .meta_params import column_block, tile_tokens
 
@@ -22,21 +22,25 @@ COPY_BYTES = 4.3e12  # bytes per second, measured copy on an H200
 MULTIPROCESSORS = 132
 CLOCK = 1.755e9
 
-FORMATS = tuple(name for name in native_names() if is_shipped(name))
+FORMATS = tuple(name for name in two_sided_names() if is_shipped(name))
+PAIRS = ("int4_mixed+int3_rotated", "int2_mixed+int3_rotated", "int2_mixed+int2_rotated")
 VARIANTS = (
     *(("sm_90", name, dim, 4) for name in FORMATS for dim in (64, 128, 256)),
     *(("sm_90", name, dim, 4) for name in ("int4", "int8") for dim in (80, 96, 192)),
     *(("sm_90", name, 128, 16) for name in FORMATS),
     *(("sm_90", name, dim, 16) for name in ("exact", "int4") for dim in (64, 256)),
     *((arch, name, 128, 4) for arch in ("sm_80", "sm_89", "sm_100") for name in FORMATS),
+    *(("sm_90", name, dim, 4) for name in PAIRS for dim in (64, 128, 256)),
+    *(("sm_90", name, 128, 16) for name in PAIRS),
 )  # (architecture, format, head_dim, query heads of a kv head)
 
 
 def standard_spec(name: str, dim: int) -> PageSpec:
-    """Return the pages that the table is about: 64 tokens, bfloat16, keys and values in one format."""
+    """Return the pages that the table is about: 64 tokens, bfloat16, keys and values in one format or in "keys+values"."""
+    keys, _, values = name.partition("+")
     return PageSpec.build(
-        key_scheme(name),
-        value_scheme(name, 16 if name == "int2" and dim % 32 else None),
+        key_scheme(keys),
+        value_scheme(values or keys, 16 if name == "int2" and dim % 32 else None),
         num_kv_heads=8,
         key_dim=dim,
         value_dim=dim,

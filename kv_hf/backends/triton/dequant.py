@@ -48,9 +48,9 @@ def unpack(x, CODE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ISA: 
         return (from_float8(x, DTYPE, ISA),)
     elif CODE == "signed":
         return (_from_signed(x, DTYPE, ISA),)
+    elif ISA > 0 and BITS == 8:
+        return (_bytes_in_place(x),)
     elif ISA > 0:
-        if BITS == 8:
-            return (_bytes_in_place(x),)
         return _halves_in_place(x) if BITS == 4 else _quarters_in_place(x)
     elif BITS == 8:
         return (x.to(tl.float32).to(DTYPE),)

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .dequant import run_unit, tile_unit, unpack
-from .tiles import chunk_size, chunk_start, reaches_past
 
 
 @triton.constexpr_function
@@ -25,31 +24,76 @@ def part_count(SECTIONS):
     return sum(len(section[5]) * section[2] for section in SECTIONS)
 
 
+@triton.constexpr_function
+def bits_of(SECTIONS, s):
+    """Return the bits of the codes of section `s`."""
+    return SECTIONS[s][0]
+
+
+@triton.constexpr_function
+def width_of(SECTIONS, s):
+    """Return the bytes of a token in section `s`."""
+    return SECTIONS[s][1]
+
+
+@triton.constexpr_function
+def runs_of(SECTIONS, s):
+    """Return the codes of a byte in section `s`."""
+    return SECTIONS[s][2]
+
+
+@triton.constexpr_function
+def place_of(SECTIONS, s, r):
+    """Return the first place of run `r` of section `s`."""
+    return SECTIONS[s][3] + r * SECTIONS[s][1]
+
+
+@triton.constexpr_function
+def byte_of(SECTIONS, s):
+    """Return the first byte of section `s`."""
+    return SECTIONS[s][4]
+
+
+@triton.constexpr_function
+def chunks_of(SECTIONS, s):
+    """Return how many chunks the bytes of section `s` are cut into."""
+    return len(SECTIONS[s][5])
+
+
+@triton.constexpr_function
+def start_of(SECTIONS, s, c):
+    """Return the first byte of chunk `c` in section `s`."""
+    return SECTIONS[s][5][c][0]
+
+
+@triton.constexpr_function
+def size_of(SECTIONS, s, c):
+    """Return the bytes of chunk `c` of section `s`, a power of two."""
+    return SECTIONS[s][5][c][1]
+
+
+@triton.constexpr_function
+def is_past(SECTIONS, s, c):
+    """Return whether chunk `c` reaches past section `s` and must be masked."""
+    return sum(SECTIONS[s][5][c]) > SECTIONS[s][1]
+
+
 @triton.jit
 def _load_parts(pointers, live, SECTIONS: tl.constexpr, GUARD: tl.constexpr):
     """Load a number per channel part by part, each [size], zeros behind a part; where GUARD, zeros if `live` is 0."""
     parts = ()
     for s in tl.static_range(len(SECTIONS)):
-        parts = parts + _load_section(pointers, live, SECTIONS[s], GUARD)
-    return parts
-
-
-@triton.jit
-def _load_section(pointers, live, SECTION: tl.constexpr, GUARD: tl.constexpr):
-    WIDTH: tl.constexpr = SECTION[1]
-    PLACE: tl.constexpr = SECTION[3]
-    CHUNKS: tl.constexpr = SECTION[5]
-    parts = ()
-    for c in tl.static_range(len(CHUNKS)):
-        place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
-        for r in tl.static_range(SECTION[2]):
-            at = pointers + PLACE + r * WIDTH + place
-            if GUARD:
-                parts = parts + (tl.load(at, mask=place < WIDTH * live, other=0),)
-            elif reaches_past(CHUNKS, c, WIDTH):
-                parts = parts + (tl.load(at, mask=place < WIDTH, other=0),)
-            else:
-                parts = parts + (tl.load(at),)
+        for c in tl.static_range(chunks_of(SECTIONS, s)):
+            byte = start_of(SECTIONS, s, c) + tl.arange(0, size_of(SECTIONS, s, c))
+            for r in tl.static_range(runs_of(SECTIONS, s)):
+                at = pointers + place_of(SECTIONS, s, r) + byte
+                if GUARD:
+                    x = tl.load(at, mask=byte < width_of(SECTIONS, s) * live, other=0)
+                elif is_past(SECTIONS, s, c):
+                    x = tl.load(at, mask=byte < width_of(SECTIONS, s), other=0)
+                else:
+                    x = tl.load(at)
+                parts = parts + (x,)
     return parts
 
 
@@ -92,10 +136,10 @@ def gather_query(pointers, held, channels, scale, SECTIONS: tl.constexpr, DTYPE:
     """Load the query columns part by part in the order of `channels`, times `scale` [columns], as [size, columns]."""
     parts = ()
     for s in tl.static_range(len(SECTIONS)):
-        for c in tl.static_range(len(SECTIONS[s][5])):
-            place = chunk_start(SECTIONS[s][5], c) + tl.arange(0, chunk_size(SECTIONS[s][5], c))
-            inside = (place < SECTIONS[s][1])[:, None] & held[None, :]
-            for r in tl.static_range(SECTIONS[s][2]):
+        for c in tl.static_range(chunks_of(SECTIONS, s)):
+            byte = start_of(SECTIONS, s, c) + tl.arange(0, size_of(SECTIONS, s, c))
+            inside = (byte < width_of(SECTIONS, s))[:, None] & held[None, :]
+            for r in tl.static_range(runs_of(SECTIONS, s)):
                 channel = channels[part_number(SECTIONS, s, c, r)].to(tl.int32)
                 where = pointers[None, :] + channel[:, None]
                 part = tl.load(where, mask=inside, other=0.0).to(tl.float32)
@@ -130,7 +174,7 @@ def score_mixed(
     """
     COLUMNS: tl.constexpr = query[0].shape[1]
     scores = tl.zeros([codes.shape[0], COLUMNS], tl.float32)
-    bias = tl.zeros([codes.shape[0], COLUMNS], tl.float32)
+    bias = tl.zeros([COLUMNS], tl.float32)
     for s in tl.static_range(len(SECTIONS)):
         scores, bias = _add_section(
             codes, offsets, scales, offset, scale, groups, query, scores, bias, DIM, SECTIONS, s, FOLD, ISA,
@@ -139,7 +183,11 @@ def score_mixed(
     if FOLD == "tile":
         # codes of eight bits lie in the same subnormals as those of four and of two
         unit = tl.full([1, 1], 1.0 / tile_unit(4, ISA), tl.float32)
-        scores = tl.fma(scores, tl.broadcast_to(unit, scores.shape), bias)
+        scores = tl.fma(
+            scores,
+            tl.broadcast_to(unit, scores.shape),
+            tl.broadcast_to(bias[None, :], scores.shape),
+        )
     return scores
 
 
@@ -148,37 +196,29 @@ def _add_section(
     codes, offsets, scales, offset, scale, groups, query, scores, bias, DIM: tl.constexpr, SECTIONS: tl.constexpr,
     S: tl.constexpr, FOLD: tl.constexpr, ISA: tl.constexpr, PRECISION: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with section S to scores, and those of its offsets to bias [tokens, columns]."""
-    BITS: tl.constexpr = SECTIONS[S][0]
-    WIDTH: tl.constexpr = SECTIONS[S][1]
-    PLACE: tl.constexpr = SECTIONS[S][3]
-    CHUNKS: tl.constexpr = SECTIONS[S][5]
+    """Add the products with section S to scores [tokens, columns], and those of its offsets to bias [columns]."""
+    BITS: tl.constexpr = bits_of(SECTIONS, S)
     DTYPE: tl.constexpr = query[0].dtype
-    TOKENS: tl.constexpr = codes.shape[0]
     FIRST: tl.constexpr = PIECE * part_count(SECTIONS)
     NUMBERS: tl.constexpr = tl.float32 if FOLD == "element" else DTYPE
-    for c in tl.static_range(len(CHUNKS)):
-        place = chunk_start(CHUNKS, c) + tl.arange(0, chunk_size(CHUNKS, c))
-        where = codes[:, None] + (SECTIONS[S][4] + place)[None, :]
-        inside = (place < WIDTH)[None, :]
-        x = (
-            tl.load(where, mask=inside, other=0)
-            if reaches_past(CHUNKS, c, WIDTH)
-            else tl.load(where)
-        )
+    for c in tl.static_range(chunks_of(SECTIONS, S)):
+        byte = start_of(SECTIONS, S, c) + tl.arange(0, size_of(SECTIONS, S, c))
+        where = codes[:, None] + (byte_of(SECTIONS, S) + byte)[None, :]
+        inside = (byte < width_of(SECTIONS, S))[None, :]
+        x = tl.load(where, mask=inside, other=0) if is_past(SECTIONS, S, c) else tl.load(where)
         runs = unpack(x, "unsigned", BITS, NUMBERS, ISA)
-        for r in tl.static_range(SECTIONS[S][2]):
+        for r in tl.static_range(runs_of(SECTIONS, S)):
             q = query[part_number(SECTIONS, S, c, r)]
             k = runs[r]
             if FOLD == "element":
-                at = (groups * DIM)[:, None] + (PLACE + r * WIDTH + place)[None, :]
+                at = (groups * DIM)[:, None] + (place_of(SECTIONS, S, r) + byte)[None, :]
                 k = k * tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
                 k = k + tl.load(offset + at, mask=inside, other=0.0).to(tl.float32)
             else:
-                # offsets as a matrix product of rows that are all equal, see keys.score_codes
-                o = offsets[FIRST + part_number(SECTIONS, S, c, r)].to(DTYPE)
-                rows = tl.broadcast_to(o[None, :], [TOKENS, chunk_size(CHUNKS, c)])
-                bias = tl.dot(rows, q, bias, input_precision=PRECISION)
+                # summed across threads: as a product of equal rows, as in keys.score_codes, gathered queries would go
+                # through shared memory twice
+                o = offsets[FIRST + part_number(SECTIONS, S, c, r)].to(tl.float32)
+                bias += tl.sum(q.to(tl.float32) * o[:, None], 0)
                 factor = scales[FIRST + part_number(SECTIONS, S, c, r)].to(DTYPE)
                 q = (q * (1.0 / run_unit(r, BITS, ISA))) * factor[:, None]
             scores = tl.dot(k.to(DTYPE), q, scores, input_precision=PRECISION)

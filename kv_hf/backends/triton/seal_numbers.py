@@ -73,10 +73,11 @@ def encode(
         at = _group_of(token, channel, O_TOKENS, O_CHANNELS, SIDE)
         x = x - tl.load(offset + at, mask=inside, other=0.0).to(tl.float32)
     steps = tl.math.div_rn(x, s)
+    if SIDE.code != "unsigned":
+        steps = tl.minimum(tl.maximum(steps, -TOP), TOP)
     if SIDE.code == "unsigned":
         return nearest_code(steps, TOP), bad
-    steps = tl.minimum(tl.maximum(steps, -TOP), TOP)
-    if SIDE.code == "float8":
+    elif SIDE.code == "float8":
         return float_to_float8(steps), bad
     else:
         return ((steps + MAGIC) - MAGIC).to(tl.int32), bad

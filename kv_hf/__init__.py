@@ -8,6 +8,7 @@ transformers, and an attention implementation "kv_hf"; `uninstall()` removes the
 `register_format` and `register_cache` add others.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .backends.plugins import load_plugins as _load_backends
@@ -45,6 +46,24 @@ from .hf.install import install, uninstall
 from .spec import MemoryReport, PageSpec, predict_memory
 from .version import __version__
 
+# what plans, measures or converts: imported when it is asked for, since a program that only generates does without.
+# Names that need an extra are not in __all__: `from kv_hf import *` works without it.
+_LATER = {
+    "CachePlan": "planner.memory_plan",
+    "ConversionReport": "gqa.report",
+    "Plan": "planner.memory_plan",
+    "Recommendation": "evaluation.recommend",
+    "UptrainReport": "gqa.uptrain",
+    "UptrainSettings": "gqa.uptrain",
+    "convert_to_gqa": "gqa.convert",
+    "measure_accuracy": "evaluation.accuracy",
+    "measure_footprint": "evaluation.footprint",
+    "needle_grid": "evaluation.retrieval",
+    "plan": "planner.memory_plan",
+    "recommend": "evaluation.recommend",
+    "uptrain": "gqa.uptrain",
+}
+_PARTS = ("doctor", "evaluation", "gqa", "planner", "recipe", "texts")
 __all__ = [
     "IMPLEMENTATIONS",
     "CacheConfig",
@@ -53,6 +72,7 @@ __all__ = [
     "CacheOptionError",
     "CachePlan",
     "ConversionError",
+    "ConversionReport",
     "CrossCache",
     "DeviceBudgetError",
     "Format",
@@ -68,6 +88,7 @@ __all__ = [
     "Plan",
     "PrefixStats",
     "PrefixStore",
+    "Recommendation",
     "Scheme",
     "StaleHandleError",
     "UnsupportedModelError",
@@ -86,26 +107,36 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .evaluation.recommend import recommend
+    from . import doctor as doctor
+    from . import evaluation as evaluation
+    from . import gqa as gqa
+    from . import planner as planner
+    from . import recipe as recipe
+    from . import texts as texts
+    from .evaluation.accuracy import measure_accuracy as measure_accuracy
+    from .evaluation.footprint import measure_footprint as measure_footprint
+    from .evaluation.recommend import Recommendation, recommend
+    from .evaluation.retrieval import needle_grid as needle_grid
     from .gqa.convert import convert_to_gqa
+    from .gqa.report import ConversionReport
+    from .gqa.uptrain import UptrainReport as UptrainReport
+    from .gqa.uptrain import UptrainSettings as UptrainSettings
+    from .gqa.uptrain import uptrain as uptrain
     from .planner.memory_plan import CachePlan, Plan, plan
 
 
 def __getattr__(name: str) -> Any:
-    """Import what plans, measures or converts when it is asked for: a program that only generates does without."""
-    if name == "convert_to_gqa":
-        from .gqa.convert import convert_to_gqa
-
-        return convert_to_gqa
-    if name == "recommend":
-        from .evaluation.recommend import recommend
-
-        return recommend
-    if name in ("CachePlan", "Plan", "plan"):
-        from .planner import memory_plan as planning
-
-        return getattr(planning, name)
+    """Import a name of `_LATER`, or a part of the package, when it is asked for."""
+    if name in _LATER:
+        return getattr(import_module(f".{_LATER[name]}", __name__), name)
+    if name in _PARTS:
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return every public name, those that are imported later among them."""
+    return sorted({*globals(), *__all__, *_LATER, *_PARTS})
 
 
 _load_formats()

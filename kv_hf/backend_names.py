@@ -4,6 +4,13 @@ Options are checked against these names below the backends, which register their
 """
 
 AUTO = "auto"
+# words that others use -> the backend that comes nearest
+OTHER_WORDS = {
+    **dict.fromkeys(("cuda", "gpu", "nvidia", "rocm", "hip"), "triton"),
+    **dict.fromkeys(("cpu", "native", "c++", "cpp"), "c"),
+    **dict.fromkeys(("flash", "flash_attention_2", "efficient", "math"), "sdpa"),
+    **dict.fromkeys(("torch", "pytorch", "eager", "naive", "python"), "reference"),
+}
 
 _priorities: dict[str, float | None] = {}
 

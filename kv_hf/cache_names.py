@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from .cache_options import CacheOptions, shows_options
 from .checks import check_choice
 from .config import CacheConfig
 from .formats import cache_names, named
@@ -34,8 +35,13 @@ def all_cache_names() -> tuple[str, ...]:
     return (*STOCK, *PEERS, *cache_names())
 
 
+@shows_options
 def register_cache(
-    name: str, *, keys: str | None = None, values: str | None = None, **options: Any
+    name: str,
+    *,
+    keys: str | None = None,
+    values: str | None = None,
+    **options: Unpack[CacheOptions],
 ) -> None:
     """Add a name for options of a paged cache, which `cache_implementation`, evaluation, plans and the doctor then know.
 

@@ -1,7 +1,7 @@
 """Checks of single option values, with messages that name the option."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .errors import CacheOptionError
@@ -13,15 +13,25 @@ MOST_TOKENS = 2**30  # tables are int32, and sums of two of these numbers fit
 MOST_BYTES = 2**62
 
 
-def check_choice(argument: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise CacheOptionError unless `value` is one of `choices`; the message lists them and the nearest."""
+def check_choice(
+    argument: str, value: Any, choices: Iterable[str], meant: Mapping[str, str] | None = None
+) -> None:
+    """Raise CacheOptionError unless `value` is one of `choices`; the message lists them and the nearest.
+
+    Args:
+        meant: other words for choices -> the choice that they stand for, which the message then names.
+    """
     names = list(choices)
     if isinstance(value, str) and value in names:
         return
-    near = difflib.get_close_matches(str(value), names, n=1) or [
+    word = (meant or {}).get(value.lower()) if isinstance(value, str) else None
+    near = [word] if word in names else difflib.get_close_matches(str(value), names, n=1)
+    near = near or [
         name
         for name in names
-        if isinstance(value, str) and value and (value in name or name in value)
+        if isinstance(value, str)
+        and min(len(name), len(value)) > 1  # the name "c" lies in "cuda" by chance
+        and (value in name or name in value)
     ]
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")

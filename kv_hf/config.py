@@ -1,21 +1,22 @@
 """User options of a paged cache, validated once and frozen. Knows no model and no tensor."""
 
 import copy
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .backend_names import kernel_choices
+from .backend_names import OTHER_WORDS, kernel_choices
 from .checks import (
-    MOST_BYTES,
     MOST_PAGE_SIZE,
     check_choice,
     check_int,
     is_power_of_two,
     listed,
 )
+from .config_given import given_options, json_options
 from .config_layers import LayerOverride, parse_layers
+from .config_room import check_max_length, check_offload
+from .config_sizes import SizeField, byte_size, token_count
 from .errors import CacheOptionError
 from .formats import (
     Scheme,
@@ -32,7 +33,6 @@ from .recipe import FORMAT_OPTIONS, Recipe, beside_recipe
 
 ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
-OFFLOAD_CHOICES = ("cpu", "disk")
 MLA_CHOICES = ("auto", "absorb", "expand")
 GRAPH_CHOICES = ("auto", "always", "never")
 WIDEN_CHOICES = ("auto", "never")
@@ -51,9 +51,10 @@ class CacheConfig:
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
         recent_tokens: tokens that stay exact on top of the page that is being filled.
         max_pages: upper bound of the pool over all rows, or None.
-        reserve_tokens: tokens of each row that storage has room for from the first forward on (within max_pages).
+        reserve_tokens: tokens of each row, a number or "32k", that storage has room for from the first forward on
+            (within max_pages).
             Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
-        max_length: columns (padding included) of each row that everything is allocated for at the first forward; a
+        max_length: columns (padding included), a number or "32k", of each row that everything is allocated for at the first forward; a
             decode step then compiles (docs/compile.md). None: storage grows with the text.
         cuda_graph: "auto" lets generate() run decode steps on a GPU as one CUDA graph where it can: with max_length, and
             without it where the text's end is known and nothing forbids room for all of it (docs/compile.md); "always"
@@ -67,7 +68,7 @@ class CacheConfig:
             does, "same" stores them in pages of the formats above.
         offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in a temporary
             file; None keeps all on the device.
-        device_bytes: bytes of sealed pages that may lie on the device, staging buffers included. With offload and
+        device_bytes: bytes of sealed pages, a number or "2GiB", that may lie on the device, staging buffers included. With offload and
             without a budget as little as possible lies there.
         device_pages: the same budget in pages: one page of one layer counts as one, so that a page of the text
             counts once for every layer.
@@ -93,8 +94,8 @@ class CacheConfig:
     sink_tokens: int = 4
     recent_tokens: int = 0
     max_pages: int | None = None
-    reserve_tokens: int = 0
-    max_length: int | None = None
+    reserve_tokens: SizeField[int] = token_count(0)  # noqa: RUF009 (a descriptor)
+    max_length: SizeField[int | None] = token_count(None)  # noqa: RUF009
     cuda_graph: str = "auto"
     layers: Mapping[str, Any] | None = None
     attention: str = "auto"
@@ -102,7 +103,7 @@ class CacheConfig:
     prefix_store: Any = None
     cross_attention: str = "exact"
     offload: str | None = None
-    device_bytes: int | None = None
+    device_bytes: SizeField[int | None] = byte_size()  # noqa: RUF009
     device_pages: int | None = None
     offload_dir: str | None = None
     latent: str | None = None
@@ -118,7 +119,7 @@ class CacheConfig:
         check_format("keys", self.keys, "keys")
         check_format("values", self.values, "values")
         check_choice("attention", self.attention, ATTENTION_CHOICES)
-        check_choice("kernel", self.kernel, kernel_choices())
+        check_choice("kernel", self.kernel, kernel_choices(), OTHER_WORDS)
         check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
         check_choice("widen", self.widen, WIDEN_CHOICES)
         check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
@@ -151,8 +152,8 @@ class CacheConfig:
                 f"max_pages={self.max_pages} does not go with prefix_store, whose pages many caches share; bound it by "
                 "PrefixStore(max_bytes=...)"
             )
-        self._check_max_length()
-        self._check_offload()
+        check_max_length(self)
+        check_offload(self)
         if self.layers is not None:
             self.layer_overrides()
             object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
@@ -174,25 +175,6 @@ class CacheConfig:
                 )
             object.__setattr__(self, name, value)
         object.__setattr__(self, "recipe", recipe)
-
-    def _check_max_length(self) -> None:
-        """Raise CacheOptionError for a bad `max_length`, or for options of a cache that grows beside it."""
-        if self.max_length is None:
-            return
-        check_int("max_length", self.max_length, 1)
-        for name, default in (
-            ("recent_tokens", 0),
-            ("reserve_tokens", 0),
-            ("max_pages", None),
-            ("prefix_store", None),
-            ("offload", None),
-        ):
-            value = getattr(self, name)
-            if value != default:
-                raise CacheOptionError(
-                    f"{name}={value} does not go with max_length={self.max_length}, which allocates all pages at once "
-                    f"and keeps one page of exact tokens; leave out {name} or max_length"
-                )
 
     def _check_latent(self) -> None:
         """Raise CacheOptionError for bad options about multi-head latent attention."""
@@ -233,47 +215,17 @@ class CacheConfig:
         """Return {side: format} of each entry of `layers`."""
         return [sides for _, _, sides in self.layer_overrides()]
 
-    def _check_offload(self) -> None:
-        """Raise CacheOptionError for bad options about pages that live outside of the device."""
-        if self.offload is not None and self.prefix_store is not None:
-            raise CacheOptionError(
-                f"offload={self.offload!r} does not go with prefix_store, whose pages many caches read at once; leave out "
-                "one of them"
-            )
-        if self.offload is not None:
-            check_choice("offload", self.offload, OFFLOAD_CHOICES)
-        budgets = {"device_bytes": self.device_bytes, "device_pages": self.device_pages}
-        given = {name: value for name, value in budgets.items() if value is not None}
-        for name, value in given.items():
-            check_int(name, value, 1, MOST_BYTES)
-        if len(given) > 1:
-            raise CacheOptionError(
-                f"device_bytes and device_pages are two ways to give one budget, got both ({given})"
-            )
-        if given and self.offload is None:
-            name, value = given.popitem()
-            raise CacheOptionError(
-                f"{name}={value} needs offload='cpu' or 'disk': without it all pages stay on the device; use "
-                "max_pages to bound them"
-            )
-        if self.offload_dir is not None:
-            if self.offload != "disk":
-                raise CacheOptionError(
-                    f"offload_dir is read with offload='disk' only, got offload={self.offload!r}"
-                )
-            folder = self.offload_dir
-            if not isinstance(folder, (str, os.PathLike)) or not os.path.isdir(folder):
-                raise CacheOptionError(f"offload_dir must be a folder that exists, got {folder!r}")
-
     @classmethod
-    def from_options(cls, implementation: str, options: Mapping[str, Any] | None) -> "CacheConfig":
+    def from_options(
+        cls, implementation: str, options: "Mapping[str, Any] | CacheConfig | None"
+    ) -> "CacheConfig":
         """Build the options of `cache_implementation=implementation, cache_config=options`.
 
-        `options` is read, never changed. Raises CacheOptionError for unknown names.
+        `options` is read, never changed; of a CacheConfig the fields that are not at their defaults count, and its
+        formats together. Raises CacheOptionError for unknown names.
         """
         check_choice("cache_implementation", implementation, cache_names())
-        given, named = dict(options or {}), cache_options(implementation)
-        check_option_names(given)
+        given, named = given_options(options, cls), cache_options(implementation)
         if given.get("recipe") is not None:
             # a name may bring a format of latents too, which the recipe replaces
             formats = (*FORMAT_OPTIONS, "latent")
@@ -285,17 +237,35 @@ class CacheConfig:
 
     @classmethod
     def from_arguments(
-        cls, keys: str | None, values: str | None, options: Mapping[str, Any]
+        cls,
+        keys: str | None,
+        values: str | None,
+        options: Mapping[str, Any],
+        cache_config: "Mapping[str, Any] | CacheConfig | None" = None,
     ) -> "CacheConfig":
-        """Build the options of `PagedCache(config, keys=keys, values=values, **options)`.
+        """Build the options of `PagedCache(config, cache_config, keys=keys, values=values, **options)`.
 
-        None is the format "exact" for keys, and that of the keys for values; with a recipe it is what that says.
+        Options by name win over those of `cache_config`. None is the format "exact" for keys, and that of the keys for
+        values; with a recipe it is what that says.
         """
         check_option_names(options)
-        if options.get("recipe") is not None:
-            return cls(**beside_recipe({"keys": keys, "values": values, **options}))
-        keys = "exact" if keys is None else keys
-        return cls(**{"keys": keys, "values": keys if values is None else values, **options})
+        given = {**given_options(cache_config, cls), **options}
+        if given.get("recipe") is not None:
+            return cls(**beside_recipe({"keys": keys, "values": values, **given}))
+        keys = given.pop("keys", "exact") if keys is None else keys
+        values = given.pop("values", keys) if values is None else values
+        return cls(**{**given, "keys": keys, "values": values})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options that are not at their defaults in JSON types: a GenerationConfig that holds this is saved so.
+
+        A prefix store is left out.
+        """
+        return json_options(given_options(self, CacheConfig))
+
+    def __str__(self) -> str:
+        given = given_options(self, CacheConfig)
+        return f"CacheConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def check_model(self, sizes: Mapping[str, Any], num_layers: int, paged: set[int]) -> None:
         """Raise CacheOptionError where a recipe is for another model; see Recipe.check_model."""

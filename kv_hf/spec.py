@@ -17,6 +17,7 @@ from .row_pages import page_capacity as page_capacity
 from .row_pages import reserved_pages as reserved_pages
 from .row_pages import sealed_pages as sealed_pages
 from .row_pages import window_slots as window_slots
+from .units import format_bytes
 
 TABLE_DTYPE = torch.int32
 
@@ -339,6 +340,24 @@ class MemoryReport:
     def per_token(self) -> float:
         """Bytes on the device per cached token; 0.0 for an empty cache."""
         return self.total / self.tokens if self.tokens else 0.0
+
+    def __str__(self) -> str:
+        parts = {
+            "codes": self.payload,
+            "scales": self.scales,
+            "exact tokens": self.tail,
+            "tables": self.tables,
+            "other layers": self.other,
+            "staging": self.staging,
+        }
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        outside = (
+            f"; {format_bytes(self.offloaded)} outside of the device" if self.offloaded else ""
+        )
+        return (
+            f"{format_bytes(self.total)}{f' ({listed})' if listed else ''}{outside}; {self.tokens:,} tokens, "
+            f"pages {self.pages_held:,} of {self.pages_allocated:,}"
+        )
 
 
 def predict_memory(

@@ -22,7 +22,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from measure.grid.cell import Cell
-from measure.grid.loaded import TextSettings, model_revision, weight_bytes
+from measure.grid.loaded import model_revision, weight_bytes
 from measure.grid.measure import Bench
 from measure.grid.plan import CACHES, plan_cells
 from measure.grid.run import finished_cells, run_cells
@@ -34,6 +34,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from kv_hf.cache_names import all_cache_names
+from kv_hf.evaluation.loaded_model import TextSettings
 from kv_hf.evaluation.report.write import write_report
 from kv_hf.evaluation.retrieval.puzzles import TASKS
 from kv_hf.evaluation.rows import check_writable, read_rows

@@ -16,6 +16,8 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, InclusionLevel
 
+from kv_hf_cli import COMMANDS, main
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kv_hf"
 # pages of the repository's top folder, and their names in the site
@@ -140,12 +142,8 @@ def package_page(name: str) -> str:
 
 def command_line_page() -> str:
     """Return the help of `kv-hf` and of each of its commands."""
-    overview = help_of()
-    commands = re.search(r"\{([a-z,-]+)\}", overview)
-    if commands is None:
-        raise PluginError("kv-hf --help lists no commands")
-    lines = ["# kv-hf", "", "```text", overview, "```", ""]
-    for command in commands[1].split(","):
+    lines = ["# kv-hf", "", "```text", help_of(), "```", ""]
+    for command in COMMANDS:
         lines += [f"## kv-hf {command}", ""]
         if command == "lm-eval":
             lines += ["Takes the arguments of lm-eval itself: see [lm-eval](../lm_eval.md).", ""]
@@ -156,8 +154,6 @@ def command_line_page() -> str:
 
 def help_of(*command: str) -> str:
     """Return what `kv-hf COMMAND --help` prints, 88 columns wide."""
-    from kv_hf.cli import main
-
     os.environ["COLUMNS"] = "88"
     with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
         main([*command, "--help"])

@@ -144,14 +144,9 @@ def memory_table(rows: Rows) -> str:
 
 
 def _memory_block(rows: Rows) -> str:
-    lines = [
-        ["cache", "held, MiB", "of dynamic", "bytes per token", "growth behind the prefill, MiB", "behind the steps",
-         "peak of the prefill", "of the steps", "prefill, tokens/s", "decode, tokens/s"]
-    ]  # fmt: skip
+    lines = [["cache", "held, MiB", "of dynamic", "bytes per token", "prefill, tokens/s", "decode, tokens/s"]]  # fmt: skip
     exact = next((row["held_bytes"] for row in rows if row["cache"] == "dynamic"), None)
-    grown = ("prefill_grown", "steps_grown", "prefill_peak", "steps_peak")
     for row in rows:
-        sizes = [row[f"{name}_bytes"] for name in grown]
         rates = [row.get(f"{name}_tokens_per_s") for name in ("prefill", "decode")]
         lines.append(
             [
@@ -159,7 +154,6 @@ def _memory_block(rows: Rows) -> str:
                 f"{row['held_bytes'] / 2**20:.1f}",
                 f"{100 * row['held_bytes'] / exact:.1f} %" if exact else "-",
                 f"{row['bytes_per_token']:,.0f}",
-                *("-" if size is None else f"{size / 2**20:.1f}" for size in sizes),
                 *("-" if rate is None else f"{rate:,.3g}" for rate in rates),
             ]
         )
@@ -167,7 +161,38 @@ def _memory_block(rows: Rows) -> str:
     on = f"{first['threads']} thread(s) of " if first["device"] == "cpu" else ""
     head = (
         f"{first['model']}, {first['dtype']}, {first['context']:,} tokens, batch {first['batch']}, {first['steps']} steps, "
-        f"{on}{first['machine']}; growth and peak: {first['measured_by']} memory:"
+        f"{on}{first['machine']}:"
+    )
+    return f"{head}\n\n{table(lines)}"
+
+
+def resident_table(rows: Rows) -> str:
+    """Return by how much a process of its own grew with each cache, for every context of each model's newest run."""
+    rows = [row for row in rows if row["kind"] == "memory" and row["measured_by"] == "resident"]
+    blocks = []
+    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
+        found = latest_run(rows, model=model, batch=batch)
+        contexts = sorted({row["context"] for row in found})
+        blocks += [
+            _resident_block([row for row in found if row["context"] == one]) for one in contexts
+        ]
+    return "\n\n".join(blocks) if blocks else "No run has been recorded yet."
+
+
+def _resident_block(rows: Rows) -> str:
+    lines = [["cache", "held, MiB", "behind the prefill, MiB", "at the last step", "peak"]]
+    parts = ("held", "prefill_grown", "steps_grown", "peak")
+    for row in {row["cache"]: row for row in rows}.values():
+        sizes = [row[f"{part}_bytes"] for part in parts]
+        cells = ["-" if size is None else f"{size / 2**20:.1f}" for size in sizes]
+        lines.append([f"`{row['cache']}`", *cells])
+    first = rows[0]
+    precision = first.get("weights_precision")
+    weights = f" (weights: {precision})" if precision else ""
+    head = (
+        f"{first['context']:,} tokens of prompt and {first['steps']} more, batch {first['batch']}, {first['model']}{weights}, "
+        f"{first['dtype']}, {first['threads']} thread(s) of {first['machine']}, torch {first['versions']['torch']}, "
+        f"{first['date']}:"
     )
     return f"{head}\n\n{table(lines)}"
 

@@ -4,8 +4,8 @@
     python scripts/measure_memory.py --caches dynamic hqq_int4 paged_int4:keys=int8 --context 2048 --batch 4
     python scripts/measure_memory.py --random llama-3.1-8b --device cuda --context 4096 32768 --record
 
-Every cache is measured alone, in fresh processes, because memory that one has freed would serve the next. That makes the
-throughput a by-product; scripts/bench_generate.py times all caches in turns and is the benchmark of speed.
+Every cache is measured alone, in fresh processes with the environment of any user's, because memory that one has freed would
+serve the next. That makes the throughput a by-product; scripts/bench_generate.py times all caches in turns and is the benchmark of speed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure.models.packaged import resolve_model
+from measure.models.packaged import resolve_model, weights_of
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -162,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     bar.write(f"{name} gives no row at {context} tokens, batch {batch}: {error}")
                 else:
                     found["model"] = args.random or args.model
+                    found.update(weights_of(found["model"]))
                     exact = found if name == "dynamic" else exact
                     if exact is not None:
                         found["ratio_to_dynamic"] = found["held_bytes"] / exact["held_bytes"]

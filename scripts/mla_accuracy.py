@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from measure.grid.cell import check_caches
-from measure.grid.loaded import TextSettings
 from measure.models.along_rank import along_the_rank
 from measure.models.latent_fixture import LABEL, MIXINGS, LatentFixture
 from rich.console import Console
@@ -25,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.child import in_words
+from kv_hf.evaluation.loaded_model import TextSettings
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.formats import IMPLEMENTATIONS
 

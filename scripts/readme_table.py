@@ -32,6 +32,7 @@ DOCUMENTS = [
     ("evaluation.md", "drift", MEASURED, long_tables.drift_table),
     ("long_context.md", "needles", BOTH, long_tables.needle_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
+    ("memory.md", "resident", "resident.jsonl", docs_tables.resident_table),
     ("mla.md", "mla", "mla.jsonl", docs_tables.latent_table),
     ("mla_accuracy.md", "mla_accuracy", "mla_accuracy.jsonl", eval_tables.latent_accuracy_table),
     ("model_families.md", "families", "model_families.jsonl", family_tables.families_table),

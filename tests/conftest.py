@@ -12,6 +12,7 @@ from hypothesis import settings
 from transformers.utils import logging
 
 import kv_hf
+from kv_hf import notices
 from kv_hf.notices import forget
 
 # a shell that starts tests in the background lets them ignore Ctrl-C, which some tests send to themselves
@@ -20,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # one per worker is fastest; scripts/processor_tests.py tries more
 torch.set_num_threads(int(os.environ.get("KV_HF_TEST_THREADS", "1")))
 logging.set_verbosity_error()
+# what kv_hf says is tested, and pytest's caplog listens at the root
+notices.logger.setLevel("WARNING")
+logging.enable_propagation()
 logging.disable_progress_bar()
 settings.register_profile("kv_hf", deadline=None, derandomize=True)
 settings.load_profile("kv_hf")

@@ -90,9 +90,8 @@ class Tokens:
 
     def beside(self, others: "Tokens") -> "Tokens":
         """Return the channels of these and of `others` side by side."""
-        pairs = ((self.numbers, others.numbers), (self.codes, others.codes))
-        numbers, codes = (torch.cat(pair, -1) for pair in pairs)
-        return Tokens(numbers, codes)
+        numbers = torch.cat((self.numbers, others.numbers), -1)
+        return Tokens(numbers, torch.cat((self.codes, others.codes), -1))
 
 
 def without_offsets(

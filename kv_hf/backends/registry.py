@@ -8,6 +8,7 @@ import torch
 
 from ..backend_names import (
     AUTO,
+    OTHER_WORDS,
     add_backend_name,
     auto_names,
     backend_names,
@@ -130,7 +131,7 @@ def choose(asked: str, device: torch.device, spec: PageSpec) -> Backend:
 
     Raises: CacheOptionError when a backend asked for by name cannot run here, with the reason.
     """
-    check_choice("kernel", asked, kernel_choices())
+    check_choice("kernel", asked, kernel_choices(), OTHER_WORDS)
     if asked != AUTO:
         reason = why_not(asked, device, spec)
         if reason:

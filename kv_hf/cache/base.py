@@ -3,11 +3,9 @@
 Decides nothing about storage: growing.py and static_cache.py do, which are siblings here.
 """
 
-import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -15,23 +13,20 @@ from transformers.cache_utils import DynamicCache
 from ..backends.registry import choose, layout_for
 from ..bridge.lazy_kv import view_behind, warn_dense
 from ..bridge.mask_watch import MaskWatch
-from ..checks import check_int
+from ..cache_options import CacheOptions, shows_options
 from ..config import CacheConfig
-from ..errors import CacheMismatchError
+from ..errors import CacheMismatchError, InterruptedForwardError
 from ..pages.arena import PageArena
-from ..printable import short
+from ..pages.host_heap import PrefillWatch
 from ..spec import MemoryReport
 from .layer_formats import planned_specs
 from .model_shape import attention_config, decoder_config, page_sizes, signature
-from .origin import Origin
+from .portable import Portable
 from .prefix_store import PrefixStore
 from .report import LayerReport
-from .saved.load import opened_state
-from .saved.save import check_model_argument, save_state
-from .state import CacheState, LayerPages, in_rows
 
 
-class CacheBase(Origin, DynamicCache):
+class CacheBase(Portable, DynamicCache):
     """Keys and values of a model in pages; `_build` of a subclass makes the layers.
 
     Attributes:
@@ -43,8 +38,6 @@ class CacheBase(Origin, DynamicCache):
     """
 
     options: CacheConfig
-    model_signature: dict[str, Any]
-    groups: tuple[Any, ...]
     arena: PageArena
     halfway = False
     _first_paged = (
@@ -53,10 +46,17 @@ class CacheBase(Origin, DynamicCache):
     _last_updated = sys.maxsize  # layer of the last update
     _dense_asked = False  # whether the model's attention is one that cannot be given handles
 
+    @shows_options
     def __init__(
-        self, config: Any, *, keys: str | None = None, values: str | None = None, **options: Any
+        self,
+        config: Any,
+        cache_config: CacheConfig | Mapping[str, Any] | None = None,
+        *,
+        keys: str | None = None,
+        values: str | None = None,
+        **options: Unpack[CacheOptions],
     ) -> None:
-        self._build(config, CacheConfig.from_arguments(keys, values, options))
+        self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
 
     @classmethod
     def kind_for(cls, max_length: int | None) -> "type[CacheBase]":
@@ -65,7 +65,10 @@ class CacheBase(Origin, DynamicCache):
 
     @classmethod
     def from_implementation(
-        cls, config: Any, implementation: str, options: Mapping[str, Any] | None = None
+        cls,
+        config: Any,
+        implementation: str,
+        options: CacheConfig | Mapping[str, Any] | None = None,
     ) -> Self:
         """Build the cache of `cache_implementation=implementation, cache_config=options`."""
         return cls.from_options(config, CacheConfig.from_options(implementation, options))
@@ -91,6 +94,7 @@ class CacheBase(Origin, DynamicCache):
         self._attention_config = attention_config(config)
         self.model_signature = signature(decoder)
         self._watch = MaskWatch()
+        self._prefill = PrefillWatch()
         return decoder
 
     @property
@@ -108,11 +112,6 @@ class CacheBase(Origin, DynamicCache):
     def group(self) -> Any:
         """Return the object that knows the rows of the text."""
         return self.groups[0]
-
-    @property
-    def paged_layers(self) -> list[Any]:
-        """The layers that live in pages."""
-        raise NotImplementedError
 
     def update(
         self,
@@ -133,9 +132,13 @@ class CacheBase(Origin, DynamicCache):
         """
         if self.halfway:
             self._refuse_halfway()
+        if layer_idx >= len(self.layers):
+            self._refuse_layer(layer_idx)
         if layer_idx <= self._last_updated:
             # a forward begins: asked once, as a config of transformers takes its time to answer
             self._dense_asked = self._attention_config._attn_implementation == "flex_attention"
+            if not torch.compiler.is_compiling():
+                self._prefill.begin(key_states.shape[2], key_states.device)
         self._last_updated = layer_idx
         if layer_idx <= self._first_paged:
             self._prepare_update(key_states, value_states, layer_idx)
@@ -153,7 +156,19 @@ class CacheBase(Origin, DynamicCache):
 
     def _refuse_halfway(self) -> None:
         """Raise InterruptedForwardError: a change of all layers stopped half-way."""
-        raise NotImplementedError
+        raise InterruptedForwardError(
+            "an earlier forward stopped half-way, so that layers hold different texts; call reset() and start again"
+        )
+
+    def _refuse_layer(self, layer_idx: int) -> None:
+        """Raise CacheMismatchError for a layer that this cache has not: the layers before it hold another model's tokens now."""
+        self.halfway = True
+        raise CacheMismatchError(
+            f"layer_idx={layer_idx}: this cache was built for a model of {len(self.layers)} layers "
+            f"(model_type={self.model_signature['model_type']!r}), and a model of more layers writes to it. Its layers hold "
+            "tokens of that forward now: call cache.reset() before its own model uses it again, and make a cache of "
+            "the other model's config"
+        )
 
     def _prepare_update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
         """Find out before the first layer whether one that comes later will refuse."""
@@ -161,21 +176,14 @@ class CacheBase(Origin, DynamicCache):
     def end_recording(self) -> None:
         """Turn past recording off."""
 
+    def end_prefill(self) -> None:
+        """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/memory.md).
+
+        generate() says so behind its prefill. In loops of your own the next step does; without one, call this.
+        """
+        self._prefill.end()
+
     # -- what transformers does not ask for ----------------------------------------------------------------
-
-    def check_model(self, config: Any) -> None:
-        """Raise CacheMismatchError when this cache was built for a model of other sizes."""
-        self.check_signature(signature(decoder_config(config)))
-
-    def check_signature(self, theirs: Mapping[str, Any]) -> None:
-        """Raise CacheMismatchError when this cache was built for a model of other sizes than `theirs`."""
-        differing = [name for name, value in self.model_signature.items() if value != theirs[name]]
-        if differing:
-            name = differing[0]
-            raise CacheMismatchError(
-                f"this cache was built for a model with {name}={self.model_signature[name]!r}, got a model with "
-                f"{name}={theirs[name]!r}; use one cache per model"
-            )
 
     def check_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise CacheOptionError when the kernel that was asked for by name cannot run for such a model.
@@ -218,126 +226,6 @@ class CacheBase(Origin, DynamicCache):
         if attention_mask is not None:
             for group in self.groups:
                 group.observe_padding(attention_mask, columns)
-
-    # -- states: what goes into a file, or into another cache -------------------------------------------------
-
-    def state(self) -> CacheState:
-        """Return what this cache holds, for a file or another cache."""
-        raise NotImplementedError
-
-    def save(
-        self, path: str | os.PathLike[str], model: Any, token_ids: torch.Tensor | None = None
-    ) -> None:
-        """Write this cache of `model` into a safetensors file, which takes the place of `path` when it is complete.
-
-        Args:
-            model: whose keys and values these are; only the same weights and active adapters can load them.
-            token_ids: [rows, columns seen or more], padding included, for the loaded cache's `token_ids`.
-        Raises: CacheMismatchError for an empty cache, a model of other sizes or other token ids, and where generate()
-            filled the cache with other adapters than the model has now;
-            InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
-            keeps states of layers; OSError where the disk refuses. The old file then is what it was.
-        """
-        check_model_argument(model)
-        self.check_model(model.config)
-        save_state(self.state(), path, model, token_ids)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        model: Any,
-        device: torch.device | str | None = None,
-        kernel: str | None = None,
-        max_length: int | None = None,
-    ) -> Self:
-        """Read what `save` wrote. The cache goes on bit by bit as the saved one would have.
-
-        Args:
-            model: the model that it was saved with.
-            device: where the layers go; None: where those of `model` are.
-            kernel: as in CacheConfig, in place of the saved one.
-            max_length: as in CacheConfig; files do not keep it.
-        Raises: CacheFileError for a damaged, foreign or forged file and for another model, before pages or windows
-            are allocated; OSError where it cannot be opened.
-        """
-        if max_length is not None:
-            check_int("max_length", max_length, 1)
-        with opened_state(path, model, device, kernel) as (state, token_ids):
-            cache = cls.from_state(model.config, state, kernel=kernel, max_length=max_length)
-            cache.note_file(token_ids)
-        return cache
-
-    @classmethod
-    def from_state(
-        cls,
-        config: Any,
-        state: CacheState,
-        *,
-        kernel: str | None = None,
-        max_length: int | None = None,
-    ) -> Self:
-        """Build a cache of the same model that goes on, bit by bit, as the one would have that gave `state`.
-
-        Args:
-            config: the model's config.
-            kernel: as in CacheConfig, in place of the state's.
-            max_length: as in CacheConfig: None makes a cache that grows, whatever the one was like that gave the state.
-                The reference alone sums over all columns that there is room for: its results then differ by rounding.
-        Raises: CacheMismatchError, or another ValueError, where the state does not fit the model or itself: before pages or
-            windows are allocated.
-        """
-        asked = replace(state.options, max_length=max_length, kernel=kernel or state.options.kernel)
-        cache = cls.from_options(config, asked)
-        cache.take_over(state)
-        return cache
-
-    def take_over(self, state: CacheState) -> None:
-        """Hold what another cache held: done once, by `from_state`."""
-        self.check_signature(state.signature)
-        pages = self._pages_of(state)
-        state.tensors.check(pages)
-        self._take_over(state, pages)
-        self.computed_by = state.computed_by
-
-    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
-        raise NotImplementedError
-
-    def _pages_of(self, state: CacheState) -> dict[int, LayerPages]:
-        """Return what the pages of the state's layers are like here. Raises CacheMismatchError for other layers or groups."""
-        windows = [group.window for group in self.groups]
-        claimed = [group.window for group in state.groups]
-        if windows != claimed:
-            raise CacheMismatchError(
-                f"its groups have the windows {short(claimed)}, this model's {windows}"
-            )
-        paged = {layer.layer_idx: layer for layer in self.paged_layers}
-        found = {}
-        for one in state.layers:
-            layer = paged.get(one.layer)
-            if layer is None:
-                raise CacheMismatchError(
-                    f"it holds layer {one.layer}, which is no paged layer of this model"
-                )
-            if not one.value_dim and layer.formats.latent is None:
-                raise CacheMismatchError(f"it holds layer {one.layer} with values of no channels")
-            spec = layer.formats.spec(
-                num_kv_heads=one.num_kv_heads,
-                key_dim=one.key_dim,
-                value_dim=one.value_dim,
-                dtype=one.key_dtype,
-                value_dtype=one.value_dtype,
-            )
-            found[one.layer] = LayerPages(in_rows(spec), self._group_number(layer))
-        held = {one.group for one in found.values()}
-        empty = [window for number, window in enumerate(windows) if number not in held]
-        if empty:
-            raise CacheMismatchError(f"it holds no layer of the groups with windows {empty}")
-        return found
-
-    def _group_number(self, layer: Any) -> int:
-        """Return the place of a layer's group."""
-        return 0
 
     # -- what it tells about itself ----------------------------------------------------------------------------
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
+from ..cache_options import CacheOptions, shows_options
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..spec import MemoryReport
@@ -29,6 +30,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
 
     Args:
         config: the model's config (`model.config`), of an encoder-decoder model.
+        cache_config: as of PagedCache.
         keys, values: formats, as of PagedCache.
         **options: the other fields of `kv_hf.CacheConfig`; `cross_attention` is "exact" or "same". `max_pages`
             bounds each of the two pools.
@@ -38,14 +40,24 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
 
     self_attention_cache: PagedCache
 
+    @shows_options
     def __init__(
-        self, config: Any, *, keys: str | None = None, values: str | None = None, **options: Any
+        self,
+        config: Any,
+        cache_config: CacheConfig | Mapping[str, Any] | None = None,
+        *,
+        keys: str | None = None,
+        values: str | None = None,
+        **options: Unpack[CacheOptions],
     ) -> None:
-        self._build(config, CacheConfig.from_arguments(keys, values, options))
+        self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
 
     @classmethod
     def from_implementation(
-        cls, config: Any, implementation: str, options: Mapping[str, Any] | None = None
+        cls,
+        config: Any,
+        implementation: str,
+        options: CacheConfig | Mapping[str, Any] | None = None,
     ) -> "PagedEncoderDecoderCache":
         """Build the cache of `cache_implementation=implementation, cache_config=options`."""
         self = cls.__new__(cls)
@@ -127,6 +139,15 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         self.self_attention_cache.check_integrity()
         if isinstance(self.cross_attention_cache, CacheBase):
             self.cross_attention_cache.check_integrity()
+
+    def __repr__(self) -> str:
+        own, cross = self.self_attention_cache, self.cross_attention_cache
+        return (
+            f"{type(self).__name__}(self_attention_cache={own!r}, cross_attention_cache={cross!r})"
+        )
+
+    def __str__(self) -> str:
+        return f"self-attention: {self.self_attention_cache}\ncross-attention: {self.cross_attention_cache}"
 
 
 def _dense_layers(cache: Cache) -> list[DynamicLayer]:

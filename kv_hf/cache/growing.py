@@ -20,7 +20,7 @@ from .layer import PagedLayer
 from .model_shape import is_chunked, kept_layers
 from .offloading import make_room
 from .pipeline_parallel import answering_layer
-from .report import LayerReport, measure_memory, report_layers
+from .report import LayerReport, in_lines, measure_memory, one_line, report_layers
 from .residual import chosen_rows
 from .sharing import SharingCache
 
@@ -114,6 +114,8 @@ class GrowingCache(SharingCache):
             for group in self.groups:
                 group.check_crop(-int(tokens_to_remove))
         self.change_layers(lambda layer: layer.crop(tokens_to_remove))
+        if self.token_ids is not None:
+            self.forget_tokens(self.get_seq_length())
 
     def end_recording(self) -> None:
         """Turn past recording off: full pages are sealed at once again, pages out of sight given back."""
@@ -153,6 +155,7 @@ class GrowingCache(SharingCache):
                 getattr(layer, method, layer.reorder_cache)(indices)
 
         self.change_layers(select)
+        self.select_tokens(sources)
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 
@@ -191,10 +194,7 @@ class GrowingCache(SharingCache):
         return report_layers(self.layers, self._kept)
 
     def __repr__(self) -> str:
-        memory = self.memory()
-        return (
-            f"PagedCache(keys={self.options.keys!r}, values={self.options.values!r}, "
-            f"page_size={self.options.page_size}, rows={len(self.group.rows)}, tokens={memory.tokens}, "
-            f"pages={memory.pages_held}, bytes={memory.total}"
-            + (f", offloaded={memory.offloaded})" if self.options.offload else ")")
-        )
+        return one_line(self, type(self).__name__, len(self.group.rows))
+
+    def __str__(self) -> str:
+        return in_lines(self, type(self).__name__, len(self.group.rows))

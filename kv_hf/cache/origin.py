@@ -1,26 +1,36 @@
 """A cache's knowledge of its tokens' origin: a file, adapters, a prefix store."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..errors import CacheMismatchError
 from .adapters import Adapters
+from .known_text import joined
 
 
 class Origin:
     """The origin of a cache's tokens.
 
     Attributes:
-        token_ids: those that a loaded cache was saved with, [rows, columns] int64 on the CPU; else None.
+        token_ids: of the text whose first columns this cache holds, [rows, columns] int64, padding included: those that
+            a loaded cache was saved with (on the CPU), or that went through generate(). More columns than it holds may
+            be there, and fewer behind direct calls of the model. None where they are not known.
         computed_by: the different states of adapters in which generate() filled this cache, in order; empty where
             it never did. Tokens of direct calls of a model are not noted.
         prefix_spaces: the different spaces of its prefix_store that it was filled in; None among them: by more than tokens.
         from_file: whether `load` made it and generate() has not continued it yet.
+        weights: mark of the weights that generate() filled it with, see model_mark; None where not known.
     """
 
     token_ids: torch.Tensor | None = None
     computed_by: tuple[Adapters, ...] = ()
     prefix_spaces: tuple[str | None, ...] = ()
     from_file: bool = False
+    weights: str | None = None
+    _columns_in_front: int | None = (
+        None  # of the text that a call of generate() was given; None: none is going on
+    )
 
     def note_adapters(self, adapters: Adapters) -> None:
         """Note that the tokens that come are computed with these adapters.
@@ -36,6 +46,21 @@ class Origin:
         if adapters not in self.computed_by:
             self.computed_by = (*self.computed_by, adapters)
 
+    def note_weights(self, mark: str | None, model: str) -> None:
+        """Note the weights that the tokens that come are computed with.
+
+        Args:
+            mark: see model_mark; None where weights cannot be told.
+            model: the model's class, for the message.
+        Raises: CacheMismatchError where generate() filled this cache with other weights.
+        """
+        if mark is not None and self.weights is not None and mark != self.weights:
+            raise CacheMismatchError(
+                f"this cache holds keys and values of other weights than this {model} has: another model filled it, or the "
+                "weights were changed since. Use one cache per model and dtype, or call cache.reset() and pass the whole text"
+            )
+        self.weights = mark or self.weights
+
     def note_space(self, space: str | None) -> None:
         """Note the space of its prefix_store that the tokens that come belong to; None: to none."""
         if space not in self.prefix_spaces:
@@ -43,10 +68,46 @@ class Origin:
 
     def forget_origin(self) -> None:
         """Forget by what this cache was filled: it is empty."""
-        self.token_ids = None
+        self.token_ids = self.weights = self._columns_in_front = None
         self.computed_by = self.prefix_spaces = ()
         self.from_file = False
 
     def note_file(self, token_ids: torch.Tensor | None) -> None:
         """Note that the cache was read from a file, and its token ids [rows, columns], int64 on the CPU, if it had any."""
         self.token_ids, self.from_file = token_ids, True
+
+    # -- the text ------------------------------------------------------------------------------------------
+
+    def note_prompt(self, token_ids: torch.Tensor | None, columns_in_front: int = 0) -> None:
+        """Note the text that a call of generate() is given; None: it is not known any more.
+
+        Args:
+            token_ids: [rows, columns], behind those columns that are known already.
+            columns_in_front: how many of these the cache holds.
+        """
+        self._columns_in_front = None if token_ids is None else columns_in_front
+        if token_ids is None:
+            self.token_ids = None
+        elif columns_in_front and self.token_ids is not None:
+            self.token_ids = joined(self.token_ids, columns_in_front, token_ids)
+        else:
+            self.token_ids = joined(token_ids, token_ids.shape[1])
+
+    def note_generated(self, token_ids: torch.Tensor | None) -> None:
+        """Note that generate() has ended, and its prompt and new tokens [rows, columns]; None where they are not known."""
+        columns, known = self._columns_in_front, self.token_ids
+        self._columns_in_front = None
+        if columns is None or known is None or token_ids is None:
+            return
+        if token_ids.ndim == 2 and token_ids.shape[0] == known.shape[0]:
+            self.token_ids = joined(known, columns, token_ids)
+
+    def forget_tokens(self, columns: int) -> None:
+        """Forget the text behind the first `columns`: a crop removed it."""
+        if self.token_ids is not None and self.token_ids.shape[1] > columns:
+            self.token_ids = self.token_ids[:, :columns]
+
+    def select_tokens(self, rows: Sequence[int]) -> None:
+        """Let the text of row i be that of the former row rows[i]."""
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids[list(rows)]

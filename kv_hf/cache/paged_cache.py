@@ -1,6 +1,8 @@
 """The public name of paged caches: which of the siblings keeps a text is decided here, and nowhere else."""
 
+import inspect
 from abc import ABCMeta
+from collections.abc import Mapping
 from typing import Any
 
 from .base import CacheBase
@@ -13,8 +15,17 @@ class _Choosing(ABCMeta):
     """Has the class that is called make a cache of the kind that fits its options."""
 
     def __call__(cls, config: Any, *args: Any, **options: Any) -> Any:
-        kind: Any = cls.kind_for(options.get("max_length"))  # type: ignore[attr-defined]
+        given = args[0] if args else options.get("cache_config")
+        held = given.get("max_length") if isinstance(given, Mapping) else None
+        length = options.get("max_length", getattr(given, "max_length", held))
+        kind: Any = cls.kind_for(length)  # type: ignore[attr-defined]
         return type.__call__(kind, config, *args, **options)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The parameters of the class that is called: without this they would be those of `__call__` above."""
+        own = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return own.replace(parameters=list(own.parameters.values())[1:])
 
 
 class PagedCache(GrowingCache, metaclass=_Choosing):
@@ -28,7 +39,9 @@ class PagedCache(GrowingCache, metaclass=_Choosing):
 
     Args:
         config: the model's config (`model.config`).
-        keys, values: exact (the default), fp8, int8, int4 or int2; `values` defaults to the format of `keys`.
+        cache_config: a kv_hf.CacheConfig, or a dict of options; options by name win over it.
+        keys, values: exact (the default), fp8, int8, int4, int2 or another format; `values` defaults to the format of
+            `keys`.
         **options: the other fields of `kv_hf.CacheConfig`.
     Raises: CacheOptionError for a bad option, UnsupportedModelError for a model without attention layers.
     """

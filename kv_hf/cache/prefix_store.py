@@ -15,6 +15,7 @@ from ..notices import warn_once
 from ..pages.arena import PageArena
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
+from ..units import parse_bytes
 from .model_state import ModelState, model_state
 from .page_sharer import PageSharer
 
@@ -62,20 +63,19 @@ class PrefixStats:
 class PrefixStore:
     """Sealed pages of earlier prompts of one model, found by their tokens.
 
-        store = kv_hf.PrefixStore(max_bytes=2**30)
+        store = kv_hf.PrefixStore(max_bytes="1GiB")
         model.generate(**inputs, cache_implementation="paged_int4", cache_config={"prefix_store": store})
 
     A store belongs to the first model and formats that use it; each state of its adapters has prefixes of its own.
     Several caches may use it at once, in several threads too. Pages are given up least recently used first, never while a cache holds them.
 
     Args:
-        max_bytes: bound of the pages that the store keeps, over all layers.
+        max_bytes: bound of the pages that the store keeps, over all layers: a number or "2GiB".
+    Raises: CacheOptionError for a bound that is no size.
     """
 
-    def __init__(self, max_bytes: int = 2**30) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-            raise CacheOptionError(f"max_bytes must be an integer of at least 1, got {max_bytes!r}")
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int | str = 2**30) -> None:
+        self.max_bytes = parse_bytes("max_bytes", max_bytes)
         self.arena = PageArena()
         self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._formats: dict[str, Format] = {}  # of the options that it is bound to

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..config import CacheConfig
+from ..config_given import given_options
 from ..pages.group import PageGroup
 from ..pages.tables import block_table
 from ..spec import MemoryReport
@@ -30,6 +32,60 @@ class LayerReport:
     keys: str | None
     values: str | None
     reason: str | None
+
+    def __str__(self) -> str:
+        formats = "" if self.keys is None else f", {self.keys} and {self.values}"
+        reason = "" if self.reason is None else f": {self.reason}"
+        return f"layer {self.layer_idx}: {self.kind}{formats}{reason}"
+
+
+def shown_options(options: CacheConfig) -> dict[str, Any]:
+    """Return the options by which a cache is told from others: its formats, or its recipe, page size and what was given."""
+    given = given_options(options, CacheConfig)
+    recipe = given.pop("recipe", None)
+    if recipe is None:
+        formats: dict[str, Any] = {"keys": options.keys, "values": options.values}
+    else:
+        formats = {"recipe": recipe.name.strip("'")}
+    return {**formats, "page_size": options.page_size, **given}
+
+
+def one_line(cache: Any, name: str, rows: int) -> str:
+    """Return a cache as its call and its contents: PagedCache(keys='int8', .., rows=1, tokens=69, pages=4, bytes=43024)."""
+    memory = cache.memory()
+    held = {
+        "rows": rows,
+        "tokens": memory.tokens,
+        "pages": memory.pages_held,
+        "bytes": memory.total,
+    }
+    if memory.offloaded:
+        held["offloaded"] = memory.offloaded
+    shown = {**shown_options(cache.options), **held}
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
+
+
+def in_lines(cache: Any, name: str, rows: int) -> str:
+    """Return a cache for people: its formats layer by layer where they differ, its text, and its bytes by part."""
+    spans: list[list[Any]] = []
+    for row in cache.report():
+        formats = (
+            row.kind if row.keys is None else f"{row.kind}, {row.keys} keys, {row.values} values"
+        )
+        if spans and spans[-1][2] == formats:
+            spans[-1][1] = row.layer_idx
+        else:
+            spans.append([row.layer_idx, row.layer_idx, formats])
+    shown = shown_options(cache.options)
+    options = [f"{key}={value!r}" for key, value in shown.items() if key not in ("keys", "values")]
+    layers = [
+        f"  layer{f's {first} to {last}' if last > first else f' {first}'}: {formats}"
+        for first, last, formats in spans
+    ]
+    held = f"  {rows} row{'s' * (rows != 1)}, {cache.memory()}"
+    return "\n".join(
+        [f"{name} of {cache.model_signature['model_type']}: {', '.join(options)}", *layers, held]
+    )
 
 
 def report_layers(layers: Iterable[Any], reasons: Mapping[int, str]) -> list[LayerReport]:

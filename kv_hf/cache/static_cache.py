@@ -19,7 +19,7 @@ from ..spec import MemoryReport
 from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
 from .model_shape import latent_rank, page_sizes, recipe_sizes
-from .report import LayerReport, held_formats
+from .report import LayerReport, held_formats, in_lines, one_line
 from .state import CacheState, LayerPages, LayerState, LiveTensors, portable, with_wider
 from .static_layer import StaticPagedLayer, refused
 from .static_store import check_static_kernel
@@ -156,6 +156,8 @@ class StaticPagedCache(CacheBase):
         self.forget_origin()
         for layer in self.paged_layers:
             layer.reset()
+        if self.halfway:  # else it stays an attribute of the class, and compiled code stays valid
+            del self.halfway
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i continue the former row beam_idx[i]; pages are copied, one tensor at a time."""
@@ -163,6 +165,8 @@ class StaticPagedCache(CacheBase):
         for layer in self.paged_layers:
             layer.reorder_cache(beam_idx)
         self.table.give_turn(0)
+        if self.token_ids is not None:
+            self.select_tokens(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Raise CacheOptionError: the number of rows is fixed."""
@@ -227,9 +231,7 @@ class StaticPagedCache(CacheBase):
         self.table.check_integrity()
 
     def __repr__(self) -> str:
-        memory = self.memory()
-        return (
-            f"PagedCache(keys={self.options.keys!r}, values={self.options.values!r}, "
-            f"page_size={self.options.page_size}, max_length={self.max_length}, rows={self.table.rows}, "
-            f"tokens={memory.tokens}, pages={memory.pages_held}, bytes={memory.total})"
-        )
+        return one_line(self, "PagedCache", self.table.rows)  # what users call, with max_length
+
+    def __str__(self) -> str:
+        return in_lines(self, "PagedCache", self.table.rows)

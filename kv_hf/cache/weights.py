@@ -145,8 +145,10 @@ def digests(weights: Iterable[Weight]) -> Iterator[tuple[Weight, bytes | None]]:
             yield weight, digest.digest()
 
 
-def fingerprint(weights: Iterable[Weight]) -> bytes:
+def fingerprint(weights: Iterable[Weight], places: bool = True) -> bytes:
     """Return the SHA-256 of the samples of all weights, and of where those lie and how often they were written to.
+
+    Without `places` copies of a model have one fingerprint.
 
     The samples of one device and size travel together, so that a GPU is asked a few times only.
     """
@@ -161,7 +163,7 @@ def fingerprint(weights: Iterable[Weight]) -> bytes:
             found = []
         for part, bits in found:
             together.setdefault((bits.device, bits.dtype), []).append(bits)
-            if weight.resident and weight.persistent:
+            if places and weight.resident and weight.persistent:
                 written = -1 if part.is_inference() else part._version
                 digest.update(f" {part.data_ptr()} {written}".encode())
     for bits_of_all in together.values():

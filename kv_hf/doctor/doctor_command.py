@@ -2,25 +2,26 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from ..errors import KVCacheError
 from ..printable import printable, tell
+from ..text_table import text_width
 from .diagnosis import Subject, examine, self_test
 from .self_test import SECONDS
-from .text import described, tested, verdict
+from .text import described, fitted, tested, verdict
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
     """Run `kv-hf doctor`; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="kv-hf doctor",
+        prog=prog,
         description="What would run here, why, and whether it works.",
         epilog=CODES,
     )
@@ -53,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
     except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
         parser.error(printable(str(error).splitlines()[0]))
     if not args.json:
-        # flushed, as a kernel may crash below
-        tell("\n".join(described(diagnosis, args.verbose)), flush=True)
+        _tell(described(diagnosis, args.verbose))
     if not args.no_self_test:
         diagnosis = replace(diagnosis, self_test=self_test(subject, args.seconds))
     if args.json:
@@ -62,7 +62,12 @@ def main(argv: Sequence[str]) -> int:
     else:
         if diagnosis.self_test is not None:
             print("\nSelf-test (largest error against the reference, and what rounding explains):")
-            tell("\n".join(tested(diagnosis.self_test)))
+            _tell(tested(diagnosis.self_test))
         print()
-        tell("\n".join(verdict(diagnosis)))
+        _tell(verdict(diagnosis))
     return 1 if diagnosis.broken else 0
+
+
+def _tell(lines: Iterable[str]) -> None:
+    """Print lines that fit the terminal, at once: a kernel that is tried next may crash."""
+    tell("\n".join(fitted(lines, text_width())), flush=True)

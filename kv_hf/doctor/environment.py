@@ -1,11 +1,12 @@
 """Versions, devices and settings: what a bug report should hold."""
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import torch
@@ -13,7 +14,9 @@ import transformers
 
 from ..backends.cpu import library
 from ..user_dir import user_dir
+from ..version import __version__
 
+PACKAGE = Path(__file__).resolve().parent.parent
 # what the C kernel asks the processor for (decode.c: best_isa), and what else tells processors apart
 CPU_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
@@ -25,7 +28,8 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 def environment() -> list[tuple[str, str]]:
     """Return (what, found) for versions, devices, the C library and the variables that change any of it."""
     return [
-        ("kv_hf", _version("kv_hf")),
+        ("kv_hf", __version__),
+        ("installed", installed()),
         ("python", f"{platform.python_version()} ({platform.python_implementation()})"),
         ("system", platform.platform()),
         ("torch", torch.__version__),
@@ -38,6 +42,29 @@ def environment() -> list[tuple[str, str]]:
         ("KV_HF_HOME", _home()),
         *_variables(),
     ]
+
+
+def installed(name: str = "kv_hf", folder: Path = PACKAGE) -> str:
+    """Return where this package runs from, and as what it was installed: the tags of its wheel, or "editable".
+
+    A wheel without the C kernel is called py3-none-any.
+    """
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return f"not as a package; runs from {folder}"
+    if json.loads(found.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"):
+        return f"editable, runs from {folder}"
+    if Path(str(found.locate_file(name))).resolve() != folder:
+        return f"elsewhere, as {found.version}; runs from {folder}"
+    return f"wheel {wheel_tags(found)}, in {folder}"
+
+
+def wheel_tags(found: Distribution) -> str:
+    """Return the tags of the wheel that a package was installed from: cp311-abi3-linux_x86_64."""
+    lines = (found.read_text("WHEEL") or "").splitlines()
+    tags = [line.removeprefix("Tag: ") for line in lines if line.startswith("Tag: ")]
+    return ", ".join(tags) or "of unknown tag"
 
 
 def _version(package: str) -> str:

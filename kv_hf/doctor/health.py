@@ -45,14 +45,14 @@ def check_requirements() -> list[Finding]:
 
 
 def check_c_kernel() -> Finding:
-    """Say whether the C kernel is there; broken is one that was compiled and cannot be used."""
+    """Say whether the C kernel is there: a warning where it was not compiled, broken where it was and cannot be used."""
     reason = library.missing()
     if reason is None:
         chosen = library.ISA_NAMES[library.isa()]
         return Finding("C kernel", OK, f"loaded, {chosen}, {library.threads()}")
-    turned_off = os.environ.get(library.ISA_VARIABLE) == "none"
-    status = NOTE if turned_off or not library.compiled_files() else BROKEN
-    return Finding("C kernel", status, reason)
+    if os.environ.get(library.ISA_VARIABLE) == "none":
+        return Finding("C kernel", NOTE, reason)
+    return Finding("C kernel", BROKEN if library.compiled_files() else WARNING, reason)
 
 
 def check_home() -> Finding:

@@ -10,8 +10,10 @@ from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
 from ..cache.paged_cache import PagedCache
 from ..errors import CacheOptionError
+from ..hub import why_not_model
 from ..planner.meta_model import quiet
 from ..planner.presets import is_preset, read_preset
+from ..printable import in_a_line
 
 
 def sizes_of(name: str) -> dict[str, Any]:
@@ -39,10 +41,13 @@ def _config(name: str) -> Any:
             )
         with quiet():
             return transformers.CONFIG_MAPPING[kind].from_dict(given)
+    reason = why_not_model(name)
+    if reason is not None:
+        raise CacheOptionError(f"model {name!r}: {reason}")
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise CacheOptionError(f"model {name!r}: {str(error).splitlines()[0]}") from error
+        raise CacheOptionError(f"model {name!r}: {in_a_line(error)}") from error
 
 
 def report_model(name: str) -> list[tuple[str, str]]:

@@ -43,6 +43,11 @@ SEAMS = (
     Seam(f"{_CONFIGURATION}:ALL_CACHE_IMPLEMENTATIONS", "holds the names that paged_* join"),
     Seam(f"{_CONFIGURATION}:GenerationConfig.validate", "reads that list", ("self",), told=True),
     Seam(
+        f"{_GENERATION}.generate",
+        "is the whole call (patched, for the tokens that a cache holds and for notices)",
+        ("self", "inputs", "streamer", "custom_generate"),
+    ),
+    Seam(
         f"{_GENERATION}._prepare_cache_for_generation",
         "makes the cache (patched)",
         ("self", "generation_config", "model_kwargs", *_SIZES_OF_A_CALL),

@@ -1,13 +1,18 @@
 """The diagnosis as plain text: symbols in brackets, readable without colours."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..formats import is_cache_name
+from ..text_table import wrap
 from .diagnosis import Diagnosis
 from .findings import NOTE, OK, SYMBOLS, WARNING, Finding
 from .kernels import PREFIX, FormatReport
 from .self_test import SelfTest
 from .trials import Trial
+
+FIRST_COLUMN = re.compile(r" *\S.*?  +(?=\S)")
+INDENT = 4  # blanks before the rest of a line without columns
 
 
 def described(diagnosis: Diagnosis, verbose: bool = False) -> Iterator[str]:
@@ -33,6 +38,13 @@ def described(diagnosis: Diagnosis, verbose: bool = False) -> Iterator[str]:
         yield f"Layers of {subject.model}:"
         for layers, how in diagnosis.layers:
             yield f"  {layers:<13} {how}"
+
+
+def fitted(lines: Iterable[str], width: int) -> Iterator[str]:
+    """Yield lines of at most `width` characters: a long one goes on below its second column."""
+    for line in lines:
+        first = FIRST_COLUMN.match(line)
+        yield from wrap(line, width, len(first.group()) if first else INDENT)
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:

@@ -133,7 +133,7 @@ class Decoding:
         """
         self.before()
         cuda = self.device.type == "cuda"
-        meter = AllocatedMeter(self.device) if cuda else ResidentMeter(from_now_on=False)
+        meter = AllocatedMeter(self.device) if cuda else ResidentMeter()
         self.step()
         self.transient_bytes = meter.peak()
         if cuda:

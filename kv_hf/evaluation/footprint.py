@@ -17,8 +17,6 @@ from .model_name import check_model_name
 from .shapes import RANDOM_MODELS, random_config
 
 DTYPES = ("bfloat16", "float16", "float32")
-# of glibc, from the start of a process on: see resident.give_freed_memory_back
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 CHILD = "kv_hf.evaluation.footprint_child"
 
 
@@ -81,8 +79,7 @@ def measure_footprint(
     passes = ("speed", "memory") if speed else ("memory",)
     # a GPU's allocator counts for itself, so that one process does there
     for together in [(one,) for one in passes] if kind == "cpu" else [passes]:
-        env = GIVE_BACK if together == ("memory",) else {}
-        found.update(run_child(CHILD, {**wanted, "passes": together}, env=env, timeout=timeout))
+        found.update(run_child(CHILD, {**wanted, "passes": together}, timeout=timeout))
     return found
 
 

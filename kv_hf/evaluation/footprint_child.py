@@ -1,8 +1,7 @@
 """Measure one cache in this process: `python -m kv_hf.evaluation.footprint_child` is what footprint.py starts.
 
-Two passes over the same prompt. One is timed with the allocator as every user has it. The other reads memory, with
-freed blocks given back to the system at once; that costs time, and blocks that were freed before stay behind as
-holes, so that on a CPU each pass has a process of its own.
+Two passes over the same prompt, on a CPU each in a process of its own, since memory that one has freed serves the other. One is
+timed. The other calls generate() and reads memory, with the allocator as every user has it and without a rehearsal.
 """
 
 import gc
@@ -10,7 +9,13 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 from transformers.utils import logging as transformers_logging
 
 from ..texts import load_text
@@ -18,7 +23,7 @@ from .cache_kinds import CacheKind, cache_kind, why_not
 from .cache_parts import HELD, cache_parts, check_prediction, kept_bytes
 from .child import answer
 from .decode_steps import WARMUP, Decoding, kernel_of, random_prompt, step_times
-from .memory_meter import meter_for
+from .memory_meter import Meter, meter_for
 from .shapes import random_model
 from .timing import spread
 
@@ -51,43 +56,86 @@ def speed(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict
     }
 
 
-@torch.no_grad()
 def memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
     """Return what a cache holds behind `prompt` [batch, context] and `steps` tokens, and the memory taken for it.
 
     Raises: ValueError when some logits are not finite; RuntimeError when bytes and prediction differ.
     """
-    _rehearse(model, kind, prompt)  # buffers that libraries keep for these sizes are not the cache
+    model.set_attn_implementation(kind.attention)
     meter = meter_for(prompt.device)
-    decoding = Decoding(model, kind, prompt, room=steps)
-    prefill = meter.grown(), meter.peak()
-    meter.restart()
-    for _ in range(steps):
-        decoding.before()
-        if not torch.isfinite(decoding.step()).all():
-            raise ValueError(
-                f"{kind.name} gives logits that are not finite behind {decoding.tokens} tokens"
-            )
-    grown, peak = meter.grown(), meter.peak()
-    parts = cache_parts(decoding.cache, prompt.device)
+    cache = kind.make(model.config, prompt.shape[1] + steps + 1)
+    marks = Marks(kind.name, meter)
+    _generate(model, cache, prompt, steps, marks)
+    tokens = prompt.shape[1] + steps
+    parts = cache_parts(cache, prompt.device)
     held = sum(parts[part] for part in HELD)
     return {
-        "kernel": kernel_of(decoding.cache),
-        "tokens": decoding.tokens,
+        "kernel": kernel_of(cache),
+        "tokens": tokens,
         "held_bytes": held,
         **{f"{part}_bytes": size for part, size in parts.items()},
-        "kept_bytes": kept_bytes(decoding.cache),
-        "predicted_bytes": check_prediction(decoding.cache, prompt.shape[1]),
-        "bytes_per_token": held / (decoding.tokens * len(prompt)),
+        "kept_bytes": kept_bytes(cache),
+        "predicted_bytes": check_prediction(cache, prompt.shape[1]),
+        "bytes_per_token": held / (tokens * len(prompt)),
         "measured_by": meter.name,
         "base_bytes": meter.base,
-        "prefill_grown_bytes": prefill[0],
-        "prefill_peak_bytes": prefill[1],
-        "steps_grown_bytes": grown,
-        "steps_peak_bytes": peak,
-        "peak_bytes": max((one for one in (prefill[1], peak) if one is not None), default=None),
-        "rss_bytes": grown if meter.name == "resident" else None,
+        **marks.figures(),
+        "rss_bytes": marks.grown if meter.name == "resident" else None,
     }
+
+
+class Marks(LogitsProcessor):
+    """Reads memory where generate() has logits: behind the prefill, and behind every step.
+
+    Attributes:
+        grown: bytes taken when it was asked last; None where the system does not tell.
+    """
+
+    def __init__(self, name: str, meter: Meter) -> None:
+        self.name, self.meter = name, meter
+        self.grown: int | None = None
+        self._prefill: tuple[int | None, int | None] | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the logits [batch, vocab] as they are. Raises ValueError where some are not finite."""
+        if not torch.isfinite(scores).all():
+            raise ValueError(
+                f"{self.name} gives logits that are not finite behind {input_ids.shape[1]} tokens"
+            )
+        self.grown = self.meter.grown()
+        if self._prefill is None:
+            self._prefill = self.grown, self.meter.peak()
+            self.meter.restart()
+        return scores
+
+    def figures(self) -> dict[str, int | None]:
+        """Return growth and peaks of the prefill and of the steps, in bytes."""
+        assert self._prefill is not None
+        grown, peaks = self._prefill[0], (self._prefill[1], self.meter.peak())
+        return {
+            "prefill_grown_bytes": grown,
+            "prefill_peak_bytes": peaks[0],
+            "steps_grown_bytes": self.grown,
+            "steps_peak_bytes": peaks[1],
+            "peak_bytes": max((one for one in peaks if one is not None), default=None),
+        }
+
+
+def _generate(model: Any, cache: Any, prompt: torch.Tensor, steps: int, marks: Marks) -> None:
+    """Generate as users do, greedily and on beyond an end of the text, until `cache` holds `steps` tokens more."""
+    own, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
+    try:
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            max_new_tokens=steps + 1,  # the last one is never stored
+            do_sample=False,
+            disable_compile=True,
+            logits_processor=LogitsProcessorList([marks]),
+        )
+    finally:
+        model.generation_config = own
 
 
 def _rehearse(model: Any, kind: CacheKind, prompt: torch.Tensor) -> None:

@@ -4,25 +4,19 @@ import gc
 
 import torch
 
-from .resident import give_freed_memory_back, resident, restart_peak
+from .resident import resident, restart_peak
 
 
 class ResidentMeter:
-    """Resident memory of the process: what the system has really given.
+    """Resident memory of the process: what the system has really given, as any process of the same program has it.
 
-    It is made when everything else is in place: freed blocks are given back first and from then on, so
-    that growth is new memory. All figures are None where /proc does not tell.
-
-    Args:
-        from_now_on: whether freed blocks are given back for the rest of the process, which costs time; without it
-            only the peak tells something.
+    It is made when everything else is in place: freed blocks are given back first, so that growth is new memory. From then
+    on nothing is: what the C library keeps counts as taken. All figures are None where /proc does not tell.
     """
 
     name = "resident"
 
-    def __init__(self, from_now_on: bool = True) -> None:
-        if from_now_on:
-            give_freed_memory_back()
+    def __init__(self) -> None:
         gc.collect()
         self.base: int | None = resident().get("VmRSS")
         self.restart()
@@ -37,13 +31,13 @@ class ResidentMeter:
 
     def grown(self) -> int | None:
         """Return the bytes taken since the meter was made."""
-        return None if self.base is None else resident()["VmRSS"] - self.base
+        return None if self.base is None else resident(trim=False)["VmRSS"] - self.base
 
     def peak(self) -> int | None:
         """Return the most bytes taken on top of the start, since `restart`."""
         if self.base is None or not self._peaks:
             return None
-        return resident()["VmHWM"] - self.base
+        return resident(trim=False)["VmHWM"] - self.base
 
 
 class AllocatedMeter:

@@ -3,6 +3,8 @@
 import ctypes
 from pathlib import Path
 
+from ..pages.host_heap import trim_heap
+
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -17,16 +19,16 @@ def give_freed_memory_back(threshold: int = 1 << 18) -> None:
         mallopt(M_MMAP_THRESHOLD, threshold)
 
 
-def resident() -> dict[str, int]:
+def resident(trim: bool = True) -> dict[str, int]:
     """Return bytes by name: VmRSS (now), VmHWM (most), RssAnon, RssFile; empty where /proc does not tell.
 
-    What glibc holds although it is free is given back first.
+    Args:
+        trim: give back what glibc holds although it is free, first.
     """
     if not STATUS.is_file():
         return {}
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    if trim:
+        trim_heap()
     fields = (line.split() for line in STATUS.read_text().splitlines())
     return {
         field[0].rstrip(":"): 1024 * int(field[1])

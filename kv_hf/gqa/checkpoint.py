@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from ..config_numbers import check_numbers
-from ..errors import ConversionError, InputFileError, first_line, reason
+from ..errors import ConversionError, InputFileError, reason
 from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
+from ..hub import why_not_model
+from ..printable import in_a_line
 from .beside import check_inside
 from .tensor_file import Stamp, StoredTensor, TensorFile, stamp_of
 
@@ -155,9 +157,10 @@ def find_folder(source: str | Path, patterns: list[str]) -> Path:
         raise ConversionError(
             f"source must be a folder with config.json and safetensors, got the file {name!r}"
         )
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    missing = why_not_model(name)
+    if missing is not None:
         raise ConversionError(
-            f"source must be a folder or a model of the hub, got {name!r}: there is no such folder"
+            f"source must be a folder or a model of the hub, got {name!r}: {missing}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -165,7 +168,7 @@ def find_folder(source: str | Path, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        why = first_line(error)
+        why = in_a_line(error)
         raise ConversionError(f"model {name!r} cannot be had from the hub: {why}") from error
 
 

@@ -86,7 +86,12 @@ def check_heads(kv_heads: int, asked: int, *, able: list[int] | None = None, why
         raise ConversionError(
             f"num_kv_heads={asked}: the model has {kv_heads} kv heads already, there is nothing to do"
         )
-    listed = ", ".join(map(str, able)) or "none (the model has one already)"
+    if not able:
+        raise ConversionError(
+            f"num_kv_heads={asked}: the model has {kv_heads} kv head{'s' * (kv_heads > 1)}, which cannot be merged "
+            f"into fewer{why}"
+        )
+    listed = " or ".join(map(str, able))
     raise ConversionError(
-        f"num_kv_heads must divide the model's {kv_heads} and be less: {listed}{why}; got {asked}"
+        f"num_kv_heads must divide the {kv_heads} kv heads of the model, and be less: it can be {listed}{why}, got {asked}"
     )

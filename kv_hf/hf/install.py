@@ -1,9 +1,9 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches anything.
 
-Seven seams are patched, all idempotently: the closed list of cache implementations that
+Eight seams are patched, all idempotently: the closed list of cache implementations that
 GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); methods of
-GenerationMixin (generation/utils.py, 5.17 to 5.23): _prepare_cache_for_generation, which makes the cache, and
-_prefill, which runs the first forward and is where a prefix store comes in; _valid_auto_compile_criteria (GenerationMixin)
+GenerationMixin (generation/utils.py, 5.17 to 5.23): generate, whose tokens a cache notes and whose streams notices
+wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a prefix store comes in; _valid_auto_compile_criteria (GenerationMixin)
 and get_compiled_call (PreTrainedModel), by which generate() decides what runs a decode step, and where CUDA graphs come
 in; and two of PreTrainedModel (modeling_utils.py, 5.17 to 5.23), which take the name of an attention: models that would
 not read it refuse "kv_hf".
@@ -26,13 +26,17 @@ from ..cache.latent_layer import LatentLayer
 from ..cache.model_shape import attention_config, is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
+from ..cache.two_bits import warn_of_two_bits
 from ..config import CacheConfig
-from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
+from ..config_given import given_options
+from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, cache_names, is_cache_name, named
 from ..notices import forget, warn_once
+from .asked import WITHOUT_NAME, asked_name
 from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
 from .graph_choice import Generation, decide, refuse_growing, with_room
+from .history import expect_drafts
 from .latent import prepare_latents, restore_expansion
 from .models import (
     refuse_at_load,
@@ -45,6 +49,7 @@ from .prefix import share_prefill
 from .room import expect_length
 from .static_generation import check_static_generation, is_assisted
 from .step_graph import call_graphs, want_graphs
+from .whole_call import around_generate
 
 # options about layers and latents of one model, which mean nothing to its assistant
 OF_A_MODEL = ("layers", "recipe", "latent", "latent_group_size", "k_rope", "mla")
@@ -52,6 +57,7 @@ OF_A_MODEL = ("layers", "recipe", "latent", "latent_group_size", "k_rope", "mla"
 _originals: dict[str, Callable[..., Any]] = {}
 _added: set[str] = set()  # names that were put beside transformers' own, gone ones included
 _OWNERS = {
+    "generate": GenerationMixin,
     "_prepare_cache_for_generation": GenerationMixin,
     "_prefill": GenerationMixin,
     "_valid_auto_compile_criteria": GenerationMixin,
@@ -69,7 +75,7 @@ def install() -> None:
     named.watch(_add_names)
     if not _originals:
         wraps: tuple[Any, ...] = (
-            _wrap, share_prefill, want_graphs, call_graphs, refuse_at_load, refuse_to_set
+            around_generate, _wrap, share_prefill, want_graphs, call_graphs, refuse_at_load, refuse_to_set
         )  # fmt: skip
         for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
             _originals[name] = getattr(owner, name)
@@ -120,8 +126,8 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        name = generation_config.cache_implementation
         given = model_kwargs.get("past_key_values")
+        name = asked_name(generation_config, given)
         paged = [half for half in paged_halves(given) if half is not None]
         if paged and name is None:
             _check_given(self, given)
@@ -136,7 +142,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                     refuse_growing(half.options)
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
             _make_ready(self, given, model_kwargs, generation_config)
-            _say_unused_store(given, *args, **kwargs)
+            _before_drafts(self, given, model_kwargs, generation_config, *args, **kwargs)
             _expect_length(self, given, model_kwargs, generation_config, *args, **kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
             # an assistant is called many times with the target's options and its own cache of the last call
@@ -157,7 +163,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             elif getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             _make_ready(self, cache, model_kwargs, generation_config)
-            _say_unused_store(cache, *args, **kwargs)
+            _before_drafts(self, cache, model_kwargs, generation_config, *args, **kwargs)
             _expect_length(self, cache, model_kwargs, generation_config, *args, **kwargs)
             model_kwargs["past_key_values"] = cache
             return None
@@ -166,13 +172,25 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
-def _say_unused_store(cache: Any, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
-    """Say once that a prefix store does nothing for assisted decoding."""
-    if getattr(cache, "prefix_store", None) is not None and is_assisted(generation_mode):
+def _before_drafts(
+    model: Any,
+    cache: Any,
+    model_kwargs: dict[str, Any],
+    generation_config: Any,
+    generation_mode: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Prepare for assisted decoding, if it is that: a prefix store does nothing there, which is said once."""
+    own, _ = paged_halves(cache)
+    if own is None or not is_assisted(generation_mode):
+        return
+    if own.prefix_store is not None:
         warn_once(
             "prefix_store assisted",
             "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
         )
+    expect_drafts(model, cache, own, model_kwargs)
 
 
 def _expect_length(
@@ -220,7 +238,7 @@ def _check_paged_cross(model: Any) -> None:
 def _new_cache(
     model: Any, generation_config: Any, asked: Generation
 ) -> CacheBase | PagedEncoderDecoderCache:
-    name = generation_config.cache_implementation
+    name = generation_config.cache_implementation or WITHOUT_NAME
     named = "mamba" in type(model).__name__.lower()
     if named or not model._supports_default_dynamic_cache():
         raise UnsupportedModelError(
@@ -232,12 +250,8 @@ def _new_cache(
             f"cache_implementation={name!r}: no forward of {type(model).__name__} takes past_key_values, through which "
             "generate() passes a cache, so pages would stay empty; leave cache_implementation out"
         )
-    options = generation_config.cache_config
-    if options is not None and not isinstance(options, dict):
-        raise CacheOptionError(
-            f"cache_config must be a dict of options such as {{'page_size': 32}}, got {type(options).__name__}"
-        )
-    if options and getattr(generation_config, "is_assistant", False):
+    options = given_options(generation_config.cache_config, CacheConfig)
+    if getattr(generation_config, "is_assistant", False):
         # the target's options reach the assistant, whose layers are others
         options = {option: value for option, value in options.items() if option not in OF_A_MODEL}
     if not is_encoder_decoder(model.config):
@@ -266,6 +280,7 @@ def _make_ready(
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
+        warn_of_two_bits([layer.formats for layer in half.paged_layers])
         for device in execution_devices(model):
             half.check_kernel(device, model.dtype)
         if any(isinstance(layer, LatentLayer) for layer in half.layers):

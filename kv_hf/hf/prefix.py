@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation.utils import GenerationMixin
 
 from ..cache.adapters import adapters_of
 from ..cache.compat import CHUNKS_BEHIND_A_CACHE
@@ -13,9 +12,9 @@ from ..cache.encoder_decoder import paged_halves
 from ..cache.model_shape import rotates_by_length
 from ..cache.model_state import drops_numbers
 from ..cache.paged_cache import PagedCache
-from ..errors import CacheMismatchError
 from ..geometry import full_pages, page_start
 from ..notices import warn_once
+from .history import Text
 from .virtual_tokens import virtual_tokens_in_pages
 
 # tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
@@ -80,15 +79,21 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         own, _ = paged_halves(cache)
         if own is None:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        if own is cache and not _chooses_its_inputs(self):
-            _check_continues(own, input_ids, generation_config, model_kwargs)
+        text = Text.of(self, cache, own, input_ids, generation_config, model_kwargs)
+        text.check()
         note_origin(self, own)
+        text.note()
         store, prompt = own.prefix_store, None
         if store is not None and not own.get_seq_length():
             prompt = _prompt_to_share(self, own, input_ids, generation_config, model_kwargs)
         if store is None or prompt is None:
             with virtual_tokens_in_pages(self, cache):
-                return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+                outputs = original(
+                    self, input_ids, generation_config, model_kwargs, *args, **kwargs
+                )
+            _end_prefill(cache)
+            text.check_columns()
+            return outputs
         space = store.bind_model(self)
         own.note_space(space)
         chunk = getattr(generation_config, "prefill_chunk_size", None)
@@ -103,9 +108,17 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
                 own.reset()
             raise
         store.add(own, prompt.rows, space)
+        _end_prefill(cache)
         return outputs
 
     return prefill
+
+
+def _end_prefill(cache: Any) -> None:
+    """Tell the paged halves of `cache` that the prefill is over."""
+    for half in paged_halves(cache):
+        if half is not None:
+            half.end_prefill()
 
 
 def _prompt_to_share(
@@ -121,35 +134,6 @@ def _prompt_to_share(
     warn_once(f"prefix_store {prompt}", f"prefix_store is not used: {prompt}")
     cache.note_space(None)
     return None
-
-
-def _chooses_its_inputs(model: Any) -> bool:
-    """Say whether a model cuts the text by itself: it may have put columns in front that the text does not have (CPMAnt)."""
-    own = type(model).prepare_inputs_for_generation
-    return own is not GenerationMixin.prepare_inputs_for_generation
-
-
-def _check_continues(
-    cache: PagedCache, input_ids: torch.Tensor, generation_config: Any, inputs: dict[str, Any]
-) -> None:
-    """Raise CacheMismatchError when the whole text is no longer than what the cache has seen of it.
-
-    Where the mask is longer than the tokens these are new ones only: then there is nothing to compare.
-    """
-    seen = cache.get_seq_length()
-    mask = inputs.get("attention_mask")
-    width = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-    if (
-        isinstance(seen, int)
-        and 0 < input_ids.shape[1] <= seen
-        and width in (-1, input_ids.shape[1])
-        and inputs.get("inputs_embeds") is None
-    ):
-        raise CacheMismatchError(
-            f"input_ids of {input_ids.shape[1]} tokens do not continue a cache that has seen {seen}: pass the whole text so "
-            "far and at least one new token, or the new tokens with an attention_mask of the whole text; for another "
-            "text make a new cache, or call cache.reset()"
-        )
 
 
 def attach_prefix(
@@ -171,6 +155,7 @@ def attach_prefix(
         for part in ids.split(chunk or ids.shape[1], dim=1):
             model(input_ids=part, past_key_values=lead, use_cache=True, **_last_logit(model))
         store.add(lead, [common], space)
+        lead.end_prefill()
         store.count_computed(ids.shape[1])
     return store.attach(cache, space, prompt.rows, prompt.padding, chunk)
 

@@ -12,25 +12,41 @@ from pathlib import Path
 import torch
 
 _MADV_HUGEPAGE = 14  # asm-generic/mman-common.h
+_MADV_COLLAPSE = 25  # the same file, Linux 6.1
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _LEAST = 2  # huge pages that a tensor must have room for: smaller ones stay in memory that is shared with others
 
 
-def advise(tensor: torch.Tensor) -> bool:
-    """Ask for huge pages for the memory of a contiguous CPU tensor [any shape] that nobody has written to yet.
+def advise(tensor: torch.Tensor, written: int = 0) -> bool:
+    """Ask for huge pages for the memory of a contiguous CPU tensor [any shape].
 
     Only whole huge pages inside of the tensor are asked for: memory beside it is not touched, and none is added.
 
+    Args:
+        written: bytes at the front that were written already, and of which whole huge pages were asked for before. What
+            is written cannot become huge by itself any more; Linux 6.1 and later put it together here.
     Returns: whether the system took the advice; it may still give small pages. Nothing depends on that but speed.
     """
     size = huge_page_bytes()
     if not size or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
         return False
-    start, nbytes = tensor.data_ptr(), tensor.nbytes
-    if nbytes < _LEAST * size:
+    start = tensor.data_ptr()
+    first, last = _whole(start, tensor.nbytes, size)
+    _, asked = _whole(start, written, size)
+    first = max(first, asked)
+    if first >= last or _madvise()(first, last - first, _MADV_HUGEPAGE) != 0:
         return False
-    first, last = -(-start // size) * size, (start + nbytes) // size * size
-    return first < last and _madvise()(first, last - first, _MADV_HUGEPAGE) == 0
+    behind = min(last, -(-(start + written) // size) * size)
+    if written and first < behind:
+        _madvise()(first, behind - first, _MADV_COLLAPSE)
+    return True
+
+
+def _whole(start: int, nbytes: int, size: int) -> tuple[int, int]:
+    """Return the addresses [first, last) of the huge pages that lie inside of a tensor; (0, 0) where it is too small."""
+    if nbytes < _LEAST * size:
+        return 0, 0
+    return -(-start // size) * size, (start + nbytes) // size * size
 
 
 @functools.cache

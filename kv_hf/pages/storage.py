@@ -12,7 +12,7 @@ from ..quant.codec import decode
 from ..spec import PageFields, PageSpec, SideSpec
 from . import blocks
 from .host_pages import HostPages
-from .huge_pages import advise
+from .page_memory import PageMemory
 from .persistent import persistent_tensors
 from .step import SealJobs, TableView
 
@@ -45,6 +45,8 @@ class ReadablePages(NamedTuple):
 class SideStorage:
     """Encoded pages of one side of one layer: the tensors of `SideSpec.fields`, indexed by page id."""
 
+    _memory: PageMemory | None = None  # that `grown` made last
+
     def __init__(self, spec: SideSpec, device: torch.device) -> None:
         self.spec = spec
         # replaced as a whole: whoever reads has the tensors of before or those of after
@@ -65,16 +67,34 @@ class SideStorage:
         """Allocated bytes by tensor name."""
         return {name: tensor.nbytes for name, tensor in self.fields.items()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy fields out of memory that has addresses for more pages: a pickle holds the pages alone."""
+        if self._memory is None:
+            return vars(self)
+        fields = PageFields({name: tensor.clone() for name, tensor in self.fields.items()})
+        return {**vars(self), "fields": fields, "_memory": None}
+
     def grown(self, capacity: int) -> PageFields:
-        """Return fields with these pages and room for `capacity`; new pages are zero, so that reading them is finite."""
-        fields = dict(self.fields)
-        for name, old in self.fields.items():
-            if old.shape[0] < capacity:
-                fields[name] = new = old.new_empty((capacity, *old.shape[1:]))
-                advise(new)  # before anything is written: memory gets its pages then
-                new[: old.shape[0]] = old
-                new[old.shape[0] :].zero_()
-        return PageFields(fields)
+        """Return fields with these pages and room for `capacity`; new pages are zero, so that reading them is finite.
+
+        On a CPU large fields lie in memory of their own, which may have the room already (page_memory.py).
+        """
+        old = self.fields
+        memory = self._memory
+        if memory is not None and self.capacity < capacity <= memory.most and memory.holds(old):
+            return PageFields(memory.pages(capacity, written=self.capacity))
+        memory = PageMemory.of(old, capacity) if self.capacity < capacity else None
+        if memory is not None:
+            self._memory, room = memory, memory.pages(capacity)
+        else:
+            small = {name: one for name, one in old.items() if one.shape[0] < capacity}
+            room = {name: one.new_empty((capacity, *one.shape[1:])) for name, one in small.items()}
+        for name, new in room.items():
+            held = old[name].shape[0]
+            new[:held] = old[name]
+            if memory is None:
+                new[held:].zero_()
+        return PageFields({**old, **room})
 
     def check_integrity(self) -> None:
         """Raise ValueError unless every field has room for equally many pages."""
@@ -114,6 +134,7 @@ class SideStorage:
     def to(self, device: torch.device) -> None:
         """Move all tensors to `device`."""
         self.fields = PageFields({name: one.to(device) for name, one in self.fields.items()})
+        self._memory = None
 
 
 class PageStorage:

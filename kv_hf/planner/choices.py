@@ -6,22 +6,17 @@ from typing import Any
 
 from ..cache_names import cache_label, parse_cache_name
 from ..checks import check_int
-from ..config import CacheConfig, check_option_names
+from ..config import CacheConfig
+from ..config_given import given_options
 from ..errors import CacheOptionError
 from ..formats import cache_names, is_cache_name
 from ..spec import MemoryReport
+from ..units import parse_tokens
 from .inventory import Inventory
 from .predict import predict
-from .units import parse_bytes, parse_tokens
 
 EXACT_CACHES = ("dynamic", "static")  # transformers' own whose bytes are predicted
 NOT_PLANNED = {"offloaded": "the layer that is being computed"}
-# options that may be written with a unit
-PARSED = {
-    "device_bytes": parse_bytes,
-    "max_length": parse_tokens,
-    "reserve_tokens": parse_tokens,
-}
 FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
 
 
@@ -52,7 +47,9 @@ class Choice:
     length: int | None = None
 
     @classmethod
-    def of(cls, given: str | CacheConfig, cache_config: Mapping[str, Any] | None) -> "Choice":
+    def of(
+        cls, given: str | CacheConfig, cache_config: CacheConfig | Mapping[str, Any] | None
+    ) -> "Choice":
         """Read a name such as "paged_int4:keys=int8", or take options of a paged cache as they are.
 
         Args:
@@ -88,10 +85,7 @@ class Choice:
                 takes = "only max_length" if base == "static" else "no options"
                 raise CacheOptionError(f"cache {base!r} takes {takes}, got {given!r}")
             return cls(given, base)
-        both = {**(cache_config or {}), **options}
-        for name, parse in PARSED.items():
-            if isinstance(both.get(name), str):
-                both[name] = parse(name, both[name])
+        both = {**given_options(cache_config, CacheConfig), **options}
         return cls(cache_label(given), "paged", CacheConfig.from_options(base, both))
 
     def predict(
@@ -154,21 +148,21 @@ class Choice:
 
 
 def choices_of(
-    caches: Sequence[str | CacheConfig], cache_config: Mapping[str, Any] | None
+    caches: Sequence[str | CacheConfig], cache_config: CacheConfig | Mapping[str, Any] | None
 ) -> list[Choice]:
     """Return every cache of `caches` as `Choice.of` reads it.
 
     Raises: CacheOptionError as that does, and for options in `cache_config` that no cache reads.
     """
-    check_option_names(cache_config or {})
-    found = [Choice.of(given, cache_config) for given in caches]
+    options = given_options(cache_config, CacheConfig)
+    found = [Choice.of(given, options) for given in caches]
     read = any(
         isinstance(given, str) and choice.kind == "paged"
         for given, choice in zip(caches, found, strict=True)
     )
-    if cache_config and not read:
+    if options and not read:
         raise CacheOptionError(
-            f"cache_config={dict(cache_config)} is for paged caches that are given by name, and caches has none; leave it "
+            f"cache_config={options} is for paged caches that are given by name, and caches has none; leave it "
             "out, or put it into the CacheConfig"
         )
     return found

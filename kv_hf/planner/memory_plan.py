@@ -12,6 +12,7 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, KVCacheError
 from ..printable import short
 from ..spec import MemoryReport
+from ..units import format_bytes, parse_bandwidth, parse_bytes, parse_tokens
 from .choices import Choice, choices_of, default_caches
 from .devices import find_device
 from .fit import Fit, find_fit
@@ -20,7 +21,6 @@ from .inventory import Inventory
 from .roofline import Decode, cache_read, weights_read
 from .shares import device_share
 from .source import load_inventory
-from .units import format_bytes, parse_bandwidth, parse_bytes, parse_tokens
 
 DEFAULT_CONTEXT = 8192
 MOST_BATCH = 1_000_000  # rows are listed one by one
@@ -57,6 +57,16 @@ class CachePlan:
     def total(self) -> int:
         """Bytes of the cache on the device."""
         return self.memory.total
+
+    def __str__(self) -> str:
+        fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
+        outside = (
+            f" and {format_bytes(self.memory.offloaded)} outside" if self.memory.offloaded else ""
+        )
+        beside = (
+            "" if self.cache == "dynamic" else f", dynamic takes {self.ratio:.2f} times as much"
+        )
+        return f"{self.cache}: {format_bytes(self.total)}{outside}{beside}{fits}"
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,22 @@ class Plan:
             return None
         return self.device_memory - self.reserve - self.weights
 
+    def __str__(self) -> str:
+        weights = "" if self.weights is None else f", weights {format_bytes(self.weights)}"
+        room = (
+            ""
+            if self.device_memory is None
+            else f", {format_bytes(self.device_memory)} of device memory"
+        )
+        rows = f"{self.batch:,} row{'s' * (self.batch > 1)} of {self.context:,} tokens"
+        return "\n".join(
+            [
+                f"{self.inventory.name}: {rows}{weights}{room}",
+                *(f"  {row}" for row in self.rows),
+                *(f"  note: {note}" for note in self.notes),
+            ]
+        )
+
     def row(self, cache: str) -> CachePlan:
         """Return the row of a cache by its name. Raises CacheOptionError for one that was not planned."""
         for row in self.rows:
@@ -126,7 +152,7 @@ def plan(
     batch: int = 1,
     context: int | str | None = None,
     prompt: int | str | None = None,
-    cache_config: Mapping[str, Any] | None = None,
+    cache_config: CacheConfig | Mapping[str, Any] | None = None,
     device: str | None = None,
     device_memory: int | str | None = None,
     bandwidth: int | str | None = None,
@@ -149,7 +175,7 @@ def plan(
             model was made for if that is less.
         prompt: how many of them came in one prefill; None: the most that any prompt takes (with offload: all but one).
             What fits is for any prompt.
-        cache_config: options of all paged caches that are given by name; there has to be one.
+        cache_config: options of all paged caches that are given by name, as a dict or a CacheConfig; there has to be one.
         device: a name of kv_hf.planner.devices, for `device_memory` and `bandwidth` that are not given.
         device_memory: bytes, "24GiB" or "24GB".
         bandwidth: of the device's memory: bytes per second or "3.35TB/s".
@@ -175,6 +201,8 @@ def plan(
     known = None if device is None else find_device(device)
     if known is not None and device_memory is None:
         device_memory = known.memory
+        if not known.reported:
+            notes.append(f"memory of {known.name}: {known.memory_source}")
     if known is not None and bandwidth is None:
         bandwidth = known.bandwidth
     memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
@@ -255,7 +283,7 @@ class _Planner:
     def rows(
         self,
         caches: Sequence[str | CacheConfig] | None,
-        cache_config: Mapping[str, Any] | None,
+        cache_config: CacheConfig | Mapping[str, Any] | None,
         notes: list[str],
     ) -> tuple[CachePlan, ...]:
         """Plan every cache. One of `default_caches` that the model cannot have becomes a note."""

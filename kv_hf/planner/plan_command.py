@@ -2,20 +2,20 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 
 from ..cache_names import STOCK
 from ..errors import KVCacheError
 from ..formats import cache_names
-from ..printable import tell_error
+from ..printable import tell, tell_error
+from ..text_table import GAP, text_width, wrap
+from ..units import format_bandwidth, format_bytes
 from .devices import DEVICES
 from .inventory import Inventory
 from .memory_plan import plan
 from .presets import preset_names, read_preset
 from .table import describe_layers, print_plan
-from .units import format_bandwidth, format_bytes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -79,23 +79,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "kv-hf memory") -> int:
-    """Plan and print; return the exit code: 0, or 2 for an error that says its reason.
-
-    A reader that has seen enough (`| head`) is no error.
-    """
-    try:
-        code = _main(argv, prog)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # what is left in the buffer would fail again when the interpreter ends
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.close(nothing)
-        return 0
-    return code
-
-
-def _main(argv: Sequence[str] | None, prog: str) -> int:
+    """Plan and print; return the exit code: 0, or 2 for an error that says its reason."""
     asked = parser(prog)
     args = asked.parse_args(sys.argv[1:] if argv is None else list(argv))
     if args.list_devices:
@@ -134,19 +118,24 @@ def _main(argv: Sequence[str] | None, prog: str) -> int:
 
 
 def print_devices() -> None:
-    """Print the known devices with their memory, bandwidth and source."""
+    """Print the known devices with their memory and bandwidth, and the sources of both."""
     for device in DEVICES.values():
         memory = "" if device.memory is None else format_bytes(device.memory)
-        print(
-            f"{device.name:<15}{memory:>11}{format_bandwidth(device.bandwidth):>13}  {device.source}"
-        )
+        figures = f"{device.name:<15}{memory:>11}{format_bandwidth(device.bandwidth):>13}"
+        sources = "; ".join(one for one in (device.memory_source, device.source) if one)
+        _print_wrapped(f"{figures}  {sources}", hang=len(figures) + GAP)
 
 
 def print_presets() -> None:
     """Print the shipped presets: name, hub id, and what their layers hold."""
     names = preset_names()
-    wide = max(map(len, names), default=0) + 2
+    wide = max(map(len, names), default=0) + GAP
     for name in names:
         preset = read_preset(name)
         inventory = Inventory.from_dict(preset["inventory"])
-        print(f"{name:<{wide}}{preset['model']}: {describe_layers(inventory)}")
+        text = f"{name:<{wide}}{preset['model']}: {describe_layers(inventory)}"
+        _print_wrapped(text, hang=wide)
+
+
+def _print_wrapped(line: str, hang: int) -> None:
+    tell("\n".join(wrap(line, text_width(), hang)))

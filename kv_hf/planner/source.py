@@ -15,10 +15,11 @@ from ..config_numbers import check_numbers
 from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
 from ..field_names import POSITIONS, first
 from ..files.reading import CONFIG_BYTES, read_json_object
+from ..hub import cached_config
 from ..notices import say_once
 from ..printable import in_a_line, short
 from .fields import inventory_of_fields, language_part
-from .hub import cached_config, fetch_config
+from .hub import fetch_config
 from .inventory import Inventory
 from .kv_heads import replace_kv_heads, replace_named_kv_heads
 from .meta_model import quiet

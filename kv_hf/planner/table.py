@@ -1,19 +1,15 @@
 """A plan as lines for people: what the model keeps, a row per cache, and notes."""
 
-import shutil
-import sys
 from collections.abc import Sequence
 
 from ..printable import printable, tell
+from ..text_table import table_lines, text_width, wrap
+from ..units import format_bandwidth, format_bytes, format_count
 from .fit import MOST_ROWS
 from .inventory import CachedLayer, Inventory
 from .memory_plan import CachePlan, Plan
-from .units import format_bandwidth, format_bytes, format_count
 
 NO_LIMIT = "no limit"
-GAP = 2  # blanks between columns
-
-Columns = list[tuple[str, list[str]]]
 
 
 def describe_layers(inventory: Inventory) -> str:
@@ -75,44 +71,31 @@ def header_lines(plan: Plan) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def columns(plan: Plan) -> tuple[Columns, Columns]:
-    """Return (heading, cells) of every column that the plan can fill: what is held, and what fits and is read."""
+def columns(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Return (heading, cells) of every column that the plan can fill: what is held, then what fits and is read."""
     rows = plan.rows
-    held = [
+    found = [
         ("cache", [printable(row.cache) for row in rows]),
         ("bytes/token", [_number(row.bytes_per_token) for row in rows]),
         ("cache bytes", [format_bytes(row.total) for row in rows]),
     ]
-    if any(row.memory.offloaded for row in rows):
-        held.append(("outside", [format_bytes(row.memory.offloaded) for row in rows]))
-    held.append(("ratio", [f"{row.ratio:,.2f}x" for row in rows]))
+    found.append(("ratio", [f"{row.ratio:,.2f}x" for row in rows]))
     if plan.weights is not None:
-        held.append(("with weights", [format_bytes(plan.weights + row.total) for row in rows]))
-    more: Columns = []
+        found.append(("with weights", [format_bytes(plan.weights + row.total) for row in rows]))
     if plan.available is not None:
-        held.append(("fits", ["yes" if row.fits else "no" for row in rows]))
-        more = [
+        found.append(("fits", ["yes" if row.fits else "no" for row in rows]))
+    if any(row.memory.offloaded for row in rows):
+        found.append(("outside", [format_bytes(row.memory.offloaded) for row in rows]))
+    if plan.available is not None:
+        found += [
             ("context", [_limit(plan, row, "context") for row in rows]),
             ("batch", [_limit(plan, row, "batch") for row in rows]),
             ("resident", [_limit(plan, row, "resident_tokens") for row in rows]),
         ]
-    more.append(("read/token", [format_bytes(row.decode.bytes_per_token) for row in rows]))
+    found.append(("read/token", [format_bytes(row.decode.bytes_per_token) for row in rows]))
     if plan.bandwidth is not None:
-        more.append(("tokens/s", [_number(row.tokens_per_second or 0) for row in rows]))
-    return held, more
-
-
-def tables(plan: Plan, width: int | None) -> list[Columns]:
-    """Return the columns as one table, or as two where one is wider than `width` characters."""
-    held, more = columns(plan)
-    whole = held + more
-    if width is None or sum(_widths(whole)) + GAP * (len(whole) - 1) <= width:
-        return [whole]
-    return [held, held[:1] + more]
-
-
-def _widths(table: Columns) -> list[int]:
-    return [max(len(heading), *map(len, cells), 0) for heading, cells in table]
+        found.append(("tokens/s", [_number(row.tokens_per_second or 0) for row in rows]))
+    return found
 
 
 def legend(plan: Plan) -> list[str]:
@@ -131,50 +114,16 @@ def legend(plan: Plan) -> list[str]:
 
 def plain_table(plan: Plan, width: int | None = None) -> str:
     """Return the plan as lines of text, of at most `width` characters where that is possible."""
-    lines = header_lines(plan)
-    for table in tables(plan, width):
-        widths = _widths(table)
-        lines.append("")
-        for row in (
-            [heading for heading, _ in table],
-            *zip(*(cells for _, cells in table), strict=True),
-        ):
-            first, *others = row
-            cells = [cell.rjust(wide) for cell, wide in zip(others, widths[1:], strict=True)]
-            lines.append((" " * GAP).join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join([*lines, "", *legend(plan), *_notes(plan)])
+    head, tail = (
+        [one for line in lines for one in wrap(line, width)]
+        for lines in (header_lines(plan), [*legend(plan), *_notes(plan)])
+    )
+    return "\n".join([*head, "", *table_lines(columns(plan), width), "", *tail])
 
 
 def print_plan(plan: Plan) -> None:
-    """Print a plan: on a terminal with rich where it is installed, else as plain text."""
-    if not sys.stdout.isatty():
-        tell(plain_table(plan))
-        return
-    width = shutil.get_terminal_size().columns
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:  # it belongs to the extras
-        tell(plain_table(plan, width))
-        return
-    console = Console(width=width)
-    if console.is_dumb_terminal:  # rich takes it to be 80 characters wide, and cuts cells off
-        tell(plain_table(plan, width))
-        return
-    for line in header_lines(plan):
-        console.print(Text(line))
-    for columns_of in tables(plan, width):
-        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-        for position, (heading, _) in enumerate(columns_of):
-            table.add_column(heading, justify="right" if position else "left", no_wrap=True)
-        for cells in zip(*(cells for _, cells in columns_of), strict=True):
-            table.add_row(*(Text(cell) for cell in cells))
-        console.print()
-        console.print(table)
-    console.print()
-    for line in [*legend(plan), *_notes(plan)]:
-        console.print(Text(line))
+    """Print a plan as wide as the terminal, and in 80 columns where the output is no terminal."""
+    tell(plain_table(plan, text_width()))
 
 
 def _notes(plan: Plan) -> Sequence[str]:

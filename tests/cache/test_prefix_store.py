@@ -276,7 +276,7 @@ def test_store_of_another_model_or_format_is_refused():
         run(make_model("llama"), [SYSTEM], store)
     with pytest.raises(kv_hf.CacheOptionError, match="must be a kv_hf.PrefixStore, got dict"):
         run(model, [SYSTEM], {})
-    with pytest.raises(kv_hf.CacheOptionError, match="max_bytes must be an integer"):
+    with pytest.raises(kv_hf.CacheOptionError, match="max_bytes must be a size"):
         kv_hf.PrefixStore(max_bytes=0.5)
     with pytest.raises(kv_hf.CacheOptionError, match="not used by any cache yet"):
         kv_hf.PrefixStore().known((), [1])

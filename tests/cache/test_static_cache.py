@@ -307,7 +307,7 @@ REFUSED_OPTIONS = {
     "reserve_tokens": ({"reserve_tokens": 16}, "reserve_tokens=16 does not go with max_length=64"),
     "max_pages": ({"max_pages": 16}, "max_pages=16 does not go with max_length=64"),
     "zero": ({"max_length": 0}, "max_length must be an integer of at least 1, got 0"),
-    "text": ({"max_length": "64"}, "max_length must be an integer of at least 1, got '64'"),
+    "text": ({"max_length": "64 lots"}, "max_length must be a number of tokens .* got '64 lots'"),
 }
 
 

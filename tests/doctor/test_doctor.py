@@ -9,7 +9,8 @@ import tiny_models
 import torch
 
 import kv_hf
-from kv_hf import cli, doctor
+import kv_hf_cli
+from kv_hf import doctor
 from kv_hf.backends.cpu import library
 
 CPU = torch.device("cpu")
@@ -36,12 +37,20 @@ def test_report_gives_a_reason_where_the_library_is_missing(monkeypatch):
 
 
 def test_doctor_prints_every_format_and_the_reasons(capsys):
-    assert cli.main(["doctor", "--device", "cpu", "--quick"]) == 0
+    assert kv_hf_cli.main(["doctor", "--device", "cpu", "--quick"]) == 0
     printed = capsys.readouterr().out
     for name in kv_hf.cache_names():
         assert f"{name} " in printed
     assert torch.__version__ in printed
     assert "triton" in printed.partition("Why not")[2]
+
+
+def test_doctor_fits_80_columns(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    kv_hf_cli.main(["doctor", "--device", "cpu", "--quick", "--verbose"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 60
+    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
 
 
 @pytest.mark.parametrize(
@@ -59,13 +68,14 @@ def test_doctor_prints_every_format_and_the_reasons(capsys):
 )
 def test_doctor_refuses_what_cannot_be(capsys, arguments, says):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["doctor", *arguments])
+        kv_hf_cli.main(["doctor", *arguments])
     assert stop.value.code == 2
     assert says in capsys.readouterr().err
 
 
-def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(capsys):
-    assert cli.main(["doctor", "--device", "cpu", "--head-dim", "6", "--quick"]) == 0
+def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert kv_hf_cli.main(["doctor", "--device", "cpu", "--head-dim", "6", "--quick"]) == 0
     printed = capsys.readouterr().out
     assert "paged_int2    none" in printed
     assert "head_dim must be a multiple of 4, got 6" in printed
@@ -103,27 +113,28 @@ def test_update_refuses_a_kernel_that_cannot_run_and_changes_nothing():
     assert not cache.layers[0].is_initialized
 
 
-def test_doctor_says_how_each_layer_of_a_model_would_be_cached(capsys, tmp_path):
+def test_doctor_says_how_each_layer_of_a_model_would_be_cached(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "400")
     from transformers import LlamaConfig
 
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "linear_attention"] * 2
     config = LlamaConfig(num_hidden_layers=8, layer_types=kinds, sliding_window=512)
     config.save_pretrained(tmp_path)
-    assert cli.main(["doctor", "--quick", "--model", str(tmp_path)]) == 0
+    assert kv_hf_cli.main(["doctor", "--quick", "--model", str(tmp_path)]) == 0
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "0-1, 4-5 paged, sliding window of 512" in said
     assert "2, 6 paged" in said
     kept = next(line for line in said if line.startswith("3, 7"))
     assert "LinearAttentionLayer" in kept and "kept for this layer" in kept
     with pytest.raises(SystemExit):
-        cli.main(["doctor", "--model", str(tmp_path / "absent")])
+        kv_hf_cli.main(["doctor", "--model", str(tmp_path / "absent")])
     assert "absent" in capsys.readouterr().err
 
 
 def test_doctor_knows_presets_and_keeps_columns_apart(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cli.main(["doctor", "--quick", "--device", "cpu", "--model", "gemma-3-4b"]) == 0
+    assert kv_hf_cli.main(["doctor", "--quick", "--device", "cpu", "--model", "gemma-3-4b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "Pages on cpu: bfloat16, head_dim 256, page_size 64" in lines
     assert "  0-4, 6-10, 12-16, 18-22, 24-28, 30-33 paged, sliding window of 1024" in lines
@@ -134,9 +145,9 @@ def test_doctor_takes_the_sizes_of_the_model(capsys, tmp_path):
     from transformers import LlamaConfig
 
     LlamaConfig(head_dim=20, dtype="float32").save_pretrained(tmp_path)
-    cli.main(["doctor", "--quick", "--model", str(tmp_path)])
+    kv_hf_cli.main(["doctor", "--quick", "--model", str(tmp_path)])
     assert "float32, head_dim 20, page_size 64" in capsys.readouterr().out
-    cli.main(
+    kv_hf_cli.main(
         ["doctor", "--quick", "--model", str(tmp_path), "--head-dim", "64", "--dtype", "float16"]
     )
     assert "float16, head_dim 64" in capsys.readouterr().out
@@ -147,7 +158,7 @@ def test_doctor_names_the_kernels_of_latents(capsys, tmp_path):
     from tiny_latent import make_model as make_latent
 
     make_latent("deepseek_v3").config.save_pretrained(tmp_path)
-    assert cli.main(["doctor", "--device", "cpu", "--quick", "--model", str(tmp_path)]) == 0
+    assert kv_hf_cli.main(["doctor", "--device", "cpu", "--quick", "--model", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "latents of 32 and RoPE keys of 8" in shown
     # its record wants a rank of whole groups of 128, which this tiny one is not

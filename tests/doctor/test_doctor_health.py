@@ -14,10 +14,11 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 import kv_hf
-from kv_hf import cli
+import kv_hf_cli
 from kv_hf.backends.cpu import library
 from kv_hf.backends.triton import support
 from kv_hf.doctor import environment, health, seams
+from kv_hf.doctor.environment import installed
 from kv_hf.doctor.fingerprints import KNOWN
 from kv_hf.doctor.seam_list import SEAMS, TESTED, Seam
 from kv_hf.doctor.source import fingerprint_of_source, methods_called, normal_form
@@ -29,7 +30,7 @@ needs_tested = pytest.mark.skipif(not IS_TESTED, reason="another version of tran
 
 def quick(capsys, *more):
     """Return (exit code, what is printed) without the self-test."""
-    code = cli.main(["doctor", "--device", "cpu", "--quick", *more])
+    code = kv_hf_cli.main(["doctor", "--device", "cpu", "--quick", *more])
     return code, capsys.readouterr().out
 
 
@@ -224,10 +225,27 @@ def test_no_compiler_and_no_gpu_are_no_fault(monkeypatch, capsys, tmp_path, turn
         monkeypatch.setattr(library, "FOLDER", tmp_path)
     monkeypatch.setattr(library, "_loaded", library._loaded.__wrapped__)
     code, printed = quick(capsys)
-    assert "[--] C kernel" in printed
+    assert ("[--] C kernel" if turned_off else "[!!] C kernel") in printed
     assert ("KV_HF_ISA=none" if turned_off else "was not compiled") in printed
     assert "[XX]" not in printed
     assert code == 0
+
+
+@pytest.mark.parametrize("tag", ["py3-none-any", "cp311-abi3-linux_x86_64"])
+def test_doctor_tells_which_wheel_was_installed(monkeypatch, tmp_path, tag):
+    """The wheel without the C kernel was called as the fast one is, and nothing told them apart."""
+    info = tmp_path / "some_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some_package\nVersion: 1.0\n")
+    (info / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: {tag}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "some_package"
+    assert installed("some_package", folder) == f"wheel {tag}, in {folder}"
+    elsewhere = tmp_path / "clone" / "some_package"
+    assert installed("some_package", elsewhere) == f"elsewhere, as 1.0; runs from {elsewhere}"
+    (info / "direct_url.json").write_text('{"url": "file:///x", "dir_info": {"editable": true}}')
+    assert installed("some_package", elsewhere) == f"editable, runs from {elsewhere}"
+    assert installed("no_such_package", elsewhere) == f"not as a package; runs from {elsewhere}"
 
 
 def test_a_bad_isa_variable_is_broken(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kv_hf
-from kv_hf import cli
+import kv_hf_cli
 from kv_hf.backends.cpu import library
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference import pairs
@@ -102,11 +102,11 @@ def test_a_wrong_kernel_is_found(monkeypatch, attend, says):
 def test_a_wrong_kernel_fails_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sdpa, "paged_attention", shifted_page)
     arguments = ["doctor", "--device", "cpu", "--head-dim", "32", "--seconds", "1000"]
-    assert cli.main(arguments) == 1
+    assert kv_hf_cli.main(arguments) == 1
     printed = capsys.readouterr().out
     assert "[XX] paged_int4" in printed
     assert " broken:\n  self-test: paged_exact, attend, sdpa: differs from" in printed
-    assert cli.main([*arguments, "--json"]) == 1
+    assert kv_hf_cli.main([*arguments, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     wrong = [said for said in told["broken"] if "attend, sdpa: differs" in said]
     assert not told["healthy"] and len(wrong) == len(cache_names())
@@ -176,7 +176,7 @@ def test_time_that_is_over_leaves_trials_out(capsys):
     )  # a tick before each of them, the first for the start
     assert all(trial.detail == "the 10 seconds were over" for trial in left)
     assert result.failed == []
-    assert cli.main(["doctor", "--device", "cpu", "--seconds", "1e-9"]) == 0
+    assert kv_hf_cli.main(["doctor", "--device", "cpu", "--seconds", "1e-9"]) == 0
     assert "trials left out: the 1e-09 seconds were over" in capsys.readouterr().out
 
 

@@ -134,7 +134,7 @@ def test_commands_work_from_what_the_wheel_carries(tmp_path):
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 import kv_hf.evaluation
-from kv_hf.cli import main
+from kv_hf_cli import main
 from kv_hf.texts import load_text
 assert kv_hf.__file__.startswith({str(tmp_path)!r})
 assert main(["memory", "llama-3.1-8b"]) == 0

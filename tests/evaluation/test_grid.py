@@ -11,7 +11,7 @@ import tarfile
 import pytest
 import torch
 from measure.grid.cell import Cell
-from measure.grid.loaded import LoadedModel, TextSettings, model_revision
+from measure.grid.loaded import PackagedModel, model_revision
 from measure.grid.measure import Bench
 from measure.grid.plan import plan_cells
 from measure.grid.run import run_cells
@@ -23,6 +23,7 @@ from tokenizers.processors import TemplateProcessing
 
 from kv_hf.cache_names import cache_label, parse_cache_name
 from kv_hf.evaluation.cache_kinds import cache_kind
+from kv_hf.evaluation.loaded_model import TextSettings
 from kv_hf.evaluation.rows import append_rows, read_rows
 from kv_hf.texts import HELD_OUT
 
@@ -232,13 +233,13 @@ def test_a_window_longer_than_the_model_gives_no_row(folder, tmp_path):
 
 def test_every_window_begins_as_the_tokenizer_begins_texts(folder, tmp_path):
     texts = TextSettings(str(folder / "text.txt"), 2, 200, 100)
-    plain = LoadedModel(str(folder)).reference(texts).texts
+    plain = PackagedModel(str(folder)).reference(texts).texts
     other = tmp_path / "bos"
     shutil.copytree(folder, other)
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", None, [("<s>", 1)])
     tokenizer.save_pretrained(other)
-    found = LoadedModel(str(other)).reference(texts).texts
+    found = PackagedModel(str(other)).reference(texts).texts
     assert [len(ids) for ids in found] == [200, 200]
     assert [ids[0].item() for ids in found] == [1, 1]
     assert torch.equal(found[0][1:], plain[0][:199])
@@ -265,7 +266,7 @@ def test_revision_follows_the_weights(folder, tmp_path):
 
 
 def test_loaded_model_names_a_cache_that_cannot_run(folder):
-    loaded = LoadedModel(str(folder))
+    loaded = PackagedModel(str(folder))
     texts = TextSettings(str(folder / "text.txt"), 1, 200, 100)
     with pytest.raises(ValueError, match="cache 'offloaded' cannot run here"):
         loaded.accuracy("offloaded", texts)
@@ -280,7 +281,7 @@ def test_gemma_wants_its_terms_accepted(monkeypatch, tmp_path):
 
 
 def test_torch_is_left_in_its_default_dtype(folder):
-    LoadedModel(str(folder), torch.bfloat16)
+    PackagedModel(str(folder), torch.bfloat16)
     assert torch.get_default_dtype() == torch.float32
 
 

@@ -10,7 +10,7 @@ from tiny_harness import TASKS, tiny_tokenizer, write_tasks
 from tiny_models import make_model, shared_model
 
 import kv_hf
-from kv_hf.cli import main as cli
+import kv_hf_cli
 from kv_hf.evaluation.harness.nltk_data import use_packaged_nltk
 from kv_hf.evaluation.harness.register import include_file
 
@@ -187,7 +187,7 @@ def test_texts_shorter_than_a_page_are_reported(manager):
 def test_command_line_runs_lm_eval_with_our_class(folder, model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["kv-hf"])
     arguments = f"pretrained={model_folder},cache_implementation=paged_int4"
-    cli(
+    kv_hf_cli.main(
         [
             *["lm-eval", "--model", "kv_hf", "--device", "cpu", "--batch_size", "2"],
             *["--model_args", f"{arguments},cache_config=keys=int8;page_size=16,dtype=float32"],
@@ -207,7 +207,7 @@ def test_include_file_makes_lm_eval_know_the_class(capsys):
     from lm_eval.api.registry import model_registry
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    assert cli(["lm-eval", "--include"]) == 0
+    assert kv_hf_cli.main(["lm-eval", "--include"]) == 0
     assert capsys.readouterr().out.strip() == str(include_file())
     known = model_registry._objs.pop("kv_hf")
     sys.modules.pop("kv_hf.evaluation.harness.included", None)

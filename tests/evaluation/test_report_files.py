@@ -1,6 +1,5 @@
 """The files of a report: pictures that parse and do not overlap, and a folder that is never half written."""
 
-import importlib.util
 import os
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -8,14 +7,13 @@ from itertools import combinations, pairwise
 
 import pytest
 from markupsafe import Markup
-from paths import ROOT
 from report_rows import CACHES, accuracy_row, sensitivity_rows, task_rows
 
 from kv_hf.evaluation.report import write_report
+from kv_hf.evaluation.report.report_command import main
 from kv_hf.evaluation.rows import append_rows
 
 pytest.importorskip("matplotlib")
-SCRIPT = ROOT / "scripts" / "report.py"
 EVIL = 'a/b <i>$x_"&'
 
 
@@ -201,15 +199,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("report_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_script_reads_several_files(tmp_path, capsys):
-    main = load_script().main
+def test_command_reads_several_files(tmp_path, capsys):
     append_rows(tmp_path / "a.jsonl", task_rows()[:3])
     append_rows(tmp_path / "b.jsonl", task_rows("gemma-3-270m")[:3])
     files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
@@ -219,12 +209,11 @@ def test_script_reads_several_files(tmp_path, capsys):
     assert "smollm2-135m" in page and "gemma-3-270m" in page
 
 
-def test_script_gives_a_reason_and_no_report(tmp_path, capsys):
-    main = load_script().main
+def test_command_gives_a_reason_and_no_report(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     out = tmp_path / "out"
-    assert main(["--rows", str(tmp_path / "absent.jsonl"), "--out", str(out)]) == 1
+    assert main(["--rows", str(tmp_path / "absent.jsonl"), "--out", str(out)]) == 2
     assert "not found" in capsys.readouterr().err
-    assert main(["--rows", str(tmp_path / "empty.jsonl"), "--out", str(out)]) == 1
-    assert "no report: rows must hold at least one" in capsys.readouterr().err
+    assert main(["--rows", str(tmp_path / "empty.jsonl"), "--out", str(out)]) == 2
+    assert "kv-hf report: error: rows must hold at least one" in capsys.readouterr().err
     assert not out.exists()

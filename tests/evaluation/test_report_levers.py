@@ -1,9 +1,9 @@
 """kv heads and bits in one table and one plot: which models belong together, and what is derived from their rows."""
 
 import pytest
-from measure.grid.lineage import lineage
 from report_rows import accuracy_row
 
+from kv_hf.evaluation.lineage import lineage
 from kv_hf.evaluation.report import write_report
 from kv_hf.evaluation.report.levers import find_levers, kv_heads, levers_table, origin
 from kv_hf.evaluation.report.select import groups

@@ -9,7 +9,7 @@ import torch
 
 import kv_hf
 from kv_hf.backends.base import AttentionCall
-from kv_hf.backends.cpu import backend, decode, library, seal
+from kv_hf.backends.cpu import backend, decode, library
 from kv_hf.backends.cpu.arguments import unsupported
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.triton.support import _why_not_sizes
@@ -19,7 +19,6 @@ from kv_hf.formats.fp8 import Fp8
 from kv_hf.formats.int2 import Int2
 from kv_hf.formats.int4 import Int4
 from kv_hf.formats.int8 import Int8
-from kv_hf.quant.codec import encode
 from kv_hf.spec import LANES, ROWS, PageSpec
 
 PAGE, DIM = 16, 32
@@ -86,14 +85,9 @@ def test_c_seals_and_attends_in_each_grouping_that_it_takes(registered, base, si
     names = ("other", "exact") if side == "keys" else ("exact", "other")
     kv = paged_inputs.make_kv(*names, key_dim=DIM, value_group=None, layout=LANES)
     assert unsupported(kv.spec) is None
-    own = getattr(kv.spec, side)
-    tokens = torch.randn(3, 2, PAGE, DIM, generator=torch.Generator().manual_seed(2))
-    right, _ = encode(tokens, own)
-    sealed = {name: torch.zeros_like(field) for name, field in right.items()}
+    tokens = torch.randn(2, 3, 2, PAGE, DIM, generator=torch.Generator().manual_seed(2))
     jobs = torch.tensor([[row, 0, row] for row in range(3)], dtype=torch.int32)
-    seal.seal_pages(tokens, jobs, sealed, own)
-    for name, field in right.items():
-        assert torch.equal(sealed[name].view(torch.uint8), field.view(torch.uint8)), name
+    assert not paged_inputs.check_seals_as_torch(tuple(tokens), jobs, kv.spec)
     call = AttentionCall(paged_inputs.make_query(kv, dtype=torch.float32), kv, 0.2)
     out = decode.paged_attention(call)
     assert torch.allclose(out, reference.paged_attention(call), atol=1e-5)

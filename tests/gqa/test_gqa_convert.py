@@ -16,7 +16,7 @@ from paths import ROOT
 from safetensors.torch import save_file
 
 import kv_hf
-from kv_hf import cli
+import kv_hf_cli
 from kv_hf.gqa import convert, convert_command
 from kv_hf.gqa.checkpoint import Checkpoint
 from kv_hf.gqa.layouts import join, parts_of
@@ -406,6 +406,7 @@ def test_convert_to_gqa_takes_a_hub_model_config_first(llama, tmp_path, monkeypa
         return str(cache)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("kv_hf.gqa.checkpoint.why_not_model", lambda name: None)
     kv_hf.convert_to_gqa("me/tiny", tmp_path / "two", 2)
     shards = sorted(path.name for path in cache.glob("*.safetensors"))
     assert asked == [("me/tiny", []), ("me/tiny", shards)]
@@ -435,7 +436,7 @@ def test_converted_model_runs_with_paged_formats(llama, tmp_path):
 
 def test_command_prints_a_table_and_writes_nothing_on_a_dry_run(llama, tmp_path, capsys):
     assert (
-        cli.main(
+        kv_hf_cli.main(
             ["convert-gqa", str(llama), str(tmp_path / "two"), "--num-kv-heads", "2", "--dry-run"]
         )
         == 0
@@ -459,7 +460,7 @@ def test_command_converts_and_shows_a_bar(llama, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--num-kv-heads", "3"], "error: num_kv_heads must divide the model's 4 and be less: 1, 2; got 3"),
+        (["--num-kv-heads", "3"], "error: num_kv_heads must divide the 4 kv heads of the model, and be less: it can be 1 or 2, got 3"),
         (["--num-kv-heads", "2", "--method", "svd"], "error: method 'svd' needs calibration text"),
         (["--num-kv-heads", "2", "--calibration", "x"], "error: method 'mean' reads no calibration text"),
     ],

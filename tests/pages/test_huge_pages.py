@@ -73,3 +73,20 @@ def test_grown_asks_for_huge_pages_and_keeps_pages() -> None:
     codes = storage.grown(pages)["codes"]
     assert advised(codes.data_ptr() + codes.nbytes // 2)
     assert bool((codes[:3] == 7).all()) and not codes[3:].any()
+
+
+@needs_huge_pages
+def test_advise_asks_for_what_was_added_and_puts_together_what_was_written() -> None:
+    size = huge_page_bytes()
+    memory = torch.empty(8 * size, dtype=torch.uint8)
+    begin = -memory.data_ptr() % size
+    part = memory[begin : begin + 6 * size + 100]
+    written = 2 * size + size // 2
+    assert advise(part[:written])
+    part[:written] = 7
+    start = part.data_ptr()
+    assert not advised(start + 2 * size)
+    assert advise(part, written=written)
+    assert advised(start + 2 * size) and advised(start + 6 * size - 1)
+    assert bool((part[:written] == 7).all())
+    assert not advise(part, written=part.nbytes)  # nothing was added

@@ -16,7 +16,7 @@ from random_plans import KINDS, random_inventory, random_kinds, random_options
 from kv_hf import planner
 from kv_hf.config import CacheConfig
 from kv_hf.errors import KVCacheError
-from kv_hf.formats import LATENT_FORMAT_NAMES, cache_names, format_names
+from kv_hf.formats import LATENT_FORMAT_NAMES, format_names
 from kv_hf.planner.choices import Choice
 from kv_hf.planner.explore.models import offered
 from kv_hf.planner.explore.page import build_page, formats

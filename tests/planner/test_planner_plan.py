@@ -24,7 +24,7 @@ from kv_hf.planner.inventory import CachedLayer, Inventory, State
 from kv_hf.planner.predict import predict
 from kv_hf.planner.roofline import Decode, expected_experts
 from kv_hf.planner.shares import SPLIT, UNKNOWN, WHOLE, device_share, heads_in_plan
-from kv_hf.planner.units import (
+from kv_hf.units import (
     format_bandwidth,
     format_bytes,
     parse_bandwidth,
@@ -685,9 +685,26 @@ def test_sizes_are_printed_in_units_that_are_read():
 def test_devices_have_sources():
     for name, device in DEVICES.items():
         assert device.name == name == name.lower()
-        assert device.source
+        assert device.source and bool(device.memory_source) == (device.memory is not None)
         assert device.memory is None or 10**10 < device.memory < 10**12
         assert 5 * 10**10 < device.bandwidth < 10**13
+
+
+def test_devices_hold_what_their_driver_reports():
+    """They held the data sheets' gigabytes, 7 % less."""
+    gib = {name: round(d.memory / 2**30, 2) for name, d in DEVICES.items() if d.memory is not None}
+    assert (gib["rtx4090"], gib["h100"], gib["h200"]) == (23.99, 79.65, 140.4)
+    unknown = [name for name, device in DEVICES.items() if not device.reported]
+    assert unknown
+    for name in unknown:
+        assert "found" in DEVICES[name].memory_source
+        notes = kv_hf.plan("llama-3.1-8b", caches=["dynamic"], device=name).notes
+        assert f"memory of {name}: {DEVICES[name].memory_source}" in notes
+    assert not [
+        note
+        for note in kv_hf.plan("llama-3.1-8b", caches=["dynamic"], device="l4").notes
+        if "memory of" in note
+    ]
 
 
 def test_examples_of_the_documentation_run(capsys):

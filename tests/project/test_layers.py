@@ -14,23 +14,30 @@ LAYERS = [
         "errors",
         "extras",
         "files",
+        "hub",
         "user_dir",
         "notices",
         "plugins",
         "printable",
         "records",
+        "text_table",
         "version",
     },
     {
         "cache_names",
+        "cache_options",
         "checks",
         "config",
+        "config_given",
         "config_layers",
         "config_numbers",
+        "config_room",
+        "config_sizes",
         "field_names",
         "formats",
         "recipe",
         "texts",
+        "units",
     },
     {"geometry", "row_pages", "spec"},
     {"quant"},
@@ -39,7 +46,7 @@ LAYERS = [
     {"cache"},
     {"hf"},
     {"evaluation", "gqa", "planner", "doctor"},
-    {"cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SIBLINGS = [
@@ -155,6 +162,7 @@ TOGETHER = {
 # objects of transformers, numpy and ctypes, which have no method for it
 OF_OTHERS = {
     ("pages/huge_pages.py", "_madvise"),
+    ("pages/host_heap.py", "_malloc_trim"),
     ("bridge/lazy_kv.py", "numpy"),
     ("cache/compat.py", "forget_tokens"),
     ("cache/model_shape.py", "cross_config"),

@@ -30,8 +30,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     found = [Path(chosen)] if chosen else compiled_files()
     if not found:
         return None, (
-            "the C kernel was not compiled when kv_hf was installed; install a C compiler (gcc or clang) and "
-            "install kv_hf again"
+            "the C kernel was not compiled when kv_hf was installed, and decoding on a CPU is slower; install a C compiler "
+            "(gcc or clang) and install kv_hf again with KV_HF_BUILD_KERNEL=required"
         )
     path = found[0]
     if _is_checkout() and any(

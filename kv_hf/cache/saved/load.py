@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...backend_names import kernel_choices
+from ...backend_names import OTHER_WORDS, kernel_choices
 from ...checks import check_choice
 from ...config import CacheConfig
 from ...errors import CacheFileError, CacheOptionError
@@ -42,7 +42,7 @@ def opened_state(
     """
     check_model_argument(model)
     if kernel is not None:
-        check_choice("kernel", kernel, kernel_choices())
+        check_choice("kernel", kernel, kernel_choices(), OTHER_WORDS)
     chosen = _device(device)
     try:
         with SavedFile(Path(path)) as file, persistent_tensors():

@@ -19,6 +19,7 @@ from ...hf.models import use_paged_attention
 from ...notices import warn_once
 from ...version import __version__
 from ..cache_kinds import why_not
+from ..model_name import check_model_name
 from ..rows import versions
 from .caches import harness_cache
 from .scoring import CacheScorer
@@ -67,13 +68,18 @@ class KVCacheLM(HFLM):
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         cache_implementation: str | None = None,
         cache_config: str | Mapping[str, Any] | None = None,
         reread_tokens: int = 1,
         rolling_prefill: int = 64,
         **kwargs: Any,
     ) -> None:
+        if pretrained is None or pretrained == "":
+            raise ValueError(
+                "pretrained must be a folder or hub id of a model, got none: pass --model_args "
+                "pretrained=DIR,cache_implementation=paged_int8"
+            )
         for name, value, least in (
             ("reread_tokens", reread_tokens, 0),
             ("rolling_prefill", rolling_prefill, 1),
@@ -83,6 +89,9 @@ class KVCacheLM(HFLM):
         self.cache_kind = harness_cache(cache_implementation, cache_config)
         self.reread_tokens = reread_tokens
         self.rolling_prefill = rolling_prefill
+        # another revision may be the only one in the local hub cache, and a GGUF file needs no config beside it
+        if isinstance(pretrained, str) and not {"revision", "gguf_file"} & set(kwargs):
+            check_model_name(pretrained)
         super().__init__(pretrained, **kwargs)
         if self.backend != "causal":
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 
 from ...files.reading import ROWS_BYTES, read_json
 from ...files.writing import replace_text
-from ...user_dir import user_dir
+from ...user_dir import check_writable, user_dir
 from ..calibration_text import sample_rows
 from .models import Pair, digest
 from .windows import begins_with_bos
@@ -38,9 +38,10 @@ def sampled(
     Args:
         teacher: returns the model, called when a block has to be sampled.
         progress: called with (tokens that there are, tokens).
+    Raises: KVCacheError where $KV_HF_HOME cannot be written to, before anything is sampled.
     """
     folder = sample_folder(pair, length, seed)
-    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder)
     count, block = 0, 0
     while count < tokens:
         path = folder / f"block-{block:06}.json"

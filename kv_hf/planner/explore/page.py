@@ -130,7 +130,7 @@ def page_data(models: Sequence[Model]) -> dict[str, Any]:
     devices = [
         {
             "id": device.name,
-            "label": f"{device.name}: {device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s",
+            "label": f"{device.name}: {device.memory / 2**30:.4g} GiB, {device.bandwidth / 1e9:,.0f} GB/s",
             "bytes": device.memory,
             "gib": round(device.memory / 2**30, 2),
             "gbs": device.bandwidth / 1e9,

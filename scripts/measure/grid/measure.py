@@ -9,10 +9,11 @@ from transformers import set_seed
 
 from kv_hf.cache_names import cache_label
 from kv_hf.evaluation.footprint import measure_footprint
+from kv_hf.evaluation.loaded_model import TextSettings
 from kv_hf.evaluation.retrieval.grid import needle_grid, retrieval_tasks
 from kv_hf.evaluation.retrieval.puzzles import AT_A_DEPTH
 from measure.grid.cell import Cell
-from measure.grid.loaded import LoadedModel, TextSettings
+from measure.grid.loaded import PackagedModel
 from measure.models.packaged import resolve_model
 
 TEXT_FIELDS = ("text", "windows", "window", "prompt")
@@ -31,16 +32,16 @@ class Bench:
     ) -> None:
         self.device = torch.device(device)
         self.say = say
-        self._loaded: LoadedModel | None = None
+        self._loaded: PackagedModel | None = None
         self._dtype = ""
 
-    def loaded(self, name: str, dtype: str) -> LoadedModel:
+    def loaded(self, name: str, dtype: str) -> PackagedModel:
         """Return a model in a dtype; the one before is let go."""
         if self._loaded is None or (self._loaded.name, self._dtype) != (name, dtype):
             self._loaded = None
             gc.collect()
             self.say(f"loading {name} in {dtype}")
-            self._loaded = LoadedModel(name, getattr(torch, dtype), self.device)
+            self._loaded = PackagedModel(name, getattr(torch, dtype), self.device)
             self._dtype = dtype
         return self._loaded
 

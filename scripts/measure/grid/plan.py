@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kv_hf.evaluation.loaded_model import TextSettings
 from kv_hf.texts import text_names
 from measure.grid.cell import Cell, check_caches
-from measure.grid.loaded import TextSettings
 
 # what users can choose today: transformers' caches and ours
 CACHES = (

@@ -24,7 +24,7 @@ from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.evaluation.cache_kinds import CacheKind
 from kv_hf.hf.latent import longest_absorbed
 from kv_hf.texts import text_windows
-from measure.grid.loaded import LoadedModel
+from measure.grid.loaded import PackagedModel
 
 LABEL = "real GQA weights in MLA form"
 MIXINGS = ("random", "none", "principal", "whitened")
@@ -220,7 +220,7 @@ def _energies(
     return found
 
 
-class LatentFixture(LoadedModel):
+class LatentFixture(PackagedModel):
     """A Llama of the evaluation, measured in MLA form.
 
     Args:

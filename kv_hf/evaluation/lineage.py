@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kv_hf.evaluation.cache_bytes import LayerShape
-from kv_hf.records import CONVERSION, UPTRAINING
+from ..records import CONVERSION, UPTRAINING
+from .cache_bytes import LayerShape
 
 
 def lineage(config: Any, shapes: list[LayerShape]) -> dict[str, Any]:

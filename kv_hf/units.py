@@ -3,8 +3,8 @@
 import re
 from decimal import Decimal
 
-from ..errors import CacheOptionError
-from ..printable import short
+from .errors import CacheOptionError
+from .printable import short
 
 BYTE_UNITS = {
     "B": 1,

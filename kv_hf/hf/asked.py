@@ -1,0 +1,58 @@
+"""The cache that a call of generate() asks for: by name, by a CacheConfig, or by options that nobody reads."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ..config import CacheConfig
+from ..errors import CacheOptionError
+from ..formats import cache_names, is_cache_name
+from ..notices import warn_once
+from ..printable import short
+
+WITHOUT_NAME = "paged_exact"  # brings no option of its own: a CacheConfig says the rest
+_OPTIONS = frozenset(field.name for field in fields(CacheConfig))
+
+
+def asked_name(generation_config: Any, given: Any) -> str | None:
+    """Return the name of the cache that is asked for, or None; options that transformers passes over are said once.
+
+    A kv_hf.CacheConfig without a name asks for a paged cache of its formats.
+
+    Args:
+        generation_config: of this call.
+        given: the cache that the user passes (`past_key_values`), or None.
+    Raises: CacheOptionError for a CacheConfig beside the name of a cache that is not paged.
+    """
+    name: str | None = generation_config.cache_implementation
+    options = generation_config.cache_config
+    if options is None or is_cache_name(name) or getattr(generation_config, "is_assistant", False):
+        return name
+    if isinstance(options, CacheConfig):
+        if name is not None:
+            raise CacheOptionError(
+                f"cache_config=kv_hf.CacheConfig(..) is for paged caches, got cache_implementation={name!r}; name one of "
+                f"{', '.join(cache_names())}, or leave cache_implementation out"
+            )
+        if given is None:
+            return WITHOUT_NAME
+    elif name is not None or not _names_ours(options):
+        return name
+    _say_unread(options, given)
+    return name
+
+
+def _names_ours(options: Any) -> bool:
+    return isinstance(options, Mapping) and bool(options) and set(options) <= _OPTIONS
+
+
+def _say_unread(options: Any, given: Any) -> None:
+    shown = options if isinstance(options, CacheConfig) else dict(options)
+    if given is None:
+        remedy = (
+            "transformers reads it beside a cache_implementation, and none was given. Pass one of "
+            f"{', '.join(cache_names())}, or cache_config=kv_hf.CacheConfig(..), which needs no name"
+        )
+    else:
+        remedy = f"the {type(given).__name__} that was passed has options of its own. Give them where it is made"
+    warn_once("cache_config unread", f"cache_config={short(shown)} is not read: {remedy}")

@@ -1,0 +1,125 @@
+"""A cache says what it is: `repr` as its call, `print` as lines for people."""
+
+import json
+
+import pytest
+import tiny_encoder_decoders
+from tiny_models import shared_model, tokens
+
+import kv_hf
+
+RECIPE = {
+    "format": "kv_hf recipe",
+    "version": 1,
+    "keys": ["int8", "int4"],
+    "values": ["int4", "int4"],
+    "page_size": 32,
+}
+# options -> (what repr says, what print says)
+SHOWN = {
+    "formats": (
+        {"keys": "int8", "values": "int4"},
+        "PagedCache(keys='int8', values='int4', page_size=64, rows=1, tokens=100, pages=1, bytes=",
+        ["PagedCache of llama: page_size=64", "layers 0 to 1: paged, int8 keys, int4 values"],
+    ),
+    "layers": (
+        {"keys": "int8", "layers": {"1": "int4"}, "sink_tokens": 8},
+        "PagedCache(keys='int8', values='int8', page_size=64, sink_tokens=8, layers={'1': 'int4'}, ",
+        ["  layer 0: paged, int8 keys, int8 values", "  layer 1: paged, int4 keys, int4 values"],
+    ),
+    "preallocated": (
+        {"keys": "int4", "max_length": "1k"},
+        "PagedCache(keys='int4', values='int4', page_size=64, max_length=1024, rows=1, tokens=100, ",
+        ["max_length=1024", "pages 1 of "],
+    ),
+    "offload": (
+        {"keys": "int4", "offload": "disk"},
+        "PagedCache(keys='int4', values='int4', page_size=64, offload='disk', rows=1, ",
+        ["offload='disk'", "1 row, ", "100 tokens", "outside of the device"],
+    ),
+}
+
+
+def filled(**options):
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **options)
+    for ids in tokens(1, 100).split([99, 1], dim=1):
+        model(ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(("options", "call", "lines"), SHOWN.values(), ids=SHOWN)
+def test_cache_shows_its_options_and_contents(options, call, lines):
+    cache = filled(**options)
+    assert repr(cache).startswith(call)
+    assert repr(cache).endswith(")")
+    assert f"bytes={cache.memory().total}" in repr(cache)
+    assert [line for line in lines if line not in str(cache)] == []
+
+
+def test_cache_with_a_recipe_shows_the_recipe(tmp_path):
+    """It showed the format that most layers have, as if all had it."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(RECIPE))
+    cache = filled(recipe=str(path))
+    assert repr(cache).startswith(f"PagedCache(recipe='{path}', page_size=32, rows=1, ")
+    assert "keys=" not in repr(cache)
+    assert "layer 0: paged, int8 keys, int4 values" in str(cache)
+    assert "layer 1: paged, int4 keys, int4 values" in str(cache)
+    assert "recipe='a dict'" in repr(filled(recipe=RECIPE))
+
+
+def test_classes_show_their_own_names():
+    class Own(kv_hf.PagedCache):
+        pass
+
+    config = shared_model("llama").config
+    assert repr(Own(config)).startswith("Own(keys='exact'")
+    assert str(kv_hf.PagedCache(config)).endswith("  0 rows, 0 B; 0 tokens, pages 0 of 0")
+
+
+@pytest.mark.parametrize("cross", ["exact", "same"])
+def test_encoder_decoder_cache_shows_both_halves(cross):
+    config = tiny_encoder_decoders.shared_model("t5").config
+    cache = kv_hf.PagedEncoderDecoderCache(config, keys="int4", cross_attention=cross)
+    own, other = cache.self_attention_cache, cache.cross_attention_cache
+    name = type(cache).__name__
+    assert repr(cache) == f"{name}(self_attention_cache={own!r}, cross_attention_cache={other!r})"
+    assert str(cache) == f"self-attention: {own}\ncross-attention: {other}"
+
+
+def test_memory_report_lists_its_parts():
+    report = kv_hf.MemoryReport(
+        payload=3 << 20, scales=1 << 20, tail=512, tables=0, other=0,
+        pages_held=3, pages_allocated=4, tokens=6144, offloaded=2 << 30,
+    )  # fmt: skip
+    assert str(report) == (
+        "4.00 MiB (codes 3.00 MiB, scales 1.00 MiB, exact tokens 512 B); 2.00 GiB outside of the device; 6,144 tokens, "
+        "pages 3 of 4"
+    )
+
+
+def test_layer_report_gives_its_reason():
+    assert str(filled(keys="int8").report()[1]) == "layer 1: paged, int8 and int8"
+    kept = kv_hf.cache.report.LayerReport(3, "DynamicLayer", None, None, "a reason")
+    assert str(kept) == "layer 3: DynamicLayer: a reason"
+
+
+def test_cache_config_prints_what_was_given():
+    given = kv_hf.CacheConfig(keys="int8", values="int4", offload="cpu", device_bytes="1MiB")
+    assert (
+        str(given) == "CacheConfig(keys='int8', values='int4', offload='cpu', device_bytes=1048576)"
+    )
+    assert "sink_tokens=4" in repr(given)
+
+
+def test_plan_prints_a_line_per_cache_and_its_notes():
+    made = kv_hf.plan("llama-3.1-8b", batch=2, context="32k", device_memory="24GiB")
+    lines = str(made).splitlines()
+    assert lines[0].startswith(
+        "llama-3.1-8b: 2 rows of 32,768 tokens, weights 14.96 GiB, 24.00 GiB"
+    )
+    assert "  dynamic: 8.00 GiB, fits" in lines
+    row = made.row("paged_int4")
+    assert f"  paged_int4: 2.20 GiB, dynamic takes {row.ratio:.2f} times as much, fits" in lines
+    assert sum(line.startswith("  note: ") for line in lines) == len(made.notes)

@@ -1,0 +1,356 @@
+"""A cache knows the text that went through generate(): an edited one, and another model, are errors with a way out."""
+
+import copy
+import pickle
+
+import pytest
+import tiny_encoder_decoders
+import torch
+from tiny_models import left_padded, make_model, shared_model, tokens
+from transformers import DynamicCache
+
+import kv_hf
+from kv_hf.cache import known_text
+from kv_hf.hf import history
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+PAGES = {"page_size": 16, "keys": "int4"}
+
+
+def first_turn(model=None, ids=None, **options):
+    """A cache behind one turn, and the text of that turn."""
+    model = model or shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **{**PAGES, **options})
+    ids = tokens(1, 40) if ids is None else ids
+    return cache, model.generate(ids, past_key_values=cache, **GREEDY)
+
+
+def next_turn(text, seed=5):
+    return torch.cat([text, tokens(len(text), 6, seed)], dim=1)
+
+
+def go_on(cache, ids, model=None, **options):
+    return (model or shared_model("llama")).generate(
+        ids, past_key_values=cache, **{**GREEDY, **options}
+    )
+
+
+def edited(ids, row=0, column=20):
+    changed = ids.clone()
+    changed[row, column] = (changed[row, column] - 3 + 1) % 94 + 3
+    return changed
+
+
+def refused(cache, ids, column=20, row=0, **options):
+    """The message of the error about another text."""
+    with pytest.raises(kv_hf.CacheMismatchError, match=f"token {column} of row {row} is") as error:
+        go_on(cache, ids, **options)
+    return str(error.value)
+
+
+# -- text that goes on, and text that was edited -----------------------------------------------------------
+
+
+def test_generate_refuses_an_edited_text_and_leaves_the_cache_as_it_was():
+    cache, text = first_turn()
+    other, same = first_turn()
+    assert torch.equal(text, same)
+    message = refused(cache, edited(next_turn(text)))
+    assert "the 51 tokens that this cache holds" in message
+    for remedy in ("cache.crop(-31)", "cache.reset()", "kv_hf.PrefixStore()"):
+        assert remedy in message
+    assert torch.equal(go_on(cache, next_turn(text)), go_on(other, next_turn(text)))
+
+
+def test_generate_refuses_an_edit_among_the_tokens_that_it_made():
+    cache, text = first_turn()
+    refused(cache, edited(next_turn(text), column=45), 45)
+    go_on(cache, edited(next_turn(text), column=51))  # the newest one is not in the cache yet
+
+
+def test_the_crop_of_the_message_lets_the_edited_text_go_on():
+    cache, text = first_turn(keys="exact")
+    ids = edited(next_turn(text))
+    refused(cache, ids)
+    cache.crop(-31)
+    assert cache.get_seq_length() == 20 and cache.token_ids.shape == (1, 20)
+    out = go_on(cache, ids)
+    assert torch.equal(out, shared_model("llama").generate(ids, **GREEDY))
+    refused(cache, edited(next_turn(out)))
+
+
+def test_a_text_that_is_asked_again_names_its_crop():
+    cache, text = first_turn(keys="exact")
+    with pytest.raises(kv_hf.CacheMismatchError, match=r"do not continue .* cache.crop\(-12\)"):
+        go_on(cache, tokens(1, 40))
+    refused(cache, edited(tokens(1, 40)))
+    cache.crop(-12)
+    assert torch.equal(go_on(cache, tokens(1, 40)), text)
+
+
+def test_reset_forgets_the_text():
+    cache, _ = first_turn()
+    cache.reset()
+    assert cache.token_ids is None
+    go_on(cache, tokens(1, 40, seed=9))
+
+
+def test_new_tokens_alone_join_the_text():
+    cache, text = first_turn()
+    seen = cache.get_seq_length()
+    whole = next_turn(text)
+    out = go_on(cache, whole[:, seen:], attention_mask=torch.ones_like(whole))
+    expected = torch.cat([whole[:, :seen], out], dim=1)
+    assert torch.equal(cache.token_ids, expected)
+    refused(cache, edited(next_turn(expected), column=3), 3)
+    go_on(cache, next_turn(expected))
+
+
+def test_rows_of_a_batch_are_compared_without_their_padding():
+    model, inputs = shared_model("llama"), left_padded([30, 12])
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    text = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    ids = next_turn(text)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 18, dtype=torch.long)], dim=1)
+    message = refused(cache, edited(ids, 1, 25), 25, 1, attention_mask=mask)
+    assert "row 1" in message
+    ids[1, :18] = 7  # padding may hold anything
+    go_on(cache, ids, attention_mask=mask)
+
+
+def test_ids_are_copies_of_those_of_the_user():
+    ids = tokens(1, 40)
+    cache, text = first_turn(ids=ids)
+    following = next_turn(text)
+    ids.zero_()
+    text.zero_()
+    go_on(cache, following)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_sequences_that_were_sampled_together_are_rows_of_one_text(number):
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    options = {"do_sample": True, "num_return_sequences": number, "max_new_tokens": 9}
+    text = model.generate(tokens(1, 30), past_key_values=cache, **options)
+    assert torch.equal(cache.token_ids, text)
+    refused(cache, edited(next_turn(text), number - 1), 20, number - 1)
+
+
+@pytest.mark.parametrize("ids_in_inference", [True, False])
+def test_text_of_inference_mode_is_compared_outside_of_it(ids_in_inference):
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    with torch.inference_mode(ids_in_inference):
+        text = model.generate(tokens(1, 30), past_key_values=cache, **GREEDY)
+    refused(cache, edited(next_turn(text.clone())))
+    assert torch.equal(copy.deepcopy(cache).token_ids, text)
+
+
+# -- every other way to fill a cache -----------------------------------------------------------------------
+
+
+def test_beams_leave_the_text_unknown():
+    cache, text = first_turn()
+    go_on(cache, next_turn(text), num_beams=1)
+    alone = kv_hf.PagedCache(shared_model("llama").config, **PAGES)
+    out = go_on(alone, tokens(1, 30), num_beams=3)
+    assert alone.token_ids is None and out.shape == (1, 42)
+
+
+def test_prompt_lookup_notes_its_text():
+    model = make_model("llama")
+    cache = kv_hf.PagedCache(model.config, **{**PAGES, "keys": "exact"})
+    text = go_on(cache, tokens(1, 40), model, prompt_lookup_num_tokens=3)
+    assert torch.equal(text, shared_model("llama").generate(tokens(1, 40), **GREEDY))
+    held = cache.token_ids
+    assert torch.equal(held, text[:, : held.shape[1]]) and held.shape[1] >= cache.get_seq_length()
+    refused(cache, edited(next_turn(text)))
+
+
+def test_an_assistant_model_drafts_with_paged_caches():
+    model, drafts = make_model("llama"), make_model("llama", num_hidden_layers=1)
+    cache = kv_hf.PagedCache(model.config, **{**PAGES, "keys": "exact"})
+    options = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
+    named = model.generate(tokens(1, 40), assistant_model=drafts, **options, **GREEDY)
+    given = go_on(cache, tokens(1, 40), model, assistant_model=drafts)
+    assert torch.equal(named, given)
+    refused(cache, edited(next_turn(given)))
+
+
+def test_embeddings_leave_the_text_unknown():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    embeds = model.get_input_embeddings()(tokens(1, 30))
+    model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
+    assert cache.token_ids is None
+    go_on(cache, tokens(1, 60, seed=3))
+
+
+def test_direct_calls_of_the_model_leave_their_text_unknown():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    model(tokens(1, 30), past_key_values=cache)
+    go_on(cache, tokens(1, 40, seed=3))
+    assert cache.token_ids is None
+
+
+def test_direct_calls_behind_generate_leave_what_was_known():
+    cache, text = first_turn()
+    following = next_turn(text)
+    shared_model("llama")(following[:, cache.get_seq_length() :], past_key_values=cache)
+    later = next_turn(following)
+    refused(cache, edited(later))
+    go_on(cache, edited(later, column=55))
+
+
+def test_encoder_decoder_caches_go_on_as_before():
+    model = tiny_encoder_decoders.shared_model("t5")
+    cache = kv_hf.PagedEncoderDecoderCache(model.config, **PAGES)
+    source = tiny_encoder_decoders.sources([9])
+    model.generate(**source, past_key_values=cache, max_new_tokens=8)
+    assert cache.self_attention_cache.token_ids is None
+
+
+def test_a_stopped_generate_leaves_the_prompt_known():
+    model, ids = shared_model("llama"), tokens(1, 40)
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+
+    def stop(input_ids, scores):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, past_key_values=cache, logits_processor=[stop], **GREEDY)
+    assert torch.equal(cache.token_ids, ids)
+    refused(cache, edited(next_turn(ids)))
+    go_on(cache, next_turn(ids))
+
+
+def test_a_custom_loop_leaves_only_its_prompt_known():
+    def loop(model, input_ids, generation_config, **kwargs):
+        inputs = {name: kwargs[name] for name in ("past_key_values", "attention_mask")}
+        model._prefill(input_ids, generation_config, inputs)
+        return torch.zeros(1, 99, dtype=torch.long)
+
+    cache = kv_hf.PagedCache(shared_model("llama").config, **PAGES)
+    go_on(cache, tokens(1, 40), custom_generate=loop)
+    assert torch.equal(cache.token_ids, tokens(1, 40))
+
+
+# -- changes of the cache ----------------------------------------------------------------------------------
+
+
+def test_rows_move_with_their_text():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    text = model.generate(tokens(3, 30), past_key_values=cache, **GREEDY)
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    assert torch.equal(cache.token_ids, text[[2, 0, 1]])
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.token_ids, text[[2, 2, 1, 1]])
+    go_on(cache, next_turn(text[[2, 2, 1, 1]]))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_know_the_text(copied):
+    cache, text = first_turn()
+    made = copied(cache)
+    refused(made, edited(next_turn(text)))
+    go_on(made, next_turn(text))
+    cache.crop(-20)
+    assert made.token_ids.shape[1] > cache.token_ids.shape[1]
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_a_saved_cache_knows_the_text_that_it_was_saved_with(with_ids, tmp_path):
+    model = shared_model("llama")
+    cache, text = first_turn()
+    cache.save(tmp_path / "cache", model, text if with_ids else None)
+    loaded = kv_hf.PagedCache.load(tmp_path / "cache", model)
+    if with_ids:
+        refused(loaded, edited(next_turn(text)))
+        later = go_on(loaded, next_turn(text))
+        refused(loaded, edited(next_turn(later), column=55), 55)
+    else:
+        go_on(loaded, edited(next_turn(text)))
+        assert loaded.token_ids is None
+
+
+def test_a_preallocated_cache_refuses_an_edited_text():
+    cache, text = first_turn(max_length=128)
+    message = refused(cache, edited(next_turn(text)))
+    assert "call cache.reset()" in message and "crop" not in message
+    go_on(cache, next_turn(text))
+
+
+def test_a_cache_with_a_prefix_store_refuses_an_edited_text():
+    store = kv_hf.PrefixStore()
+    for seed in (0, 1):
+        ids = torch.cat([tokens(1, 40), tokens(1, 9, seed)], dim=1)
+        cache, text = first_turn(ids=ids, prefix_store=store)
+        refused(cache, edited(next_turn(text)))
+        go_on(cache, next_turn(text))
+    assert store.stats().skipped
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+def test_generate_refuses_a_cache_that_another_model_filled():
+    cache, text = first_turn()
+    other = make_model("llama")
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(
+        kv_hf.CacheMismatchError, match="another model filled it, or .*reset"
+    ) as error:
+        go_on(cache, next_turn(text), other)
+    assert "LlamaForCausalLM" in str(error.value)
+    cache.reset()
+    go_on(cache, next_turn(text), other)
+
+
+def test_generate_takes_a_cache_of_a_model_with_equal_weights():
+    cache, text = first_turn()
+    go_on(cache, next_turn(text), make_model("llama"))
+
+
+def test_generate_refuses_a_cache_whose_model_was_trained_on():
+    model = make_model("llama")
+    cache, text = first_turn(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0)  # written to, and nothing changed
+    text = go_on(cache, next_turn(text), model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(kv_hf.CacheMismatchError, match="the weights were changed since"):
+        go_on(cache, next_turn(text), model)
+
+
+# -- cost --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_tokens", [2, 30])
+def test_ids_and_weights_are_looked_at_once_per_call(monkeypatch, new_tokens):
+    cache, text = first_turn()
+    calls = []
+    for module, name in ((history, "first_difference"), (history, "model_mark")):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, of=original, called=name: calls.append(called) or of(*a)
+        )
+    joins = []
+    original = known_text.joined
+    monkeypatch.setattr(
+        "kv_hf.cache.origin.joined", lambda *given: joins.append(1) or original(*given)
+    )
+    go_on(cache, next_turn(text), max_new_tokens=new_tokens)
+    assert sorted(calls) == ["first_difference", "model_mark"]
+    assert len(joins) == 2  # the prompt, and the text at the end
+
+
+def test_a_cache_of_transformers_is_left_alone():
+    model, cache = shared_model("llama"), DynamicCache()
+    text = go_on(cache, tokens(1, 20))
+    assert torch.equal(text, model.generate(tokens(1, 20), **GREEDY))

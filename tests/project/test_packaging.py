@@ -1,0 +1,173 @@
+"""How the package is built: with the C kernel or without it, for whom it is found, and the links of its page."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+pytest.importorskip("setuptools", minversion="77")
+PAGE = "https://example.org/owner/name"
+SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup_file")
+FILES = ("pyproject.toml", "setup.py", "kv_hf_cli.py", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of what a build reads, in a folder called kv_hf; compiled files are left out."""
+    folder = tmp_path_factory.mktemp("parent") / "kv_hf"
+    left = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "kv_hf", folder / "kv_hf", ignore=left)
+    for name in FILES:
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(clone, out, hook="build_wheel", **variables):
+    """Run a hook of the build backend, as pip does; return (wheel or None, what was printed)."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("KV_HF_")}
+    out.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=clone,
+        env={**own, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    shutil.rmtree(clone / "build", ignore_errors=True)
+    if done.returncode:
+        return None, done.stderr
+    (made,) = out.iterdir()
+    return made, done.stderr
+
+
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+        return opened.read(name).decode()
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [({"KV_HF_BUILD_KERNEL": "none"}, False), ({"CC": "/bin/false"}, True)],
+    ids=["none", "no compiler"],
+)
+def test_a_wheel_without_the_kernel_has_another_name(clone, tmp_path, variables, told):
+    """Built without a compiler, the wheel was called as the fast one is; a file of an earlier build does not count."""
+    made = f"lib.{sysconfig.get_platform()}-cpython-{sys.version_info[0]}{sys.version_info[1]}"
+    left = clone / "build" / made / "kv_hf" / "backends" / "cpu" / "_native.abi3.so"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of an earlier build")
+    os.utime(left, (0, 0))
+    wheel, printed = build(clone, tmp_path / "out", **variables)
+    assert wheel.name.endswith("-py3-none-any.whl"), printed
+    assert ("the C kernel was not compiled" in printed) == told
+    with zipfile.ZipFile(wheel) as opened:
+        names = opened.namelist()
+        (tags,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
+        assert "Root-Is-Purelib: true" in opened.read(tags).decode()
+    assert {"kv_hf/__init__.py", "kv_hf/__main__.py", "kv_hf_cli.py"} <= set(names)
+    assert not [name for name in names if name.endswith((".so", ".c", ".h"))]
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"KV_HF_BUILD_KERNEL": "required", "CC": "/bin/false"}, "the C kernel cannot be compiled"),
+        ({"KV_HF_BUILD_KERNEL": "yes"}, "must be one of auto, required, none, got 'yes'"),
+    ],
+    ids=["required", "unknown"],
+)
+def test_a_build_that_must_have_the_kernel_fails_without_it(clone, tmp_path, variables, says):
+    wheel, printed = build(clone, tmp_path / "out", **variables)
+    assert wheel is None
+    assert says in printed.splitlines()[-1]
+
+
+def test_the_source_distribution_carries_every_source_of_the_kernel():
+    """setuptools packs what the extension names; a new file that is not named makes an sdist that cannot be compiled."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    (extension,) = settings["ext-modules"]
+    native = ROOT / "kv_hf" / "backends" / "cpu" / "native"
+    named = {ROOT / name for name in (*extension["sources"], *extension["depends"])}
+    assert named == {path for path in native.iterdir() if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_wheel_with_the_kernel_names_the_platform(clone, tmp_path):
+    wheel, printed = build(clone, tmp_path / "out", KV_HF_BUILD_KERNEL="required")
+    assert re.search(r"-cp311-abi3-\w+\.whl$", wheel.name), printed
+    with zipfile.ZipFile(wheel) as opened:
+        assert [name for name in opened.namelist() if name.endswith(".so")]
+
+
+def test_an_editable_install_is_found_from_the_clones_parent_folder(clone, tmp_path):
+    """A clone named kv_hf was imported there as an empty namespace package, in place of the installed one."""
+    wheel, printed = build(clone, tmp_path / "out", "build_editable", KV_HF_BUILD_KERNEL="none")
+    assert wheel is not None, printed
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(site)
+    code = f"""
+import importlib.util, site
+site.addsitedir({str(site)!r})
+print(importlib.util.find_spec("kv_hf").origin)
+"""
+    found = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(found, cwd=clone.parent, capture_output=True, text=True, env={})
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == clone / "kv_hf" / "__init__.py"
+
+
+def test_the_suggested_name_of_a_clone_is_no_name_of_a_package():
+    """A folder whose name holds a dash shadows nothing, whichever Python runs in its parent folder."""
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for name in re.findall(r"git clone \S*(?: this repository>)? (\S+)", page.read_text()):
+            assert not name.isidentifier(), f"{page.name} suggests a clone named {name}"
+    assert re.search(r"git clone <this repository> kv-hf\b", (ROOT / "README.md").read_text())
+
+
+def test_the_page_of_the_package_has_absolute_links(clone, tmp_path):
+    wheel, printed = build(
+        clone, tmp_path / "out", KV_HF_BUILD_KERNEL="none", KV_HF_REPOSITORY=f"{PAGE}/"
+    )
+    text = metadata(wheel)
+    for name, path in SETUP["PAGES"].items():
+        assert f"Project-URL: {name}, {PAGE}{path}\n" in text
+    body = text.partition("\n\n")[2]
+    targets = re.findall(r"\]\(([^)\s]+)\)", body)
+    assert f"{PAGE}/blob/HEAD/CHANGELOG.md" in targets
+    assert all(target.startswith(("https://", "http://", "#")) for target in targets)
+
+
+def test_links_of_the_readme_lead_to_files_that_are_there():
+    found = SETUP["RELATIVE_LINK"].findall((ROOT / "README.md").read_text())
+    assert len(found) > 10
+    for _, _, target in found:
+        assert (ROOT / target.partition("#")[0]).exists(), target
+
+
+def test_long_description_without_an_address_keeps_the_text_alone():
+    text = "![plot](a.png) [one](notes/a#b), [two](https://c.d/e), [three](#f)"
+    assert SETUP["long_description"](text, "") == " one, [two](https://c.d/e), [three](#f)"
+    assert SETUP["long_description"](text, PAGE) == (
+        f"![plot]({PAGE}/raw/HEAD/a.png) [one]({PAGE}/blob/HEAD/notes/a#b), [two](https://c.d/e), [three](#f)"
+    )
+
+
+def test_classifiers_and_extras_are_those_of_the_commands():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert settings["scripts"] == {"kv-hf": "kv_hf_cli:main"}
+    python = [line for line in settings["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert python[0].endswith(settings["requires-python"].removeprefix(">="))

@@ -100,6 +100,9 @@ def without_offsets(
     """Return fields of pages and a spec that decode to `Tokens.codes`: to code * scale alone.
 
     Unsigned codes around 0 have no offset in their pages, and kernels sum them as the whole numbers from 0 on that they are.
+
+    Args:
+        fields: tensors of side.fields with a leading [pages].
     """
     scheme, stored = side.scheme, dict(fields)
     if "offset" in stored:

@@ -101,6 +101,16 @@ def test_write_pair_writes_the_codecs_bytes(keys, values):
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [("int2_mixed", "int2_rotated"), ("int4_mixed", "int3_rotated"), ("int4", "int4_rotated")],
+)
+def test_write_pair_writes_the_codecs_bytes_of_formats_of_one_side(keys, values):
+    spec = spec_of(keys, values)
+    assert not check(spec, inputs(spec))
+
+
+@needs_interpreter
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_write_pair_takes_sides_of_different_dtypes(dtype):
     """Autocast makes values of another dtype than keys."""

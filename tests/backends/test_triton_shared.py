@@ -27,7 +27,7 @@ QUICK = {("sm_90", "int8", 64, BF16, 1), ("gfx942", "int8", 256, BF16, 1)}
 
 def variants():
     for arch in ("sm_90", "gfx942"):
-        for name in FORMAT_NAMES:
+        for name in (*FORMAT_NAMES, "int2_mixed+int3_rotated"):
             for dim in (16, 64, 96, 128, 256):
                 for dtype in (BF16, FP32):
                     for q_len in (1, 3) if dtype == BF16 else (1,):
@@ -40,8 +40,9 @@ def variants():
 def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype, q_len):
     from kv_hf.backends.triton import aot
 
+    keys, _, values = name.partition("+")
     spec = PageSpec.build(
-        key_scheme(name), value_scheme(name, 16 if dim % 32 else None), num_kv_heads=8, key_dim=dim, value_dim=dim,
+        key_scheme(keys), value_scheme(values or keys, 16 if dim % 32 else None), num_kv_heads=8, key_dim=dim, value_dim=dim,
         page_size=64, dtype=dtype,
     )  # fmt: skip
     isa = 90 if arch == "sm_90" else meta_params.HIP

@@ -56,13 +56,13 @@ class PageMemory:
         return None
 
     def holds(self, fields: Mapping[str, torch.Tensor]) -> bool:
-        """Say whether `fields` are pages of this memory, all of them."""
+        """Say whether `fields`, [pages, ..] by name, are pages of this memory, all of them."""
         return fields.keys() == self._whole.keys() and all(
             one.data_ptr() == self._whole[name].data_ptr() for name, one in fields.items()
         )
 
     def pages(self, capacity: int, written: int = 0) -> dict[str, torch.Tensor]:
-        """Return the fields of the pages 0 .. capacity - 1.
+        """Return the fields of the pages 0 .. capacity - 1, [capacity, *shape of the field in a page] by name.
 
         Args:
             written: pages at the front that hold something; those behind are zero.

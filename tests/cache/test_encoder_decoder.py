@@ -16,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import kv_hf
 from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
+from kv_hf.formats import cache_options
 
 NEW = 28  # past the sinks and a page of 16 tokens; beams and drafts go past two
 GREEDY = {
@@ -269,7 +270,8 @@ def test_quantized_pages_give_what_their_dense_numbers_give(family, name):
         out = model.generate(**inputs, **GREEDY, **paged("same", name, attention=attention))
         logits.append(torch.stack(out.logits[:20]))
         kinds = {(row.keys, row.values) for row in out.past_key_values.report()}
-        assert kinds == {(name[6:], name[6:])}
+        options = cache_options(name)
+        assert kinds == {(options["keys"], options["values"])}
     torch.testing.assert_close(*logits, rtol=0, atol=2 * TOLERANCE)
 
 

@@ -124,7 +124,7 @@ def test_rows_of_one_batch_store_a_common_prefix_once():
 def test_quantized_prefix_equals_a_chat_that_went_on(keys):
     """With quantized pages a shared prompt reads its prefix as any later turn reads an earlier one: bit for bit."""
     model, tail = shared_model("llama"), words(9, 3)
-    implementation = f"paged_{keys}"
+    implementation = "paged_int2_v1" if keys == "int2" else f"paged_{keys}"
     store = kv_hf.PrefixStore()
     run(model, [SYSTEM[:196] + words(5, seed) for seed in (6, 7)], store, implementation)
     found = run(model, [SYSTEM[:196] + tail], store, implementation)

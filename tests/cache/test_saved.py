@@ -22,6 +22,7 @@ from kv_hf.cache import state, weights
 from kv_hf.cache.adapters import Adapters
 from kv_hf.cache.saved import container, files, identity, save
 from kv_hf.cache.static_cache import StaticPagedCache
+from kv_hf.pages.page_memory import AHEAD
 
 PAGE = 16
 FORMATS = ("exact", "fp8", "int8", "int4", "int2")
@@ -659,7 +660,7 @@ def test_saving_and_loading_take_pieces_of_memory(model, tmp_path, monkeypatch):
     assert made.largest <= 2 * piece
     with NewTensors() as made:
         loaded = kv_hf.PagedCache.load(tmp_path / "cache", model)
-    assert made.largest <= storage
+    assert made.largest <= AHEAD * storage  # addresses: memory comes with what is written
     assert torch.equal(loaded.layers[1].values, cache.layers[1].values)
 
 

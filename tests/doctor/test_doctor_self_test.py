@@ -24,7 +24,7 @@ HAS_C = library.missing() is None
 
 
 def run(dtype=torch.bfloat16, **options):
-    given = {"device": CPU, "dtype": dtype, "head_dim": 32, "page_size": 16, "seconds": 1e9}
+    given = {"device": CPU, "dtype": dtype, "head_dim": 32, "page_size": 32, "seconds": 1e9}
     return run_self_test(**{**given, **options})
 
 

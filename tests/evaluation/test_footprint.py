@@ -126,7 +126,7 @@ def test_a_prediction_that_differs_is_an_error(model, monkeypatch):
     cache = filled(model, "paged_int4")
     memory = cache.memory()
     monkeypatch.setattr(cache, "memory", lambda: dataclasses.replace(memory, scales=7))
-    with pytest.raises(RuntimeError, match="scales=7.*but predict_memory says.*scales="):
+    with pytest.raises(RuntimeError, match="scales 7 B.*but predict_memory says.*scales 5.00 KiB"):
         check_prediction(cache)
 
 

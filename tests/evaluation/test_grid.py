@@ -200,7 +200,7 @@ def folder(tmp_path_factory):
 
 def test_accuracy_cells_of_a_saved_model(folder, tmp_path):
     texts = {"text": str(folder / "text.txt"), "windows": 2, "window": 200, "prompt": 100}
-    caches = ["paged_exact", "paged_int2:sink_tokens=0,page_size=16", "quantized_fp8", "static"]
+    caches = ["paged_exact", "paged_int2_v1:sink_tokens=0,page_size=16", "quantized_fp8", "static"]
     cells = [
         (Cell("accuracy", str(folder), cache, {**SETTINGS, **texts, "divergence_tokens": 6}), "r")
         for cache in caches

@@ -846,5 +846,5 @@ def test_docs_add_a_format_works_as_written(capsys):
     assert shown == Path(nf4_format.__file__).read_text()
     before = kv_hf.cache_names()
     exec(compile(used, "docs/formats.md", "exec"), {})
-    assert "MemoryReport(payload=" in capsys.readouterr().out
+    assert "(codes 5.00 KiB, scales " in capsys.readouterr().out
     assert kv_hf.cache_names() == before

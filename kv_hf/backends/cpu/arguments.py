@@ -46,14 +46,18 @@ def take_block(launches: MutableMapping[Any, Any], name: str, fields: int) -> Bl
 def unsupported(spec: PageSpec) -> str | None:
     """Return what the C kernel does not know about these pages, or None."""
     for side in spec.sides:
-        if side.layout != LANES and side.could_fill_words:
+        if side.layout != LANES and not side.could_fill_words:
+            packed = f"of head_dim {side.head_dim}"
+            if side.side == "values":
+                packed = f"in pages of {side.page_size} tokens"
             return (
-                f"{side.side} lie in the layout of another device's kernel, which wrote these pages"
+                f"{side.side} {packed} as {side.scheme.name!r} do not fill whole words of 32 bits; "
+                "use another format, or kernel='sdpa' or 'reference'"
             )
+    for side in spec.sides:
         if side.layout != LANES:
             return (
-                f"{side.side} of head_dim {side.head_dim} as {side.scheme.name!r} do not fill whole words of 32 bits; "
-                "use another format, or kernel='sdpa' or 'reference'"
+                f"{side.side} lie in the layout of another device's kernel, which wrote these pages"
             )
         if side.dtype not in DTYPES:
             return f"{side.side} of {side.dtype} are not among {', '.join(map(str, DTYPES))}"

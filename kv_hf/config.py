@@ -231,7 +231,7 @@ class CacheConfig:
             formats = (*FORMAT_OPTIONS, "latent")
             others = {name: value for name, value in named.items() if name not in formats}
             return cls(**beside_recipe({**others, **given}))
-        if {"keys", "values"} <= given.keys():  # of the name's formats none is left
+        if {"keys", "values"} & given.keys():  # the name's formats are not what was asked for
             named.pop("latent", None)
         return cls(**{**named, **given})
 

@@ -16,6 +16,8 @@ class Origin:
         token_ids: of the text whose first columns this cache holds, [rows, columns] int64, padding included: those that
             a loaded cache was saved with (on the CPU), or that went through generate(). More columns than it holds may
             be there, and fewer behind direct calls of the model. None where they are not known.
+        known_columns: columns of `token_ids` that the cache held when they were noted, or was about to be given. Those behind,
+            the last generated token among them, may have gone another way since.
         computed_by: the different states of adapters in which generate() filled this cache, in order; empty where
             it never did. Tokens of direct calls of a model are not noted.
         prefix_spaces: the different spaces of its prefix_store that it was filled in; None among them: by more than tokens.
@@ -28,6 +30,7 @@ class Origin:
     prefix_spaces: tuple[str | None, ...] = ()
     from_file: bool = False
     weights: str | None = None
+    known_columns: int = 0
     _columns_in_front: int | None = (
         None  # of the text that a call of generate() was given; None: none is going on
     )
@@ -71,10 +74,15 @@ class Origin:
         self.token_ids = self.weights = self._columns_in_front = None
         self.computed_by = self.prefix_spaces = ()
         self.from_file = False
+        self.known_columns = 0
 
-    def note_file(self, token_ids: torch.Tensor | None) -> None:
-        """Note that the cache was read from a file, and its token ids [rows, columns], int64 on the CPU, if it had any."""
-        self.token_ids, self.from_file = token_ids, True
+    def note_file(self, token_ids: torch.Tensor | None, columns: int) -> None:
+        """Note that the cache was read from a file, and its token ids [rows, columns], int64 on the CPU, if it had any.
+
+        Args:
+            columns: how many the cache holds.
+        """
+        self.token_ids, self.from_file, self.known_columns = token_ids, True, columns
 
     # -- the text ------------------------------------------------------------------------------------------
 
@@ -92,18 +100,25 @@ class Origin:
             self.token_ids = joined(self.token_ids, columns_in_front, token_ids)
         else:
             self.token_ids = joined(token_ids, token_ids.shape[1])
+        self.known_columns = 0 if self.token_ids is None else self.token_ids.shape[1]
 
-    def note_generated(self, token_ids: torch.Tensor | None) -> None:
-        """Note that generate() has ended, and its prompt and new tokens [rows, columns]; None where they are not known."""
+    def note_generated(self, token_ids: torch.Tensor | None, columns_held: int) -> None:
+        """Note that generate() has ended, and its prompt and new tokens [rows, columns]; None where they are not known.
+
+        Args:
+            columns_held: by the cache: the last token is not among them.
+        """
         columns, known = self._columns_in_front, self.token_ids
         self._columns_in_front = None
         if columns is None or known is None or token_ids is None:
             return
         if token_ids.ndim == 2 and token_ids.shape[0] == known.shape[0]:
             self.token_ids = joined(known, columns, token_ids)
+            self.known_columns = min(self.token_ids.shape[1], columns_held)
 
     def forget_tokens(self, columns: int) -> None:
         """Forget the text behind the first `columns`: a crop removed it."""
+        self.known_columns = min(self.known_columns, columns)
         if self.token_ids is not None and self.token_ids.shape[1] > columns:
             self.token_ids = self.token_ids[:, :columns]
 

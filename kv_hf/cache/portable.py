@@ -11,6 +11,7 @@ from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheMismatchError
 from ..printable import short
+from .model_mark import model_mark
 from .model_shape import decoder_config, signature
 from .origin import Origin
 from .saved.load import opened_state
@@ -65,13 +66,14 @@ class Portable(Origin):
         Args:
             model: whose keys and values these are; only the same weights and active adapters can load them.
             token_ids: [rows, columns seen or more], padding included, for the loaded cache's `token_ids`.
-        Raises: CacheMismatchError for an empty cache, a model of other sizes or other token ids, and where generate()
+        Raises: CacheMismatchError for an empty cache, a model of other sizes or weights, other token ids, and where generate()
             filled the cache with other adapters than the model has now;
             InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
             keeps states of layers; OSError where the disk refuses. The old file then is what it was.
         """
         check_model_argument(model)
         self.check_model(model.config)
+        self.note_weights(model_mark(model), type(model).__name__)
         save_state(self.state(), path, model, token_ids)
 
     @classmethod
@@ -97,7 +99,9 @@ class Portable(Origin):
             check_int("max_length", max_length, 1)
         with opened_state(path, model, device, kernel) as (state, token_ids):
             cache = cls.from_state(model.config, state, kernel=kernel, max_length=max_length)
-            cache.note_file(token_ids)
+            held: Any = cache
+            cache.note_file(token_ids, int(held.get_seq_length()))
+            cache.note_weights(model_mark(model), type(model).__name__)
         return cache
 
     @classmethod

@@ -102,7 +102,7 @@ class Text:
         elif self.is_whole:
             self.cache.note_prompt(self.ids)
         else:
-            self.cache.note_prompt(self.ids if known.shape[1] >= seen else None, seen)
+            self.cache.note_prompt(self.ids if self.cache.known_columns >= seen else None, seen)
 
     def check_columns(self) -> None:
         """Forget the text behind a first forward where the model put other columns into the cache than its tokens."""
@@ -132,7 +132,8 @@ class Text:
     def _check_same(self, known: torch.Tensor) -> None:
         """Raise CacheMismatchError where the text begins otherwise than the text that the cache holds."""
         seen = self._seen()
-        found = first_difference(known[:, :seen], self.ids, self.mask)
+        held = min(seen, self.cache.known_columns)
+        found = first_difference(known[:, :held], self.ids, self.mask)
         if found is None:
             return
         row, column = found

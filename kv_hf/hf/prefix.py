@@ -83,6 +83,18 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         text.check()
         note_origin(self, own)
         text.note()
+        try:
+            return fill(
+                self, cache, own, text, input_ids, generation_config, model_kwargs, *args, **kwargs
+            )
+        except BaseException:
+            own.note_prompt(None)  # which columns of it the cache holds is not known
+            raise
+
+    def fill(
+        self: Any, cache: Any, own: Any, text: Text, input_ids: torch.Tensor, generation_config: Any,
+        model_kwargs: dict[str, Any], *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         store, prompt = own.prefix_store, None
         if store is not None and not own.get_seq_length():
             prompt = _prompt_to_share(self, own, input_ids, generation_config, model_kwargs)

@@ -34,5 +34,6 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     own, _ = paged_halves(cache)
     if own is not None:
         # what code of others made of a text is not taken for what it is
-        own.note_generated(None if kwargs.get("custom_generate") is not None else made)
+        told = None if kwargs.get("custom_generate") is not None else made
+        own.note_generated(told, int(own.get_seq_length()))
     return result

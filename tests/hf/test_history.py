@@ -354,3 +354,42 @@ def test_a_cache_of_transformers_is_left_alone():
     model, cache = shared_model("llama"), DynamicCache()
     text = go_on(cache, tokens(1, 20))
     assert torch.equal(text, model.generate(tokens(1, 20), **GREEDY))
+
+
+# -- what the cache does not hold is not compared ------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_last_token_may_go_another_way_in_a_loop_of_ones_own():
+    model = shared_model("llama")
+    cache, text = first_turn()
+    loop = torch.cat([edited(text, column=text.shape[1] - 1)[:, -1:], tokens(1, 4, 9)], 1)
+    model(loop, past_key_values=cache)
+    whole = torch.cat([text[:, :-1], loop], 1)
+    go_on(cache, next_turn(whole))
+    assert cache.token_ids is not None
+    refused(cache, edited(next_turn(cache.token_ids)))
+
+
+def test_a_call_that_stopped_before_the_first_layer_leaves_no_text():
+    model = shared_model("llama")
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    with pytest.raises(IndexError):
+        go_on(cache, torch.full((1, 30), 10_000))
+    assert cache.token_ids is None
+    go_on(cache, tokens(1, 50, 2))
+
+
+def test_saving_for_a_model_of_other_weights_is_refused(tmp_path):
+    cache, text = first_turn()
+    other = make_model("llama")
+    with torch.no_grad():
+        other.lm_head.weight += 1
+    with pytest.raises(kv_hf.CacheMismatchError, match="other weights than this LlamaForCausalLM"):
+        cache.save(tmp_path / "cache", other)
+    assert not (tmp_path / "cache").exists()
+    cache.save(tmp_path / "cache", shared_model("llama"), token_ids=text)
+    loaded = kv_hf.PagedCache.load(tmp_path / "cache", shared_model("llama"))
+    with pytest.raises(kv_hf.CacheMismatchError, match="other weights"):
+        go_on(loaded, next_turn(text), model=other)
+    go_on(loaded, next_turn(text))

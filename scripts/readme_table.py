@@ -11,8 +11,8 @@ import family_tables
 import gqa_tables
 import long_tables
 
+from kv_hf.evaluation.demo_command import CACHES
 from kv_hf.evaluation.rows import latest_run, read_rows
-from kv_hf.formats import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parent.parent
 MEASURED = "accuracy_vs_memory.jsonl"
@@ -52,7 +52,7 @@ def demo_table(rows: list[dict[str, Any]]) -> str:
     """Return the memory and speed of the last recorded demo on the CPU."""
     head = ["cache", "KV MiB", "of DynamicCache", "prefill tokens/s", "decode tokens/s"]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    for name in ("dynamic", *IMPLEMENTATIONS):
+    for name in ("dynamic", *CACHES):
         row = newest(rows, cache=name, model="smollm2-135m", device="cpu")
         if row is not None:
             lines.append(

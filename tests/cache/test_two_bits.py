@@ -11,7 +11,7 @@ import kv_hf
 from kv_hf.cache.two_bits import MEASURED
 from kv_hf.formats import cache_options, key_scheme, value_scheme
 
-ROWS = Path(__file__).parents[2] / "results" / "accuracy_vs_memory.jsonl"
+ROWS = Path(__file__).parents[2] / "results" / "long_context.jsonl"
 TWO_BITS = {"keys": "int2", "values": "int2"}
 
 
@@ -58,13 +58,13 @@ def test_warning_quotes_the_rows():
 
 def test_generate_warns_once_of_two_bits_with_the_figures():
     (said,) = warned(**TWO_BITS)
-    assert "found 3 of 9 facts" in said and "DynamicCache 9" in said
-    assert "1,024 tokens (smollm2-135m)" in said and "int8 is the safe choice" in said
+    assert "found 4 of 20 facts" in said and "DynamicCache 20" in said
+    assert "2,048 tokens (smollm2-135m)" in said and "int8 is the safe choice" in said
 
 
 def test_generate_says_that_a_pair_was_not_measured():
-    (said,) = warned(keys="int2_mixed", values="int2_rotated")
-    assert "int2_mixed and int2_rotated were not measured, paged_int2_v1" in said
+    (said,) = warned(keys="int2", values="int2_rotated")
+    assert "int2 and int2_rotated were not measured, paged_int2 (int2_mixed keys" in said
 
 
 @pytest.mark.parametrize(

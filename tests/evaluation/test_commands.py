@@ -11,9 +11,9 @@ from tiny_harness import sentence, tiny_tokenizer
 from tiny_models import make_model
 
 import kv_hf_cli
+from kv_hf.evaluation.demo_command import CACHES
 from kv_hf.evaluation.recommend import recommend_command
 from kv_hf.evaluation.rows import read_rows
-from kv_hf.formats import IMPLEMENTATIONS
 from kv_hf.recipe import Recipe
 
 
@@ -51,7 +51,7 @@ def test_demo_shows_every_cache_and_records_rows(folder, tmp_path, capsys):
     code, printed = run(capsys, "demo", "--model", folder, *sizes, *text, "--record", "--out", out)
     assert code == 0, printed.err
     rows = read_rows(out)
-    assert [row["cache"] for row in rows] == ["dynamic", *IMPLEMENTATIONS]
+    assert [row["cache"] for row in rows] == ["dynamic", *CACHES]
     assert rows[0]["kv_ratio"] == 1 and rows[1]["leading_equal_tokens"] == 4
     for row in rows:
         assert any(line.startswith(f"{row['cache']} ") for line in printed.out.splitlines())

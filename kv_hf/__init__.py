@@ -3,9 +3,8 @@
     import kv_hf
     model.generate(**inputs, cache_implementation="paged_int4")
 
-Importing registers the names paged_exact, paged_fp8, paged_int8, paged_int4, paged_int2 and paged_k8v4 with
-transformers, and an attention implementation "kv_hf"; `uninstall()` removes them. `cache_names()` lists the names;
-`register_format` and `register_cache` add others.
+Importing registers the names of paged caches with transformers, and an attention implementation "kv_hf"; `uninstall()`
+removes them. `cache_names()` lists the names; `register_format` and `register_cache` add others.
 """
 
 from importlib import import_module

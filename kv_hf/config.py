@@ -43,7 +43,7 @@ class CacheConfig:
     """Options of a paged cache.
 
     Attributes:
-        keys, values: format of the stored keys and values: exact, fp8, int8, int4, int2, or a registered one.
+        keys, values: formats of the stored keys and values; `kv_hf.formats.format_names(side)` lists those of "keys" and of "values".
         page_size: tokens in a page, a power of two of at least 16.
         key_group_size: tokens that share a key scale (4 and 2 bits); must divide page_size.
         value_group_size: channels that share a value scale (4 and 2 bits); must divide head_dim.

@@ -1,4 +1,4 @@
-"""int2_mixed: keys of 2 bits, but 4 in the channels whose range is largest."""
+"""int2_mixed: keys of 2 bits, but 4 in the channels whose pairs have the largest range."""
 
 from .base import WHOLE_PAGE, Scheme
 from .linear import RangeFormat

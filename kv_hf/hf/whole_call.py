@@ -35,5 +35,6 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     if own is not None:
         # what code of others made of a text is not taken for what it is
         told = None if kwargs.get("custom_generate") is not None else made
-        own.note_generated(told, int(own.get_seq_length()))
+        held = 0 if own.token_ids is None else int(own.get_seq_length())  # may wait for the device
+        own.note_generated(told, held)
     return result

@@ -1,7 +1,8 @@
 """Encode whole pages of keys or values and decode them, by the format of the side.
 
 What a code means is the format's own (kv_hf/formats), where it lies in a page is packing's; here is what holds for all
-formats, and what schemes ask for around them: rotated values, and keys in the order of their channels' ranges. Decoding is the definition that kernels are tested against.
+formats, and what schemes ask for around them: rotated values, and keys with their wide channels in front. Decoding is the
+definition that kernels are tested against.
 """
 
 import torch

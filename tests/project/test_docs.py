@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from kv_hf.formats import named
+
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TOP_PAGES = sorted(ROOT.glob("*.md"))
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
@@ -95,6 +97,13 @@ def test_pages_name_files_that_exist() -> None:
     bases = [ROOT, ROOT / "kv_hf"]
     assert len(named) > 50
     assert not [one for one in named if not any((base / one[1]).exists() for base in bases)]
+
+
+def test_options_lists_every_cache_name_that_is_shipped() -> None:
+    listed = re.findall(
+        r"^\| `(paged_\w+)` \|", (ROOT / "docs/options.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(name for name, one in named._caches.items() if one.shipped)
 
 
 def test_glossary_names_what_the_code_has() -> None:

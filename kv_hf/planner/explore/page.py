@@ -51,7 +51,7 @@ _KINDS = (
 )
 _GIVEN = "Given"
 _OPTIONS = ("page_size", "sink_tokens", "recent_tokens")
-_OLD = re.compile(r"_v[0-9]+$")
+_SUPERSEDED = ("paged_int2_v1",)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -165,12 +165,12 @@ def formats() -> dict[str, dict[str, Any]]:
 def _caches() -> list[dict[str, Any]]:
     """Return the cache names that stand for formats alone, with the format of latents: null where latents have none.
 
-    Names of a format's older version (paged_int2_v1) are for what was stored under them, so that nobody plans with them.
+    Superseded names are for what was stored under them: the page does not offer them.
     """
     found = [
         {"name": name, "latent": None, **cache_options(name)}
         for name in cache_names()
-        if set(cache_options(name)) <= {"keys", "values", "latent"} and not _OLD.search(name)
+        if set(cache_options(name)) <= {"keys", "values", "latent"} and name not in _SUPERSEDED
     ]
     latents = format_names("latent")
     for one in found:

@@ -103,6 +103,7 @@ class BatchCache:
         self._space = "" if store is None else store.bind_model(model)
         self._forward: Forward | None = None
         self.most_rows = 0
+        self.layers_reached: set[int] = set()  # in the last forward
 
     def _store_of(self, layer: PagedLayer) -> BatchStore:
         """Make the tensors of a layer, with room for all pages and rows."""
@@ -402,9 +403,10 @@ class BatchCache:
             parts.append(Part(0, len(one), 1, run_of(in_order, self.device)))
         decoding = set(one)
         for request_id, (_, count) in asked.items():
-            if request_id not in decoding:
+            if count and request_id not in decoding:
                 first = places[request_id]
                 parts.append(Part(self._row[request_id], 1, count, slice(first, first + count)))
+        self.layers_reached = set()
         steps = {
             window: [group.plan(part.first, part.first + part.rows, part.q_len) for part in parts]
             for window, group in self.groups.items()
@@ -455,6 +457,7 @@ class BatchCache:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
             )
+        self.layers_reached.add(store.layer_idx)
         return attend_in_parts(store, self._forward, module, query, key, value, kwargs)
 
     # -- what it holds -----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from ..notices import warn_once
 from .batch_cache import BatchCache, kinds_of, paged_layers
 from .batch_offload import BatchOffload
 from .batch_room import BatchRoom
+from .batch_trial import try_model
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
@@ -45,6 +46,7 @@ _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 # options that say where keys and values of one call live, or how one call of generate() runs
 _NOT_BATCHED = ("offload", "max_length", "device_bytes", "device_pages", "offload_dir")
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
+_NO_LIMIT = 2**62
 _making = threading.Lock()  # held while transformers finds another class for its cache
 
 
@@ -189,13 +191,16 @@ def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
 
         namespace = original.__globals__
         pages_of_transformers = namespace["PagedAttentionCache"]
+        batching = self.continuous_batching_config
+        space, batching.cpu_offload_space = batching.cpu_offload_space, 0.0  # no buffer of 16-bit pages
         with _making:
             namespace["PagedAttentionCache"] = make
             try:
                 processor = original(self)
             finally:
                 namespace["PagedAttentionCache"] = pages_of_transformers
-        host_bytes = int((self.continuous_batching_config.cpu_offload_space or 0) * 2**30)
+                batching.cpu_offload_space = space
+        host_bytes = _NO_LIMIT if space is None else int(space * 2**30)
         _join(processor, made[0], host_bytes, self.kv_hf_salts)
         return processor
 
@@ -215,6 +220,8 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
         """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
         count = batch["input_ids"].shape[1]
         cache.begin(count)
+        if not count:  # a request that was found as a whole, and waits to be forked
+            return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
         compute(model, batch)
 
@@ -353,6 +360,8 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
         store.max_bytes = max(1, room.pages[None] * kinds[None].page_bytes)
     cache = BatchCache(model, template, room, batch_tokens, store)
     template.reset()
+    with torch.no_grad():
+        try_model(model, cache)
     return cache
 
 

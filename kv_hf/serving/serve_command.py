@@ -85,8 +85,8 @@ def _check(model: str, args: dict[str, Any]) -> None:
     """Raise ValueError for what transformers would find wrong only behind loading a model, and for a model that is not there."""
     if args.get("compile"):
         raise ValueError(
-            "--compile gives requests transformers' static cache, and --cache is a paged one: leave --compile out (on a GPU "
-            "decode steps run as CUDA graphs by themselves), or run transformers serve"
+            "--compile gives requests transformers' static cache, and --cache is a paged one: leave --compile out, or "
+            "run transformers serve"
         )
     port = args.get("port")
     if port is not None and not 0 < port < 2**16:

@@ -1,12 +1,15 @@
 """transformers' server with pages, over HTTP with OpenAI's client: chat, streams, stops, cancelled and lost clients, budgets."""
 
 import json
+import os
 import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from measure.serving import second_turn
 from tiny_server import WAIT_S, free_port, running, save_model
 
 from kv_hf.cache.paged_cache import PagedCache
@@ -106,6 +109,24 @@ def test_completions_route_has_the_cache_too(server, caches):
     )
     assert done.usage.completion_tokens == 5
     assert set(caches) == {PagedCache}
+
+
+def test_responses_route_has_the_cache_too(server, caches):
+    done = server.client().responses.create(
+        model=server.model_name,
+        input="It is for us the living",
+        max_output_tokens=5,
+        temperature=0,
+        stream=False,  # transformers' default is a stream
+    )
+    assert done.usage.output_tokens == 5
+    assert set(caches) == {PagedCache}
+
+
+def test_another_model_than_the_servers_is_refused(server):
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client().chat.completions.create(model="other", messages=[user("?")])
+    assert "pinned" in refused.value.response.json()["detail"]
 
 
 def test_second_turn_computes_neither_the_first_prompt_nor_its_answer(server):
@@ -248,6 +269,17 @@ def test_prompt_beyond_the_budget_is_status_400_and_others_go_on(folder):
         assert usage.total_tokens == 4 + 5 * 64
         streamed = text_of(server.chat("A short one", max_tokens=2000, stream=True))[1]
         assert streamed[-1].choices[0].finish_reason == "length"
+
+
+def test_two_turns_counts_what_the_second_one_computes(server):
+    """The client of scripts/bench_serve.py, on a server that is there already."""
+    port = int(server.address.rpartition(":")[2])
+    here = SimpleNamespace(pid=os.getpid())
+    asked = second_turn.Server(here, port, server.model_name)
+    first, second = second_turn.two_turns(asked, TEXT[300:1400], ["What is it?", "Who?"], 4)
+    assert first.tokens_computed == first.prompt_tokens
+    assert second.prompt_tokens > first.prompt_tokens > second.tokens_computed
+    assert 0 < second.first_s <= second.whole_s and second.answer
 
 
 def test_reset_drops_the_store_with_its_model(folder):

@@ -15,6 +15,7 @@ from ..notices import warn_once
 from ..pages.arena import PageArena
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
+from ..printable import short
 from ..units import parse_bytes
 from .model_state import ModelState, model_state
 from .page_sharer import PageSharer
@@ -86,11 +87,15 @@ class PrefixStore:
 
     Args:
         max_bytes: bound of the pages that the store keeps, over all layers: a number or "2GiB".
-    Raises: CacheOptionError for a bound that is no size.
+        keep_answers: keep the pages of the text that generate() writes too, for the next turn of a chat.
+    Raises: CacheOptionError for a bound that is no size, and for a `keep_answers` that is neither True nor False.
     """
 
-    def __init__(self, max_bytes: int | str = 2**30) -> None:
+    def __init__(self, max_bytes: int | str = 2**30, *, keep_answers: bool = False) -> None:
         self.max_bytes = parse_bytes("max_bytes", max_bytes)
+        if not isinstance(keep_answers, bool):
+            raise CacheOptionError(f"keep_answers must be True or False, got {short(keep_answers)}")
+        self.keep_answers = keep_answers
         self.arena = PageArena()
         self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._formats: dict[str, Format] = {}  # of the options that it is bound to

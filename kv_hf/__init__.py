@@ -41,6 +41,7 @@ from .formats import (
     unregister_format,
 )
 from .formats.plugins import load_plugins as _load_formats
+from .serving.batch_counts import BatchCounts
 from .serving.install import install, uninstall
 from .spec import MemoryReport, PageSpec, predict_memory
 from .version import __version__
@@ -65,6 +66,7 @@ _LATER = {
 _PARTS = ("doctor", "evaluation", "gqa", "planner", "recipe", "texts")
 __all__ = [
     "IMPLEMENTATIONS",
+    "BatchCounts",
     "CacheConfig",
     "CacheFileError",
     "CacheMismatchError",

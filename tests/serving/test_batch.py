@@ -269,6 +269,27 @@ def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
     assert computed == [300, 300, 300 - 260, 300, 300 - 260]
 
 
+def test_counts_of_a_manager_add_up(manager):
+    text = prompts()[3]
+    for name in "ab":
+        manager.add_request(text, request_id=name, max_new_tokens=1)
+        collected(manager, 1)
+    counts = kv_hf.BatchCounts.of(manager)
+    cache = manager.batch_processor.cache
+    assert (counts.requests, counts.tokens, counts.pages_shared) == (0, 0, 0)
+    assert counts.pages == counts.pages_kept == 4
+    assert (counts.prompts, counts.prompts_hit, counts.prompt_tokens) == (2, 1, 600)
+    assert counts.prompt_tokens_computed == 300 + 40
+    assert counts.bytes_pages + counts.bytes_exact == cache.room.nbytes
+    assert counts.as_metrics()["kv_hf.cache.pages_allocated"] == 64
+
+
+def test_counts_of_another_manager_are_refused():
+    manager = make_model("llama").init_continuous_batching(generation_config=config())
+    with pytest.raises(UnsupportedModelError, match="has no paged cache"):
+        kv_hf.BatchCounts.of(manager)
+
+
 def test_generate_and_batches_share_one_prefix_store():
     model, store = make_model("llama"), kv_hf.PrefixStore()
     text = prompts()[3]

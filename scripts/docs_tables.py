@@ -178,11 +178,11 @@ def _memory_block(rows: Rows) -> str:
 
 
 def resident_table(rows: Rows) -> str:
-    """Return by how much a process of its own grew with each cache, for every context of each model's newest run."""
+    """Return by how much a process of its own grew with each cache: for every context of each model's newest runs by threads."""
     rows = [row for row in rows if row["kind"] == "memory" and row["measured_by"] == "resident"]
     blocks = []
-    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
-        found = latest_run(rows, model=model, batch=batch)
+    for which in dict.fromkeys((row["model"], row["batch"], row["threads"]) for row in rows):
+        found = latest_run(rows, **dict(zip(("model", "batch", "threads"), which, strict=True)))
         contexts = sorted({row["context"] for row in found})
         blocks += [
             _resident_block([row for row in found if row["context"] == one]) for one in contexts

@@ -89,7 +89,10 @@ def machines_in_words(rows: Sequence[Row]) -> str:
     if len(counted) == 1:
         name = next(iter(counted))
         return f"{name}, {threads[name]}"
-    each = [f"{name} ({count} rows, {threads[name]})" for name, count in counted.most_common()]
+    each = [
+        f"{name} ({count} row{'s' if count > 1 else ''}, {threads[name]})"
+        for name, count in counted.most_common()
+    ]
     return f"rows of {len(each)} machines: {' and '.join(each)}"
 
 

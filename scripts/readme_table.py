@@ -164,27 +164,37 @@ def rows_of(files: str) -> list[dict[str, Any]]:
     return [row for file in files.split() for row in read_rows(ROOT / "results" / file)]
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text("utf-8")
-    text = replace_block(
-        text,
-        "accuracy",
-        eval_tables.formats_table(rows_of(BOTH)),
-    )
-    text = replace_block(text, "demo", demo_table(read_rows(ROOT / "results" / "demo.jsonl")))
-    readme.write_text(text, "utf-8")
-    speed = ROOT / "docs" / "speed.md"
-    found = speed_table(
-        read_rows(ROOT / "results" / "generate.jsonl"), read_rows(ROOT / "results" / "decode.jsonl")
-    )
-    speed.write_text(replace_block(speed.read_text("utf-8"), "speed", found), "utf-8")
-    for document, name, files, make in DOCUMENTS:
-        path = ROOT / "docs" / document
-        found = make(rows_of(files))
-        path.write_text(replace_block(path.read_text("utf-8"), name, found), "utf-8")
+def pages() -> dict[Path, str]:
+    """Return README.md and the pages of docs/ that have tables, as the rows of results/ make them."""
+    readme, speed = ROOT / "README.md", ROOT / "docs" / "speed.md"
+    blocks = [
+        (readme, "accuracy", eval_tables.formats_table(rows_of(BOTH))),
+        (readme, "demo", demo_table(rows_of("demo.jsonl"))),
+        (speed, "speed", speed_table(rows_of("generate.jsonl"), rows_of("decode.jsonl"))),
+    ]
+    blocks += [
+        (ROOT / "docs" / page, name, make(rows_of(files))) for page, name, files, make in DOCUMENTS
+    ]
+    texts: dict[Path, str] = {}
+    for path, name, block in blocks:
+        text = texts.get(path) or path.read_text("utf-8")
+        texts[path] = replace_block(text, name, block)
+    return texts
+
+
+def main() -> int:
+    """Write the tables; with --check 1 where a page is not what the rows say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    stale = {path: text for path, text in pages().items() if path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        if args.check:
+            print(f"{path} is not what results/ says: run scripts/readme_table.py")
+        else:
+            path.write_text(text, "utf-8")
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

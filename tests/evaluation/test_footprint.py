@@ -390,7 +390,7 @@ def test_script_records_rows_that_table_and_picture_take(script, monkeypatch, tm
 
     text = docs_tables.memory_table(rows)
     assert text.count("\n| `") == 3
-    assert "150 tokens, batch 1, 2 steps" in text
+    assert "150 tokens of prompt and 2 more, batch 1; weights: random; computed in bfloat16" in text
     assert f"| `dynamic` | {rows[3]['held_bytes'] / 2**20:.1f} | 100.0 % |" in text
     assert docs_tables.memory_table([]) == "No run has been recorded yet."
     for row in rows:  # as measured with --no-speed, where /proc does not tell
@@ -401,7 +401,7 @@ def test_script_records_rows_that_table_and_picture_take(script, monkeypatch, tm
         row["measured_by"], row["weights_precision"] = "resident", "Q4_1"
         row |= {"prefill_grown_bytes": 3 << 20, "steps_grown_bytes": 1 << 20, "peak_bytes": None}
     text = docs_tables.resident_table(rows)
-    assert text.count(" | 3.0 | 1.0 | - |") == 6 and "tiny (weights: Q4_1), bfloat16" in text
+    assert text.count(" | 3.0 | 1.0 | - |") == 6 and "; weights: Q4_1; computed in bfloat16" in text
     assert "\n\n70 tokens" not in text and text.startswith("70 tokens of prompt and 2 more")
     assert "\n\n150 tokens of prompt" in text and rows[0]["date"] in text
     assert docs_tables.resident_table([]) == "No run has been recorded yet."

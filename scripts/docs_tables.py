@@ -136,12 +136,12 @@ def suites_table(rows: Rows) -> str:
         lines.append([short, *(f"{number:,}" for number in numbers)])
     lines.append(["**all**", *(f"**{number:,}**" for number in total)])
     version = " and ".join({row["versions"]["transformers"]: None for run in runs for row in run})
-    head = caption(
+    said = caption(
         [row for run in runs for row in run],
         f"transformers {version}, its tests of tiny models with `{runs[0][0]['cache']}` and with `DynamicCache`",
         computed="the dtype that each test sets",
     )
-    return f"{head}\n\n{table(lines)}"
+    return f"{said}\n\n{table(lines)}"
 
 
 def memory_table(rows: Rows) -> str:

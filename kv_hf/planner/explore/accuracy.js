@@ -38,9 +38,8 @@ const Accuracy = (() => {
       label: one.label, chosen: hasKeys && isMix(one),
       points: one.found.map((row) => ({ model: models.findIndex((model) => model.model === row.model), kl: row.kl, low: row.kl_low, high: row.kl_high })),
     }));
-    const [text] = new Set(models.map((model) => model.text));
     at("accuracy-intro").textContent =
-      `Measured on small models, whatever the model above is: how far the next token’s probabilities move when the cache is stored in a format, teacher-forced over windows of ${Words.count(models[0].window)} tokens of ${text} (${models.map((model) => `${model.title}: ${Words.count(model.tokens)} tokens`).join("; ")}). What your model loses was not measured.`;
+      `Measured on small models, whatever the model above is: how far the next token’s probabilities move when the cache is stored in a format, teacher-forced over windows of ${Words.count(models[0].window)} tokens (${models.map((model) => `${model.title}, weights ${model.weights}: ${Words.count(model.tokens)} tokens of ${model.text}`).join("; ")}). What your model loses was not measured.`;
     at("accuracy-legend").replaceChildren(...models.map((model, i) => {
       const icon = Charts.svg("svg", { width: 16, height: 16, class: "swatch-mark", "aria-hidden": "true" }, Charts.mark(i, 8, 8));
       return make("li", {}, icon, model.title);

@@ -178,32 +178,38 @@ def _memory_block(rows: Rows) -> str:
 
 
 def resident_table(rows: Rows) -> str:
-    """Return by how much a process of its own grew with each cache: for every context of each model's newest runs by threads."""
+    """Return by how much processes of their own grew with each cache: a table per model, machine, threads and context."""
     rows = [row for row in rows if row["kind"] == "memory" and row["measured_by"] == "resident"]
-    blocks = []
-    for which in dict.fromkeys((row["model"], row["batch"], row["threads"]) for row in rows):
-        found = latest_run(rows, **dict(zip(("model", "batch", "threads"), which, strict=True)))
-        contexts = sorted({row["context"] for row in found})
-        blocks += [
-            _resident_block([row for row in found if row["context"] == one]) for one in contexts
-        ]
+    names = ("model", "batch", "machine", "threads", "context", "steps", "dtype")
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    blocks = [_resident_block(groups[which]) for which in sorted(groups)]
     return "\n\n".join(blocks) if blocks else "No run has been recorded yet."
 
 
 def _resident_block(rows: Rows) -> str:
-    lines = [["cache", "held, MiB", "behind the prefill, MiB", "at the last step", "peak"]]
+    lines = [["cache", "runs", "held, MiB", "behind the prefill, MiB", "at the last step", "peak"]]
     parts = ("held", "prefill_grown", "steps_grown", "peak")
-    rows = list({row["cache"]: row for row in rows}.values())
-    for row in rows:
-        sizes = [row[f"{part}_bytes"] for part in parts]
-        cells = ["-" if size is None else f"{size / 2**20:.1f}" for size in sizes]
-        lines.append([f"`{row['cache']}`", *cells])
+    for cache in dict.fromkeys(row["cache"] for row in rows):
+        runs = [row for row in rows if row["cache"] == cache]
+        cells = [_mib_range([run[f"{part}_bytes"] for run in runs]) for part in parts]
+        lines.append([f"`{cache}`", str(len(runs)), *cells])
     first = rows[0]
+    torch = " and ".join(dict.fromkeys(row["versions"]["torch"] for row in rows))
     title = (
         f"{first['context']:,} tokens of prompt and {first['steps']} more, batch {first['batch']}, {model_title(first)}, "
-        f"torch {first['versions']['torch']}"
+        f"torch {torch}"
     )
     return f"{caption(rows, title)}\n\n{table(lines)}"
+
+
+def _mib_range(sizes: list[int | None]) -> str:
+    """Return the least and the most of some sizes in MiB, once where they are equal; a dash where one is not known."""
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return "-"
+    return " to ".join(dict.fromkeys(f"{size / 2**20:.1f}" for size in (min(known), max(known))))
 
 
 LATENT_MODELS = {

@@ -375,3 +375,36 @@ def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
 def _with_error(row: dict[str, Any]) -> str:
     error = row.get("stderr")
     return f"{row['value']:.4g}" + (f" ± {error:.2g}" if error else "")
+
+
+# what rows of one table of options have in common
+ABLATION_RUN = ("model", "text", "windows", "window", "prompt", "dtype")
+
+
+def ablation_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return int4 and int2 under other options of the cache, as rows with "options" have them: a table per model."""
+    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["cache"] in ("paged_int4", "paged_int2_v1"):
+            runs.setdefault(tuple(row[name] for name in ABLATION_RUN), []).append(row)
+    blocks = []
+    for run in runs.values():
+        if not any(row["options"] for row in run):
+            continue
+        first = run[0]
+        head = ["options", "int4: bits", "KL", "median", "int2: bits", "KL", "median"]
+        found: dict[str, dict[str, dict[str, Any]]] = {"default": {}}
+        for row in run:
+            options = ", ".join(f"`{name}={value}`" for name, value in row["options"].items())
+            found.setdefault(options or "default", {})[row["cache"]] = row
+        lines = [head]
+        for options, caches in found.items():
+            line = [options]
+            for cache in ("paged_int4", "paged_int2_v1"):
+                one = caches[cache]
+                line.append(f"{one['bits_per_element']:.2f}")
+                line += [digits(one["kl_mean"]), digits(one["kl_median"])]
+            lines.append(line)
+        said = f"{model_title(first)}, {scored(first)}, a page of 64 tokens and 4 sinks by default"
+        blocks += [caption(run, said), table(lines)]
+    return "\n\n".join(blocks) or NOTHING

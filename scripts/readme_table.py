@@ -30,6 +30,7 @@ DOCUMENTS = [
     ("uptraining.md", "uptraining", "uptrain.jsonl", gqa_tables.uptraining_table),
     ("lm_eval.md", "tasks", MEASURED, eval_tables.tasks_table),
     ("formats.md", "accuracy", BOTH, eval_tables.formats_table),
+    ("formats.md", "ablation", "ablation.jsonl accuracy.jsonl", eval_tables.ablation_table),
     ("evaluation.md", "drift", MEASURED, long_tables.drift_table),
     ("long_context.md", "needles", BOTH, long_tables.needle_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),

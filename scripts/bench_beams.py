@@ -113,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 kind="beams",
                 shape=args.shape,
                 device=device.type,
-                threads=torch.get_num_threads(),
                 dtype=args.dtype,
                 context=context,
                 **found,

@@ -139,7 +139,6 @@ def measure(
                 batch=args.batch,
                 dtype=args.dtype,
                 device=device.type,
-                threads=torch.get_num_threads(),
                 layers=layers,
                 contender=which,
                 path=contender.kind,

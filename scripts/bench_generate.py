@@ -116,7 +116,6 @@ def rows_of(args: argparse.Namespace, kind: str, results: list[dict[str, Any]], 
             model=args.random or args.model,
             weights="random" if args.random else "real",
             device=torch.device(args.device).type,
-            threads=torch.get_num_threads(),
             dtype=args.dtype,
             **{**more, **result},
         )

@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(measure(args, fake, keys, setting))
     show(rows)
     if args.record:
-        append_rows(
-            args.out, [make_row(kind="host_step", layers=args.layers, **row) for row in rows]
-        )
+        sizes = asdict(HostShape(layers=args.layers))
+        append_rows(args.out, [make_row(kind="host_step", **sizes, **row) for row in rows])
     if args.json:
         print(json.dumps(summary(rows)))
     return 0

@@ -117,7 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     model=args.random or args.model,
                     weights="random" if args.random else "real",
                     device=model.device.type,
-                    threads=torch.get_num_threads(),
                     dtype=args.dtype,
                     context=context,
                     fill="random",

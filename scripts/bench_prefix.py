@@ -105,7 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model=args.model,
                 device=args.device,
                 dtype=args.dtype,
-                threads=torch.get_num_threads(),
                 config={
                     "implementation": args.implementation,
                     "requests": args.requests,

@@ -118,7 +118,6 @@ def measure(
             batch=batch,
             dtype=dtype,
             device="cpu",
-            threads=torch.get_num_threads(),
             layers=LAYERS[name],
             layers_measured=layers,
             contender=which,

@@ -2,10 +2,24 @@
 
 from typing import Any
 
+from captions import caption
+
 from kv_hf.evaluation.rows import latest_run
 from kv_hf.evaluation.shapes import random_config
 
 Rows = list[dict[str, Any]]
+# what rows call a model -> what people do
+MODELS = {
+    "smollm2-135m": "SmolLM2-135M",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
+    "gemma-3-270m": "Gemma-3-270M",
+    "tinyllama-1.1b": "TinyLlama-1.1B",
+}
+
+
+def model_title(row: dict[str, Any]) -> str:
+    """Return the name of a row's model for people."""
+    return MODELS.get(row["model"], row["model"])
 
 
 def table(lines: list[list[str]]) -> str:
@@ -42,12 +56,11 @@ def prefix_table(rows: Rows) -> str:
                 f"{pages:.1f}",
             ]
         )
-    head = (
+    title = (
         f"{config['requests']} requests of {config['system_tokens']:,} shared and {config['question_tokens']} own tokens, "
-        f"`{config['implementation']}`, {found[0]['model']}, {found[0]['dtype']}, {found[0]['threads']} threads of "
-        f"{found[0]['machine']}, all caches alive at the end:"
+        f"`{config['implementation']}`, {model_title(found[0])}, all caches alive at the end"
     )
-    return f"{head}\n\n{table(lines)}"
+    return f"{caption(found, title)}\n\n{table(lines)}"
 
 
 def serve_table(rows: Rows) -> str:
@@ -87,11 +100,11 @@ def beams_table(rows: Rows) -> str:
         of = {row["context"]: row for row in found if row["cache"] == cache}
         lines.append([f"`{cache}`", *(f"{of[context]['step_ms_p50']:.3g}" for context in contexts)])
     first = found[0]
-    head = (
+    title = (
         f"Milliseconds of new order and append over {first['layers']} layers, {first['beams']} beams, sizes of "
-        f"SmolLM2-135M, {first['dtype']}, {first['threads']} thread(s) of {first['machine']}:"
+        f"`{first['shape']}`"
     )
-    return f"{head}\n\n{table(lines)}"
+    return f"{caption(found, title)}\n\n{table(lines)}"
 
 
 def offload_table(rows: Rows) -> str:
@@ -119,12 +132,8 @@ def offload_table(rows: Rows) -> str:
                 f"{row['step_ms_p50']:.0f}",
             ]
         )
-    first = found[0]
-    head = (
-        f"SmolLM2-135M, {first['dtype']}, {longest:,} tokens, {first['threads']} thread(s) of {first['machine']}, the file "
-        "in the page cache:"
-    )
-    return f"{head}\n\n{table(lines)}"
+    title = f"{model_title(found[0])}, {longest:,} tokens, the file in the page cache"
+    return f"{caption(found, title)}\n\n{table(lines)}"
 
 
 def suites_table(rows: Rows) -> str:
@@ -152,7 +161,13 @@ def suites_table(rows: Rows) -> str:
         short = suite.removeprefix("tests/").removeprefix("models/").split("/test_modeling")[0]
         lines.append([short, *(f"{number:,}" for number in numbers)])
     lines.append(["**all**", *(f"**{number:,}**" for number in total)])
-    return table(lines)
+    version = " and ".join({row["versions"]["transformers"]: None for run in runs for row in run})
+    said = caption(
+        [row for run in runs for row in run],
+        f"transformers {version}, its tests of tiny models with `{runs[0][0]['cache']}` and with `DynamicCache`",
+        computed="the dtype that each test sets",
+    )
+    return f"{said}\n\n{table(lines)}"
 
 
 def memory_table(rows: Rows) -> str:
@@ -184,43 +199,43 @@ def _memory_block(rows: Rows) -> str:
             ]
         )
     first = rows[0]
-    on = f"{first['threads']} thread(s) of " if first["device"] == "cpu" else ""
-    head = (
-        f"{first['model']}, {first['dtype']}, {first['context']:,} tokens, batch {first['batch']}, {first['steps']} steps, "
-        f"{on}{first['machine']}:"
-    )
-    return f"{head}\n\n{table(lines)}"
+    title = f"{model_title(first)}, {first['context']:,} tokens of prompt and {first['steps']} more, batch {first['batch']}"
+    return f"{caption(rows, title)}\n\n{table(lines)}"
 
 
 def resident_table(rows: Rows) -> str:
-    """Return by how much a process of its own grew with each cache, for every context of each model's newest run."""
+    """Return by how much processes of their own grew with each cache: a table per model, machine, threads and context."""
     rows = [row for row in rows if row["kind"] == "memory" and row["measured_by"] == "resident"]
-    blocks = []
-    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
-        found = latest_run(rows, model=model, batch=batch)
-        contexts = sorted({row["context"] for row in found})
-        blocks += [
-            _resident_block([row for row in found if row["context"] == one]) for one in contexts
-        ]
+    names = ("model", "batch", "machine", "threads", "context", "steps", "dtype")
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    blocks = [_resident_block(groups[which]) for which in sorted(groups)]
     return "\n\n".join(blocks) if blocks else "No run has been recorded yet."
 
 
 def _resident_block(rows: Rows) -> str:
-    lines = [["cache", "held, MiB", "behind the prefill, MiB", "at the last step", "peak"]]
+    lines = [["cache", "runs", "held, MiB", "behind the prefill, MiB", "at the last step", "peak"]]
     parts = ("held", "prefill_grown", "steps_grown", "peak")
-    for row in {row["cache"]: row for row in rows}.values():
-        sizes = [row[f"{part}_bytes"] for part in parts]
-        cells = ["-" if size is None else f"{size / 2**20:.1f}" for size in sizes]
-        lines.append([f"`{row['cache']}`", *cells])
+    for cache in dict.fromkeys(row["cache"] for row in rows):
+        runs = [row for row in rows if row["cache"] == cache]
+        cells = [_mib_range([run[f"{part}_bytes"] for run in runs]) for part in parts]
+        lines.append([f"`{cache}`", str(len(runs)), *cells])
     first = rows[0]
-    precision = first.get("weights_precision")
-    weights = f" (weights: {precision})" if precision else ""
-    head = (
-        f"{first['context']:,} tokens of prompt and {first['steps']} more, batch {first['batch']}, {first['model']}{weights}, "
-        f"{first['dtype']}, {first['threads']} thread(s) of {first['machine']}, torch {first['versions']['torch']}, "
-        f"{first['date']}:"
+    torch = " and ".join(dict.fromkeys(row["versions"]["torch"] for row in rows))
+    title = (
+        f"{first['context']:,} tokens of prompt and {first['steps']} more, batch {first['batch']}, {model_title(first)}, "
+        f"torch {torch}"
     )
-    return f"{head}\n\n{table(lines)}"
+    return f"{caption(rows, title)}\n\n{table(lines)}"
+
+
+def _mib_range(sizes: list[int | None]) -> str:
+    """Return the least and the most of some sizes in MiB, once where they are equal; a dash where one is not known."""
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return "-"
+    return " to ".join(dict.fromkeys(f"{size / 2**20:.1f}" for size in (min(known), max(known))))
 
 
 LATENT_MODELS = {
@@ -262,16 +277,13 @@ def _latent_block(rows: Rows, title: str, config: Any) -> str:
                 "-" if transient is None else f"{max(0, transient) / 2**20:,.1f}",
             ]
         )
-    first = rows[0]
     dims = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     expanded = 2 * config.num_hidden_layers * config.num_attention_heads * dims
-    threads = f"{first['threads']} thread(s) of " if first["device"] == "cpu" else ""
     head = (
-        f"A decode step of {title}, random weights, {first['dtype']}, {threads}{first['machine']}; in brackets how many times "
-        f"as fast as `dynamic`. Expanded keys and values, as transformers before 5.15 cached them, would take {expanded:,} bytes "
-        "per token:"
+        f"A decode step of {title}; in brackets how many times as fast as `dynamic`. Expanded keys and values, as transformers "
+        f"before 5.15 cached them, would take {expanded:,} bytes per token"
     )
-    return f"{head}\n\n{table(lines)}"
+    return f"{caption(rows, head)}\n\n{table(lines)}"
 
 
 def host_table(rows: Rows) -> str:
@@ -303,4 +315,6 @@ def host_table(rows: Rows) -> str:
                 str(row["synchronisations"]),
             ]
         )
-    return table(lines)
+    layers = next(iter(found.values()))["layers"]
+    title = f"Microseconds of a decode step per layer, {layers} layers of 32 query and 8 kv heads of 128, the GPU's work left out"
+    return f"{caption(found.values(), title, computed='bfloat16')}\n\n{table(lines)}"

@@ -5,17 +5,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from captions import caption
+from docs_tables import MODELS, model_title
 from recall import Recall
 
 from kv_hf.evaluation.by_text import paired_difference
 from kv_hf.formats import cache_names
 
-MODELS = {
-    "smollm2-135m": "SmolLM2-135M",
-    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
-    "gemma-3-270m": "Gemma-3-270M",
-    "tinyllama-1.1b": "TinyLlama-1.1B",
-}
 # what README says of its table
 PROTOCOL = {
     "kind": "accuracy",
@@ -117,16 +113,20 @@ def accuracy_table(
         several = len(next(iter(found.values())).get("texts", {})) > 1
         head = ["cache", "bits", "KL (95 % interval)", *["worst text"] * several]
         lines = [[*head, *recall.heads]]
+        shown = []
         recipes = sorted(filter(budget, found), key=lambda name: -float(budget(name).split()[0]))
         for cache in caches:
             for name in recipes if cache == RECIPES else [cache]:
                 row = found.get(name)
                 if row is None:
                     continue
+                shown.append(row)
                 line = [f"recipe, {budget(name)}" if cache == RECIPES else title(name)]
                 line += [f"{row['stored_bits']:.2f}", _with_interval(row), *[worst(row)] * several]
                 lines.append([*line, *recall.cells(name)])
-        blocks += [f"{MODELS[model]}, {scored(next(iter(found.values())))}:", table(lines)]
+        if shown:
+            said = f"{MODELS[model]}, {scored(shown[0])}"
+            blocks += [caption([*shown, *recall.rows], said), table(lines)]
     return "\n\n".join(blocks) or NOTHING
 
 
@@ -169,9 +169,10 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
         if not found:
             continue
         first = next(iter(found.values()))
-        blocks.append(f"{name}: {scored(first)}, exact perplexity {first['perplexity_exact']:.2f}")
-        head = ["cache", "bits", "bytes/token", "KL", "median", "p99", "same top token"]
         recall = Recall(rows, model)
+        said = f"{name}, {scored(first)}, exact perplexity {first['perplexity_exact']:.2f}"
+        blocks.append(caption([*found.values(), *recall.rows], said))
+        head = ["cache", "bits", "bytes/token", "KL", "median", "p99", "same top token"]
         lines = [[*head, "perplexity", "same tokens", *recall.heads]]
         for cache, row in found.items():
             lines.append(
@@ -193,7 +194,8 @@ def details_table(rows: Sequence[dict[str, Any]]) -> str:
             )
         blocks.append(table(lines))
         if len(first.get("texts", {})) > 1:
-            blocks += [f"{name}, KL on each text:", texts_table(found)]
+            each = caption(found.values(), f"{name}, KL on each text")
+            blocks += [each, texts_table(found)]
     return "\n\n".join(blocks) or NOTHING
 
 
@@ -220,10 +222,8 @@ def peers_table(rows: Sequence[dict[str, Any]]) -> str:
         found = newest(run)
         first = next(iter(found.values()))
         windows = "1 window" if first["windows"] == 1 else f"{first['windows']} windows"
-        blocks.append(
-            f"{MODELS.get(first['model'], first['model'])}, {first['text']}: {windows} of {first['window']:,} tokens, "
-            f"{first['tokens']:,} of them scored:"
-        )
+        said = f"{model_title(first)}, {first['text']}: {windows} of {first['window']:,} tokens, {first['tokens']:,} of them scored"
+        blocks.append(caption(found.values(), said))
         head = ["cache", "bits, all", "bits, encoded", "bytes/token", "KL (95 % interval)", "p99"]
         lines = [[*head, "same top token"]]
         for cache, row in found.items():
@@ -247,6 +247,7 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return recipes beside the uniform format of ours that takes as many bytes, or the least more."""
     one = ["bytes/token", "KL", "found at 8k"]
     lines = [["model", "recipe", *one, "uniform", *one, "difference of KL"]]
+    shown: list[dict[str, Any]] = []
     for model, name in MODELS.items():
         found, recall = measured(rows, model), Recall(rows, model)
         ours = [row for cache, row in found.items() if cache.startswith("paged_")]
@@ -255,6 +256,7 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
             if not cache.startswith("recipe:") or not larger:
                 continue
             other = min(larger, key=lambda one: one["bytes"])
+            shown += [row, other]
             lines.append(
                 [
                     name,
@@ -269,7 +271,10 @@ def recipes_table(rows: Sequence[dict[str, Any]]) -> str:
                     difference(row, other),
                 ]
             )
-    return table(lines, left=2) if len(lines) > 1 else NOTHING
+    if not shown:
+        return NOTHING
+    said = "; ".join(dict.fromkeys(f"{model_title(row)}, {scored(row)}" for row in shown))
+    return f"{caption(shown, said)}\n\n{table(lines, left=2)}"
 
 
 def difference(row: dict[str, Any], other: dict[str, Any]) -> str:
@@ -310,12 +315,13 @@ def latent_accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
         found = newest(run)
         first = next(iter(found.values()))
         rank, rope = first["kv_lora_rank"], first["qk_rope_head_dim"]
-        blocks.append(
-            f"{MODELS.get(first['model'], first['model'])} as MLA, latents of {rank} in {MIXED[first['mixing']]}; RoPE keys of "
+        said = (
+            f"{model_title(first)} as MLA, latents of {rank} in {MIXED[first['mixing']]}; RoPE keys of "
             f"{rope}. {first['windows']} windows of {first['window']:,} tokens, {first['tokens']:,} of them scored; stock "
             f"`DynamicCache`: perplexity {first['perplexity_exact']:.3f}, {first['bytes_exact'] / first['window']:,.0f} bytes "
-            "per token:"
+            "per token"
         )
+        blocks.append(caption(found.values(), said))
         head = ["latents", "read", "bits", "bytes/token", "KL (95 % interval)", "median", "p99"]
         lines = [[*head, "same top token", "perplexity"]]
         for cache, row in found.items():
@@ -361,9 +367,44 @@ def tasks_table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{100 * max(shares):.0f} %" if shares else "",
             ]
         )
-    return table(lines, left=3)
+    shown = [row for values in found.values() for row in values.values()]
+    said = "Tasks of lm-eval through each cache, the newest row of each"
+    return f"{caption(shown, said)}\n\n{table(lines, left=3)}"
 
 
 def _with_error(row: dict[str, Any]) -> str:
     error = row.get("stderr")
     return f"{row['value']:.4g}" + (f" ± {error:.2g}" if error else "")
+
+
+# what rows of one table of options have in common
+ABLATION_RUN = ("model", "text", "windows", "window", "prompt", "dtype")
+
+
+def ablation_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return int4 and int2 under other options of the cache, as rows with "options" have them: a table per model."""
+    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["cache"] in ("paged_int4", "paged_int2_v1"):
+            runs.setdefault(tuple(row[name] for name in ABLATION_RUN), []).append(row)
+    blocks = []
+    for run in runs.values():
+        if not any(row["options"] for row in run):
+            continue
+        first = run[0]
+        head = ["options", "int4: bits", "KL", "median", "int2: bits", "KL", "median"]
+        found: dict[str, dict[str, dict[str, Any]]] = {"default": {}}
+        for row in run:
+            options = ", ".join(f"`{name}={value}`" for name, value in row["options"].items())
+            found.setdefault(options or "default", {})[row["cache"]] = row
+        lines = [head]
+        for options, caches in found.items():
+            line = [options]
+            for cache in ("paged_int4", "paged_int2_v1"):
+                one = caches[cache]
+                line.append(f"{one['bits_per_element']:.2f}")
+                line += [digits(one["kl_mean"]), digits(one["kl_median"])]
+            lines.append(line)
+        said = f"{model_title(first)}, {scored(first)}, a page of 64 tokens and 4 sinks by default"
+        blocks += [caption(run, said), table(lines)]
+    return "\n\n".join(blocks) or NOTHING

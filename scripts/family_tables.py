@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from captions import caption
 from docs_tables import table
 from measure.families.examine import BLUNT
 from packaging.version import Version
@@ -47,13 +48,17 @@ def _version_block(version: str, rows: Rows) -> str:
         counts = Counter(row["verdict"] for row in found if row["role"] == role)
         if counts:
             lines.append([title, str(counts.total()), *(str(counts[word]) for word in words)])
-    parts = [f"### transformers {version}", table(lines), *_equal_lists(found)]
+    said = "Families by verdict, a tiny model of each built from a config"
+    head = caption(found, said, computed="float32")
+    parts = [f"### transformers {version}", head, table(lines), *_equal_lists(found)]
     others = [
         [row["family"], ROLES[row["role"]], VERDICTS[row["verdict"]], _why(row)]
-        for row in found
-        if _said(row)
+        for row in others_of(found)
     ]
     if others:
+        parts.append(
+            caption(others_of(found), "The families that are not equal", computed="float32")
+        )
         parts.append(table([["family", "kind", "verdict", "why"], *others]).replace("---:", "---"))
     return "\n\n".join(parts)
 
@@ -82,8 +87,9 @@ def _equal_lists(rows: Rows) -> list[str]:
     ]
 
 
-def _said(row: dict[str, Any]) -> bool:
-    return row["verdict"] != "equal"
+def others_of(rows: Rows) -> Rows:
+    """Return the families that are not equal."""
+    return [row for row in rows if row["verdict"] != "equal"]
 
 
 def _why(row: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from kv_hf.evaluation.cache_bytes import layer_shapes
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
+from kv_hf.evaluation.weights import weights_of
 from kv_hf.records import CONVERSION
 from kv_hf.texts import load_text, token_windows
 
@@ -132,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "window": args.window,
         }
         common |= {"windows": len(windows), "dtype": "float32", "note": args.note}
+        common |= weights_of(args.checkpoints[0])._asdict()
         append_rows(args.out, [make_row(**common, **row) for row in rows])
     return 0
 

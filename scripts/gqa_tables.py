@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from captions import caption
 from eval_tables import table
 
 from kv_hf.evaluation.report.levers import find_levers, kv_heads, origin
@@ -29,11 +30,13 @@ def conversions_table(rows: Sequence[Row]) -> str:
         original = next((row for (_, how), row in cells.items() if how == "original"), None)
         if original is None:
             continue
-        blocks.append(
-            f"{title}: {original['windows']} windows of at most {original['window']} tokens, {original['tokens']:,} scored "
-            f"({original['text']}); the original has {original['kv_heads']} kv heads, {original['kv_bytes_per_token']:,} kv bytes "
-            f"per token in bf16 and a perplexity of {original['perplexity']:.2f}. {original['note'].capitalize()}:"
+        said = (
+            f"{title}, perplexity without training: {original['windows']} windows of at most {original['window']} tokens, "
+            f"{original['tokens']:,} scored ({original['text']}); the original has {original['kv_heads']} kv heads, "
+            f"{original['kv_bytes_per_token']:,} kv bytes per token in bf16 and a perplexity of {original['perplexity']:.2f}. "
+            f"{original['note'].capitalize()}"
         )
+        blocks.append(caption(cells.values(), said))
         lines = [["kv heads", "kv bytes per token", *(f"`{method}`" for method in METHODS)]]
         for heads in sorted({heads for heads, how in cells if how != "original"}, reverse=True):
             found = {method: cells.get((heads, method)) for method in METHODS}
@@ -74,7 +77,11 @@ def uptraining_table(rows: Sequence[Row]) -> str:
                     f"{row['kl']:.3f}",
                 ]
             )
-    return table(lines) if len(lines) > 1 else NOTHING
+    if not runs:
+        return NOTHING
+    shown = [{**row, "dtype": row["settings"]["dtype"]} for run in runs.values() for row in run]
+    said = "Training towards the original, the newest run of each student"
+    return f"{caption(shown, said)}\n\n{table(lines)}"
 
 
 def _heads(row: Row) -> int:
@@ -86,10 +93,11 @@ def levers_table(rows: Sequence[Row]) -> str:
     blocks = []
     for levers in find_levers(groups(rows)):
         shared = levers.original.protocol
-        blocks.append(
+        said = (
             f"{levers.original.model}, {shared['windows']} windows of {shared['window']:,} tokens, {shared['prompt']} of each "
-            f"not scored; exact perplexity of the original: {levers.exact:.2f}:"
+            f"not scored; exact perplexity of the original: {levers.exact:.2f}"
         )
+        blocks.append(caption([row for _, row in levers.common()], said))
         lines = [["kv heads", "how", "cache", "bytes/token", "perplexity", "times the original"]]
         for group, row in sorted(levers.common(), key=lambda pair: -pair[1]["bytes_per_token"]):
             cells = [

@@ -89,7 +89,6 @@ def measured(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
         "model_revision": revision,
         "dtype": args.dtype,
         "device": torch.device(args.device).type,
-        "threads": torch.get_num_threads(),
     }
     asked = {"chat": Frame.of(tokenizer, args.chat).chat, "haystack": args.haystack}
     asked |= {"model": args.model, "model_revision": revision}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from captions import caption
 from eval_tables import MODELS, digits, table, title
 from recall import LONG, rate_cell
 
@@ -40,13 +41,15 @@ def drift_table(rows: Sequence[Row]) -> str:
         texts = list(next(iter(caches.values())))
         heads = [f"{low:,} to {high:,}" for low, high in itertools.pairwise(POSITIONS)]
         lines = [["cache", "bits", *heads]]
+        shown: list[Row] = []
         for cache, found in caches.items():
             if list(found) != texts:
                 continue  # of other texts: its stretches cannot stand beside the others'
+            shown += found.values()
             bits = sum(row["stored_bits"] for row in found.values()) / len(found)
             lines.append([title(cache), f"{bits:.2f}", *stretches(list(found.values()))])
         name = MODELS.get(model, model)
-        blocks.append(f"{name}, {', '.join(texts)}:")
+        blocks.append(caption(shown, f"{name}, {', '.join(texts)}"))
         blocks.append(table(lines))
     return "\n\n".join(blocks) or NO_DRIFT
 
@@ -87,9 +90,9 @@ def needle_table(rows: Sequence[Row]) -> str:
             for which in asked:
                 line += answers(cells.get(which, []))
             lines.append(line)
-        blocks.append(
-            f"{MODELS.get(model, model)}, {prompts(caches)} prompts of a task and length:"
-        )
+        shown = [row for cells in caches.values() for cell in cells.values() for row in cell]
+        said = f"{MODELS.get(model, model)}, {prompts(caches)} prompts of a task and length"
+        blocks.append(caption(shown, said))
         blocks.append(table(lines))
     return "\n\n".join(blocks) or NO_NEEDLES
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure.models.packaged import resolve_model, weights_of
+from measure.models.packaged import resolve_model
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -162,7 +162,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     bar.write(f"{name} gives no row at {context} tokens, batch {batch}: {error}")
                 else:
                     found["model"] = args.random or args.model
-                    found.update(weights_of(found["model"]))
                     exact = found if name == "dynamic" else exact
                     if exact is not None:
                         found["ratio_to_dynamic"] = found["held_bytes"] / exact["held_bytes"]

@@ -119,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(row)
         counts[row["verdict"]] += 1
         if args.record:
-            append_rows(args.out, [make_row(kind="model_families", **recorded(row))])
+            append_rows(
+                args.out, [make_row(kind="model_families", weights="random", **recorded(row))]
+            )
     console.print(", ".join(f"{verdict}: {count}" for verdict, count in counts.most_common()))
     return int(any(counts[word] for word in WRONG))
 

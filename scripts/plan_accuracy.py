@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from captions import weights_of_row
 from eval_tables import MODELS, measured
 
 from kv_hf.formats import cache_options, is_cache_name
@@ -48,6 +49,7 @@ def page_data() -> str:
             {
                 "model": model,
                 "title": title,
+                "weights": weights_of_row(first).weights_precision,
                 "text": first["text"],
                 "windows": first["windows"],
                 "window": first["window"],

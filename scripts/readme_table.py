@@ -10,6 +10,7 @@ import eval_tables
 import family_tables
 import gqa_tables
 import long_tables
+from captions import caption
 
 from kv_hf.evaluation.demo_command import CACHES
 from kv_hf.evaluation.rows import latest_run, read_rows
@@ -30,6 +31,7 @@ DOCUMENTS = [
     ("uptraining.md", "uptraining", "uptrain.jsonl", gqa_tables.uptraining_table),
     ("lm_eval.md", "tasks", MEASURED, eval_tables.tasks_table),
     ("formats.md", "accuracy", BOTH, eval_tables.formats_table),
+    ("formats.md", "ablation", "ablation.jsonl accuracy.jsonl", eval_tables.ablation_table),
     ("evaluation.md", "drift", MEASURED, long_tables.drift_table),
     ("long_context.md", "needles", BOTH, long_tables.needle_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
@@ -51,10 +53,12 @@ def newest(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
 
 def demo_table(rows: list[dict[str, Any]]) -> str:
     """Return the memory and speed of the last recorded demo on the CPU."""
-    head = ["cache", "KV MiB", "of DynamicCache", "prefill tokens/s", "decode tokens/s"]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    found = latest_run(rows, kind="demo", model="smollm2-135m", device="cpu")
+    if not found:
+        return NO_RUN
+    lines = [["cache", "KV MiB", "of DynamicCache", "prefill tokens/s", "decode tokens/s"]]
     for name in ("dynamic", *CACHES):
-        row = newest(rows, cache=name, model="smollm2-135m", device="cpu")
+        row = newest(found, cache=name)
         if row is not None:
             lines.append(
                 [
@@ -65,14 +69,19 @@ def demo_table(rows: list[dict[str, Any]]) -> str:
                     f"{row['decode_tokens_per_s']:.1f}",
                 ]
             )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    first = found[0]
+    said = (
+        f"Memory and speed of {docs_tables.model_title(first)}, {first['prompt_tokens']:,} tokens of prompt and "
+        f"{first['new_tokens']} new ones"
+    )
+    return f"{caption(found, said)}\n\n{docs_tables.table(lines)}"
 
 
 # docs/speed.md's order of devices and models; what has no rows is left out
 STEPS = [
     ("smollm2-135m", "cpu", "SmolLM2-135M"),
-    ("llama-3.1-8b", "cuda", "Llama-3.1-8B (random weights)"),
-    ("qwen2.5-7b", "cuda", "Qwen2.5-7B (random weights)"),
+    ("llama-3.1-8b", "cuda", "Llama-3.1-8B's sizes"),
+    ("qwen2.5-7b", "cuda", "Qwen2.5-7B's sizes"),
 ]
 LAYERS = [
     ("llama-8b", "cpu", "32 query and 8 kv heads of 128"),
@@ -85,51 +94,71 @@ NOTHING = "No run has been recorded yet: `make bench` and `make bench-gpu` write
 def times_table(rows: list[dict[str, Any]], name: str, milliseconds: str) -> str:
     """Return the times of one run: a row per value of field `name`, a column per context, "ms (x dynamic)"."""
     contexts = sorted({row["context"] for row in rows})
-    head = [name, *(f"{context:,} tokens" for context in contexts)]
-    lines = [head, ["---"] + ["---:"] * len(contexts)]
+    lines = [[name, *(f"{context:,} tokens" for context in contexts)]]
     for which in dict.fromkeys(row[name] for row in rows):
         line = [f"`{which}`"]
         for context in contexts:
             row = newest(rows, **{name: which, "context": context})
             line.append(f"{row[milliseconds]:.3g} ({row['ratio_to_dynamic']:.2f}x)" if row else "-")
         lines.append(line)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return docs_tables.table(lines)
 
 
-def where(row: dict[str, Any]) -> str:
-    """Return the machine of a run in words: the GPU, or the processor and its threads."""
-    parts = [part.strip() for part in row["machine"].split(",")]
-    if row["device"] != "cpu":
-        return parts[-1]
-    threads = row["threads"]
-    return f"{parts[0]}, {threads} thread{'s' if threads > 1 else ''}"
+def runs_by_machine(
+    rows: list[dict[str, Any]], name: str, **wanted: Any
+) -> list[list[dict[str, Any]]]:
+    """Return the newest run of each machine, that with the least gain of the paged caches first.
+
+    Args:
+        name: field that names the cache of a row.
+        wanted: values of fields that all rows have.
+    """
+    machines = dict.fromkeys(row["machine"] for row in rows)
+    runs = [latest_run(rows, machine=machine, **wanted) for machine in machines]
+    return sorted(filter(None, runs), key=lambda run: gain(run, name))
+
+
+def gain(run: list[dict[str, Any]], name: str) -> float:
+    """Return how many times as fast as DynamicCache the fastest paged cache is at the longest context of a run."""
+    longest = max(row["context"] for row in run)
+    ours = [
+        row["ratio_to_dynamic"]
+        for row in run
+        if row["context"] == longest and row[name].startswith("paged_")
+    ]
+    return max(ours, default=0.0)
 
 
 def speed_table(generate: list[dict[str, Any]], decode: list[dict[str, Any]]) -> str:
-    """Return the tables of whole decode steps and of one layer's attention, newest run of each device."""
+    """Return the tables of whole decode steps and of one layer's attention, newest run of each device and machine."""
     blocks = []
     for model, device, title in STEPS:
-        rows = latest_run(generate, kind="generate", model=model, device=device, batch=1)
-        if rows:
-            blocks.append(f"Milliseconds of a decode step, {title}, {where(rows[0])}:")
+        wanted = {"kind": "generate", "model": model, "device": device, "batch": 1}
+        for rows in runs_by_machine(generate, "cache", **wanted):
+            blocks.append(caption(rows, f"Milliseconds of a decode step, {title}"))
             blocks.append(times_table(rows, "cache", "step_ms_p50"))
+    layers = [row for row in decode if row["path"] != "kernel"]
     for shape, device, title in LAYERS:
-        rows = latest_run(decode, kind="decode", shape=shape, device=device, batch=1)
-        rows = [row for row in rows if row["path"] != "kernel"]
-        if rows:
+        wanted = {"kind": "decode", "shape": shape, "device": device, "batch": 1}
+        for rows in runs_by_machine(layers, "contender", **wanted):
             blocks.append(
-                f"Milliseconds of one layer's attention and append, {title}, {where(rows[0])}:"
+                caption(rows, f"Milliseconds of one layer's attention and append, {title}")
             )
             blocks.append(times_table(rows, "contender", "ms_p50"))
     return "\n\n".join(blocks) if blocks else NOTHING
 
 
 def replace_block(text: str, name: str, block: str) -> str:
-    """Put `block` between the markers `<!-- name -->` and `<!-- /name -->`; a table stays where there are no rows."""
-    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-    if block.startswith(NO_RUN) and re.search(rf"<!-- {name} -->\n\|", text):
+    """Put `block` between the markers `<!-- name -->` and `<!-- /name -->`; a table stays where there are no rows.
+
+    Raises: ValueError for a text without these markers.
+    """
+    found = re.search(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"the text must have the markers <!-- {name} --> and <!-- /{name} -->")
+    if block.startswith(NO_RUN) and re.search(r"^\|", found[0], re.MULTILINE):
         return text
-    return re.sub(pattern, lambda m: m[1] + block + "\n" + m[2], text, flags=re.DOTALL)
+    return f"{text[: found.start()]}{block}\n{text[found.end() :]}"
 
 
 def rows_of(files: str) -> list[dict[str, Any]]:
@@ -137,27 +166,37 @@ def rows_of(files: str) -> list[dict[str, Any]]:
     return [row for file in files.split() for row in read_rows(ROOT / "results" / file)]
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text("utf-8")
-    text = replace_block(
-        text,
-        "accuracy",
-        eval_tables.formats_table(rows_of(BOTH)),
-    )
-    text = replace_block(text, "demo", demo_table(read_rows(ROOT / "results" / "demo.jsonl")))
-    readme.write_text(text, "utf-8")
-    speed = ROOT / "docs" / "speed.md"
-    found = speed_table(
-        read_rows(ROOT / "results" / "generate.jsonl"), read_rows(ROOT / "results" / "decode.jsonl")
-    )
-    speed.write_text(replace_block(speed.read_text("utf-8"), "speed", found), "utf-8")
-    for document, name, files, make in DOCUMENTS:
-        path = ROOT / "docs" / document
-        found = make(rows_of(files))
-        path.write_text(replace_block(path.read_text("utf-8"), name, found), "utf-8")
+def pages() -> dict[Path, str]:
+    """Return README.md and the pages of docs/ that have tables, as the rows of results/ make them."""
+    readme, speed = ROOT / "README.md", ROOT / "docs" / "speed.md"
+    blocks = [
+        (readme, "accuracy", eval_tables.formats_table(rows_of(BOTH))),
+        (readme, "demo", demo_table(rows_of("demo.jsonl"))),
+        (speed, "speed", speed_table(rows_of("generate.jsonl"), rows_of("decode.jsonl"))),
+    ]
+    blocks += [
+        (ROOT / "docs" / page, name, make(rows_of(files))) for page, name, files, make in DOCUMENTS
+    ]
+    texts: dict[Path, str] = {}
+    for path, name, block in blocks:
+        text = texts.get(path) or path.read_text("utf-8")
+        texts[path] = replace_block(text, name, block)
+    return texts
+
+
+def main() -> int:
+    """Write the tables; with --check 1 where a page is not what the rows say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    stale = {path: text for path, text in pages().items() if path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        if args.check:
+            print(f"{path} is not what results/ says: run scripts/readme_table.py")
+        else:
+            path.write_text(text, "utf-8")
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

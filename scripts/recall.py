@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kv_hf.evaluation.retrieval.rate import Rate, rates
+from kv_hf.evaluation.retrieval.rate import Rate, newest_rows, rates
 
 LONG = 8192  # tokens of a context that rates and drift are reported of
 # task -> column
@@ -15,6 +15,7 @@ class Recall:
 
     Attributes:
         heads: of the tasks of RECALLED that were asked; none where none was.
+        rows: behind the rates of these tasks.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], model: str) -> None:
@@ -22,6 +23,11 @@ class Recall:
         self._rates = {key[1:]: rate for key, rate in found.items() if key[0] == model}
         self._tasks = [task for task in RECALLED if any(task == asked for asked, _ in self._rates)]
         self.heads = [RECALLED[task] for task in self._tasks]
+        self.rows = [
+            row
+            for row in newest_rows(rows)
+            if row["model"] == model and row["length"] == LONG and row["task"] in self._tasks
+        ]
 
     def cells(self, cache: str) -> list[str]:
         """Return the rates of a cache with their 95 % intervals."""

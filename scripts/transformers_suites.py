@@ -174,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [
             make_row(
                 kind="transformers_suites",
+                weights="random",
                 suite=file,
                 cache=args.cache,
                 **shared,

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from measure.models.packaged import PACKAGED, resolve_model
 
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, make_row
+from kv_hf.evaluation.weights import weights_of
 from kv_hf.gqa.checkpoint import read_json
 from kv_hf.gqa.uptrain import UptrainReport, UptrainSettings
 from kv_hf.gqa.uptrain.uptrain_command import parser, train
@@ -30,7 +30,7 @@ def rows_of(report: UptrainReport, settings: UptrainSettings, args: Any) -> list
         "kind": "uptrain", "student": Path(args.student).name, "teacher": Path(args.named).name,
         "method": conversion.get("method"), "num_key_value_heads": conversion.get("num_key_value_heads"),
         "data": [Path(name).name for name in args.data], "held_out": args.eval_text and Path(args.eval_text).name,
-        "threads": torch.get_num_threads(), "settings": asdict(settings),
+        "dtype": settings.dtype, "settings": asdict(settings), **weights_of(str(args.teacher))._asdict(),
     }  # fmt: skip
     if len(report.rates) > 1:
         common["lr_from_step"] = report.rates

@@ -224,6 +224,7 @@ def rows_of(runs: dict[str, Run], args: argparse.Namespace, prompt: int) -> list
             kind="demo",
             model=args.model,
             device=args.device,
+            dtype="bfloat16",
             cache=name,
             prompt_tokens=prompt,
             new_tokens=args.new_tokens,

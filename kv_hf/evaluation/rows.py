@@ -17,6 +17,7 @@ import transformers
 
 from ..files.json_text import parse_json
 from ..files.reading import ROWS_BYTES, read_text
+from .weights import RANDOM, weights_of
 
 try:
     import fcntl
@@ -81,15 +82,45 @@ def versions() -> dict[str, str]:
     return found
 
 
+# instructions that decide how fast a CPU computes in 16 and 8 bits, as Linux names them
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
+
+@functools.cache
+def instructions() -> list[str] | None:
+    """Return which of INSTRUCTIONS the processor has; None where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    flags = next(
+        (line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), None
+    )
+    return None if flags is None else [name for name in INSTRUCTIONS if name in flags]
+
+
 def make_row(**measured: Any) -> dict[str, Any]:
-    """Return a row of `measured` with date, commit, machine and versions."""
+    """Return a row of `measured` with what is needed to repeat it.
+
+    That is date, commit, machine, its instructions, versions and torch's threads, and the file and the precision of the weights: those of the
+    model named by `measured`, "random weights" where it says weights="random". `measured` wins where it says one of these itself.
+    """
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "machine": machine(),
+        "instructions": instructions(),
         "versions": versions(),
+        "threads": torch.get_num_threads(),
+        **_weights(measured),
         **measured,
     }
+
+
+def _weights(measured: dict[str, Any]) -> dict[str, str | None]:
+    if measured.get("weights") == "random":
+        return RANDOM._asdict()
+    if measured.get("model") is None:
+        return {}  # of sizes alone, or of no model
+    return weights_of(str(measured["model"]))._asdict()
 
 
 def check_writable(path: Path) -> None:

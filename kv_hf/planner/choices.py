@@ -169,12 +169,16 @@ def choices_of(
 
 
 def _label(options: CacheConfig) -> str:
-    """Return a name for options that were given without one."""
-    base = f"paged_{options.keys}"
-    plain = CacheConfig.from_options(base, None)
-    others = [
-        f"{field.name}={getattr(options, field.name)}"
-        for field in fields(options)
-        if getattr(options, field.name) != getattr(plain, field.name)
-    ]
-    return base + (":" if others else "") + ",".join(others)
+    """Return a name for options that were given without one: the cache name that differs in the fewest, and these."""
+
+    def others(name: str) -> list[str]:
+        plain = CacheConfig.from_options(name, None)
+        return [
+            f"{field.name}={getattr(options, field.name)}"
+            for field in fields(options)
+            if getattr(options, field.name) != getattr(plain, field.name)
+        ]
+
+    found = {name: others(name) for name in cache_names()}
+    base = min(found, key=lambda name: len(found[name]))
+    return base + (":" if found[base] else "") + ",".join(found[base])

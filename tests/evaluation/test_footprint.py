@@ -381,7 +381,7 @@ def test_script_records_rows_that_table_and_picture_take(script, monkeypatch, tm
         (context, cache) for context in (70, 150) for cache in ("dynamic", "paged_int4", "static")
     ]
     assert rows[0]["ratio_to_dynamic"] == 1.0
-    assert rows[0]["model_file"] is rows[0]["weights_precision"] is None
+    assert {row["weights_precision"] for row in rows} == {"random weights"}
     assert rows[1]["ratio_to_dynamic"] == rows[1]["held_bytes"] / rows[0]["held_bytes"]
     assert all(row["kind"] == "memory" and row["date"] and row["versions"] for row in rows)
     assert "tiny, 150 tokens, batch 1" in capsys.readouterr().out
@@ -390,7 +390,7 @@ def test_script_records_rows_that_table_and_picture_take(script, monkeypatch, tm
 
     text = docs_tables.memory_table(rows)
     assert text.count("\n| `") == 3
-    assert "150 tokens, batch 1, 2 steps" in text
+    assert "150 tokens of prompt and 2 more, batch 1; weights: random; computed in bfloat16" in text
     assert f"| `dynamic` | {rows[3]['held_bytes'] / 2**20:.1f} | 100.0 % |" in text
     assert docs_tables.memory_table([]) == "No run has been recorded yet."
     for row in rows:  # as measured with --no-speed, where /proc does not tell
@@ -401,7 +401,7 @@ def test_script_records_rows_that_table_and_picture_take(script, monkeypatch, tm
         row["measured_by"], row["weights_precision"] = "resident", "Q4_1"
         row |= {"prefill_grown_bytes": 3 << 20, "steps_grown_bytes": 1 << 20, "peak_bytes": None}
     text = docs_tables.resident_table(rows)
-    assert text.count(" | 3.0 | 1.0 | - |") == 6 and "tiny (weights: Q4_1), bfloat16" in text
+    assert text.count(" | 3.0 | 1.0 | - |") == 6 and "; weights: Q4_1; computed in bfloat16" in text
     assert "\n\n70 tokens" not in text and text.startswith("70 tokens of prompt and 2 more")
     assert "\n\n150 tokens of prompt" in text and rows[0]["date"] in text
     assert docs_tables.resident_table([]) == "No run has been recorded yet."
@@ -444,9 +444,3 @@ def test_a_preallocated_cache_is_measured_too(model):
     found = footprint_child.memory(model, kind, tokens(1, 150), steps=2)
     assert found["kernel"] in ("c", "sdpa", "reference")
     assert found["predicted_bytes"] == found["held_bytes"]
-
-
-def test_weights_of_packaged_models_are_named(script):
-    for name in ("smollm2-135m", "qwen2.5-coder-1.5b", "gemma-3-270m"):
-        found = script.weights_of(name)
-        assert found["model_file"] and found["weights_precision"] in ("Q4_1", "Q4_K_M")

@@ -233,7 +233,8 @@ def test_the_table_has_the_newest_rows_of_each_basis(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import eval_tables
 
-    same = dict.fromkeys(("model", "model_revision", "dtype", "text_digest"), "x")
+    same = dict.fromkeys(("model", "model_revision", "dtype", "text_digest", "machine"), "x")
+    same |= {"date": "2026-01-02", "threads": 1}
     same |= {"kv_lora_rank": 64, "qk_rope_head_dim": 20, "windows": 2, "window": 100, "prompt": 40}
     same |= {"tokens": 120, "bytes_exact": 3000, "bytes_per_token": 12.0, "top1": 0.9}
     same |= dict.fromkeys(("kl_low", "kl_high", "kl_median", "kl_p99"), 0.5)

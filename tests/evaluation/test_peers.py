@@ -9,6 +9,7 @@ import torch
 from measure.peers import known_peers
 from measure.peers.kivi import RESIDUAL
 from measure.peers.turboquant import levels
+from report_rows import COMMON
 from tiny_models import make_model, tokens
 from transformers import DynamicCache
 
@@ -283,6 +284,7 @@ def test_channel_caches_say_what_to_install(backend, package, monkeypatch, peers
 
 def test_peers_table_has_a_table_per_run_with_who_made_a_cache():
     row = {
+        **COMMON,
         "model": "smollm2-135m",
         "model_revision": "r",
         "text": "lincoln_1862",
@@ -320,6 +322,7 @@ def test_peers_table_has_a_table_per_run_with_who_made_a_cache():
 
 def test_readme_table_leaves_out_peers_that_no_run_measured():
     row = {
+        **COMMON,
         **eval_tables.PROTOCOL,
         "text": "lincoln_1862",
         "windows": 1,

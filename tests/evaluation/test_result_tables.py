@@ -3,8 +3,9 @@
 import sys
 
 import pytest
+from captions import CAPTION
 from paths import ROOT
-from report_rows import accuracy_row
+from report_rows import COMMON, accuracy_row
 
 from kv_hf.evaluation.retrieval.rate import Rate, newest_rows, rates
 from kv_hf.texts import HELD_OUT
@@ -35,6 +36,7 @@ def held_out_row(cache, kl, worst="german", **changed):
 
 def needle_row(cache="paged_int4", task="single", scores=(1.0, 0.5), **changed):
     return {
+        **COMMON,
         **{"kind": "needle", "model": "smollm2-135m", "task": task, "cache": cache},
         **{"length": 8192, "depth": None, "seed": 0, "samples": len(scores), "first_sample": 0},
         **{"scores": list(scores), "nlls": [0.5] * len(scores), **changed},
@@ -48,7 +50,8 @@ def test_accuracy_table_shows_the_pooled_and_the_worst_text_and_the_rates(tables
     needles = [needle_row(scores=[1.0] * 19 + [0.5]), needle_row("paged_int8", "copy", [0.0] * 20)]
     text = eval_tables.accuracy_table(rows + needles)
     lines = text.splitlines()
-    assert lines[0] == "SmolLM2-135M, 5 texts, 5 windows, 5,440 scored tokens:"
+    assert lines[0].startswith("SmolLM2-135M, 5 texts, 5 windows, 5,440 scored tokens; weights: ")
+    assert CAPTION.search(lines[0])
     assert lines[2].endswith("| worst text | needle found at 8k | list copied at 8k |")
     int8, int4 = lines[4:6]
     assert int4.startswith("| `paged_int4` | ") and "0.00600 (german)" in int4
@@ -97,7 +100,7 @@ def test_drift_table_gives_kl_by_position(tables):
     rows += [drift_row("paged_int2", text, slope=0.001) for text in HELD_OUT]
     rows += [drift_row("paged_int8", "novel")]  # of one text alone
     lines = long_tables.drift_table(rows).splitlines()
-    assert lines[0] == f"SmolLM2-135M, {', '.join(HELD_OUT)}:"
+    assert lines[0].startswith(f"SmolLM2-135M, {', '.join(HELD_OUT)}; weights: ")
     assert lines[2].startswith("| cache | bits | 512 to 1,024 | 1,024 to 2,048 |")
     assert lines[4].count("0.00100 (0.00100 to 0.00100)") == 5
     means = [cell.split()[0] for cell in lines[5].split("|")[3:8]]
@@ -110,7 +113,7 @@ def test_needle_table_pools_the_samples_of_all_rows(tables):
     _, long_tables = tables
     rows = [needle_row(), needle_row(scores=[1.0, 1.0], first_sample=2)]
     text = long_tables.needle_table(rows)
-    assert "SmolLM2-135M, 4 prompts of a task and length:" in text
+    assert "SmolLM2-135M, 4 prompts of a task and length; weights: " in text
     assert "| `paged_int4` | 75 % (30 to 95) | 0.500 |" in text
     assert long_tables.needle_table([accuracy_row()]).startswith("No run has been recorded yet")
 

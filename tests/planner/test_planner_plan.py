@@ -713,3 +713,20 @@ def test_examples_of_the_documentation_run(capsys):
     assert examples
     exec(compile("\n".join(examples), "docs/planning.md", "exec"), {})
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ({"keys": "int8", "values": "int4"}, "paged_k8v4"),
+        ({"keys": "int2", "values": "int2"}, "paged_int2_v1"),
+        ({"keys": "int2_mixed", "values": "int8"}, "paged_int8:keys=int2_mixed"),
+        ({"page_size": 32}, "paged_int4:page_size=32"),
+    ],
+)
+def test_plan_names_options_by_the_nearest_cache_name(options: dict, label: str) -> None:
+    """Formats of one side have no cache name of their own: they were refused here."""
+    config = kv_hf.CacheConfig(**{"keys": "int4", "values": "int4", **options})
+    found = kv_hf.plan("llama-3.1-8b", caches=[config], context=1000).rows[0]
+    assert found.cache == label
+    assert found.memory.total > 0

@@ -17,8 +17,9 @@ const Accuracy = (() => {
     return make("span", { class: "range", text: [...new Set(ends)].join(" – ") });
   }
 
-  function titleOf(row) {
-    const formats = row.keys === row.values ? row.keys : `${row.keys} keys, ${row.values} values`;
+  function titleOf(row, data) {
+    const named = data.caches.find((one) => one.keys === row.keys && one.values === row.values);
+    const formats = named ? named.name : row.keys === row.values ? row.keys : `${row.keys} keys, ${row.values} values`;
     const names = { key_group_size: "key groups", value_group_size: "value groups", page_size: "page", sink_tokens: "sinks" };
     const options = Object.entries(row.options).map(([name, value]) => `${names[name] || name} ${value}`);
     return [formats, ...options].join(", ");
@@ -29,7 +30,7 @@ const Accuracy = (() => {
     const { models, rows } = data.accuracy;
     const { state, whole } = figures;
     const titles = new Map();
-    rows.forEach((row) => titles.set(titleOf(row), [...(titles.get(titleOf(row)) || []), row]));
+    rows.forEach((row) => titles.set(titleOf(row, data), [...(titles.get(titleOf(row, data)) || []), row]));
     const measured = [...titles].map(([label, found]) => ({ label, found, plain: isPlain(found[0]) }));
     measured.sort((a, b) => b.found[0].bits - a.found[0].bits);
     const isMix = ({ found, plain }) => plain && found[0].keys === state.keys && found[0].values === state.values;
@@ -38,9 +39,8 @@ const Accuracy = (() => {
       label: one.label, chosen: hasKeys && isMix(one),
       points: one.found.map((row) => ({ model: models.findIndex((model) => model.model === row.model), kl: row.kl, low: row.kl_low, high: row.kl_high })),
     }));
-    const [text] = new Set(models.map((model) => model.text));
     at("accuracy-intro").textContent =
-      `Measured on small models, whatever the model above is: how far the next token’s probabilities move when the cache is stored in a format, teacher-forced over windows of ${Words.count(models[0].window)} tokens of ${text} (${models.map((model) => `${model.title}: ${Words.count(model.tokens)} tokens`).join("; ")}). What your model loses was not measured.`;
+      `Measured on small models, whatever the model above is: how far the next token’s probabilities move when the cache is stored in a format, teacher-forced over windows of ${Words.count(models[0].window)} tokens (${models.map((model) => `${model.title}, weights ${model.weights}: ${Words.count(model.tokens)} tokens of ${model.text.replaceAll("_", " ")}`).join("; ")}). What your model loses was not measured.`;
     at("accuracy-legend").replaceChildren(...models.map((model, i) => {
       const icon = Charts.svg("svg", { width: 16, height: 16, class: "swatch-mark", "aria-hidden": "true" }, Charts.mark(i, 8, 8));
       return make("li", {}, icon, model.title);

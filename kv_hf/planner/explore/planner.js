@@ -214,6 +214,7 @@ const Planner = (() => {
     if (!o.latent && o.keys !== o.values) {
       throw new Refused("latents are keys and values at once: they have one format");
     }
+    if (!formats.latent[name]) throw new Refused(`latents cannot be stored in ${name}, which is a format of one side`);
     const kRope = o.k_rope || (layer.value_dim ? formats.latent[name].k_rope : "exact");
     return [formats.latent[name], formats.keys[kRope]];
   }

@@ -47,7 +47,8 @@ def _do(job: dict[str, Any], kinds: Kinds, say: Callable[[dict[str, Any]], None]
     error = ""
     try:
         for fields in kinds[job["kind"]](**settings):
-            row = make_row(job=job["name"], **{**settings, **fields})
+            made = {"weights": "random"} if "model" in settings else {}
+            row = make_row(job=job["name"], **made, **{**settings, **fields})
             json.dumps(row, allow_nan=False)
             say(row)
     except Exception as raised:  # whatever a kernel, a compiler or a driver raises

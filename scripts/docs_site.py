@@ -50,7 +50,7 @@ def on_files(files: Any, config: Any) -> Any:
     made |= {f"reference/{name}.md": package_page(name) for name in PACKAGES}
     texts = [
         *made.values(),
-        *(relocated(page.content_string, "docs") for page in files.documentation_pages()),
+        *(relocated(page.content_string, folder_of(page)) for page in files.documentation_pages()),
     ]
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
@@ -74,11 +74,23 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let a page of docs/ link to pages and files outside of docs/."""
-    return relocated(markdown, "docs") if page.file.generated_by is None else markdown
+    if page.file.generated_by is not None:
+        return markdown
+    return relocated(markdown, folder_of(page.file), posixpath.dirname(page.file.src_uri))
 
 
-def relocated(text: str, folder: str) -> str:
-    """Return a page of a folder of the repository with its links as the site has them, relative to the site's root."""
+def folder_of(file: Any) -> str:
+    """Return the folder of the repository in which a page of docs/ lies."""
+    return posixpath.dirname(f"docs/{file.src_uri}")
+
+
+def relocated(text: str, folder: str, place: str = "") -> str:
+    """Return a page of a folder of the repository with its links as the site has them.
+
+    Args:
+        folder: of the repository.
+        place: folder of the site that the links shall be relative to; "" for its root.
+    """
 
     def moved(match: re.Match[str]) -> str:
         opening, target, anchor, closing = match.groups()
@@ -91,7 +103,7 @@ def relocated(text: str, folder: str) -> str:
             path = path.removeprefix("docs/")
         elif (ROOT / path).is_dir():
             path += "/index.md"
-        return f"{opening}{path}{anchor or ''}{closing}"
+        return f"{opening}{posixpath.relpath(path, place or '.')}{anchor or ''}{closing}"
 
     return outside_code(LINK, moved, text)
 

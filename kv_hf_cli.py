@@ -24,6 +24,7 @@ COMMANDS = {
     "recommend": ("kv_hf.evaluation.recommend.recommend_command", "formats of each layer that lose least within a budget"),
     "report": ("kv_hf.evaluation.report.report_command", "an HTML page with plots of what eval measured"),
     "lm-eval": ("kv_hf.evaluation.harness.__main__", "lm-eval's command line, which then knows our caches"),
+    "serve": ("kv_hf.serving.serve_command", "transformers' own server, with pages as its cache"),
     "convert-gqa": ("kv_hf.gqa.convert_command", "write a checkpoint with fewer kv heads"),
     "uptrain": ("kv_hf.gqa.uptrain.uptrain_command", "train a converted checkpoint towards its original"),
 }  # fmt: skip

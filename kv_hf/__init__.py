@@ -41,7 +41,7 @@ from .formats import (
     unregister_format,
 )
 from .formats.plugins import load_plugins as _load_formats
-from .hf.install import install, uninstall
+from .serving.install import install, uninstall
 from .spec import MemoryReport, PageSpec, predict_memory
 from .version import __version__
 

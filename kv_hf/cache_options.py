@@ -27,6 +27,7 @@ class CacheOptions(TypedDict, total=False):
     sink_tokens: int
     recent_tokens: int
     max_pages: int | None
+    max_bytes: int | str | None
     reserve_tokens: int | str
     max_length: int | str | None
     cuda_graph: Literal["auto", "always", "never"]

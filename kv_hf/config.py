@@ -51,6 +51,8 @@ class CacheConfig:
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
         recent_tokens: tokens that stay exact on top of the page that is being filled.
         max_pages: upper bound of the pool over all rows, or None.
+        max_bytes: of continuous batching alone (docs/serving.md): bytes of its pages and exact tokens, a number or "2GiB",
+            allocated when it starts; None takes a part of the free memory.
         reserve_tokens: tokens of each row, a number or "32k", that storage has room for from the first forward on
             (within max_pages).
             Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
@@ -94,6 +96,7 @@ class CacheConfig:
     sink_tokens: int = 4
     recent_tokens: int = 0
     max_pages: int | None = None
+    max_bytes: SizeField[int | None] = byte_size()  # noqa: RUF009
     reserve_tokens: SizeField[int] = token_count(0)  # noqa: RUF009 (a descriptor)
     max_length: SizeField[int | None] = token_count(None)  # noqa: RUF009
     cuda_graph: str = "auto"

@@ -50,6 +50,32 @@ def prefix_table(rows: Rows) -> str:
     return f"{head}\n\n{table(lines)}"
 
 
+def serve_table(rows: Rows) -> str:
+    """Return the turns of a chat with each server: tokens computed, seconds until text, and processor time."""
+    found = latest_run(rows, kind="serve")
+    if not found:
+        return "No run has been recorded yet."
+    first = found[0]
+    lines = [["cache", "turn", "prompt, tokens", "computed", "first text, s", "answer, s", "processor, s"]]  # fmt: skip
+    for row in found:
+        name = row["config"]["implementation"]
+        lines.append(
+            [
+                name if " " in name else f"kv-hf serve, `{name}`",
+                str(row["turn"]),
+                f"{row['prompt_tokens']:,}",
+                f"{row['tokens_computed']:,}",
+                *(f"{row[key]:.2f}" for key in ("first_token_s", "whole_s", "value")),
+            ]
+        )
+    head = (
+        f"Chats with a system prompt of {first['config']['system_tokens']:,} tokens and answers of at most "
+        f"{first['config']['new_tokens']} tokens, {first['model']}, {first['dtype']}, {first['threads']} thread(s) of "
+        f"{first['machine']}, least times of {first['n']} chats:"
+    )
+    return f"{head}\n\n{table(lines)}"
+
+
 def beams_table(rows: Rows) -> str:
     """Return the time of a beam step's cache work per length of the context."""
     found = latest_run(rows, kind="beams", device="cpu")

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from ..notices import warn_once
 from ..pages.arena import PageArena
 from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
+from ..printable import short
 from ..units import parse_bytes
 from .model_state import ModelState, model_state
 from .page_sharer import PageSharer
@@ -60,6 +61,21 @@ class PrefixStats:
         return 1 - self.tokens_computed / self.tokens if self.tokens else 0.0
 
 
+@dataclass(frozen=True)
+class KnownPrefix:
+    """The beginning of a prompt that a store knows.
+
+    Attributes:
+        tokens: how many of the prompt's first tokens lie in `pages` and in front of them; 0 without any.
+        pages: ids, in order.
+        sinks: the exact first tokens, as `sinks_of` of the cache that brought them gave them.
+    """
+
+    tokens: int = 0
+    pages: tuple[int, ...] = ()
+    sinks: Any = ()
+
+
 class PrefixStore:
     """Sealed pages of earlier prompts of one model, found by their tokens.
 
@@ -71,11 +87,15 @@ class PrefixStore:
 
     Args:
         max_bytes: bound of the pages that the store keeps, over all layers: a number or "2GiB".
-    Raises: CacheOptionError for a bound that is no size.
+        keep_answers: keep the pages of the text that generate() writes too, for the next turn of a chat.
+    Raises: CacheOptionError for a bound that is no size, and for a `keep_answers` that is neither True nor False.
     """
 
-    def __init__(self, max_bytes: int | str = 2**30) -> None:
+    def __init__(self, max_bytes: int | str = 2**30, *, keep_answers: bool = False) -> None:
         self.max_bytes = parse_bytes("max_bytes", max_bytes)
+        if not isinstance(keep_answers, bool):
+            raise CacheOptionError(f"keep_answers must be True or False, got {short(keep_answers)}")
+        self.keep_answers = keep_answers
         self.arena = PageArena()
         self._bound: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._formats: dict[str, Format] = {}  # of the options that it is bound to
@@ -288,6 +308,48 @@ class PrefixStore:
                 if shared != pages[: len(shared)]:
                     cache.share_pages(index, shared + pages[len(shared) :])
             tree.shrink(self.max_bytes // max(1, page_bytes))
+
+    # -- sharing, row by row (continuous batching) ---------------------------------------------------------
+
+    def find(self, space: Hashable, tokens: Sequence[int]) -> KnownPrefix:
+        """Return what is known of a prompt, without its last token, which has to be computed; under the pool's lock.
+
+        Args:
+            space: what besides tokens the keys and values depend on.
+        """
+        nodes = self.tree.find(space, tokens[:-1])
+        pages = tuple(node.page for node in nodes[1:] if node.page is not None)
+        return KnownPrefix(self._held(nodes), pages, nodes[0].sinks) if pages else KnownPrefix()
+
+    def keep(
+        self,
+        space: Hashable,
+        tokens: Sequence[int],
+        pages: tuple[int, ...],
+        sinks: Callable[[], Any],
+    ) -> tuple[int, ...]:
+        """Keep the sealed pages of a row that begins with `tokens`; return the pages of the same tokens that the store then has.
+
+        Args:
+            sinks: called without arguments for the exact first tokens where they are new.
+        """
+        with self.tree.pool.lock:
+            nodes = self.tree.add(space, tokens, pages, sinks)
+            page_bytes = sum(spec.page_bytes for spec in self.arena.specs())
+            self.tree.shrink(self.max_bytes // max(1, page_bytes))
+        return tuple(node.page for node in nodes[1:] if node.page is not None)
+
+    def give_up(self, pages: int) -> int:
+        """Let go of up to `pages` pages that nobody else holds, the least recently used first; return how many."""
+        with self.tree.pool.lock:
+            return self.tree.give_up(pages)
+
+    def count_prompt(self, tokens: int, found: int) -> None:
+        """Count a prompt of `tokens` tokens, `found` of which the store had."""
+        self._rows += 1
+        self._hits += bool(found)
+        self._tokens += tokens
+        self._computed += tokens - found
 
     def _space_of(self, cache: PageSharer) -> Hashable:
         """Return the one space whose tokens `cache` holds."""

@@ -36,6 +36,12 @@ class Residual:
         self.tokens = self._resized(rows, slots)
         return self.tokens
 
+    def part(self, first: int, last: int) -> "Residual":
+        """Return the windows of the rows first .. last - 1, which share memory with these as long as nobody replaces them."""
+        part = Residual.__new__(Residual)
+        part.spec, part.tokens = self.spec, self.tokens[first:last]
+        return part
+
     def hold(self, tokens: torch.Tensor) -> None:
         """Hold a copy of `tokens` [rows, num_kv_heads, slots, head_dim] in place of all before, on the same device."""
         self.tokens = tokens.to(self.tokens.device, copy=True)

@@ -93,6 +93,16 @@ def kv_hf_attention(
         indices: [batch, q_len, n], the columns that sparse attention has chosen (DSA), beside the mask.
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
+    batched = getattr(kwargs.get("cache"), "paged_attend", None)
+    if batched is not None:  # continuous batching: the tokens of many requests in one row
+        given = {
+            "softcap": softcap,
+            "s_aux": s_aux,
+            "position_bias": position_bias,
+            "indices": indices,
+        }
+        kwargs.update(dropout=dropout, scaling=scaling, **given)
+        return batched(module, query, key, value, **kwargs)
     traced = taken(key, value)
     view = view_behind(key, value) if traced is None else traced
     if view is None:

@@ -16,6 +16,7 @@ from ..geometry import full_pages, page_start
 from ..notices import warn_once
 from .history import Text
 from .virtual_tokens import virtual_tokens_in_pages
+from .whole_call import Answer, expect_answer
 
 # tensors among the inputs of generate() that keys and values do not depend on beyond the tokens
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
@@ -120,6 +121,8 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
                 own.reset()
             raise
         store.add(own, prompt.rows, space)
+        if store.keep_answers:
+            expect_answer(Answer(own, prompt.padding))
         _end_prefill(cache)
         return outputs
 

@@ -185,6 +185,76 @@ def test_generated_text_is_kept_when_asked_for():
     assert store.known(store.bind_model(model), longer) == 4 + PAGE * ((len(longer) - 4) // PAGE)
 
 
+@pytest.mark.parametrize("rows", [1, 3], ids=["one row", "ragged rows"])
+@pytest.mark.parametrize("keys", ["exact", "int4"])
+def test_store_that_keeps_answers_knows_the_next_turn(rows, keys):
+    """The second turn of a chat begins with the first prompt and its answer: only what is new is computed."""
+    model, config = shared_model("llama"), {"keys": keys, "values": keys}
+    prompts = [SYSTEM[: 90 + 11 * row] for row in range(rows)]
+    for keep in (False, True):
+        store = kv_hf.PrefixStore(keep_answers=keep)
+        first = run(model, prompts, store, config=config, max_new_tokens=60)
+        said = [
+            [*prompt, *answer] for prompt, answer in zip(prompts, answers(first, 60), strict=True)
+        ]
+        before = store.stats()
+        second = run(model, [[*text, *words(20, 7)] for text in said], store, config=config)
+        after = store.stats()
+        computed = (after.tokens_computed - before.tokens_computed) / rows
+        assert computed < 20 + 2 * PAGE + 11 * (rows - 1) if keep else computed > 60
+        assert second.sequences.shape[1] == 90 + 11 * (rows - 1) + 60 + 20 + 24
+
+
+def answers(out, new):
+    return out.sequences[:, -new:].tolist()
+
+
+def test_kept_answer_has_the_pages_of_the_chat_that_went_on():
+    model = shared_model("llama")
+    store, config = kv_hf.PrefixStore(keep_answers=True), {"keys": "int4", "values": "int4"}
+    first = run(model, [SYSTEM[:100]], store, config=config, max_new_tokens=60)
+    text = [*first.sequences[0].tolist(), *words(20, 7)]
+    went_on = model.generate(**batch([text]), **KEPT, past_key_values=first.past_key_values)
+    shared = run(model, [text], store, config=config)
+    check(shared, went_on)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 2}, {"streamer": "stops"}],
+    ids=["beams", "a call that is stopped"],
+)
+def test_answer_that_is_not_known_is_not_kept(options):
+    model, store = shared_model("llama"), kv_hf.PrefixStore(keep_answers=True)
+    if "streamer" in options:
+        with pytest.raises(KeyboardInterrupt):
+            run(model, [SYSTEM[:70]], store, streamer=Stopping())
+    else:
+        run(model, [SYSTEM[:70]], store, **options)
+    assert store.stats().pages == (70 - 4) // PAGE
+    gc.collect()
+    assert store.arena.num_held == store.stats().pages
+
+
+class Stopping:
+    """A streamer that ends the call at its third token, as a client that goes away does."""
+
+    calls = 0
+
+    def put(self, value):
+        self.calls += 1
+        if self.calls == 4:
+            raise KeyboardInterrupt
+
+    def end(self):
+        pass
+
+
+def test_keep_answers_is_true_or_false():
+    with pytest.raises(kv_hf.CacheOptionError, match="keep_answers must be True or False, got 1"):
+        kv_hf.PrefixStore(keep_answers=1)
+
+
 def test_full_store_gives_up_the_least_recently_used():
     model = shared_model("llama")
     page_bytes = 2 * 2 * 2 * PAGE * 16 * 4  # layers, sides, heads, tokens, channels, bytes

@@ -1,0 +1,526 @@
+"""The cache of continuous batching: what transformers' scheduler asks of one, over pages of any format."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cache.growing import GrowingCache
+from ..cache.layer import PagedLayer
+from ..cache.prefix_store import PrefixStore
+from ..config import CacheConfig
+from ..errors import InterruptedForwardError, UnsupportedModelError
+from ..pages.append_plan import RowSizes
+from ..pages.arena import PageArena
+from ..pages.step import Row
+from ..spec import MemoryReport
+from .batch_attention import attend_in_parts
+from .batch_forward import Forward, Part, run_of
+from .batch_room import BatchRoom, LayersOfKind
+from .batch_rows import BatchRows
+from .batch_store import BatchStore, Sinks
+
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class HeldRequest:
+    """The pages and exact tokens of a request on the host, by layer.
+
+    Attributes:
+        rows: sliding window -> the row as it was.
+        pages: layer -> side -> field -> encoded pages [n, ..].
+        windows: layer -> exact keys and values [num_kv_heads, slots, head_dim].
+        nbytes: bytes of all of them.
+    """
+
+    rows: Mapping[int | None, Row]
+    pages: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]
+    windows: Mapping[int, Sequence[torch.Tensor]]
+    nbytes: int
+
+
+class _Sectors:
+    """What transformers' scheduler frees before it asks for room; here nothing is kept apart."""
+
+    def try_to_free_sectors(self) -> None:
+        """Do nothing."""
+
+
+class BatchCache:
+    """Pages and exact windows of requests that come and go, for all layers of a model.
+
+    transformers' continuous batching (generation/continuous_batching, 5.23) asks it for room, for prefixes and for
+    copies; the attention "kv_hf" calls `paged_attend`. A request has a row in every layer; sealed pages may be shared by
+    requests, and with a PrefixStore by calls of generate().
+
+    Args:
+        model: the model, whose layers are known from `template`.
+        template: a paged cache of the same model and options that one forward has gone through.
+        room: rows and pages.
+        batch_tokens: most tokens of a forward.
+        store: where prefixes are kept and found, or None.
+    Raises: UnsupportedModelError for layers that hold more than keys and values in pages.
+    """
+
+    # read by transformers' scheduler and inputs; block tables and indices of tokens are not used
+    max_blocks_per_request = 0
+    max_decode_fast_path_length = 0
+    read_cache_limit = None
+    max_tokens_read = NO_LIMIT
+    bytes_per_sector = 1
+
+    def __init__(
+        self,
+        model: Any,
+        template: GrowingCache,
+        room: BatchRoom,
+        batch_tokens: int,
+        store: PrefixStore | None,
+    ) -> None:
+        self.model, self.room, self.prefix_store = model, room, store
+        self.options: CacheConfig = template.options
+        self.max_batch_tokens = batch_tokens
+        self.cache_allocators: dict[str, Any] = {}
+        self.pool = _Sectors()
+        self.use_prefix_sharing = self.allow_block_sharing = store is not None
+        layers = paged_layers(template)
+        self.device = layers[0].device
+        self.arena = template.arena if store is not None else PageArena()
+        self.kinds = kinds_of(template)
+        self.groups = {
+            window: BatchRows(kind.sizes, self.arena.pool(window))  # type: ignore[arg-type]
+            for window, kind in self.kinds.items()
+        }
+        self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
+        self._order: list[str] = []  # request of each row
+        self._row: dict[str, int] = {}
+        self._promised: dict[str, int] = {}  # pages of requests that the next forward takes
+        self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come
+        self._away: dict[str, HeldRequest] = {}
+        self._salts: dict[str, str] = {}
+        self._space = "" if store is None else store.bind_model(model)
+        self._forward: Forward | None = None
+        self.most_rows = 0
+        self.layers_reached: set[int] = set()  # in the last forward
+
+    def _store_of(self, layer: PagedLayer) -> BatchStore:
+        """Make the tensors of a layer, with room for all pages and rows."""
+        window, group = layer.window, self.groups[layer.window]
+        assert layer.spec is not None
+        pages = self.arena.storage(layer.layer_idx, layer.spec, layer.device, group)
+        store = BatchStore(
+            layer.layer_idx, layer.formats, self.arena, pages, group.sink_tokens, layer.kernel, window,
+            self.room.rows, group.slots,
+        )  # fmt: skip
+        store.make_room(0, self.room.pages[window])
+        return store
+
+    # -- what fits -------------------------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the full-attention layers, or of the only sliding ones."""
+        return (
+            next(iter(self.room.pages.values()))
+            if None not in self.room.pages
+            else self.room.pages[None]
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages, for messages of transformers."""
+        return self.num_pages
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a single request may have: prompt and answer."""
+        full = self.groups.get(None)
+        if full is None:
+            return NO_LIMIT
+        return self.room.pages[None] * full.page_size + full.sizes.slots - 1
+
+    def _needed(self, request_id: str, tokens: int) -> int:
+        """Return the pages of the full-attention layers that a request lacks for `tokens` tokens."""
+        full = self.groups.get(None)
+        if full is None:
+            return 0
+        row = self._row.get(request_id)
+        held = 0 if row is None else len(full.batch.pages[row])
+        return max(0, full.sizes.sealed(tokens) - held)
+
+    def _free_pages(self) -> int:
+        """Return the pages of the full-attention layers that nobody holds or was promised."""
+        full = self.groups.get(None)
+        if full is None:
+            return NO_LIMIT
+        return self.room.pages[None] - full.pool.num_held - sum(self._promised.values())
+
+    def _make_free(self, pages: int) -> bool:
+        """Give up prefixes that no request holds until `pages` pages are free; say whether they are."""
+        lacking = pages - self._free_pages()
+        if lacking > 0 and self.prefix_store is not None:
+            self.prefix_store.give_up(lacking)
+            lacking = pages - self._free_pages()
+        return lacking <= 0
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Say whether `request_len` more tokens of a request have room; if so they are promised it."""
+        request_id, tokens = state.request_id, state.current_len() + request_len
+        if dry_run:
+            return tokens <= self.most_tokens
+        self._promised.pop(request_id, None)
+        known = request_id in self._row
+        needed = self._needed(request_id, tokens)
+        if (not known and len(self._order) >= self.room.rows) or not self._make_free(needed):
+            return False
+        if not known:
+            self._come(request_id)
+            needed = self._needed(request_id, tokens)
+        self._promised[request_id] = needed
+        return True
+
+    def count_storable_requests(self, needs: Sequence[tuple[str, int]]) -> int:
+        """Return how many of (request, its tokens behind the next forward), in order, would find room one after the other."""
+        free = self._free_pages()
+        for count, (request_id, tokens) in enumerate(needs):
+            free -= self._needed(request_id, tokens)
+            if free < 0:
+                return count
+        return len(needs)
+
+    def compute_free_capacity(self, relative: bool = True) -> float:
+        """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
+        full = self.groups.get(None)
+        if full is None:
+            free, whole = self.room.rows - len(self._order), self.room.rows
+        else:
+            whole = self.room.pages[None]
+            free = whole - len(set().union(*full.batch.pages))
+        return free / whole if relative else float(free)
+
+    def evict_cached_blocks(self) -> bool:
+        """Say that nothing was given up: prefixes are, one after the other, when a request needs their room."""
+        return False
+
+    # -- requests that come and go -----------------------------------------------------------------------------
+
+    def _come(self, request_id: str, rows: Mapping[int | None, Row] | None = None) -> int:
+        """Give a request a row behind the others, with what it left on the host; return its number."""
+        if (away := self._away.pop(request_id, None)) is not None:
+            return self._come_back(request_id, away)
+        for window, group in self.groups.items():
+            group.admit(Row(0, (), 0) if rows is None else rows[window])
+        return self._note(request_id)
+
+    def _note(self, request_id: str) -> int:
+        self._row[request_id] = index = len(self._order)
+        self._order.append(request_id)
+        self.most_rows = max(self.most_rows, len(self._order))
+        return index
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Let go of everything that a request holds; its sealed pages stay in the prefix store, if there is one."""
+        for kept in (self._promised, self._asked, self._away, self._salts):
+            kept.pop(request_id, None)
+        index = self._row.get(request_id)
+        if index is None:
+            return
+        last = len(self._order) - 1
+        order = list(range(last))
+        if index != last:
+            order[index] = last  # the last row takes the place, so that rows stay side by side
+        self._arrange(order)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """Let go of all requests, and with `clear_ledgers` of all prefixes."""
+        for request_id in (*self._order, *self._away):
+            self.free_blocks(request_id)
+        if clear_ledgers and self.prefix_store is not None:
+            self.prefix_store.clear()
+
+    def reset(self) -> None:
+        """Let go of all requests."""
+        self.free_all_requests()
+
+    def _arrange(self, order: Sequence[int]) -> None:
+        """Let row i continue the former row order[i]."""
+        moves = [(target, source) for target, source in enumerate(order) if target != source]
+        if moves:
+            pairs = torch.tensor(moves, dtype=torch.int64).T.contiguous().to(self.device)
+            for store in self.stores.values():
+                store.move(pairs[0], pairs[1])
+        for group in self.groups.values():
+            group.arrange(order)
+        self._order = [self._order[source] for source in order]
+        self._row = {request_id: index for index, request_id in enumerate(self._order)}
+
+    def prepare_fork_request(self, state: Any, new_ids: Sequence[str], copies: Any) -> list[str]:
+        """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
+        source = self._row[state.request_id]
+        forked = []
+        for new_id in new_ids:
+            if len(self._order) >= self.room.rows:
+                break
+            rows = {window: group.batch.rows[source] for window, group in self.groups.items()}
+            index = self._come(new_id, rows)
+            self.salt(new_id, self.salt_of(state.request_id))
+            pair = torch.tensor([[index], [source]], device=self.device)
+            for store in self.stores.values():
+                store.move(pair[0], pair[1])
+            forked.append(new_id)
+        return forked
+
+    def perform_cache_copy(self, copies: Any) -> None:
+        """Do nothing: `prepare_fork_request` has copied."""
+
+    # -- requests that wait on the host --------------------------------------------------------------------------
+
+    def bytes_away(self) -> int:
+        """Bytes of requests that wait on the host."""
+        return sum(one.nbytes for one in self._away.values())
+
+    def request_bytes(self, request_id: str) -> int:
+        """Bytes of the pages and exact tokens of a request that has a row."""
+        index = self._row[request_id]
+        return sum(
+            len(self.groups[window].batch.pages[index]) * kind.page_bytes + kind.window_bytes
+            for window, kind in self.kinds.items()
+        )
+
+    def take_away(self, request_id: str) -> None:
+        """Move what a request holds to the host; its row and its pages are free afterwards."""
+        index, nbytes = self._row[request_id], self.request_bytes(request_id)
+        rows = {window: group.batch.rows[index] for window, group in self.groups.items()}
+        pages, windows = {}, {}
+        for layer, store in self.stores.items():
+            ids = rows[store.window].pages
+            sides = store.pages.sides
+            pages[layer] = [
+                {name: field.cpu() for name, field in side.take(ids).items()} for side in sides
+            ]
+            windows[layer] = [one.tokens[index].to("cpu", copy=True) for one in store.residuals]
+        salt = self.salt_of(request_id)
+        self.free_blocks(request_id)
+        self._away[request_id] = HeldRequest(rows, pages, windows, nbytes)
+        self.salt(request_id, salt)
+
+    def _come_back(self, request_id: str, away: HeldRequest) -> int:
+        """Give a request that waited on the host a row with what it held."""
+        pages = {
+            window: group.admit_copy(away.rows[window]) for window, group in self.groups.items()
+        }
+        index = self._note(request_id)
+        for layer, store in self.stores.items():
+            places = [[page] for page in pages[store.window]]
+            for side, fields in zip(store.pages.sides, away.pages[layer], strict=True):
+                for name, encoded in fields.items():
+                    side.spread(0, name, encoded, places)
+            for residual, tokens in zip(store.residuals, away.windows[layer], strict=True):
+                residual.tokens[index].copy_(tokens)
+        return index
+
+    # -- prefixes ------------------------------------------------------------------------------------------------
+
+    def salt(self, request_id: str, salt: str) -> None:
+        """Let a request share prefixes with requests of the same salt alone."""
+        self._salts[request_id] = salt
+
+    def salt_of(self, request_id: str) -> str:
+        """Return the salt of a request, "" without one."""
+        return self._salts.get(request_id, "")
+
+    def _space_of(self, request_id: str) -> str:
+        salt = self.salt_of(request_id)
+        return f"{self._space} salt {salt}" if salt else self._space
+
+    def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
+        """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""
+        store = self.prefix_store
+        if store is None or request_id in self._row or len(self._order) >= self.room.rows:
+            return 0
+        with store.tree.pool.lock:
+            found = store.find(self._space_of(request_id), prompt_ids)
+            store.count_prompt(len(prompt_ids), found.tokens)
+            if not found.pages:
+                return 0
+            index = self._come(request_id, {None: Row(0, found.pages, store.tree.sink_tokens)})
+        for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
+            one.put_sinks(index, sinks)
+        return found.tokens
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        """Return {"pages": n} for the pages that a forward over `request_len` tokens of a request seals."""
+        if self.prefix_store is None:
+            return {}
+        sizes, held = self.groups[None].sizes, state.current_len()
+        count = sizes.sealed(held + request_len) - sizes.sealed(held)
+        return {"pages": int(count)} if count else {}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: Mapping[str, int]) -> None:
+        """Keep the sealed pages of a request for others that begin alike; a page that is there already is shared."""
+        store, index = self.prefix_store, self._row.get(state.request_id)
+        if store is None or not complete_blocks or index is None:
+            return
+        group = self.groups[None]
+        tokens = (state.initial_tokens + state.generated_tokens)[: group.length(index)]
+        pages = group.batch.pages[index]
+        shared = store.keep(
+            self._space_of(state.request_id), tokens, pages, lambda: self.sinks_of(index)
+        )
+        if shared != pages[: len(shared)]:
+            group.replace_pages(index, shared + pages[len(shared) :])
+
+    def sinks_of(self, row: int) -> Sinks:
+        """Return copies of the exact first keys and values of a row, for each layer."""
+        return [store.sinks_of(row) for store in self.stores.values()]
+
+    # -- forwards --------------------------------------------------------------------------------------------------
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: Any,
+        write_index: Any,
+    ) -> None:
+        """Note that the next forward has `query_length` tokens of a request, behind those of the requests before."""
+        self._asked[request_id] = (past_length, query_length)
+
+    def begin(self, tokens: int) -> None:
+        """Plan the forward whose requests were noted, which has `tokens` tokens.
+
+        Raises: InterruptedForwardError where a request holds other tokens than transformers takes it to hold.
+        """
+        asked, self._asked = self._asked, {}
+        self._promised.clear()
+        self._check(asked, tokens)
+        for group in self.groups.values():
+            group.settle()
+        one = [request_id for request_id, (held, count) in asked.items() if held and count == 1]
+        self._side_by_side(one)
+        places: dict[str, int] = {}
+        first = 0
+        for request_id, (_, count) in asked.items():
+            places[request_id], first = first, first + count
+        parts = []
+        if one:
+            in_order = [places[request_id] for request_id in self._order[: len(one)]]
+            parts.append(Part(0, len(one), 1, run_of(in_order, self.device)))
+        decoding = set(one)
+        for request_id, (_, count) in asked.items():
+            if count and request_id not in decoding:
+                first = places[request_id]
+                parts.append(Part(self._row[request_id], 1, count, slice(first, first + count)))
+        self.layers_reached = set()
+        steps = {
+            window: [group.plan(part.first, part.first + part.rows, part.q_len) for part in parts]
+            for window, group in self.groups.items()
+        }
+        self._forward = Forward(parts, steps, tokens)
+
+    def _check(self, asked: Mapping[str, tuple[int, int]], tokens: int) -> None:
+        """Raise InterruptedForwardError unless the requests hold what transformers takes them to hold."""
+        if sum(count for _, count in asked.values()) != tokens:
+            raise InterruptedForwardError(
+                f"a forward of continuous batching has {tokens} tokens, and its requests "
+                f"{ {name: count for name, (_, count) in asked.items()} }"
+            )
+        for request_id, (held, _) in asked.items():
+            index = self._row.get(request_id)
+            for group in self.groups.values():
+                if index is None or group.length(index) != held:
+                    there = "no row" if index is None else f"{group.length(index)} tokens"
+                    raise InterruptedForwardError(
+                        f"request {request_id!r} has {there} in the cache, and transformers takes it to hold {held} tokens"
+                    )
+
+    def _side_by_side(self, requests: Sequence[str]) -> None:
+        """Let the rows of `requests` be the first ones."""
+        chosen = {self._row[request_id] for request_id in requests}
+        count = len(chosen)
+        if not chosen or max(chosen) == count - 1:
+            return
+        order = list(range(len(self._order)))
+        late = sorted(row for row in chosen if row >= count)
+        for target in (row for row in range(count) if row not in chosen):
+            source = late.pop()
+            order[target], order[source] = source, target
+        self._arrange(order)
+
+    def paged_attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Append and attend in one layer; see batch_attention.attend_in_parts."""
+        layer = getattr(module, "layer_idx", None)
+        store = self.stores.get(layer)  # type: ignore[arg-type]
+        if store is None or self._forward is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends as layer {layer!r}, of which continuous batching has no pages"
+            )
+        self.layers_reached.add(store.layer_idx)
+        return attend_in_parts(store, self._forward, module, query, key, value, kwargs)
+
+    # -- what it holds -----------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryReport:
+        """Return the bytes of all tensors, by part."""
+        specs = [store.pages.spec for store in self.stores.values()]
+        payload = scales = 0
+        for store in self.stores.values():
+            capacity = store.pages.capacity
+            payload += capacity * sum(side.payload_bytes for side in store.pages.spec.sides)
+            scales += capacity * sum(side.scale_bytes for side in store.pages.spec.sides)
+        tail = sum(one.tokens.nbytes for store in self.stores.values() for one in store.residuals)
+        held = sum(group.pool.num_held for group in self.groups.values())
+        first = next(iter(self.groups.values()))
+        tokens = sum(first.length(index) for index in range(len(first)))
+        assert specs
+        return MemoryReport(
+            payload=payload, scales=scales, tail=tail, tables=0, other=0, pages_held=held,
+            pages_allocated=sum(self.room.pages.values()), tokens=tokens, offloaded=self.bytes_away(),
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless counts and rows agree."""
+        for group in self.groups.values():
+            group.pool.check_integrity()
+            if len(group) != len(self._order):
+                raise ValueError(f"{len(group)} rows for {len(self._order)} requests")
+        if len({*self._order}) != len(self._order) or len(self._row) != len(self._order):
+            raise ValueError("a request has two rows")
+
+
+def paged_layers(template: GrowingCache) -> list[PagedLayer]:
+    """Return the layers of a paged cache. Raises UnsupportedModelError where some hold more than keys and values in pages."""
+    layers = []
+    for index, layer in enumerate(template.layers):
+        if type(layer) is not PagedLayer:
+            raise UnsupportedModelError(
+                f"continuous batching holds keys and values in pages, and layer {index} of this model is a "
+                f"{type(layer).__name__}; use generate()"
+            )
+        if layer.spec is None:
+            raise UnsupportedModelError(
+                f"layer {index} of this model stores no keys and values of its own; use generate()"
+            )
+        layers.append(layer)
+    return layers
+
+
+def kinds_of(template: GrowingCache) -> dict[int | None, LayersOfKind]:
+    """Return the layers of each sliding window, full attention first, as far as their memory is concerned."""
+    specs: dict[int | None, list[Any]] = {}
+    for layer in paged_layers(template):
+        specs.setdefault(layer.window, []).append(layer.spec)
+    options = template.options
+    numbers = options.page_size, options.sink_tokens, options.recent_tokens
+    ordered = sorted(specs, key=lambda window: (window is not None, window or 0))
+    return {window: LayersOfKind(RowSizes(*numbers, window), specs[window]) for window in ordered}

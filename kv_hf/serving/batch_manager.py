@@ -1,0 +1,427 @@
+"""transformers' continuous batching on quantized pages: what its manager does where a generation config names a paged cache."""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import utils as batching_utils
+
+from ..cache.growing import GrowingCache
+from ..cache.model_shape import is_encoder_decoder
+from ..cache.paged_cache import PagedCache
+from ..cache.prefix_store import PrefixStore
+from ..cache.two_bits import warn_of_two_bits
+from ..config import CacheConfig
+from ..config_given import given_options
+from ..errors import CacheOptionError, UnsupportedModelError
+from ..formats import ATTENTION_NAME, cache_names, is_cache_name
+from ..hf.models import use_paged_attention, why_not_pages
+from ..notices import warn_once
+from .batch_cache import BatchCache, kinds_of, paged_layers
+from .batch_offload import BatchOffload
+from .batch_room import BatchRoom
+from .batch_trial import try_model
+
+Manager = continuous_api.ContinuousBatchingManager
+Mixin = continuous_api.ContinuousMixin
+_PATCHED: tuple[tuple[type, str], ...] = (
+    (Manager, "__init__"),
+    (Manager, "switch_to_cb_friendly_attn"),
+    (Manager, "_create_batch_processor"),
+    (Manager, "add_request"),
+    (Mixin, "init_continuous_batching"),
+    (Mixin, "generate_batch"),
+)
+_MODULE: Any = continuous_api
+_CACHE = "PagedAttentionCache"  # the class that _create_batch_processor finds in its module
+_originals: dict[tuple[Any, str], Callable[..., Any]] = {}
+
+# options that say where keys and values of one call live, or how one call of generate() runs
+_NOT_BATCHED = ("offload", "max_length", "device_bytes", "device_pages", "offload_dir")
+BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
+_NO_LIMIT = 2**62
+_here = (
+    threading.local()
+)  # `make`: what this thread's manager makes its cache by, None where transformers makes it
+
+
+def install() -> None:
+    """Let continuous batching take the names of paged caches; a second call changes nothing."""
+    if _originals:
+        return
+    wraps = (_with_options, _with_pages, _processor, _with_salt, _checked_manager, _named_batch)
+    for (owner, name), wrap in zip(_PATCHED, wraps, strict=True):
+        _originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, wrap(_originals[owner, name]))
+    own = vars(continuous_api)["PagedAttentionCache"]
+    _originals[_MODULE, _CACHE] = own
+    setattr(continuous_api, _CACHE, functools.partial(_made, own))
+
+
+def _made(own: Callable[..., Any], **kwargs: Any) -> Any:
+    """Make the cache of a batch processor: that of this thread's manager, or transformers' `own`."""
+    make = getattr(_here, "make", None) or own
+    return make(**kwargs)
+
+
+def uninstall() -> None:
+    """Give continuous batching its own methods back."""
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
+    _originals.clear()
+
+
+def options_of(generation_config: Any) -> CacheConfig | None:
+    """Return the options of the paged cache that `generation_config` names, or None where it names none.
+
+    Raises: CacheOptionError for options that continuous batching cannot follow.
+    """
+    name = getattr(generation_config, "cache_implementation", None)
+    if name is None or not is_cache_name(name):
+        return None
+    options = CacheConfig.from_options(name, generation_config.cache_config)
+    for option in _NOT_BATCHED:
+        if getattr(options, option) is not None:
+            raise CacheOptionError(
+                f"{option}={getattr(options, option)!r} is for one call of generate(); continuous batching allocates all pages when it "
+                "starts (cache_config={'max_bytes': ..}, and cpu_offload_space of the ContinuousBatchingConfig for requests that "
+                "find no room). Leave it out"
+            )
+    if options.cuda_graph == "always":
+        raise CacheOptionError(
+            "cuda_graph='always': continuous batching on pages makes no CUDA graphs; leave it out"
+        )
+    if options.attention == "keep":
+        raise CacheOptionError(
+            "attention='keep': continuous batching reads pages by the attention 'kv_hf' alone; leave it out"
+        )
+    return options
+
+
+def _check_here() -> None:
+    """Raise UnsupportedModelError where transformers' continuous batching is not the one that pages know."""
+    if not hasattr(batching_utils, "get_device_and_memory_breakdown"):
+        raise UnsupportedModelError(
+            f"continuous batching on pages needs transformers 5.22 or newer, and this is {transformers.__version__}"
+        )
+
+
+def check_batching(config: Any) -> None:
+    """Raise CacheOptionError for what a ContinuousBatchingConfig asks and pages cannot do."""
+    if config is None:
+        return
+    graphs = config.use_cuda_graph
+    asked = {
+        "use_cuda_graph": any(graphs) if isinstance(graphs, tuple | list) else graphs,
+        "use_async_batching": config.use_async_batching,
+        "varlen_compile_config": config.varlen_compile_config,
+        "decode_compile_config": config.decode_compile_config,
+        "default_compile_level": config.default_compile_level,
+        "q_padding_interval_size": config.q_padding_interval_size,
+        "kv_padding_interval_size": config.kv_padding_interval_size,
+    }
+    for name, value in asked.items():
+        if value:
+            raise CacheOptionError(
+                f"{name}={value!r} of the ContinuousBatchingConfig: forwards over pages are neither compiled nor captured in "
+                "graphs, and run one after the other; leave it out"
+            )
+
+
+def check_model(model: Any, options: CacheConfig) -> None:
+    """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
+    name = type(model).__name__
+    if is_encoder_decoder(model.config):
+        raise UnsupportedModelError(
+            f"continuous batching is for decoders, and {name} has an encoder"
+        )
+    reason = why_not_pages(model, options.attention)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"continuous batching on pages needs the attention {ATTENTION_NAME!r}, and {name} keeps another one: {reason}"
+        )
+    if getattr(model, "_device_mesh", None) is not None:
+        raise UnsupportedModelError(
+            "continuous batching on pages runs in one process; this model is spread by tensor parallelism"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"continuous batching runs on one device, and the weights of {name} lie on {', '.join(sorted(map(str, devices)))}"
+        )
+
+
+# -- the methods of transformers, with what comes before or in their place --------------------------------------------
+
+
+def _with_options(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ContinuousBatchingManager.__init__: options are checked before the model is touched."""
+
+    @functools.wraps(original)
+    def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(self, model, *args, **kwargs).arguments
+        options = options_of(bound["generation_config"])
+        self.kv_hf_options, self.kv_hf_salts = options, {}
+        if options is not None:
+            _check_here()
+            check_batching(bound["continuous_batching_config"])
+            check_model(model, options)
+        original(self, model, *args, **kwargs)
+
+    return init
+
+
+def _with_pages(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap switch_to_cb_friendly_attn, which knows a closed list of attentions."""
+
+    @functools.wraps(original)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if self.kv_hf_options is None:
+            return original(self, model, *args, **kwargs)
+        before = model.config._attn_implementation
+        if before != ATTENTION_NAME:
+            use_paged_attention(model)
+            self._original_attn_impl = before
+
+    return switch
+
+
+def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap _create_batch_processor, which makes the cache."""
+
+    @functools.wraps(original)
+    def create(self: Any) -> Any:
+        if self.kv_hf_options is None or self.batch_processor is not None:
+            return original(self)
+        made: list[BatchCache] = []
+
+        def make(**kwargs: Any) -> BatchCache:
+            made.append(new_cache(self.model, self.kv_hf_options, self.continuous_batching_config))
+            return made[0]
+
+        batching = self.continuous_batching_config
+        space, batching.cpu_offload_space = (
+            batching.cpu_offload_space,
+            0.0,
+        )  # no buffer of 16-bit pages
+        _here.make = make
+        try:
+            processor = original(self)
+        except BaseException:
+            if self._original_attn_impl is not None:
+                self.model.set_attn_implementation(self._original_attn_impl)
+                self._original_attn_impl = None
+            raise
+        finally:
+            _here.make = None
+            batching.cpu_offload_space = space
+        host_bytes = _NO_LIMIT if space is None else int(space * 2**30)
+        _join(processor, made[0], host_bytes, self.kv_hf_salts)
+        return processor
+
+    return create
+
+
+def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, str]) -> None:
+    """Let a batch processor run its forwards on `cache`.
+
+    Args:
+        salts: of requests that were added and have not come here yet.
+    """
+    processor.offloading_manager = BatchOffload(cache, processor.scheduler, host_bytes)
+    compute, enqueue = processor.model_runner.compute_batch, processor.scheduler.add_waiting_request
+
+    def run(model: Any, batch: dict[str, Any]) -> None:
+        """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
+        count = batch["input_ids"].shape[1]
+        cache.begin(count)
+        if not count:  # a request that was found as a whole, and waits to be forked
+            return
+        batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
+        compute(model, batch)
+
+    def add(state: Any) -> None:
+        """Refuse a request that can never have room, so that it does not keep others waiting."""
+        _check_length(cache, state)
+        if state.request_id in salts:
+            cache.salt(state.request_id, salts.pop(state.request_id))
+        enqueue(state)
+
+    processor.model_runner.compute_batch = run
+    processor.scheduler.add_waiting_request = add
+
+
+def _check_length(cache: BatchCache, state: Any) -> None:
+    """Raise CacheOptionError for a prompt that has no room; shorten an answer that would not."""
+    prompt, most = len(state.initial_tokens), cache.most_tokens
+    if prompt + 1 > most:
+        raise CacheOptionError(
+            f"the prompt has {prompt} tokens, and the cache has room for {most} tokens of one request, its answer included: "
+            "shorten it, or give the cache more memory (cache_config={'max_bytes': ..})"
+        )
+    if state._new_tokens_limit > most - prompt:
+        if state.max_new_tokens is not None:
+            warn_once(
+                "shortened answers",
+                f"A request asks for {state.max_new_tokens} new tokens behind {prompt}, and the cache has room for {most} tokens of "
+                "one request: its answer ends there",
+            )
+        state._new_tokens_limit = most - prompt
+
+
+def _with_salt(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap add_request: `cache_salt`, a string, keeps a request's prefixes apart from those of other salts."""
+
+    @functools.wraps(original)
+    def add(self: Any, *args: Any, cache_salt: str | None = None, **kwargs: Any) -> Any:
+        if cache_salt is None:
+            return original(self, *args, **kwargs)
+        if self.kv_hf_options is None or not isinstance(cache_salt, str):
+            raise CacheOptionError(
+                f"cache_salt={cache_salt!r} must be a string, and is read by continuous batching on a paged cache alone"
+            )
+        bound = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
+        given = {
+            name: one
+            for name, one in bound.items()
+            if name not in ("self", "logit_processor_kwargs")
+        }
+        if given.get("request_id") is None:
+            with self._request_lock:
+                given["request_id"] = f"req_{self._request_counter}"
+                self._request_counter += 1
+        self.kv_hf_salts[given["request_id"]] = cache_salt
+        return original(self, **given, **bound.get("logit_processor_kwargs", {}))
+
+    return add
+
+
+def _checked_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap init_continuous_batching, which gives a manager back that was kept, whatever its cache is."""
+
+    @functools.wraps(original)
+    def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kept = getattr(self, "_cached_continuous_batching_manager", None)
+        if kept is not None:
+            chosen = self.generation_config if generation_config is None else generation_config
+            asked, held = options_of(chosen), getattr(kept, "kv_hf_options", None)
+            if asked != held:
+                raise CacheOptionError(
+                    f"a manager with {_words(held)} was kept for this model, and this call asks for {_words(asked)}; call "
+                    "model.destroy_cached_continuous_batching_manager() first"
+                )
+        return original(self, generation_config, *args, **kwargs)
+
+    return init
+
+
+def _words(options: CacheConfig | None) -> str:
+    return "transformers' own 16-bit pages" if options is None else str(options)
+
+
+def _named_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap generate_batch, which drops keyword arguments that it does not know: the name of a cache among them."""
+
+    @functools.wraps(original)
+    def generate_batch(
+        self: Any,
+        inputs: Any,
+        generation_config: Any = None,
+        *args: Any,
+        cache_implementation: str | None = None,
+        cache_config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if cache_implementation is None and cache_config is not None:
+            raise CacheOptionError(
+                f"cache_config={cache_config!r} was given without cache_implementation; name one of {', '.join(cache_names())}"
+            )
+        if cache_implementation is not None:
+            chosen = self.generation_config if generation_config is None else generation_config
+            generation_config = type(chosen).from_dict(
+                {**chosen.to_dict(), "cache_implementation": cache_implementation}
+            )
+            generation_config.cache_config = cache_config
+        return original(self, inputs, generation_config, *args, **kwargs)
+
+    return generate_batch
+
+
+# -- the cache ------------------------------------------------------------------------------------------------------
+
+
+def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
+    """Make the cache of a manager: pages and windows for as many requests as its budget has room for.
+
+    One token goes through the model first, so that every layer's keys and values are known as they are.
+
+    Args:
+        batching: the resolved ContinuousBatchingConfig.
+    Raises: UnsupportedModelError, CacheOptionError; nothing is allocated then.
+    """
+    template, store = _probed(model, options, batching)
+    kinds = kinds_of(template)
+    batch_tokens = batching.max_batch_tokens or BATCH_TOKENS
+    warn_of_two_bits([layer.formats for layer in paged_layers(template)])
+    numbers: dict[str, Any] = {
+        "most_rows": min(batching.max_requests_per_batch, batch_tokens),
+        "batch_tokens": batch_tokens,
+    }
+    if options.max_bytes is not None:
+        room = BatchRoom.of(kinds, budget=options.max_bytes, **numbers)
+    elif None in kinds and options.max_pages is not None:
+        room = BatchRoom.of(kinds, pages=options.max_pages, **numbers)
+    elif None in kinds and batching.num_blocks is not None:
+        tokens = batching.num_blocks * batching.page_size
+        room = BatchRoom.of(kinds, pages=-(-tokens // options.page_size), **numbers)
+    else:
+        room = BatchRoom.of(kinds, budget=_free_bytes(batching.max_memory_percent), **numbers)
+    if store is not None and options.prefix_store is None:
+        store.max_bytes = max(1, room.pages[None] * kinds[None].page_bytes)
+    cache = BatchCache(model, template, room, batch_tokens, store)
+    template.reset()
+    with torch.no_grad():
+        try_model(model, cache)
+    return cache
+
+
+def _probed(
+    model: Any, options: CacheConfig, batching: Any
+) -> tuple[GrowingCache, PrefixStore | None]:
+    """Return a paged cache that one token has gone through, and the prefix store, if there shall be one."""
+    plain = given_options(options, CacheConfig)
+    for name in ("max_pages", "max_bytes", "prefix_store", "reserve_tokens"):
+        plain.pop(name, None)
+    plain["cuda_graph"] = "never"
+    first = _through(model, CacheConfig(**plain))
+    sliding = any(layer.window is not None for layer in paged_layers(first))
+    if sliding or not batching.allow_block_sharing:
+        if options.prefix_store is not None:
+            why = "this model has sliding-window layers" if sliding else "allow_block_sharing=False"
+            raise CacheOptionError(
+                f"prefix_store shares pages between requests, and {why}; leave one of them out"
+            )
+        return first, None
+    store = options.prefix_store or PrefixStore()
+    return _through(model, CacheConfig(**plain, prefix_store=store)), store
+
+
+def _through(model: Any, options: CacheConfig) -> GrowingCache:
+    """Return a cache of these options that one token has gone through."""
+    cache = PagedCache.from_options(model.config.get_text_config(decoder=True), options)
+    assert isinstance(cache, GrowingCache)
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def _free_bytes(part: float) -> int:
+    """Return `part` of the memory that is free on the device, as transformers measures it."""
+    _, total, reserved, allocated = batching_utils.get_device_and_memory_breakdown()
+    return int((total - max(allocated, reserved)) * part)

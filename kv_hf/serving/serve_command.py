@@ -1,0 +1,149 @@
+"""`kv-hf serve`: transformers' own server (OpenAI's API) with a paged cache, and a prefix store between its requests."""
+
+import argparse
+import inspect
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from ..errors import KVCacheError
+from ..hub import why_not_model
+from ..printable import tell_error
+from .server_interface import serve_class
+from .server_options import STORE, ServerOptions, json_object
+
+# parameters of transformers' `Serve` that are ours to set
+_OURS = {"self", "force_model", "non_blocking"}
+KWARGS = """a JSON object of arguments of the chat template such as '{"enable_thinking": false}'"""
+EPILOG = """examples:
+  kv-hf serve HuggingFaceTB/SmolLM2-135M-Instruct --cache paged_int4 --port 8000
+  kv-hf serve ./model --cache paged_int4 --cache-config '{"max_pages": 4096}' --prefix-store 0
+
+GET /kv_hf/stats returns the counts of the prefix store; with --log-level info a line is logged per request."""
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser: our options, and those of the installed `transformers serve`.
+
+    Raises: ImportError or ServerInterfaceError where transformers has no server.
+    """
+    found = argparse.ArgumentParser(
+        prog=prog,
+        description="Start transformers' own server, an API that OpenAI's clients speak, with a paged cache.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    found.add_argument("model", metavar="MODEL", help="hub name, or folder with a checkpoint")
+    found.add_argument(
+        "--cache",
+        default="paged_int4",
+        metavar="NAME[:OPTION=VALUE,..]",
+        help="cache of every request (default: %(default)s); a request's generation_config may name another",
+    )
+    found.add_argument(
+        "--cache-config",
+        metavar="JSON",
+        help="""options of the cache, as in '{"recent_tokens": 32}'""",
+    )
+    found.add_argument(
+        "--prefix-store",
+        metavar="SIZE",
+        help=f"bytes of prompts and answers kept for later requests, 0 for none (default: {STORE}; not with "
+        "--continuous-batching, which shares prefixes in its own pool)",
+    )
+    _add_transformers_options(found)
+    return found
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "kv-hf serve") -> int:
+    """Serve until a signal ends the server; return the exit code: 2 for bad arguments, 130 for Ctrl-C."""
+    try:
+        args = vars(parser(prog).parse_args(sys.argv[1:] if argv is None else list(argv)))
+        model = args.pop("model")
+        options = ServerOptions.parse(
+            args.pop("cache"),
+            args.pop("cache_config"),
+            args.pop("prefix_store"),
+            bool(args.get("continuous_batching")),
+        )
+        _check(model, args)
+        from .server import start
+
+        start(options, model, **args)
+    except (KVCacheError, ImportError, OSError, ValueError) as error:
+        tell_error(prog, error)
+        return 2
+    except KeyboardInterrupt:  # what uvicorn raises again when it has closed all connections
+        return 130
+    return 0
+
+
+def _check(model: str, args: dict[str, Any]) -> None:
+    """Raise ValueError for what transformers would find wrong only behind loading a model, and for a model that is not there."""
+    if args.get("compile"):
+        raise ValueError(
+            "--compile gives requests transformers' static cache, and --cache is a paged one: leave --compile out, or "
+            "run transformers serve"
+        )
+    port = args.get("port")
+    if port is not None and not 0 < port < 2**16:
+        raise ValueError(f"--port must be 1 to {2**16 - 1}, got {port}")
+    if "log_level" in args:
+        args["log_level"] = _log_level(args["log_level"])
+    if "chat_template_kwargs" in args:
+        json_object("--chat-template-kwargs", args["chat_template_kwargs"], KWARGS)
+    decisions = args.get("decision_config")
+    if decisions is not None and not Path(decisions).is_file():
+        raise ValueError(f"--decision-config must be the path of a JSON file, got {decisions!r}")
+    repository, _, file = model.partition(":")
+    reason = None if file.endswith(".gguf") else why_not_model(repository.partition("@")[0])
+    if reason is not None:
+        raise ValueError(f"MODEL {model!r}: {reason}")
+
+
+def _log_level(name: str) -> str:
+    """Return a level as transformers names it. Raises ValueError for another."""
+    from transformers.utils.logging import log_levels
+
+    if name.lower() not in log_levels:
+        raise ValueError(f"--log-level must be one of {', '.join(log_levels)}, got {name!r}")
+    return name.lower()
+
+
+def _add_transformers_options(found: argparse.ArgumentParser) -> None:
+    """Add every option of transformers' `Serve` under the name and with the help that it has there.
+
+    Only those that are given reach the result, so that their defaults stay transformers'.
+    """
+    group = found.add_argument_group("options of transformers serve, passed on")
+    make = serve_class().__init__
+    hints = get_type_hints(make, include_extras=True)
+    for name, parameter in inspect.signature(make).parameters.items():
+        if name in _OURS:
+            continue
+        kind, text = _kind_and_help(hints.get(name, str))
+        flag = f"--{name.replace('_', '-')}"
+        shown = parameter.default
+        if shown is not None and kind is not bool:
+            text += f" (default: {getattr(shown, 'value', shown)})"
+        told: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **told)
+        elif issubclass(kind, Enum):
+            choices = [one.value for one in kind]
+            group.add_argument(flag, choices=choices, **told)
+        else:
+            group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), **told)
+
+
+def _kind_and_help(hint: Any) -> tuple[type, str]:
+    """Return the type of an option and its help from Annotated[type | None, typer.Option(help=..)]."""
+    text = ""
+    if get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+        text = next((note.help for note in notes if getattr(note, "help", None)), "")
+    kinds = [one for one in get_args(hint) or (hint,) if one is not type(None)]
+    return (kinds[0] if isinstance(kinds[0], type) else str), text

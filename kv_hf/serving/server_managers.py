@@ -1,0 +1,139 @@
+"""The generation managers of transformers' server, with the cache of each request set. Imported when a server starts."""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from transformers.cli.serving.utils import GenerateManager
+
+from .server_model import ServedModel
+from .server_options import ServerOptions
+
+
+class PagedGenerateManager(GenerateManager):
+    """transformers' manager of plain requests, which runs them one by one, with pages as their cache.
+
+    Args:
+        served: returns what the server keeps of a loaded model.
+    """
+
+    def __init__(self, served: Callable[[Any], ServedModel]) -> None:
+        super().__init__()
+        self._served = served
+        self._current: ServedModel | None = None
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        """Start a stream. Raises what `ServedModel.prepare` raises before anything is sent."""
+        self._prepare(model, inputs, gen_config)
+        return super().generate_streaming(
+            model, processor, inputs, gen_config, request_id, response_parser=response_parser
+        )
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> Any:
+        """Run a request to its end. Raises what `ServedModel.prepare` raises before it is queued."""
+        self._prepare(model, inputs, gen_config)
+        return await super().generate_non_streaming(
+            model, processor, inputs, gen_config, request_id
+        )
+
+    def _prepare(self, model: Any, inputs: Any, gen_config: Any) -> None:
+        """Set the cache of a request, and note its model for `submit`, which comes next in this thread."""
+        self._current = self._served(model)
+        self._current.prepare(gen_config, inputs["input_ids"].shape[-1])
+
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Queue a call for the inference thread; return its future."""
+        return super().submit(_reported, self._current, fn, *args, **kwargs)
+
+    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future:
+        """Queue a call for the inference thread; return its awaitable future."""
+        return super().async_submit(_reported, self._current, fn, *args, **kwargs)
+
+
+def _reported(served: ServedModel | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `fn` in the inference thread, and log what it took from the prefix store."""
+    if served is None:
+        return fn(*args, **kwargs)
+    before = served.stats()
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        served.report(before)
+
+
+class PagedManagers:
+    """The managers and models of one server, in place of the table that transformers' GenerationState has.
+
+    Args:
+        state: transformers' GenerationState, which still makes the manager of continuous batching.
+        options: of the server.
+    """
+
+    def __init__(self, state: Any, options: ServerOptions) -> None:
+        self.options = options
+        self._batching: Callable[..., Any] = state.get_manager
+        self._plain: dict[str, PagedGenerateManager] = {}
+        self._models: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+        """Return the manager of a model, as GenerationState.get_manager does."""
+        if use_cb:
+            return with_paged_batches(self._batching(model_id, use_cb=True), self.options)
+        with self._lock:
+            if model_id not in self._plain:
+                self._plain[model_id] = PagedGenerateManager(
+                    lambda model: self.served(model, model_id)
+                )
+            return self._plain[model_id]
+
+    def served(self, model: Any, model_id: str) -> ServedModel:
+        """Return what is kept of a loaded model; a model that is unloaded takes its prefix store with it.
+
+        Raises: KVCacheError where pages cannot be the model's cache.
+        """
+        with self._lock:
+            found = self._models.get(model)
+            if found is None:
+                found = self._models[model] = ServedModel(model, self.options)
+                self._names[model] = model_id
+            return found
+
+    def stats(self) -> dict[str, Any]:
+        """Return the server's cache and the counts of each loaded model's prefix store, in JSON types."""
+        with self._lock:
+            models = {self._names[model]: served for model, served in self._models.items()}
+        return {
+            "cache": self.options.name,
+            "cache_config": dict(self.options.cache_config),
+            "models": {name: {"prefix_store": served.counts()} for name, served in models.items()},
+        }
+
+
+def with_paged_batches(manager: Any, options: ServerOptions) -> Any:
+    """Let a CBGenerateManager start its batches with the server's cache named in their generation_config."""
+    init_cb = manager.init_cb
+    if getattr(init_cb, "of_kv_hf", False):
+        return manager
+
+    def named(model: Any, gen_config: Any) -> None:
+        gen_config.cache_implementation = options.name
+        gen_config.cache_config = options.options_of(None)
+        init_cb(model, gen_config)
+
+    named.of_kv_hf = True  # type: ignore[attr-defined]
+    manager.init_cb = named
+    return manager

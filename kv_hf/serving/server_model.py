@@ -1,0 +1,148 @@
+"""One model of the server: its prefix store, and what a request's generation_config becomes. Knows no HTTP."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..cache.encoder_decoder import PagedEncoderDecoderCache
+from ..cache.model_shape import is_encoder_decoder
+from ..cache.paged_cache import PagedCache
+from ..cache.prefix_store import PrefixStats
+from ..config import CacheConfig, check_option_names
+from ..errors import CacheOptionError, PagePoolExhaustedError
+from ..formats import is_cache_name
+from ..geometry import Geometry
+from ..notices import logger
+from .server_options import ServerOptions
+
+# options that name files of the server, or what its machine gives: a request may not set them
+OF_THE_SERVER = (
+    *("recipe", "offload", "offload_dir", "device_bytes", "device_pages", "prefix_store"),
+    *("max_pages", "reserve_tokens", "max_length", "kernel", "cuda_graph", "attention"),
+)
+
+
+class ServedModel:
+    """The prefix store of one loaded model, and the cache of its requests.
+
+    Args:
+        model: a loaded model; it is not kept.
+        options: of the server.
+    Raises: KVCacheError where pages cannot be the model's cache, or not with a prefix store.
+    """
+
+    def __init__(self, model: Any, options: ServerOptions) -> None:
+        self.options = options
+        self.store = options.make_store()
+        self._default = getattr(model.generation_config, "cache_implementation", None)
+        self._default_config = getattr(model.generation_config, "cache_config", None)
+        self._bounded = _pages_grow_with_text(model, options, self.store)
+
+    def prepare(self, generation_config: Any, prompt_tokens: int) -> None:
+        """Set the cache of one request in its own `generation_config`.
+
+        A request that names another cache keeps it. One that brings a cache_config keeps the server's options beside it,
+        and is served without the store, whose pages have the server's formats. `max_new_tokens` is lowered to what
+        `max_pages` has room for, and the answer then ends with finish_reason "length".
+
+        Args:
+            generation_config: of this request alone; it is changed.
+            prompt_tokens: of its prompt.
+        Raises: CacheOptionError for options that are wrong or the server's; PagePoolExhaustedError for a prompt that does
+            not fit into max_pages.
+        """
+        name, asked = self._asked(generation_config)
+        if name is not None and name != self.options.name:
+            if is_cache_name(name):
+                _check_asked(name, asked or {})
+            return
+        if asked is None:
+            options = self.options.options_of(self.store)
+        else:
+            _check_asked(self.options.name, asked)
+            options = self.options.options_of(None, asked)
+        config = CacheConfig.from_options(self.options.name, options)
+        if self._bounded and config.max_pages is not None:
+            _keep_within(config, generation_config, prompt_tokens)
+        generation_config.cache_implementation = self.options.name
+        generation_config.cache_config = options
+
+    def _asked(self, generation_config: Any) -> tuple[str | None, Mapping[str, Any] | None]:
+        """Return the cache and the options that the request itself names, not its model's default ones."""
+        name, config = generation_config.cache_implementation, generation_config.cache_config
+        if name == self._default:
+            name = None
+        if config == self._default_config:
+            config = None
+        return name, config
+
+    def stats(self) -> PrefixStats | None:
+        """Return the counts of the store, None without one."""
+        return None if self.store is None else self.store.stats()
+
+    def counts(self) -> dict[str, Any] | None:
+        """Return the counts of the store in JSON types, None without one.
+
+        Beside those of PrefixStats: `skipped`, the part of the tokens that no forward computed; `max_bytes`;
+        `pages_in_use`, the pages that the store or a running request holds.
+        """
+        stats = self.stats()
+        if stats is None or self.store is None:
+            return None
+        return {
+            **vars(stats),
+            "skipped": stats.skipped,
+            "max_bytes": self.store.max_bytes,
+            "pages_in_use": self.store.arena.num_held,
+        }
+
+    def report(self, before: PrefixStats | None) -> None:
+        """Log at info what a request took from the store, whose counts were `before`."""
+        after = self.stats()
+        if before is None or after is None or after.rows == before.rows:
+            return
+        tokens = after.tokens - before.tokens
+        computed = after.tokens_computed - before.tokens_computed
+        logger.info(
+            "kv-hf serve: prompt of %s tokens, %s of them from the prefix store, which holds %s pages (%s bytes)",
+            f"{tokens:,}", f"{tokens - computed:,}", f"{after.pages:,}", f"{after.bytes:,}",
+        )  # fmt: skip
+
+
+def _check_asked(name: str, asked: Mapping[str, Any]) -> None:
+    """Raise CacheOptionError where a request's options are none, wrong, or not a request's to set."""
+    if not isinstance(asked, Mapping):
+        raise CacheOptionError(
+            f"cache_config must be an object of cache options, got {type(asked).__name__}"
+        )
+    check_option_names(asked)
+    for option in OF_THE_SERVER:
+        if option in asked:
+            raise CacheOptionError(
+                f"cache_config of a request must not set {option}, which the server decides; leave it out"
+            )
+    CacheConfig.from_options(name, asked)
+
+
+def _keep_within(config: CacheConfig, generation_config: Any, prompt_tokens: int) -> None:
+    """Lower max_new_tokens to what max_pages has room for. Raises PagePoolExhaustedError where the prompt has none."""
+    assert config.max_pages is not None
+    shape = Geometry(config.page_size, config.sink_tokens, config.recent_tokens)
+    most = shape.kept + (config.max_pages + 1) * config.page_size - 1
+    if prompt_tokens > most:
+        raise PagePoolExhaustedError(
+            f"the prompt has {prompt_tokens} tokens, and max_pages={config.max_pages} of this server has room for {most}; "
+            "send a shorter prompt, or start the server with more pages"
+        )
+    room = most - prompt_tokens + 1  # the last token of an answer is never stored
+    if generation_config.max_new_tokens is not None:
+        generation_config.max_new_tokens = min(generation_config.max_new_tokens, room)
+
+
+def _pages_grow_with_text(model: Any, options: ServerOptions, store: Any) -> bool:
+    """Make a cache as a request will, which raises what would be raised then; say whether a layer sees its whole text."""
+    config = options.options_of(store)
+    if is_encoder_decoder(model.config):
+        PagedEncoderDecoderCache.from_implementation(model.config, options.name, config)
+        return False
+    cache = PagedCache.from_options(model.config, CacheConfig.from_options(options.name, config))
+    return any(group.window is None for group in cache.groups)

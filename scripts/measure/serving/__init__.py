@@ -1,0 +1,1 @@
+"""Measuring servers from outside: processes of their own, asked over HTTP."""

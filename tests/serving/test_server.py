@@ -1,0 +1,331 @@
+"""transformers' server with pages, over HTTP with OpenAI's client: chat, streams, stops, cancelled and lost clients, budgets."""
+
+import json
+import os
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from measure.serving import second_turn
+from tiny_server import WAIT_S, free_port, running, save_model
+
+from kv_hf.cache.paged_cache import PagedCache
+from kv_hf.texts import load_text
+
+openai = pytest.importorskip("openai", reason="the extra `serving` is not installed")
+pytest.importorskip("fastapi", reason="the extra `serving` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serving` is not installed")
+
+TEXT = load_text("lincoln_1863")
+SYSTEM = {"role": "system", "content": TEXT[:900]}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with running(folder, "paged_int8") as found:
+        yield found
+
+
+@pytest.fixture
+def caches(server):
+    """The types of the caches that forwards of the server's model get while a test runs."""
+    seen = []
+    model = server.model()
+    hook = model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(type(kwargs["past_key_values"])), with_kwargs=True
+    )
+    yield seen
+    hook.remove()
+
+
+def text_of(stream):
+    chunks = list(stream)
+    return "".join(one.choices[0].delta.content or "" for one in chunks), chunks
+
+
+def wait_until(condition):
+    """Wait for another thread's work, at most WAIT_S."""
+    pause = threading.Event()
+    for _ in range(int(WAIT_S / 0.02)):
+        if condition():
+            return True
+        pause.wait(0.02)
+    return False
+
+
+def test_chat_is_answered_as_generate_answers(server, caches):
+    answer = server.chat([SYSTEM, user("Who was the first?")], max_tokens=12)
+    assert set(caches) == {PagedCache}
+    model = server.model()
+    tokenizer = next(iter(server.serve._model_manager.loaded_models.values())).processor
+    inputs = tokenizer.apply_chat_template(
+        [SYSTEM, user("Who was the first?")],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    out = model.generate(
+        **inputs, max_new_tokens=12, do_sample=False, cache_implementation="paged_int8"
+    )
+    new = out[0, inputs["input_ids"].shape[1] :]
+    assert answer.choices[0].message.content == tokenizer.decode(new, skip_special_tokens=True)
+    assert answer.usage.prompt_tokens == inputs["input_ids"].shape[1]
+
+
+def test_stream_is_the_answer_in_parts(server):
+    whole = server.chat("Tell me of the war", max_tokens=20).choices[0]
+    text, chunks = text_of(server.chat("Tell me of the war", max_tokens=20, stream=True))
+    assert text == whole.message.content
+    assert len(chunks) > 10
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
+def test_stop_string_ends_an_answer(server):
+    whole = server.chat("Tell me of the war", max_tokens=40).choices[0].message.content
+    stop = whole[10:13]
+    ended = server.chat("Tell me of the war", max_tokens=40, stop=[stop])
+    content = ended.choices[0].message.content
+    # transformers keeps the rest of the token that the stop string ends in
+    assert stop in content and whole.startswith(content) and len(content) < len(whole)
+    assert ended.choices[0].finish_reason == "stop"
+    assert ended.usage.completion_tokens < 40
+
+
+def test_completions_route_has_the_cache_too(server, caches):
+    done = server.client().completions.create(
+        model=server.model_name, prompt="It is for us the living", max_tokens=5, temperature=0
+    )
+    assert done.usage.completion_tokens == 5
+    assert set(caches) == {PagedCache}
+
+
+def test_responses_route_has_the_cache_too(server, caches):
+    done = server.client().responses.create(
+        model=server.model_name,
+        input="It is for us the living",
+        max_output_tokens=5,
+        temperature=0,
+        stream=False,  # transformers' default is a stream
+    )
+    assert done.usage.output_tokens == 5
+    assert set(caches) == {PagedCache}
+
+
+def test_another_model_than_the_servers_is_refused(server):
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client().chat.completions.create(model="other", messages=[user("?")])
+    assert "pinned" in refused.value.response.json()["detail"]
+
+
+def test_second_turn_computes_neither_the_first_prompt_nor_its_answer(server):
+    tokenizer = next(iter(server.serve._model_manager.loaded_models.values())).processor
+    # words that are tokens of their own, so that the answer is tokenized as it was generated
+    bias = {str(tokenizer.encode(" the")[0]): 100.0}
+    first = [SYSTEM, user("What did they do?")]
+    answer = server.chat(first, max_tokens=150, logit_bias=bias)
+    before = server.store()
+    said = {"role": "assistant", "content": answer.choices[0].message.content}
+    second = server.chat([*first, said, user("And then?")])
+    after = server.store()
+    computed = after["tokens_computed"] - before["tokens_computed"]
+    assert after["tokens"] - before["tokens"] == second.usage.prompt_tokens
+    assert after["rows_hit"] == before["rows_hit"] + 1
+    new = second.usage.prompt_tokens - first_tokens(answer)
+    assert new > 0 and computed <= new + 64  # what is new, and part of one page
+
+
+def first_tokens(answer):
+    return answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_cancelled_stream_ends_its_generation_and_frees_its_pages(server):
+    steps = []
+    model = server.model()
+    hook = model.register_forward_pre_hook(lambda *_: steps.append(None))
+    try:
+        stream = server.chat([SYSTEM, user("Cancelled")], max_tokens=4000, stream=True)
+        for _, _ in zip(range(4), stream, strict=False):
+            pass
+        stream.close()
+        # one thread generates: this answer comes when the cancelled one has ended
+        server.chat("next", max_tokens=2)
+    finally:
+        hook.remove()
+    assert len(steps) < 4000
+    assert wait_until(lambda: server.store()["pages_in_use"] == server.store()["pages"])
+
+
+def lost_client(server, stream):
+    """Send a request, and reset the connection before the answer is there."""
+    body = {"model": server.model_name, "messages": [SYSTEM, user("Lost")], "stream": stream}
+    sent = json.dumps({**body, "max_tokens": 60, "temperature": 0}).encode()
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as one:
+        one.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(sent), sent)
+        )
+        if stream:
+            assert one.recv(16).startswith(b"HTTP/1.1 200")
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_client_that_disappears_leaves_the_server_as_it_was(server, stream):
+    expected = server.chat("Who is there?").choices[0].message.content
+    for _ in range(3):
+        lost_client(server, stream)
+    assert server.chat("Who is there?").choices[0].message.content == expected
+    assert wait_until(lambda: server.store()["pages_in_use"] == server.store()["pages"])
+
+
+def test_sixteen_clients_at_once_get_the_answers_of_one_at_a_time(server):
+    chats = [
+        [SYSTEM, user(f"Question {index}: " + TEXT[index : 200 + 9 * index])] for index in range(16)
+    ]
+    expected = [server.chat(chat, max_tokens=6).choices[0].message.content for chat in chats]
+    before = server.store()
+
+    def ask(index):
+        if index % 2:
+            return text_of(server.chat(chats[index], max_tokens=6, stream=True))[0]
+        server.store()  # counts are read while others generate
+        return server.chat(chats[index], max_tokens=6).choices[0].message.content
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(ask, range(16)))
+    assert found == expected
+    assert wait_until(lambda: server.store()["rows"] == before["rows"] + 16)
+    after = server.store()
+    assert after["rows_hit"] == before["rows_hit"] + 16
+    assert wait_until(lambda: server.store()["pages_in_use"] == server.store()["pages"])
+
+
+def ask_with(server, **config):
+    given = {"do_sample": False, "max_new_tokens": 4, **config}
+    return server.chat([SYSTEM, user("?")], extra_body={"generation_config": json.dumps(given)})
+
+
+@pytest.mark.parametrize(
+    ("config", "cache", "counted"),
+    [
+        ({}, "PagedCache", 1),
+        ({"cache_implementation": "paged_int8"}, "PagedCache", 1),
+        ({"cache_config": {"recent_tokens": 16}}, "PagedCache", 0),
+        ({"cache_implementation": "paged_int4"}, "PagedCache", 0),
+        ({"cache_implementation": "dynamic"}, "DynamicCache", 0),
+    ],
+    ids=["none", "same", "options", "another of ours", "transformers'"],
+)
+def test_generation_config_of_a_request_keeps_the_cache_unless_it_names_another(
+    server, caches, config, cache, counted
+):
+    before = server.store()["rows"]
+    ask_with(server, **config)
+    assert {kind.__name__ for kind in caches} == {cache}
+    assert server.store()["rows"] - before == counted
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"recent": 3}, "cache_config option must be one of"),
+        ({"page_size": 3}, "page_size must be an integer of at least 16, got 3"),
+        ({"recipe": "/etc/passwd"}, "must not set recipe, which the server decides"),
+        ({"offload": "disk"}, "must not set offload, which the server decides"),
+        ([1], "cache_config must be an object"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_bad_options_of_a_request_are_status_400_with_the_reason(server, options, reason, stream):
+    config = json.dumps({"max_new_tokens": 4, "cache_config": options})
+    with pytest.raises(openai.BadRequestError, match=reason):
+        server.chat("?", stream=stream, extra_body={"generation_config": config})
+    assert server.chat("?").choices
+
+
+def test_prompt_beyond_the_budget_is_status_400_and_others_go_on(folder):
+    with running(folder, "paged_int8", '{"max_pages": 4}', "0") as server:
+        assert server.store() is None
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="max_pages=4 of this server has room"):
+                server.chat(TEXT, stream=stream)
+        short = server.chat("A short one", max_tokens=2000)
+        usage = short.usage
+        assert short.choices[0].finish_reason == "length" and usage.completion_tokens < 2000
+        # 4 sinks, 4 pages, an open one, and the last token, which is never stored
+        assert usage.total_tokens == 4 + 5 * 64
+        streamed = text_of(server.chat("A short one", max_tokens=2000, stream=True))[1]
+        assert streamed[-1].choices[0].finish_reason == "length"
+
+
+def test_two_turns_counts_what_the_second_one_computes(server):
+    """The client of scripts/bench_serve.py, on a server that is there already."""
+    port = int(server.address.rpartition(":")[2])
+    here = SimpleNamespace(pid=os.getpid())
+    asked = second_turn.Server(here, port, server.model_name)
+    first, second = second_turn.two_turns(asked, TEXT[300:1400], ["What is it?", "Who?"], 4)
+    assert first.tokens_computed == first.prompt_tokens
+    assert second.prompt_tokens > first.prompt_tokens > second.tokens_computed
+    assert 0 < second.first_s <= second.whole_s and second.answer
+
+
+def test_reset_drops_the_store_with_its_model(folder):
+    with running(folder) as server:
+        server.chat([SYSTEM, user("One")])
+        assert server.store()["pages"] > 0
+        openai.OpenAI(base_url=server.address, api_key="none", max_retries=0).post(
+            "/reset", cast_to=object
+        )
+        assert wait_until(lambda: server.get("/kv_hf/stats")["models"] == {})
+        server.chat([SYSTEM, user("One")])
+        assert server.store()["rows"] == 1 and server.store()["rows_hit"] == 0
+
+
+def test_server_restarts_on_its_port_and_begins_anew(folder):
+    port = free_port()
+    answers = []
+    for _ in range(2):
+        with running(folder, port=port) as server:
+            answers.append(server.chat([SYSTEM, user("Again")]).choices[0].message.content)
+            assert server.store()["rows_hit"] == 0
+    assert answers[0] == answers[1]
+
+
+def test_start_leaves_transformers_as_it_was(server):
+    from transformers.cli.serving import server as of_transformers
+
+    assert not hasattr(of_transformers.build_server, "__wrapped__")
+
+
+def test_store_that_does_not_fit_the_model_ends_the_start(tmp_path):
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    folder = save_model(tmp_path / "hybrid")  # its tokenizer
+    config = Lfm2Config(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    Lfm2ForCausalLM(config).save_pretrained(folder)
+    with (
+        pytest.raises(ValueError, match="prefix_store needs layers that hold nothing but pages"),
+        running(folder),
+    ):
+        pass

@@ -26,6 +26,7 @@ NOT_RUN = {
     ("docs/distributed.md", "# tensor_parallel.py"): "torchrun starts two processes of it",
     ("docs/distributed.md", "# data_parallel.py"): "accelerate starts two processes of it",
     ("docs/lm_eval.md", "run_tasks("): "reads task files that `make eval` writes from packages",
+    ("docs/serving.md", "openai.OpenAI("): "asks a server; tests/serving/ starts one",
 }
 # page and a setting -> the one that the test runs with
 SHORTER = {("docs/uptraining.md", "steps=2000"): "steps=4"}

@@ -65,10 +65,15 @@ def test_tutorial_runs_on_the_real_model(execute, monkeypatch):
 
     home = resolve_model("smollm2-135m").removesuffix(f"/{MODEL}")
     found, stored = execute(home), nbformat.read(TUTORIAL, as_version=4)
-    for new, old in zip(code_cells(found), code_cells(stored), strict=True):
-        # tokens may differ between processors; bytes, lengths and plans do not
-        sizes = r"[\d.]+ [KMG]iB|\d+ tokens|\d+ computed"
-        assert re.findall(sizes, printed(new)) == re.findall(sizes, printed(old))
+    ours = [printed(cell) for cell in code_cells(found)]
+    theirs = [printed(cell) for cell in code_cells(stored)]
+    # answers may differ between processors; what follows from prompts and configs alone does not
+    fixed = [
+        n for n, text in enumerate(theirs) if re.search("computed|llama-3.1-8b|^[0-9]+ tok", text)
+    ]
+    assert len(fixed) == 3
+    assert [ours[n] for n in fixed] == [theirs[n] for n in fixed]
+    assert [bool(text) for text in ours] == [bool(text) for text in theirs]
 
 
 def test_tutorial_holds_the_outputs_of_one_run_and_no_path_of_its_machine():

@@ -5,11 +5,13 @@ import importlib
 import re
 import sys
 import tomllib
+from dataclasses import replace
 
 import doc_snippets
 import pytest
 from doc_snippets import Snippet
 from paths import ROOT
+from tiny_tokenizer import make_word_tokenizer
 
 import kv_hf
 import kv_hf_cli
@@ -100,6 +102,33 @@ def test_a_broken_page_fails(tmp_path, monkeypatch):
     monkeypatch.setitem(PYTHON, "README.md", [broken])
     with pytest.raises(AttributeError, match="plam"):
         run_page("README.md")
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_chat_page_goes_on_where_a_template_strips_thoughts(goes_back, tmp_path, monkeypatch):
+    """Here the first five words of an answer are its thoughts: later turns come without them."""
+
+    def stripping(size):
+        made = make_word_tokenizer(size)
+        whole, rest = "{{ message['content'] }}", "{{ message['content'].split()[5:] | join(' ') }}"
+        kept = (
+            "{% if message['role'] == 'assistant' %}" + rest + "{% else %}" + whole + "{% endif %}"
+        )
+        made.chat_template = made.chat_template.replace(whole, kept)
+        return made
+
+    page = "docs/how-to/chat.md"
+    monkeypatch.setattr(doc_snippets, "make_word_tokenizer", stripping)
+    doc_snippets.make_world(page, tmp_path, monkeypatch)
+    if goes_back:
+        run_page(page)
+        return
+    call = "    keep_common(cache, inputs.input_ids)\n"
+    assert call in PYTHON[page][0].code
+    without = replace(PYTHON[page][0], code=PYTHON[page][0].code.replace(call, ""))
+    monkeypatch.setitem(PYTHON, page, [without])
+    with pytest.raises(kv_hf.CacheMismatchError, match=r"do not begin with|do not continue"):
+        run_page(page)
 
 
 # -- commands ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 
 import kv_hf
 from kv_hf.errors import (
@@ -704,3 +705,11 @@ def test_devices_hold_what_their_driver_reports():
         for note in kv_hf.plan("llama-3.1-8b", caches=["dynamic"], device="l4").notes
         if "memory of" in note
     ]
+
+
+def test_examples_of_the_documentation_run(capsys):
+    text = (ROOT / "docs" / "planning.md").read_text()
+    examples = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert examples
+    exec(compile("\n".join(examples), "docs/planning.md", "exec"), {})
+    assert capsys.readouterr().out

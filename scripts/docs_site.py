@@ -1,10 +1,11 @@
-"""Pages that mkdocs adds to docs/: README, CONTRIBUTING, CHANGELOG, the API reference, and the help of the command line.
+"""Pages that mkdocs adds to docs/: README, CONTRIBUTING, CHANGELOG, notebooks, the API reference, the help of the command line.
 
 mkdocs.yml names this file as a hook. Links between pages stay as GitHub reads them: a link to another file of the repository
 (results/, a folder of plots) brings that file into the site.
 """
 
 import io
+import json
 import os
 import posixpath
 import re
@@ -19,6 +20,7 @@ from mkdocs.structure.files import File, InclusionLevel
 from kv_hf_cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 PACKAGE = ROOT / "kv_hf"
 # pages of the repository's top folder, and their names in the site
 TOP = {
@@ -48,9 +50,12 @@ def on_files(files: Any, config: Any) -> Any:
     made["reference/options.md"] = "# Options of a cache\n\n::: kv_hf.CacheConfig\n"
     made["reference/command_line.md"] = command_line_page()
     made |= {f"reference/{name}.md": package_page(name) for name in PACKAGES}
+    for notebook in sorted(DOCS.glob("*.ipynb")):
+        text = notebook_page(json.loads(notebook.read_text("utf-8")))
+        made[f"{notebook.stem}.md"] = relocated(text, "docs")
     texts = [
         *made.values(),
-        *(relocated(page.content_string, "docs") for page in files.documentation_pages()),
+        *(relocated(page.content_string, folder_of(page)) for page in files.documentation_pages()),
     ]
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
@@ -74,11 +79,23 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let a page of docs/ link to pages and files outside of docs/."""
-    return relocated(markdown, "docs") if page.file.generated_by is None else markdown
+    if page.file.generated_by is not None:
+        return markdown
+    return relocated(markdown, folder_of(page.file), posixpath.dirname(page.file.src_uri))
 
 
-def relocated(text: str, folder: str) -> str:
-    """Return a page of a folder of the repository with its links as the site has them, relative to the site's root."""
+def folder_of(file: Any) -> str:
+    """Return the folder of the repository in which a page of docs/ lies."""
+    return posixpath.dirname(f"docs/{file.src_uri}")
+
+
+def relocated(text: str, folder: str, place: str = "") -> str:
+    """Return a page of a folder of the repository with its links as the site has them.
+
+    Args:
+        folder: of the repository.
+        place: folder of the site that the links shall be relative to; "" for its root.
+    """
 
     def moved(match: re.Match[str]) -> str:
         opening, target, anchor, closing = match.groups()
@@ -88,10 +105,10 @@ def relocated(text: str, folder: str) -> str:
         if path in TOP:
             path = TOP[path]
         elif path.startswith("docs/"):
-            path = path.removeprefix("docs/")
+            path = re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
         elif (ROOT / path).is_dir():
             path += "/index.md"
-        return f"{opening}{path}{anchor or ''}{closing}"
+        return f"{opening}{posixpath.relpath(path, place or '.')}{anchor or ''}{closing}"
 
     return outside_code(LINK, moved, text)
 
@@ -118,6 +135,29 @@ def folder_page(path: str) -> str:
     """Return a page that lists the files of a folder."""
     names = sorted(entry.name for entry in (ROOT / path).iterdir())
     return "\n".join([f"# {path}", "", *(f"- [{name}]({name})" for name in names), ""])
+
+
+def notebook_page(notebook: dict[str, Any]) -> str:
+    """Return a notebook as a page: its text, its code, and what the code printed."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else fenced("python", source))
+        printed = "".join(map(printed_by, cell.get("outputs", ())))
+        if printed:
+            parts.append(fenced("text", printed.rstrip("\n")))
+    return "\n\n".join(parts) + "\n"
+
+
+def printed_by(output: dict[str, Any]) -> str:
+    """Return the text of one output of a cell."""
+    return "".join(output["text"] if "text" in output else output["data"]["text/plain"])
+
+
+def fenced(language: str, text: str) -> str:
+    """Return a block of code, with a fence that the text does not hold."""
+    fence = "```" if "```" not in text else "~~~~"
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def names_page() -> str:

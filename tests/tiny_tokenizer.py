@@ -1,4 +1,4 @@
-"""A byte-pair tokenizer trained on the bundled text in a moment: no download."""
+"""Tokenizers trained on the bundled texts in a moment, of byte pairs and of words: no download."""
 
 from functools import cache
 from typing import Any
@@ -12,6 +12,11 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|bot|>"]
 TEMPLATE = (
     "<s>{% for message in messages %}<|user|>{{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+# a template that goes on as the model did: an answer stands where the generation prompt asked for it
+TURNS = (
+    "<s>{% for message in messages %}{{ '<|bot|>' if message['role'] == 'assistant' else '<|user|>' }}{{ message['content'] }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
 
 
@@ -36,4 +41,32 @@ def make_tokenizer(size: int = 1000, chat: bool = False) -> Any:
         tokenizer_object=_trained(size), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
     tokenizer.chat_template = TEMPLATE if chat else None
+    return tokenizer
+
+
+@cache
+def _trained_words(size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=size, special_tokens=[*SPECIAL, "<unk>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(load_text("novel").splitlines(), trainer)
+    return tokenizer
+
+
+def make_word_tokenizer(size: int = 1000) -> Any:
+    """Return a tokenizer of `size` words with a chat template: what it decodes it encodes to the same ids again.
+
+    The tokens of a random model are no text, and byte pairs of them would be other ones in the next turn of a chat.
+    """
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_trained_words(size),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = TURNS
     return tokenizer

@@ -10,7 +10,8 @@ from paths import ROOT
 
 from kv_hf.formats import named
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 TOP_PAGES = sorted(ROOT.glob("*.md"))
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
@@ -69,9 +70,10 @@ def test_broken_links_finds_missing_files_and_headings(tmp_path: Path) -> None:
 
 def test_site_lists_every_page_once() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
-    listed = re.findall(r"- (?:[\w ]+: )?(\w+\.md)$", navigation, re.MULTILINE)
-    made = ["index.md", "contributing.md", "changelog.md"]
-    assert sorted(listed) == sorted([*made, *(page.name for page in PAGES)])
+    listed = re.findall(r"- (?:[\w ]+: )?([\w/-]+\.md)$", navigation, re.MULTILINE)
+    made = ["index.md", "contributing.md", "changelog.md", "tutorial.md"]
+    pages = [page.relative_to(DOCS).as_posix() for page in PAGES]
+    assert sorted(listed) == sorted([*made, *pages])
 
 
 def test_sources_name_pages_that_exist() -> None:
@@ -80,10 +82,10 @@ def test_sources_name_pages_that_exist() -> None:
         for folder in ("kv_hf", "scripts", "tests", "docs")
         for source in (ROOT / folder).rglob("*")
         if source.suffix in (".py", ".md", ".c", ".h", ".inc", ".js", ".html")
-        for name in re.findall(r"\bdocs/(\w+\.md)\b", source.read_text("utf-8"))
+        for name in re.findall(r"\bdocs/([\w/-]+\.md)\b", source.read_text("utf-8"))
     }
     assert named
-    assert named <= {page.name for page in PAGES}
+    assert named <= {page.relative_to(DOCS).as_posix() for page in PAGES}
 
 
 def test_pages_name_files_that_exist() -> None:

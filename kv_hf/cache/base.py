@@ -15,7 +15,7 @@ from ..bridge.lazy_kv import view_behind, warn_dense
 from ..bridge.mask_watch import MaskWatch
 from ..cache_options import CacheOptions, shows_options
 from ..config import CacheConfig
-from ..errors import CacheMismatchError, InterruptedForwardError
+from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..pages.arena import PageArena
 from ..pages.host_heap import PrefillWatch
 from ..spec import MemoryReport
@@ -87,6 +87,11 @@ class CacheBase(Portable, DynamicCache):
 
     def _describe(self, config: Any, options: CacheConfig) -> Any:
         """Begin as a DynamicCache of the same model, and note what is known without layers; return the decoder's config."""
+        if options.max_bytes is not None:
+            raise CacheOptionError(
+                f"max_bytes={options.max_bytes} bounds the cache of continuous batching alone; bound this one by max_pages, or leave "
+                "it out"
+            )
         decoder = decoder_config(config)
         DynamicCache.__init__(self, config=decoder)
         self.options = options

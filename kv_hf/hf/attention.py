@@ -95,7 +95,12 @@ def kv_hf_attention(
     """
     batched = getattr(kwargs.get("cache"), "paged_attend", None)
     if batched is not None:  # continuous batching: the tokens of many requests in one row
-        given = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, "indices": indices}
+        given = {
+            "softcap": softcap,
+            "s_aux": s_aux,
+            "position_bias": position_bias,
+            "indices": indices,
+        }
         kwargs.update(dropout=dropout, scaling=scaling, **given)
         return batched(module, query, key, value, **kwargs)
     traced = taken(key, value)

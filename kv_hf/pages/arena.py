@@ -13,7 +13,7 @@ import torch
 from ..errors import CacheMismatchError
 from ..spec import PageSpec, SideSpec
 from .blocks import Neighbours
-from .group import PageGroup
+from .held_rows import HeldRows
 from .pool import PagePool
 from .storage import PageStorage
 
@@ -70,7 +70,7 @@ class PageArena:
         return self.pools.setdefault(window, PagePool(self.max_pages))
 
     def storage(
-        self, layer_idx: int, spec: PageSpec, device: torch.device, group: PageGroup
+        self, layer_idx: int, spec: PageSpec, device: torch.device, group: HeldRows
     ) -> PageStorage:
         """Return the storage of a layer of `group`, made on first use; from then on nobody takes it away.
 

@@ -122,7 +122,11 @@ class BatchCache:
     @property
     def num_pages(self) -> int:
         """Pages of the full-attention layers, or of the only sliding ones."""
-        return next(iter(self.room.pages.values())) if None not in self.room.pages else self.room.pages[None]
+        return (
+            next(iter(self.room.pages.values()))
+            if None not in self.room.pages
+            else self.room.pages[None]
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -252,9 +256,7 @@ class BatchCache:
         self._order = [self._order[source] for source in order]
         self._row = {request_id: index for index, request_id in enumerate(self._order)}
 
-    def prepare_fork_request(
-        self, state: Any, new_ids: Sequence[str], copies: Any
-    ) -> list[str]:
+    def prepare_fork_request(self, state: Any, new_ids: Sequence[str], copies: Any) -> list[str]:
         """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
         source = self._row[state.request_id]
         forked = []
@@ -330,7 +332,8 @@ class BatchCache:
         return self._salts.get(request_id, "")
 
     def _space_of(self, request_id: str) -> str:
-        return f"{self._space} {self.salt_of(request_id)}"
+        salt = self.salt_of(request_id)
+        return f"{self._space} salt {salt}" if salt else self._space
 
     def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
         """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""
@@ -376,7 +379,12 @@ class BatchCache:
     # -- forwards --------------------------------------------------------------------------------------------------
 
     def extend_read_and_write_indices(
-        self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: Any,
+        write_index: Any,
     ) -> None:
         """Note that the next forward has `query_length` tokens of a request, behind those of the requests before."""
         self._asked[request_id] = (past_length, query_length)

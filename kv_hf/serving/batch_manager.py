@@ -9,11 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers.generation.continuous_batching import continuous_api
-
-try:
-    from transformers.generation.continuous_batching.utils import get_device_and_memory_breakdown
-except ImportError:  # 5.17: there is no continuous batching on pages, see _check_here
-    get_device_and_memory_breakdown = None
+from transformers.generation.continuous_batching import utils as batching_utils
 
 from ..cache.growing import GrowingCache
 from ..cache.model_shape import is_encoder_decoder
@@ -41,13 +37,17 @@ _PATCHED: tuple[tuple[type, str], ...] = (
     (Mixin, "init_continuous_batching"),
     (Mixin, "generate_batch"),
 )
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+_MODULE: Any = continuous_api
+_CACHE = "PagedAttentionCache"  # the class that _create_batch_processor finds in its module
+_originals: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 # options that say where keys and values of one call live, or how one call of generate() runs
 _NOT_BATCHED = ("offload", "max_length", "device_bytes", "device_pages", "offload_dir")
 BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
 _NO_LIMIT = 2**62
-_making = threading.Lock()  # held while transformers finds another class for its cache
+_here = (
+    threading.local()
+)  # `make`: what this thread's manager makes its cache by, None where transformers makes it
 
 
 def install() -> None:
@@ -58,6 +58,15 @@ def install() -> None:
     for (owner, name), wrap in zip(_PATCHED, wraps, strict=True):
         _originals[owner, name] = getattr(owner, name)
         setattr(owner, name, wrap(_originals[owner, name]))
+    own = vars(continuous_api)["PagedAttentionCache"]
+    _originals[_MODULE, _CACHE] = own
+    setattr(continuous_api, _CACHE, functools.partial(_made, own))
+
+
+def _made(own: Callable[..., Any], **kwargs: Any) -> Any:
+    """Make the cache of a batch processor: that of this thread's manager, or transformers' `own`."""
+    make = getattr(_here, "make", None) or own
+    return make(**kwargs)
 
 
 def uninstall() -> None:
@@ -73,7 +82,7 @@ def options_of(generation_config: Any) -> CacheConfig | None:
     Raises: CacheOptionError for options that continuous batching cannot follow.
     """
     name = getattr(generation_config, "cache_implementation", None)
-    if not is_cache_name(name):
+    if name is None or not is_cache_name(name):
         return None
     options = CacheConfig.from_options(name, generation_config.cache_config)
     for option in _NOT_BATCHED:
@@ -84,15 +93,19 @@ def options_of(generation_config: Any) -> CacheConfig | None:
                 "find no room). Leave it out"
             )
     if options.cuda_graph == "always":
-        raise CacheOptionError("cuda_graph='always': continuous batching on pages makes no CUDA graphs; leave it out")
+        raise CacheOptionError(
+            "cuda_graph='always': continuous batching on pages makes no CUDA graphs; leave it out"
+        )
     if options.attention == "keep":
-        raise CacheOptionError("attention='keep': continuous batching reads pages by the attention 'kv_hf' alone; leave it out")
+        raise CacheOptionError(
+            "attention='keep': continuous batching reads pages by the attention 'kv_hf' alone; leave it out"
+        )
     return options
 
 
 def _check_here() -> None:
     """Raise UnsupportedModelError where transformers' continuous batching is not the one that pages know."""
-    if get_device_and_memory_breakdown is None:
+    if not hasattr(batching_utils, "get_device_and_memory_breakdown"):
         raise UnsupportedModelError(
             f"continuous batching on pages needs transformers 5.22 or newer, and this is {transformers.__version__}"
         )
@@ -124,7 +137,9 @@ def check_model(model: Any, options: CacheConfig) -> None:
     """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
     name = type(model).__name__
     if is_encoder_decoder(model.config):
-        raise UnsupportedModelError(f"continuous batching is for decoders, and {name} has an encoder")
+        raise UnsupportedModelError(
+            f"continuous batching is for decoders, and {name} has an encoder"
+        )
     reason = why_not_pages(model, options.attention)
     if reason is not None:
         raise UnsupportedModelError(
@@ -189,17 +204,22 @@ def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
             made.append(new_cache(self.model, self.kv_hf_options, self.continuous_batching_config))
             return made[0]
 
-        namespace = original.__globals__
-        pages_of_transformers = namespace["PagedAttentionCache"]
         batching = self.continuous_batching_config
-        space, batching.cpu_offload_space = batching.cpu_offload_space, 0.0  # no buffer of 16-bit pages
-        with _making:
-            namespace["PagedAttentionCache"] = make
-            try:
-                processor = original(self)
-            finally:
-                namespace["PagedAttentionCache"] = pages_of_transformers
-                batching.cpu_offload_space = space
+        space, batching.cpu_offload_space = (
+            batching.cpu_offload_space,
+            0.0,
+        )  # no buffer of 16-bit pages
+        _here.make = make
+        try:
+            processor = original(self)
+        except BaseException:
+            if self._original_attn_impl is not None:
+                self.model.set_attn_implementation(self._original_attn_impl)
+                self._original_attn_impl = None
+            raise
+        finally:
+            _here.make = None
+            batching.cpu_offload_space = space
         host_bytes = _NO_LIMIT if space is None else int(space * 2**30)
         _join(processor, made[0], host_bytes, self.kv_hf_salts)
         return processor
@@ -266,7 +286,11 @@ def _with_salt(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"cache_salt={cache_salt!r} must be a string, and is read by continuous batching on a paged cache alone"
             )
         bound = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
-        given = {name: one for name, one in bound.items() if name not in ("self", "logit_processor_kwargs")}
+        given = {
+            name: one
+            for name, one in bound.items()
+            if name not in ("self", "logit_processor_kwargs")
+        }
         if given.get("request_id") is None:
             with self._request_lock:
                 given["request_id"] = f"req_{self._request_counter}"
@@ -323,8 +347,6 @@ def _named_batch(original: Callable[..., Any]) -> Callable[..., Any]:
                 {**chosen.to_dict(), "cache_implementation": cache_implementation}
             )
             generation_config.cache_config = cache_config
-            if not is_cache_name(cache_implementation):
-                CacheConfig.from_options(cache_implementation, None)  # names what there is
         return original(self, inputs, generation_config, *args, **kwargs)
 
     return generate_batch
@@ -346,7 +368,10 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     kinds = kinds_of(template)
     batch_tokens = batching.max_batch_tokens or BATCH_TOKENS
     warn_of_two_bits([layer.formats for layer in paged_layers(template)])
-    numbers: dict[str, Any] = {"most_rows": min(batching.max_requests_per_batch, batch_tokens), "batch_tokens": batch_tokens}
+    numbers: dict[str, Any] = {
+        "most_rows": min(batching.max_requests_per_batch, batch_tokens),
+        "batch_tokens": batch_tokens,
+    }
     if options.max_bytes is not None:
         room = BatchRoom.of(kinds, budget=options.max_bytes, **numbers)
     elif None in kinds and options.max_pages is not None:
@@ -378,7 +403,9 @@ def _probed(
     if sliding or not batching.allow_block_sharing:
         if options.prefix_store is not None:
             why = "this model has sliding-window layers" if sliding else "allow_block_sharing=False"
-            raise CacheOptionError(f"prefix_store shares pages between requests, and {why}; leave one of them out")
+            raise CacheOptionError(
+                f"prefix_store shares pages between requests, and {why}; leave one of them out"
+            )
         return first, None
     store = options.prefix_store or PrefixStore()
     return _through(model, CacheConfig(**plain, prefix_store=store)), store
@@ -396,5 +423,5 @@ def _through(model: Any, options: CacheConfig) -> GrowingCache:
 
 def _free_bytes(part: float) -> int:
     """Return `part` of the memory that is free on the device, as transformers measures it."""
-    _, total, reserved, allocated = get_device_and_memory_breakdown()
+    _, total, reserved, allocated = batching_utils.get_device_and_memory_breakdown()
     return int((total - max(allocated, reserved)) * part)

@@ -29,7 +29,8 @@ class BatchOffload:
         """Let the newest starved requests leave until the others find room; say whether one left."""
         starved = self.scheduler.starved_requests
         needs = [(state.request_id, state.current_len() + count) for state, count in starved]
-        active, gone = len(self.scheduler.active_requests), []
+        active = len(self.scheduler.active_requests)
+        gone: list[tuple[RequestState, RequestState]] = []
         while starved and active - len(gone) > 1:
             if self.cache.count_storable_requests(needs) == len(starved):
                 break

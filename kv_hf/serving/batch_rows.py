@@ -93,7 +93,9 @@ class BatchRows(HeldRows):
             self._put(first, last, plan, pages.kept)
             self._leaving = (*self._leaving, *pages.leaving)
             self.pool.close_change()
-        return self._step(rows, seen, q_len, plan, pages, self._tables if last - first > 1 else Tables())
+        return self._step(
+            rows, seen, q_len, plan, pages, self._tables if last - first > 1 else Tables()
+        )
 
     def _part(self, first: int, last: int) -> tuple[Batch, int]:
         """Return rows as a batch that is padded up to its longest row, and its columns."""
@@ -127,7 +129,13 @@ class BatchRows(HeldRows):
         return namer.done()
 
     def _step(
-        self, rows: Batch, seen: int, q_len: int, plan: AppendPlan, pages: NamedPages, tables: Tables
+        self,
+        rows: Batch,
+        seen: int,
+        q_len: int,
+        plan: AppendPlan,
+        pages: NamedPages,
+        tables: Tables,
     ) -> Step:
         moving = (plan.last + plan.passed > 0) & (plan.exact_after > self.sink_tokens)
         fits = int(plan.exact_read.max()) <= self.slots

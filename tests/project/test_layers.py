@@ -102,9 +102,15 @@ def test_outside_packages_are_imported_where_they_belong(path):
         if names[0] == "triton":
             assert path.parts[:2] == ("backends", "triton"), f"{path} imports triton"
         if names[0] == "transformers":
-            assert part_of(path) in {"cache", "hf", "evaluation", "gqa", "planner", "doctor", "serving"}, (
-                f"{path} imports transformers"
-            )
+            assert part_of(path) in {
+                "cache",
+                "hf",
+                "evaluation",
+                "gqa",
+                "planner",
+                "doctor",
+                "serving",
+            }, f"{path} imports transformers"
         assert names[0] != "lm_eval" or part_of(path) == "evaluation"
         assert names[0] != "datasets" or part_of(path) in {"evaluation", "gqa", "texts"}
 

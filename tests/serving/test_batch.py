@@ -1,0 +1,415 @@
+"""Continuous batching on pages beside transformers' own: the same answers from exact pages, whatever comes in between."""
+
+import threading
+import time
+
+import pytest
+import torch
+import transformers
+from tiny_models import COMMON, make_model, shared_model
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+import kv_hf
+from kv_hf.errors import CacheOptionError, UnsupportedModelError
+
+LENGTHS = (5, 150, 70, 300, 1, 64, 68, 69, 33)
+
+
+def prompts(lengths=LENGTHS, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
+    longest = max(found, key=len)
+    return [*found, [*longest[:250], 7, 8, 9]]  # the last begins as the longest does
+
+
+def config(name=None, new=40, options=None, **changes):
+    made = GenerationConfig(
+        max_new_tokens=new, eos_token_id=-1, pad_token_id=0, **{"do_sample": False, **changes}
+    )
+    made.cache_implementation, made.cache_config = name, options
+    return made
+
+
+def batching(blocks=64, **changes):
+    sizes = {"num_blocks": blocks, "page_size": 64, "max_batch_tokens": 128}
+    return ContinuousBatchingConfig(**{**sizes, **changes})
+
+
+def answers(model, texts, generation, batch):
+    found = model.generate_batch(
+        texts, generation_config=generation, continuous_batching_config=batch
+    )
+    assert all(one.error is None for one in found.values()), [one.error for one in found.values()]
+    return [one.generated_tokens for one in found.values()]
+
+
+@pytest.fixture(scope="module")
+def own_answers():
+    """Answers of transformers' own continuous batching."""
+    return answers(make_model("llama"), prompts(), config(), batching())
+
+
+def sliding_model(kind):
+    torch.manual_seed(0)
+    sizes = {**COMMON, "sliding_window": 80}
+    if kind == "mistral":
+        made = transformers.MistralConfig(**sizes)
+    else:
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        made = transformers.Gemma3TextConfig(
+            **{**sizes, "num_hidden_layers": 3, "head_dim": 16, "layer_types": kinds}
+        )
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        batching(),
+        batching(blocks=9),  # requests leave, and are computed anew
+        batching(blocks=9, cpu_offload_space=1.0),  # requests leave for the host
+        batching(allow_block_sharing=False),
+        batching(scheduler_type="prefill_first"),
+        batching(max_batch_tokens=16),
+        batching(max_requests_per_batch=3),
+    ],
+    ids=["room", "anew", "host", "alone", "prefill first", "16 tokens", "3 rows"],
+)
+def test_generate_batch_on_exact_pages_answers_as_transformers_own(own_answers, batch):
+    found = answers(make_model("llama"), prompts(), config("paged_exact"), batch)
+    assert found == own_answers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recent_tokens": 32, "page_size": 32},
+        {"sink_tokens": 0, "page_size": 16},
+        {"kernel": "reference"},
+        {"kernel": "sdpa"},
+    ],
+    ids=str,
+)
+def test_generate_batch_answers_alike_with_other_sizes_and_kernels(own_answers, options):
+    found = answers(
+        make_model("llama"), prompts(), config("paged_exact", options=options), batching()
+    )
+    assert found == own_answers
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+@pytest.mark.parametrize("blocks", [64, 9])
+def test_generate_batch_gives_back_pages_behind_a_sliding_window(kind, blocks):
+    model = sliding_model(kind)
+    own = answers(model, prompts(), config(), batching(256))
+    assert answers(model, prompts(), config("paged_exact"), batching(blocks)) == own
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gpt2", "gpt_neox", "mixtral", "gemma", "cohere", "opt"]
+)
+def test_generate_batch_answers_as_generate_does(family):
+    model, texts = make_model(family), prompts((5, 90, 70))
+    found = answers(model, texts, config("paged_exact", new=12), batching())
+    for text, answer in zip(texts, found, strict=True):
+        ids = torch.tensor([text])
+        alone = model.generate(
+            ids, generation_config=config(new=12), attention_mask=torch.ones_like(ids)
+        )
+        assert alone[0, len(text) :].tolist() == answer
+
+
+def test_forked_requests_go_on_from_one_prompt():
+    model = make_model("llama")
+    sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    own = answers(model, prompts(), config(**sampled), batching())
+    for blocks in (64, 14):
+        found = answers(model, prompts(), config("paged_exact", **sampled), batching(blocks))
+        assert found == own
+
+
+def test_int4_pages_hold_3_times_the_tokens_of_16_bits_in_the_same_bytes():
+    model = make_model("llama", torch.bfloat16, head_dim=64, num_hidden_layers=1)
+    room = {}
+    for name in ("paged_exact", "paged_int4"):
+        manager = started(
+            model, config(name, options={"max_bytes": "64MiB"}), max_requests_per_batch=16
+        )
+        cache = manager.batch_processor.cache
+        memory = cache.memory()
+        assert memory.total == cache.room.nbytes <= 64 << 20
+        room[name] = cache.most_tokens
+        manager.stop()
+    assert room["paged_int4"] > 3.3 * room["paged_exact"]
+
+
+def started(model, generation, **changes):
+    manager = model.init_continuous_batching(
+        generation_config=generation, continuous_batching_config=batching(**changes)
+    )
+    manager.warmup()
+    manager.start()
+    return manager
+
+
+def collected(manager, count, timeout=60):
+    """Return the finished outputs by request id."""
+    found, end = {}, time.monotonic() + timeout
+    while len(found) < count and time.monotonic() < end:
+        output = manager.get_result(timeout=0.5)
+        if output is not None and output.is_finished():
+            found[output.request_id] = output
+    return found
+
+
+@pytest.fixture
+def manager():
+    """A manager on int8 pages of a small model."""
+    made = started(make_model("llama"), config("paged_int8"))
+    yield made
+    made.stop()
+    made.destroy()
+
+
+def pages_in_use(manager):
+    cache = manager.batch_processor.cache
+    cache.check_integrity()
+    return len(cache._order), set().union(*cache.groups[None].batch.pages, ())
+
+
+def test_cancelled_requests_free_their_rows_and_pages(manager):
+    for index, text in enumerate(prompts()):
+        manager.add_request(text, request_id=f"r{index}", max_new_tokens=2000, streaming=True)
+    while manager.get_result(timeout=5) is None:
+        pass
+    for index in range(len(prompts())):
+        manager.cancel_request(f"r{index}")
+    manager.add_request([5, 6, 7], request_id="last", max_new_tokens=5)
+    assert "last" in collected_last(manager)
+    assert pages_in_use(manager) == (0, set())
+
+
+def collected_last(manager):
+    found = {}
+    while "last" not in found:
+        output = manager.get_result(timeout=30)
+        assert output is not None
+        if output.is_finished():
+            found[output.request_id] = output
+    return found
+
+
+def test_streamed_tokens_come_one_after_the_other(manager):
+    manager.add_request(prompts()[1], request_id="r", max_new_tokens=12, streaming=True)
+    seen = []
+    for output in manager.request_id_iter("r"):
+        assert output.generated_tokens[: len(seen)] == seen
+        seen = output.generated_tokens
+    assert len(seen) == 12
+
+
+def test_a_prompt_that_never_fits_fails_alone():
+    manager = started(make_model("llama"), config("paged_int8"), blocks=4)
+    try:
+        manager.add_request([5] * 400, request_id="long")
+        manager.add_request(prompts()[1], request_id="short", max_new_tokens=5)
+        found = collected(manager, 2)
+        assert "room for" in found["long"].error and "max_bytes" in found["long"].error
+        assert len(found["short"].generated_tokens) == 5
+        assert pages_in_use(manager)[0] == 0
+    finally:
+        manager.stop()
+
+
+def test_an_answer_ends_where_the_cache_has_no_room_for_more():
+    manager = started(make_model("llama"), config("paged_int8"), blocks=2)
+    try:
+        with pytest.warns(kv_hf.KVCacheWarning, match="its answer ends there"):
+            manager.add_request([5] * 100, request_id="r", max_new_tokens=1000)
+            found = collected(manager, 1)["r"]
+        most = manager.batch_processor.cache.most_tokens
+        assert found.error is None and len(found.generated_tokens) == most - 100
+    finally:
+        manager.stop()
+
+
+def test_a_second_turn_finds_the_pages_of_the_first(manager):
+    cache = manager.batch_processor.cache
+    first = prompts()[3]
+    manager.add_request(first, request_id="a", max_new_tokens=40)
+    answer = collected(manager, 1)["a"].generated_tokens
+    before = cache.prefix_store.stats().tokens_computed
+    second = [*first, *answer, 4, 5]
+    manager.add_request(second, request_id="b", max_new_tokens=2)
+    assert collected(manager, 1)["b"].error is None
+    computed = cache.prefix_store.stats().tokens_computed - before
+    assert computed == len(second) - 4 - 64 * 5  # sinks and whole pages of 339 tokens
+
+
+def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
+    store, text = manager.batch_processor.cache.prefix_store, prompts()[3]
+    computed = []
+    for number, salt in enumerate(["a", "b", "a", None, "a"]):
+        before = store.stats().tokens_computed
+        manager.add_request(text, request_id=str(number), max_new_tokens=1, cache_salt=salt)
+        collected(manager, 1)
+        computed.append(store.stats().tokens_computed - before)
+    assert computed == [300, 300, 300 - 260, 300, 300 - 260]
+
+
+def test_generate_and_batches_share_one_prefix_store():
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    text = prompts()[3]
+    ids = torch.tensor([text])
+    options = {"prefix_store": store}
+    plain = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "eos_token_id": None}
+    alone = model.generate(
+        ids, cache_implementation="paged_exact", cache_config=options, do_sample=False, **plain
+    )
+    found = answers(model, [text], config("paged_exact", 8, options), batching())
+    assert found[0] == alone[0, len(text) :].tolist()
+    stats = store.stats()
+    assert (stats.rows, stats.rows_hit, stats.tokens_computed) == (2, 1, 300 + 40)
+    again = model.generate(
+        ids, cache_implementation="paged_exact", cache_config=options, do_sample=False, **plain
+    )
+    assert again.tolist() == alone.tolist()
+
+
+def test_many_requests_at_random_leave_counts_balanced_and_memory_constant():
+    generator = torch.Generator().manual_seed(1)
+    manager = started(
+        make_model("llama"), config("paged_int8"), blocks=12, max_requests_per_batch=5
+    )
+    cache = manager.batch_processor.cache
+    nbytes = cache.memory().total
+    try:
+        kept = []
+        for number in range(60):
+            length = int(torch.randint(1, 300, (1,), generator=generator))
+            text = torch.randint(3, 97, (length,), generator=generator).tolist()
+            if number % 3 == 0:
+                text = [*prompts()[3][: length - 1], 3]
+            manager.add_request(text, request_id=str(number), max_new_tokens=1 + number % 50)
+            if number % 7 == 6:
+                manager.cancel_request(str(number))
+            else:
+                kept.append(str(number))
+        found, end = {}, time.monotonic() + 100
+        while not set(kept) <= set(found) and time.monotonic() < end:
+            output = manager.get_result(timeout=1)
+            if output is not None:
+                found[output.request_id] = output
+        assert set(kept) <= set(found)
+        assert not [one.error for one in found.values() if one.error]
+        assert cache.memory().total - cache.memory().offloaded == nbytes
+        while cache._order:
+            time.sleep(0.01)
+        assert pages_in_use(manager) == (0, set())
+        assert cache.groups[None].pool.num_held == cache.prefix_store.stats().pages
+    finally:
+        manager.stop()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"offload": "cpu"}, "offload='cpu' is for one call"),
+        ({"max_length": 512}, "max_length=512 is for one call"),
+        ({"cuda_graph": "always"}, "makes no CUDA graphs"),
+        ({"attention": "keep"}, "attention='keep'"),
+        ({"max_bytes": 1000}, "one request of this model takes at least"),
+        ({"page_sise": 16}, "page_sise"),
+    ],
+    ids=str,
+)
+def test_options_that_batches_cannot_follow_are_refused_before_the_model_is_touched(options, match):
+    model = make_model("llama")
+    with pytest.raises(CacheOptionError, match=match):
+        model.generate_batch([[5, 6]], generation_config=config("paged_int8", options=options))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"use_cuda_graph": True}, {"use_async_batching": True}, {"default_compile_level": 1}],
+    ids=str,
+)
+def test_compiled_and_captured_batches_are_refused(changes):
+    with pytest.raises(CacheOptionError, match=next(iter(changes))):
+        shared_model("llama").generate_batch(
+            [[5, 6]],
+            generation_config=config("paged_int8"),
+            continuous_batching_config=batching(**changes),
+        )
+
+
+def test_models_that_do_not_hand_the_cache_down_are_refused():
+    with pytest.raises(
+        UnsupportedModelError, match="does not hand continuous batching's cache down"
+    ):
+        make_model("stablelm").generate_batch([[5, 6]], generation_config=config("paged_int8"))
+
+
+def test_models_that_keep_their_attention_are_refused():
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM keeps another one"):
+        make_model("bloom").generate_batch([[5, 6]], generation_config=config("paged_int8"))
+
+
+def test_generate_batch_takes_the_name_of_a_cache_as_an_argument():
+    model, texts = make_model("llama"), prompts((5, 90))
+    found = model.generate_batch(
+        texts,
+        config(new=4),
+        batching(),
+        cache_implementation="paged_int8",
+        cache_config={"page_size": 32},
+    )
+    assert [len(one.generated_tokens) for one in found.values()] == [4] * 3
+    with pytest.raises(ValueError, match="Invalid `cache_implementation` .paged_int5."):
+        model.generate_batch(texts, config(new=4), batching(), cache_implementation="paged_int5")
+    with pytest.raises(CacheOptionError, match="without cache_implementation"):
+        model.generate_batch(texts, config(new=4), batching(), cache_config={"page_size": 32})
+
+
+def test_a_kept_manager_of_another_cache_is_refused():
+    model = make_model("llama")
+    try:
+        model.generate_batch([[5, 6]], config("paged_int8", 2), batching(), persistent_manager=True)
+        again = model.generate_batch(
+            [[5, 6]], config("paged_int8", 2), batching(), persistent_manager=True
+        )
+        assert all(one.error is None for one in again.values())
+        with pytest.raises(CacheOptionError, match="16-bit pages"):
+            model.generate_batch([[5, 6]], config(new=2), batching())
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_max_bytes_is_refused_by_caches_of_one_call():
+    model = shared_model("llama")
+    with pytest.raises(CacheOptionError, match="max_bytes"):
+        kv_hf.PagedCache(model.config, max_bytes="1GiB")
+
+
+def test_managers_run_in_two_threads_at_once():
+    models = [make_model("llama"), make_model("qwen2")]
+    found = [None, None]
+
+    def run(index, name):
+        found[index] = answers(models[index], prompts(), config(name, 8), batching())
+
+    threads = [threading.Thread(target=run, args=args) for args in ((0, "paged_exact"), (1, None))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0] == answers(make_model("llama"), prompts(), config(new=8), batching())
+    assert found[1] == answers(make_model("qwen2"), prompts(), config("paged_exact", 8), batching())

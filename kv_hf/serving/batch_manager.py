@@ -4,11 +4,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import transformers
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import requests as batching_requests
 from transformers.generation.continuous_batching import utils as batching_utils
 
 from ..cache.growing import GrowingCache
@@ -38,6 +40,7 @@ _PATCHED: tuple[tuple[type, str], ...] = (
     (Mixin, "generate_batch"),
 )
 _MODULE: Any = continuous_api
+_MEASURE = "get_device_and_memory_breakdown"
 _CACHE = "PagedAttentionCache"  # the class that _create_batch_processor finds in its module
 _originals: dict[tuple[Any, str], Callable[..., Any]] = {}
 
@@ -103,11 +106,16 @@ def options_of(generation_config: Any) -> CacheConfig | None:
     return options
 
 
+def fits_transformers() -> bool:
+    """Say whether transformers' continuous batching is the one of 5.18 and newer, whose cache hands work to allocators."""
+    return find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
+
+
 def _check_here() -> None:
     """Raise UnsupportedModelError where transformers' continuous batching is not the one that pages know."""
-    if not hasattr(batching_utils, "get_device_and_memory_breakdown"):
+    if not fits_transformers():
         raise UnsupportedModelError(
-            f"continuous batching on pages needs transformers 5.22 or newer, and this is {transformers.__version__}"
+            f"continuous batching on pages needs transformers 5.18 or newer, and this is {transformers.__version__}"
         )
 
 
@@ -423,5 +431,7 @@ def _through(model: Any, options: CacheConfig) -> GrowingCache:
 
 def _free_bytes(part: float) -> int:
     """Return `part` of the memory that is free on the device, as transformers measures it."""
-    _, total, reserved, allocated = batching_utils.get_device_and_memory_breakdown()
+    modules = vars(batching_requests), vars(batching_utils)  # 5.21 moved it
+    measure = modules[1].get(_MEASURE) or modules[0][_MEASURE]
+    _, total, reserved, allocated = measure()
     return int((total - max(allocated, reserved)) * part)

@@ -12,6 +12,10 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kv_hf
 from kv_hf.errors import CacheOptionError, UnsupportedModelError
+from kv_hf.serving import batch_manager
+
+if not batch_manager.fits_transformers():
+    pytest.skip("transformers before 5.18", allow_module_level=True)
 
 LENGTHS = (5, 150, 70, 300, 1, 64, 68, 69, 33)
 
@@ -228,12 +232,17 @@ def test_an_answer_ends_where_the_cache_has_no_room_for_more():
     manager = started(make_model("llama"), config("paged_int8"), blocks=2)
     try:
         with pytest.warns(kv_hf.KVCacheWarning, match="its answer ends there"):
-            manager.add_request([5] * 100, request_id="r", max_new_tokens=1000)
-            found = collected(manager, 1)["r"]
+            found = answer_of(manager, [5] * 100, 1000)
         most = manager.batch_processor.cache.most_tokens
-        assert found.error is None and len(found.generated_tokens) == most - 100
+        assert found.error is None
+        assert len(found.generated_tokens) == most - 100
     finally:
         manager.stop()
+
+
+def answer_of(manager, text, new):
+    manager.add_request(text, request_id="r", max_new_tokens=new)
+    return collected(manager, 1)["r"]
 
 
 def test_a_second_turn_finds_the_pages_of_the_first(manager):
@@ -312,6 +321,12 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant():
         assert cache.groups[None].pool.num_held == cache.prefix_store.stats().pages
     finally:
         manager.stop()
+
+
+def test_an_older_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr(batch_manager, "fits_transformers", lambda: False)
+    with pytest.raises(UnsupportedModelError, match="needs transformers 5.18 or newer"):
+        shared_model("llama").generate_batch([[5, 6]], generation_config=config("paged_int8"))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from transformers.cli.serving.utils import (
     GenerateManager,
 )
 
-from .batch_manager import check_model, options_of
+from .batch_manager import check_here, check_model, options_of
 from .server_model import ServedModel, check_room
 from .server_options import ServerOptions
 
@@ -175,6 +175,7 @@ class PagedManagers:
     def check(self, model: Any, model_id: str) -> None:
         """Raise KVCacheError where pages cannot be the model's cache."""
         if self.options.batching:
+            check_here()
             asked = SimpleNamespace(
                 cache_implementation=self.options.name, cache_config=self.options.cache_config
             )

@@ -41,6 +41,16 @@ def free_port():
         return one.getsockname()[1]
 
 
+def wait_until(condition):
+    """Wait for another thread's work, at most WAIT_S; say whether it came to be."""
+    pause = threading.Event()
+    for _ in range(int(WAIT_S / 0.02)):
+        if condition():
+            return True
+        pause.wait(0.02)
+    return False
+
+
 class Running:
     """A server that runs in this process.
 
@@ -93,16 +103,13 @@ def running(model_name, cache="paged_int4", config=None, store="64MiB", **argume
     from kv_hf.serving.server import start
 
     port = arguments.setdefault("port", free_port())
-    options = ServerOptions.parse(cache, config, store)
+    batching = bool(arguments.get("continuous_batching"))
+    options = ServerOptions.parse(cache, config, store, batching)
     given = {"host": "127.0.0.1", "device": "cpu", **arguments}
     verbosity = logging.get_verbosity()  # the server sets that of the process
     serve = start(options, model_name, non_blocking=True, **given)
     try:
-        ready = threading.Event()
-        for _ in range(int(WAIT_S / 0.02)):
-            if serve.server.started or ready.wait(0.02):
-                break
-        assert serve.server.started
+        assert wait_until(lambda: serve.server.started)
         yield Running(serve, model_name, f"http://127.0.0.1:{port}")
     finally:
         serve.kill_server()

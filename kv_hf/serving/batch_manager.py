@@ -111,7 +111,7 @@ def fits_transformers() -> bool:
     return find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
 
 
-def _check_here() -> None:
+def check_here() -> None:
     """Raise UnsupportedModelError where transformers' continuous batching is not the one that pages know."""
     if not fits_transformers():
         raise UnsupportedModelError(
@@ -176,7 +176,7 @@ def _with_options(original: Callable[..., None]) -> Callable[..., None]:
         options = options_of(bound["generation_config"])
         self.kv_hf_options, self.kv_hf_salts = options, {}
         if options is not None:
-            _check_here()
+            check_here()
             check_batching(bound["continuous_batching_config"])
             check_model(model, options)
         original(self, model, *args, **kwargs)

@@ -55,7 +55,7 @@ def _with_pages(original: Callable[..., Any], options: ServerOptions) -> Callabl
     def build(model_manager: Any, *args: Any, generation_state: Any, **kwargs: Any) -> Any:
         managers = PagedManagers(generation_state, options)
         for model_id, timed in list(model_manager.loaded_models.items()):
-            managers.served(timed.model, model_id)  # a model that pages do not fit ends the start
+            managers.check(timed.model, model_id)  # a model that pages do not fit ends the start
         generation_state.get_manager = managers.get_manager
         app = original(model_manager, *args, generation_state=generation_state, **kwargs)
         app.add_api_route(STATS_ROUTE, managers.stats, methods=["GET"])

@@ -15,6 +15,8 @@ _USED = {
     "serving.server.build_server": ("model_manager", "generation_state"),
     "serving.utils.GenerationState.get_manager": ("model_id", "use_cb"),
     "serving.utils.CBGenerateManager.init_cb": ("model", "gen_config"),
+    "serving.utils.CBGenerateManager.is_alive": (),
+    "serving.utils.CBGenerateManager.scheduler": (),
     "serving.utils.GenerateManager.generate_streaming": (
         *("model", "processor", "inputs", "gen_config", "request_id", "response_parser"),
     ),
@@ -59,9 +61,8 @@ def check_server() -> None:
         found = _find(path)
         if found is None:
             raise _other_version(f"it has no transformers.cli.{path}")
-        parameters = inspect.signature(found).parameters
         for name in names:
-            if name not in parameters:
+            if name not in inspect.signature(found).parameters:
                 raise _other_version(f"transformers.cli.{path} has no parameter {name}")
 
 

@@ -4,12 +4,20 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from transformers.cli.serving.utils import GenerateManager
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    CBGenerateManager,
+    GenerateManager,
+)
 
-from .server_model import ServedModel
+from .batch_manager import check_here, check_model, options_of
+from .server_model import ServedModel, check_room
 from .server_options import ServerOptions
+
+POLL_S = 0.01
 
 
 class PagedGenerateManager(GenerateManager):
@@ -62,6 +70,70 @@ class PagedGenerateManager(GenerateManager):
         return super().async_submit(_reported, self._current, fn, *args, **kwargs)
 
 
+class PagedBatchManager(BaseGenerateManager):
+    """transformers' manager of continuous batching, with the server's cache named in the config of its batches.
+
+    Args:
+        batches: transformers' CBGenerateManager.
+        options: of the server.
+    """
+
+    def __init__(self, batches: CBGenerateManager, options: ServerOptions) -> None:
+        self._batches, self._options = batches, options
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Start the batches at the first request, and wait until their cache is made or refused.
+
+        Raises: KVCacheError where continuous batching cannot use these pages or this model.
+        """
+        gen_config.cache_implementation = self._options.name
+        gen_config.cache_config = dict(self._options.cache_config)
+        self._batches.init_cb(model, gen_config)
+        pause = threading.Event()
+        while self._cache() is None and self._batches.is_alive():
+            pause.wait(POLL_S)
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
+        self._check_room(inputs)
+        return self._batches.generate_streaming(
+            model, processor, inputs, gen_config, request_id, response_parser=response_parser
+        )
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> Any:
+        """Run a request to its end. Raises PagePoolExhaustedError for a prompt without room, before it is queued."""
+        self._check_room(inputs)
+        return await self._batches.generate_non_streaming(
+            model, processor, inputs, gen_config, request_id
+        )
+
+    def stop(self) -> None:
+        """Stop the batches."""
+        self._batches.stop()
+
+    def _cache(self) -> Any:
+        """Return the cache of the batches, None before they have one."""
+        try:
+            return self._batches.scheduler.cache
+        except RuntimeError:
+            return None
+
+    def _check_room(self, inputs: Any) -> None:
+        cache = self._cache()
+        if cache is not None:
+            check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
+
+
 def _reported(served: ServedModel | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `fn` in the inference thread, and log what it took from the prefix store."""
     if served is None:
@@ -92,13 +164,26 @@ class PagedManagers:
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         """Return the manager of a model, as GenerationState.get_manager does."""
         if use_cb:
-            return with_paged_batches(self._batching(model_id, use_cb=True), self.options)
+            return PagedBatchManager(self._batching(model_id, use_cb=True), self.options)
         with self._lock:
             if model_id not in self._plain:
                 self._plain[model_id] = PagedGenerateManager(
                     lambda model: self.served(model, model_id)
                 )
             return self._plain[model_id]
+
+    def check(self, model: Any, model_id: str) -> None:
+        """Raise KVCacheError where pages cannot be the model's cache."""
+        if self.options.batching:
+            check_here()
+            asked = SimpleNamespace(
+                cache_implementation=self.options.name, cache_config=self.options.cache_config
+            )
+            options = options_of(asked)
+            assert options is not None
+            check_model(model, options)
+        else:
+            self.served(model, model_id)
 
     def served(self, model: Any, model_id: str) -> ServedModel:
         """Return what is kept of a loaded model; a model that is unloaded takes its prefix store with it.
@@ -121,19 +206,3 @@ class PagedManagers:
             "cache_config": dict(self.options.cache_config),
             "models": {name: {"prefix_store": served.counts()} for name, served in models.items()},
         }
-
-
-def with_paged_batches(manager: Any, options: ServerOptions) -> Any:
-    """Let a CBGenerateManager start its batches with the server's cache named in their generation_config."""
-    init_cb = manager.init_cb
-    if getattr(init_cb, "of_kv_hf", False):
-        return manager
-
-    def named(model: Any, gen_config: Any) -> None:
-        gen_config.cache_implementation = options.name
-        gen_config.cache_config = options.options_of(None)
-        init_cb(model, gen_config)
-
-    named.of_kv_hf = True  # type: ignore[attr-defined]
-    manager.init_cb = named
-    return manager

@@ -17,7 +17,15 @@ from .server_options import ServerOptions
 # options that name files of the server, or what its machine gives: a request may not set them
 OF_THE_SERVER = (
     *("recipe", "offload", "offload_dir", "device_bytes", "device_pages", "prefix_store"),
-    *("max_pages", "reserve_tokens", "max_length", "kernel", "cuda_graph", "attention"),
+    *(
+        "max_pages",
+        "max_bytes",
+        "reserve_tokens",
+        "max_length",
+        "kernel",
+        "cuda_graph",
+        "attention",
+    ),
 )
 
 
@@ -128,14 +136,19 @@ def _keep_within(config: CacheConfig, generation_config: Any, prompt_tokens: int
     assert config.max_pages is not None
     shape = Geometry(config.page_size, config.sink_tokens, config.recent_tokens)
     most = shape.kept + (config.max_pages + 1) * config.page_size - 1
-    if prompt_tokens > most:
-        raise PagePoolExhaustedError(
-            f"the prompt has {prompt_tokens} tokens, and max_pages={config.max_pages} of this server has room for {most}; "
-            "send a shorter prompt, or start the server with more pages"
-        )
+    check_room(prompt_tokens, most)
     room = most - prompt_tokens + 1  # the last token of an answer is never stored
     if generation_config.max_new_tokens is not None:
         generation_config.max_new_tokens = min(generation_config.max_new_tokens, room)
+
+
+def check_room(tokens: int, most: int) -> None:
+    """Raise PagePoolExhaustedError where the `tokens` that a prompt takes are more than `most`, the room of one request."""
+    if tokens > most:
+        raise PagePoolExhaustedError(
+            f"the prompt takes {tokens} tokens, and the cache of this server has room for {most} of one request; send a shorter "
+            "prompt, or start the server with a larger cache"
+        )
 
 
 def _pages_grow_with_text(model: Any, options: ServerOptions, store: Any) -> bool:

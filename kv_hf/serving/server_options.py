@@ -14,6 +14,7 @@ from ..printable import short
 from ..units import parse_bytes
 
 STORE = "1GiB"
+OF_BATCHES = "max_bytes"  # an option that continuous batching alone reads
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class ServerOptions:
         name: of a paged cache, without options.
         cache_config: options beside it.
         store_bytes: bound of the prefix store of each model, 0 for none.
+        batching: whether requests run in continuous batches.
     """
 
     name: str
     cache_config: Mapping[str, Any]
     store_bytes: int
+    batching: bool = False
 
     @classmethod
     def parse(
@@ -61,12 +64,17 @@ class ServerOptions:
                 f"--prefix-store {prefix_store} is for requests that run one by one; --continuous-batching shares prefixes in its "
                 "own pool of pages: leave --prefix-store out"
             )
-        found = cls(name, {**beside, **_cache_options(cache_config)}, size)
+        found = cls(name, {**beside, **_cache_options(cache_config)}, size, batching)
         CacheConfig.from_options(name, found.cache_config)  # what is wrong without a store
         try:
             CacheConfig.from_options(name, found.options_of(found.make_store()))
         except CacheOptionError as error:
             raise CacheOptionError(f"{error}; --prefix-store 0 serves without a store") from error
+        if not batching and OF_BATCHES in found.cache_config:
+            raise CacheOptionError(
+                f"{OF_BATCHES} bounds the cache of --continuous-batching; requests that run one by one are bounded by max_pages "
+                "(with --prefix-store 0), and what is kept between them by --prefix-store"
+            )
         return found
 
     def make_store(self) -> PrefixStore | None:
@@ -76,13 +84,14 @@ class ServerOptions:
     def options_of(
         self, store: PrefixStore | None, asked: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the `cache_config` of a request.
+        """Return the `cache_config` of a request that runs alone.
 
         Args:
             store: of its model, or None.
             asked: the request's own options, which win over the server's.
         """
         found = {**self.cache_config, **(asked or {})}
+        found.pop(OF_BATCHES, None)
         return found if store is None else {**found, "prefix_store": store}
 
 

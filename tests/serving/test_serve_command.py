@@ -40,6 +40,10 @@ def refused(capsys, *argv):
         ),
         (["--cache-config", '{"prefix_store": 1}'], "--prefix-store 1GiB"),
         (["--cache-config", '{"max_pages": 8}'], "--prefix-store 0 serves without a store"),
+        (
+            ["--cache-config", '{"max_bytes": "1MiB"}'],
+            "max_bytes bounds the cache of --continuous-batching",
+        ),
         (["--prefix-store", "1G"], "--prefix-store must be a size of at least 0 bytes"),
         (["--prefix-store", "1GiB", "--continuous-batching"], "shares prefixes in its own pool"),
         (["--port", "70000"], "--port must be 1 to 65535, got 70000"),

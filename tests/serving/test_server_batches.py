@@ -1,0 +1,103 @@
+"""`kv-hf serve --continuous-batching` over HTTP: the clients of test_server.py, with batches in place of one request at a time."""
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tiny_server import running, save_model, wait_until
+
+from kv_hf.errors import UnsupportedModelError
+from kv_hf.serving.batch_cache import BatchCache
+from kv_hf.serving.batch_manager import check_here
+from kv_hf.texts import load_text
+
+openai = pytest.importorskip("openai", reason="the extra `serving` is not installed")
+pytest.importorskip("fastapi", reason="the extra `serving` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serving` is not installed")
+
+TEXT = load_text("lincoln_1863")
+SYSTEM = {"role": "system", "content": TEXT[:600]}
+HERE = True
+try:
+    check_here()
+except UnsupportedModelError:
+    HERE = False
+pytestmark = pytest.mark.skipif(not HERE, reason="this transformers has no batches on pages")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("batches") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    config = '{"max_bytes": "1MiB"}'
+    with running(folder, "paged_exact", config, store=None, continuous_batching=True) as found:
+        found.chat("start", max_tokens=1)
+        yield found
+
+
+def scheduler_of(server):
+    return server.serve._generation_state._cb_manager.scheduler
+
+
+def check_idle(server):
+    """No request holds anything, and the pages that are left belong to known prefixes."""
+    scheduler = scheduler_of(server)
+    assert wait_until(lambda: not scheduler.active_requests and not scheduler.waiting_requests)
+    assert isinstance(scheduler.cache, BatchCache)
+    scheduler.cache.check_integrity()
+
+
+def ask(server, index, stream):
+    chat = [
+        SYSTEM,
+        {"role": "user", "content": f"Question {index}: " + TEXT[index : 100 + 9 * index]},
+    ]
+    answer = server.chat(chat, max_tokens=6, stream=stream)
+    text = (
+        "".join(one.choices[0].delta.content or "" for one in answer)
+        if stream
+        else answer.choices[0].message.content
+    )
+    return text.rstrip("\ufffd")  # a stream leaves out a last sign that is not whole
+
+
+def test_batched_answers_are_those_of_requests_that_run_alone(server, folder):
+    with running(folder, "paged_exact", store="0") as alone:
+        expected = [ask(alone, index, stream=False) for index in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda index: ask(server, index, stream=index % 2 == 1), range(16)))
+    assert found == expected
+    check_idle(server)
+
+
+def test_streams_that_are_closed_free_their_pages(server):
+    for left in (0, 1, 5):
+        stream = server.chat([SYSTEM], max_tokens=1000, stream=True)
+        for _, _ in zip(range(left), stream, strict=False):
+            pass
+        stream.close()
+    check_idle(server)
+    assert server.chat("next").choices
+
+
+def test_prompt_without_room_is_status_400_and_others_go_on(server):
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(ask, server, index, False) for index in range(4)]
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="has room for"):
+                server.chat(TEXT * 40, stream=stream)
+        assert all(other.result() for other in others)
+    check_idle(server)
+
+
+def test_options_that_batches_cannot_follow_end_the_start(folder):
+    with (
+        pytest.raises(ValueError, match="continuous batching allocates all pages when it starts"),
+        contextlib.ExitStack() as stack,
+    ):
+        stack.enter_context(
+            running(folder, config='{"offload": "cpu"}', store=None, continuous_batching=True)
+        )

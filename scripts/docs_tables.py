@@ -81,12 +81,42 @@ def serve_table(rows: Rows) -> str:
                 *(f"{row[key]:.2f}" for key in ("first_token_s", "whole_s", "value")),
             ]
         )
-    head = (
+    title = (
         f"Chats with a system prompt of {first['config']['system_tokens']:,} tokens and answers of at most "
-        f"{first['config']['new_tokens']} tokens, {first['model']}, {first['dtype']}, {first['threads']} thread(s) of "
-        f"{first['machine']}, least times of {first['n']} chats:"
+        f"{first['config']['new_tokens']} tokens, {first['model']}, least times of {first['n']} chats"
     )
-    return f"{head}\n\n{table(lines)}"
+    return f"{caption(found, title)}\n\n{table(lines)}"
+
+
+def batches_table(rows: Rows) -> str:
+    """Return continuous batching on each cache beside transformers' own, for each load of requests."""
+    found = latest_run(rows, kind="batches")
+    if not found:
+        return "No run has been recorded yet."
+    head = ["load", "cache", "room, tokens", "seconds", "tokens/s", "of transformers'", "first token, s", "of transformers'"]  # fmt: skip
+    parts = []
+    for load in dict.fromkeys(row["load"] for row in found):
+        own = [row for row in found if row["load"] == load]
+        first = own[0]
+        lines = [head] + [
+            [
+                load,
+                "transformers' own" if row["cache"] == "transformers" else f"`{row['cache']}`",
+                f"{row['capacity_tokens']:,}",
+                f"{row['seconds']:.0f}",
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['ratio_to_transformers']:.2f}",
+                f"{row['first_token_s']:.1f}",
+                f"{row['first_token_ratio']:.2f}",
+            ]
+            for row in own
+        ]
+        title = (
+            f"{first['requests']} requests with {first['prompt_tokens']:,} tokens of prompts and {first['answer']} new tokens each, "
+            f"{first['budget'] / 2**20:,.0f} MiB of cache, {first['batch_tokens']} tokens a forward, {first['model']}"
+        )
+        parts.append(f"{caption(own, title)}\n\n{table(lines)}")
+    return "\n\n".join(parts)
 
 
 def beams_table(rows: Rows) -> str:

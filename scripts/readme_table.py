@@ -22,6 +22,7 @@ BOTH = f"{MEASURED} long_context.jsonl"
 DOCUMENTS = [
     ("prefix_sharing.md", "prefix", "prefix.jsonl", docs_tables.prefix_table),
     ("serving.md", "serve", "serving.jsonl", docs_tables.serve_table),
+    ("batching.md", "batches", "serving.jsonl", docs_tables.batches_table),
     ("design.md", "beams", "beams.jsonl", docs_tables.beams_table),
     ("evaluation.md", "accuracy", BOTH, eval_tables.details_table),
     ("peers.md", "peers", "peers.jsonl", eval_tables.peers_table),

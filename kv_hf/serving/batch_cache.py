@@ -1,7 +1,6 @@
 """The cache of continuous batching: what transformers' scheduler asks of one, over pages of any format."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,34 +10,19 @@ from ..cache.layer import PagedLayer
 from ..cache.prefix_store import PrefixStore
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
-from ..pages.append_plan import RowSizes
 from ..pages.arena import PageArena
 from ..pages.step import Row
 from ..spec import MemoryReport
 from .batch_attention import attend_in_parts
 from .batch_forward import Forward, Part, run_of
-from .batch_room import BatchRoom, LayersOfKind
+from .batch_host import HeldRequest
+from .batch_layers import kinds_of, paged_layers
+from .batch_requests import RequestRows
+from .batch_room import BatchRoom
 from .batch_rows import BatchRows
 from .batch_store import BatchStore, Sinks
 
 NO_LIMIT = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class HeldRequest:
-    """The pages and exact tokens of a request on the host, by layer.
-
-    Attributes:
-        rows: sliding window -> the row as it was.
-        pages: layer -> side -> field -> encoded pages [n, ..].
-        windows: layer -> exact keys and values [num_kv_heads, slots, head_dim].
-        nbytes: bytes of all of them.
-    """
-
-    rows: Mapping[int | None, Row]
-    pages: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]
-    windows: Mapping[int, Sequence[torch.Tensor]]
-    nbytes: int
 
 
 class _Sectors:
@@ -94,15 +78,13 @@ class BatchCache:
             for window, kind in self.kinds.items()
         }
         self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
-        self._order: list[str] = []  # request of each row
-        self._row: dict[str, int] = {}
+        self.requests = RequestRows(self.groups, self.stores, self.device)
         self._promised: dict[str, int] = {}  # pages of requests that the next forward takes
         self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come
         self._away: dict[str, HeldRequest] = {}
         self._salts: dict[str, str] = {}
         self._space = "" if store is None else store.bind_model(model)
         self._forward: Forward | None = None
-        self.most_rows = 0
         self.layers_reached: set[int] = set()  # in the last forward
 
     def _store_of(self, layer: PagedLayer) -> BatchStore:
@@ -146,7 +128,7 @@ class BatchCache:
         full = self.groups.get(None)
         if full is None:
             return 0
-        row = self._row.get(request_id)
+        row = self.requests.find(request_id)
         held = 0 if row is None else len(full.batch.pages[row])
         return max(0, full.sizes.sealed(tokens) - held)
 
@@ -171,9 +153,9 @@ class BatchCache:
         if dry_run:
             return tokens <= self.most_tokens
         self._promised.pop(request_id, None)
-        known = request_id in self._row
+        known = request_id in self.requests
         needed = self._needed(request_id, tokens)
-        if (not known and len(self._order) >= self.room.rows) or not self._make_free(needed):
+        if (not known and len(self.requests) >= self.room.rows) or not self._make_free(needed):
             return False
         if not known:
             self._come(request_id)
@@ -194,7 +176,7 @@ class BatchCache:
         """Return the pages that live requests leave, as a part of all; prefixes that nobody uses count as free."""
         full = self.groups.get(None)
         if full is None:
-            free, whole = self.room.rows - len(self._order), self.room.rows
+            free, whole = self.room.rows - len(self.requests), self.room.rows
         else:
             whole = self.room.pages[None]
             free = whole - len(set().union(*full.batch.pages))
@@ -206,36 +188,24 @@ class BatchCache:
 
     # -- requests that come and go -----------------------------------------------------------------------------
 
-    def _come(self, request_id: str, rows: Mapping[int | None, Row] | None = None) -> int:
-        """Give a request a row behind the others, with what it left on the host; return its number."""
-        if (away := self._away.pop(request_id, None)) is not None:
-            return self._come_back(request_id, away)
-        for window, group in self.groups.items():
-            group.admit(Row(0, (), 0) if rows is None else rows[window])
-        return self._note(request_id)
-
-    def _note(self, request_id: str) -> int:
-        self._row[request_id] = index = len(self._order)
-        self._order.append(request_id)
-        self.most_rows = max(self.most_rows, len(self._order))
-        return index
+    def _come(self, request_id: str) -> None:
+        """Give a request a row behind the others, with what it left on the host."""
+        away = self._away.pop(request_id, None)
+        if away is None:
+            self.requests.admit(request_id)
+        else:
+            away.come_back(self.requests, request_id)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Let go of everything that a request holds; its sealed pages stay in the prefix store, if there is one."""
         for kept in (self._promised, self._asked, self._away, self._salts):
             kept.pop(request_id, None)
-        index = self._row.get(request_id)
-        if index is None:
-            return
-        last = len(self._order) - 1
-        order = list(range(last))
-        if index != last:
-            order[index] = last  # the last row takes the place, so that rows stay side by side
-        self._arrange(order)
+        if request_id in self.requests:
+            self.requests.drop(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Let go of all requests, and with `clear_ledgers` of all prefixes."""
-        for request_id in (*self._order, *self._away):
+        for request_id in (*self.requests.names, *self._away):
             self.free_blocks(request_id)
         if clear_ledgers and self.prefix_store is not None:
             self.prefix_store.clear()
@@ -244,31 +214,14 @@ class BatchCache:
         """Let go of all requests."""
         self.free_all_requests()
 
-    def _arrange(self, order: Sequence[int]) -> None:
-        """Let row i continue the former row order[i]."""
-        moves = [(target, source) for target, source in enumerate(order) if target != source]
-        if moves:
-            pairs = torch.tensor(moves, dtype=torch.int64).T.contiguous().to(self.device)
-            for store in self.stores.values():
-                store.move(pairs[0], pairs[1])
-        for group in self.groups.values():
-            group.arrange(order)
-        self._order = [self._order[source] for source in order]
-        self._row = {request_id: index for index, request_id in enumerate(self._order)}
-
     def prepare_fork_request(self, state: Any, new_ids: Sequence[str], copies: Any) -> list[str]:
         """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
-        source = self._row[state.request_id]
         forked = []
         for new_id in new_ids:
-            if len(self._order) >= self.room.rows:
+            if len(self.requests) >= self.room.rows:
                 break
-            rows = {window: group.batch.rows[source] for window, group in self.groups.items()}
-            index = self._come(new_id, rows)
+            self.requests.copy(state.request_id, new_id)
             self.salt(new_id, self.salt_of(state.request_id))
-            pair = torch.tensor([[index], [source]], device=self.device)
-            for store in self.stores.values():
-                store.move(pair[0], pair[1])
             forked.append(new_id)
         return forked
 
@@ -283,7 +236,7 @@ class BatchCache:
 
     def request_bytes(self, request_id: str) -> int:
         """Bytes of the pages and exact tokens of a request that has a row."""
-        index = self._row[request_id]
+        index = self.requests.index_of(request_id)
         return sum(
             len(self.groups[window].batch.pages[index]) * kind.page_bytes + kind.window_bytes
             for window, kind in self.kinds.items()
@@ -291,35 +244,11 @@ class BatchCache:
 
     def take_away(self, request_id: str) -> None:
         """Move what a request holds to the host; its row and its pages are free afterwards."""
-        index, nbytes = self._row[request_id], self.request_bytes(request_id)
-        rows = {window: group.batch.rows[index] for window, group in self.groups.items()}
-        pages, windows = {}, {}
-        for layer, store in self.stores.items():
-            ids = rows[store.window].pages
-            sides = store.pages.sides
-            pages[layer] = [
-                {name: field.cpu() for name, field in side.take(ids).items()} for side in sides
-            ]
-            windows[layer] = [one.tokens[index].to("cpu", copy=True) for one in store.residuals]
-        salt = self.salt_of(request_id)
+        nbytes, salt = self.request_bytes(request_id), self.salt_of(request_id)
+        away = HeldRequest.of(self.requests, request_id, nbytes)
         self.free_blocks(request_id)
-        self._away[request_id] = HeldRequest(rows, pages, windows, nbytes)
+        self._away[request_id] = away
         self.salt(request_id, salt)
-
-    def _come_back(self, request_id: str, away: HeldRequest) -> int:
-        """Give a request that waited on the host a row with what it held."""
-        pages = {
-            window: group.admit_copy(away.rows[window]) for window, group in self.groups.items()
-        }
-        index = self._note(request_id)
-        for layer, store in self.stores.items():
-            places = [[page] for page in pages[store.window]]
-            for side, fields in zip(store.pages.sides, away.pages[layer], strict=True):
-                for name, encoded in fields.items():
-                    side.spread(0, name, encoded, places)
-            for residual, tokens in zip(store.residuals, away.windows[layer], strict=True):
-                residual.tokens[index].copy_(tokens)
-        return index
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
@@ -338,14 +267,15 @@ class BatchCache:
     def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
         """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""
         store = self.prefix_store
-        if store is None or request_id in self._row or len(self._order) >= self.room.rows:
+        if store is None or request_id in self.requests or len(self.requests) >= self.room.rows:
             return 0
         with store.tree.pool.lock:
             found = store.find(self._space_of(request_id), prompt_ids)
             store.count_prompt(len(prompt_ids), found.tokens)
             if not found.pages:
                 return 0
-            index = self._come(request_id, {None: Row(0, found.pages, store.tree.sink_tokens)})
+            row = Row(0, found.pages, store.tree.sink_tokens)
+            index = self.requests.admit(request_id, {None: row})
         for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
             one.put_sinks(index, sinks)
         return found.tokens
@@ -360,7 +290,7 @@ class BatchCache:
 
     def mark_complete_blocks(self, state: Any, complete_blocks: Mapping[str, int]) -> None:
         """Keep the sealed pages of a request for others that begin alike; a page that is there already is shared."""
-        store, index = self.prefix_store, self._row.get(state.request_id)
+        store, index = self.prefix_store, self.requests.find(state.request_id)
         if store is None or not complete_blocks or index is None:
             return
         group = self.groups[None]
@@ -400,20 +330,21 @@ class BatchCache:
         for group in self.groups.values():
             group.settle()
         one = [request_id for request_id, (held, count) in asked.items() if held and count == 1]
-        self._side_by_side(one)
+        self.requests.side_by_side(one)
         places: dict[str, int] = {}
         first = 0
         for request_id, (_, count) in asked.items():
             places[request_id], first = first, first + count
         parts = []
         if one:
-            in_order = [places[request_id] for request_id in self._order[: len(one)]]
+            in_order = [places[request_id] for request_id in self.requests.names[: len(one)]]
             parts.append(Part(0, len(one), 1, run_of(in_order, self.device)))
         decoding = set(one)
         for request_id, (_, count) in asked.items():
             if count and request_id not in decoding:
                 first = places[request_id]
-                parts.append(Part(self._row[request_id], 1, count, slice(first, first + count)))
+                row = self.requests.index_of(request_id)
+                parts.append(Part(row, 1, count, slice(first, first + count)))
         self.layers_reached = set()
         steps = {
             window: [group.plan(part.first, part.first + part.rows, part.q_len) for part in parts]
@@ -429,26 +360,13 @@ class BatchCache:
                 f"{ {name: count for name, (_, count) in asked.items()} }"
             )
         for request_id, (held, _) in asked.items():
-            index = self._row.get(request_id)
+            index = self.requests.find(request_id)
             for group in self.groups.values():
                 if index is None or group.length(index) != held:
                     there = "no row" if index is None else f"{group.length(index)} tokens"
                     raise InterruptedForwardError(
                         f"request {request_id!r} has {there} in the cache, and transformers takes it to hold {held} tokens"
                     )
-
-    def _side_by_side(self, requests: Sequence[str]) -> None:
-        """Let the rows of `requests` be the first ones."""
-        chosen = {self._row[request_id] for request_id in requests}
-        count = len(chosen)
-        if not chosen or max(chosen) == count - 1:
-            return
-        order = list(range(len(self._order)))
-        late = sorted(row for row in chosen if row >= count)
-        for target in (row for row in range(count) if row not in chosen):
-            source = late.pop()
-            order[target], order[source] = source, target
-        self._arrange(order)
 
     def paged_attend(
         self,
@@ -458,7 +376,15 @@ class BatchCache:
         value: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Append and attend in one layer; see batch_attention.attend_in_parts."""
+        """Append and attend in one layer; see batch_attention.attend_in_parts.
+
+        Args:
+            module: the attention module, whose layer_idx says which layer it is.
+            query: [1, num_heads, tokens, head_dim].
+            key, value: [1, num_kv_heads, tokens, head_dim], of this forward.
+        Returns: ([1, tokens, num_heads, value_dim], None).
+        Raises: UnsupportedModelError for a layer without pages.
+        """
         layer = getattr(module, "layer_idx", None)
         store = self.stores.get(layer)  # type: ignore[arg-type]
         if store is None or self._forward is None:
@@ -492,35 +418,6 @@ class BatchCache:
         """Raise ValueError unless counts and rows agree."""
         for group in self.groups.values():
             group.pool.check_integrity()
-            if len(group) != len(self._order):
-                raise ValueError(f"{len(group)} rows for {len(self._order)} requests")
-        if len({*self._order}) != len(self._order) or len(self._row) != len(self._order):
-            raise ValueError("a request has two rows")
-
-
-def paged_layers(template: GrowingCache) -> list[PagedLayer]:
-    """Return the layers of a paged cache. Raises UnsupportedModelError where some hold more than keys and values in pages."""
-    layers = []
-    for index, layer in enumerate(template.layers):
-        if type(layer) is not PagedLayer:
-            raise UnsupportedModelError(
-                f"continuous batching holds keys and values in pages, and layer {index} of this model is a "
-                f"{type(layer).__name__}; use generate()"
-            )
-        if layer.spec is None:
-            raise UnsupportedModelError(
-                f"layer {index} of this model stores no keys and values of its own; use generate()"
-            )
-        layers.append(layer)
-    return layers
-
-
-def kinds_of(template: GrowingCache) -> dict[int | None, LayersOfKind]:
-    """Return the layers of each sliding window, full attention first, as far as their memory is concerned."""
-    specs: dict[int | None, list[Any]] = {}
-    for layer in paged_layers(template):
-        specs.setdefault(layer.window, []).append(layer.spec)
-    options = template.options
-    numbers = options.page_size, options.sink_tokens, options.recent_tokens
-    ordered = sorted(specs, key=lambda window: (window is not None, window or 0))
-    return {window: LayersOfKind(RowSizes(*numbers, window), specs[window]) for window in ordered}
+            if len(group) != len(self.requests):
+                raise ValueError(f"{len(group)} rows for {len(self.requests)} requests")
+        self.requests.check_integrity()

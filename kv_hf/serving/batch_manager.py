@@ -10,24 +10,16 @@ from typing import Any
 import torch
 import transformers
 from transformers.generation.continuous_batching import continuous_api
-from transformers.generation.continuous_batching import requests as batching_requests
-from transformers.generation.continuous_batching import utils as batching_utils
 
-from ..cache.growing import GrowingCache
-from ..cache.model_shape import is_encoder_decoder
-from ..cache.paged_cache import PagedCache
-from ..cache.prefix_store import PrefixStore
-from ..cache.two_bits import warn_of_two_bits
 from ..config import CacheConfig
-from ..config_given import given_options
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..formats import ATTENTION_NAME, cache_names, is_cache_name
-from ..hf.models import use_paged_attention, why_not_pages
+from ..formats import ATTENTION_NAME, cache_names
+from ..hf.models import use_paged_attention
 from ..notices import warn_once
-from .batch_cache import BatchCache, kinds_of, paged_layers
+from .batch_cache import BatchCache
+from .batch_making import new_cache
 from .batch_offload import BatchOffload
-from .batch_room import BatchRoom
-from .batch_trial import try_model
+from .batch_options import check_batching, check_model, options_of
 
 Manager = continuous_api.ContinuousBatchingManager
 Mixin = continuous_api.ContinuousMixin
@@ -40,17 +32,12 @@ _PATCHED: tuple[tuple[type, str], ...] = (
     (Mixin, "generate_batch"),
 )
 _MODULE: Any = continuous_api
-_MEASURE = "get_device_and_memory_breakdown"
 _CACHE = "PagedAttentionCache"  # the class that _create_batch_processor finds in its module
 _originals: dict[tuple[Any, str], Callable[..., Any]] = {}
 
-# options that say where keys and values of one call live, or how one call of generate() runs
-_NOT_BATCHED = ("offload", "max_length", "device_bytes", "device_pages", "offload_dir")
-BATCH_TOKENS = 8192  # of a forward, where nobody says another number; as transformers
 _NO_LIMIT = 2**62
-_here = (
-    threading.local()
-)  # `make`: what this thread's manager makes its cache by, None where transformers makes it
+# `make`: what this thread's manager makes its cache by, None where transformers makes it
+_here = threading.local()
 
 
 def install() -> None:
@@ -79,33 +66,6 @@ def uninstall() -> None:
     _originals.clear()
 
 
-def options_of(generation_config: Any) -> CacheConfig | None:
-    """Return the options of the paged cache that `generation_config` names, or None where it names none.
-
-    Raises: CacheOptionError for options that continuous batching cannot follow.
-    """
-    name = getattr(generation_config, "cache_implementation", None)
-    if name is None or not is_cache_name(name):
-        return None
-    options = CacheConfig.from_options(name, generation_config.cache_config)
-    for option in _NOT_BATCHED:
-        if getattr(options, option) is not None:
-            raise CacheOptionError(
-                f"{option}={getattr(options, option)!r} is for one call of generate(); continuous batching allocates all pages when it "
-                "starts (cache_config={'max_bytes': ..}, and cpu_offload_space of the ContinuousBatchingConfig for requests that "
-                "find no room). Leave it out"
-            )
-    if options.cuda_graph == "always":
-        raise CacheOptionError(
-            "cuda_graph='always': continuous batching on pages makes no CUDA graphs; leave it out"
-        )
-    if options.attention == "keep":
-        raise CacheOptionError(
-            "attention='keep': continuous batching reads pages by the attention 'kv_hf' alone; leave it out"
-        )
-    return options
-
-
 def fits_transformers() -> bool:
     """Say whether transformers' continuous batching is the one of 5.18 and newer, whose cache hands work to allocators."""
     return find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
@@ -116,51 +76,6 @@ def check_here() -> None:
     if not fits_transformers():
         raise UnsupportedModelError(
             f"continuous batching on pages needs transformers 5.18 or newer, and this is {transformers.__version__}"
-        )
-
-
-def check_batching(config: Any) -> None:
-    """Raise CacheOptionError for what a ContinuousBatchingConfig asks and pages cannot do."""
-    if config is None:
-        return
-    graphs = config.use_cuda_graph
-    asked = {
-        "use_cuda_graph": any(graphs) if isinstance(graphs, tuple | list) else graphs,
-        "use_async_batching": config.use_async_batching,
-        "varlen_compile_config": config.varlen_compile_config,
-        "decode_compile_config": config.decode_compile_config,
-        "default_compile_level": config.default_compile_level,
-        "q_padding_interval_size": config.q_padding_interval_size,
-        "kv_padding_interval_size": config.kv_padding_interval_size,
-    }
-    for name, value in asked.items():
-        if value:
-            raise CacheOptionError(
-                f"{name}={value!r} of the ContinuousBatchingConfig: forwards over pages are neither compiled nor captured in "
-                "graphs, and run one after the other; leave it out"
-            )
-
-
-def check_model(model: Any, options: CacheConfig) -> None:
-    """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
-    name = type(model).__name__
-    if is_encoder_decoder(model.config):
-        raise UnsupportedModelError(
-            f"continuous batching is for decoders, and {name} has an encoder"
-        )
-    reason = why_not_pages(model, options.attention)
-    if reason is not None:
-        raise UnsupportedModelError(
-            f"continuous batching on pages needs the attention {ATTENTION_NAME!r}, and {name} keeps another one: {reason}"
-        )
-    if getattr(model, "_device_mesh", None) is not None:
-        raise UnsupportedModelError(
-            "continuous batching on pages runs in one process; this model is spread by tensor parallelism"
-        )
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"continuous batching runs on one device, and the weights of {name} lie on {', '.join(sorted(map(str, devices)))}"
         )
 
 
@@ -189,10 +104,16 @@ def _with_pages(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        if self.kv_hf_options is None:
-            return original(self, model, *args, **kwargs)
         before = model.config._attn_implementation
-        if before != ATTENTION_NAME:
+        if self.kv_hf_options is None:
+            if (
+                before == ATTENTION_NAME
+            ):  # a call of generate() has switched it; 16-bit pages are not read by it
+                model.set_attn_implementation("sdpa")
+            original(self, model, *args, **kwargs)
+            if before == ATTENTION_NAME:
+                self._original_attn_impl = before
+        elif before != ATTENTION_NAME:
             use_paged_attention(model)
             self._original_attn_impl = before
 
@@ -358,80 +279,3 @@ def _named_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, inputs, generation_config, *args, **kwargs)
 
     return generate_batch
-
-
-# -- the cache ------------------------------------------------------------------------------------------------------
-
-
-def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
-    """Make the cache of a manager: pages and windows for as many requests as its budget has room for.
-
-    One token goes through the model first, so that every layer's keys and values are known as they are.
-
-    Args:
-        batching: the resolved ContinuousBatchingConfig.
-    Raises: UnsupportedModelError, CacheOptionError; nothing is allocated then.
-    """
-    template, store = _probed(model, options, batching)
-    kinds = kinds_of(template)
-    batch_tokens = batching.max_batch_tokens or BATCH_TOKENS
-    warn_of_two_bits([layer.formats for layer in paged_layers(template)])
-    numbers: dict[str, Any] = {
-        "most_rows": min(batching.max_requests_per_batch, batch_tokens),
-        "batch_tokens": batch_tokens,
-    }
-    if options.max_bytes is not None:
-        room = BatchRoom.of(kinds, budget=options.max_bytes, **numbers)
-    elif None in kinds and options.max_pages is not None:
-        room = BatchRoom.of(kinds, pages=options.max_pages, **numbers)
-    elif None in kinds and batching.num_blocks is not None:
-        tokens = batching.num_blocks * batching.page_size
-        room = BatchRoom.of(kinds, pages=-(-tokens // options.page_size), **numbers)
-    else:
-        room = BatchRoom.of(kinds, budget=_free_bytes(batching.max_memory_percent), **numbers)
-    if store is not None and options.prefix_store is None:
-        store.max_bytes = max(1, room.pages[None] * kinds[None].page_bytes)
-    cache = BatchCache(model, template, room, batch_tokens, store)
-    template.reset()
-    with torch.no_grad():
-        try_model(model, cache)
-    return cache
-
-
-def _probed(
-    model: Any, options: CacheConfig, batching: Any
-) -> tuple[GrowingCache, PrefixStore | None]:
-    """Return a paged cache that one token has gone through, and the prefix store, if there shall be one."""
-    plain = given_options(options, CacheConfig)
-    for name in ("max_pages", "max_bytes", "prefix_store", "reserve_tokens"):
-        plain.pop(name, None)
-    plain["cuda_graph"] = "never"
-    first = _through(model, CacheConfig(**plain))
-    sliding = any(layer.window is not None for layer in paged_layers(first))
-    if sliding or not batching.allow_block_sharing:
-        if options.prefix_store is not None:
-            why = "this model has sliding-window layers" if sliding else "allow_block_sharing=False"
-            raise CacheOptionError(
-                f"prefix_store shares pages between requests, and {why}; leave one of them out"
-            )
-        return first, None
-    store = options.prefix_store or PrefixStore()
-    return _through(model, CacheConfig(**plain, prefix_store=store)), store
-
-
-def _through(model: Any, options: CacheConfig) -> GrowingCache:
-    """Return a cache of these options that one token has gone through."""
-    cache = PagedCache.from_options(model.config.get_text_config(decoder=True), options)
-    assert isinstance(cache, GrowingCache)
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with torch.no_grad():
-        model(input_ids=token, past_key_values=cache, use_cache=True)
-    return cache
-
-
-def _free_bytes(part: float) -> int:
-    """Return `part` of the memory that is free on the device, as transformers measures it."""
-    modules = vars(batching_requests), vars(batching_utils)  # 5.21 moved it
-    measure = modules[1].get(_MEASURE) or modules[0][_MEASURE]
-    _, total, reserved, allocated = measure()
-    return int((total - max(allocated, reserved)) * part)

@@ -181,7 +181,7 @@ def manager():
 def pages_in_use(manager):
     cache = manager.batch_processor.cache
     cache.check_integrity()
-    return len(cache._order), set().union(*cache.groups[None].batch.pages, ())
+    return len(cache.requests), set().union(*cache.groups[None].batch.pages, ())
 
 
 def test_cancelled_requests_free_their_rows_and_pages(manager):
@@ -336,7 +336,7 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant():
         assert set(kept) <= set(found)
         assert not [one.error for one in found.values() if one.error]
         assert cache.memory().total - cache.memory().offloaded == nbytes
-        while cache._order:
+        while cache.requests.names:
             time.sleep(0.01)
         assert pages_in_use(manager) == (0, set())
         assert cache.groups[None].pool.num_held == cache.prefix_store.stats().pages
@@ -427,6 +427,27 @@ def test_a_kept_manager_of_another_cache_is_refused():
     finally:
         model.destroy_cached_continuous_batching_manager()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_switched_model_still_runs_on_transformers_own_pages(own_answers):
+    model = make_model("llama")
+    model.generate(torch.tensor([[5, 6]]), cache_implementation="paged_int8", max_new_tokens=2)
+    assert model.config._attn_implementation == "kv_hf"
+    assert answers(model, prompts(), config(), batching()) == own_answers
+    assert model.config._attn_implementation == "kv_hf"
+
+
+def test_answers_of_whole_prompts_are_those_of_generate_in_any_format():
+    model, texts = make_model("llama"), prompts((90, 70, 150))
+    whole = batching(max_batch_tokens=1024, allow_block_sharing=False)
+    for name in ("paged_int8", "paged_int4", "paged_int3", "paged_int2", "paged_k5v3", "paged_fp8"):
+        found = answers(model, texts, config(name, new=12), whole)
+        for text, answer in zip(texts, found, strict=True):
+            ids = torch.tensor([text])
+            alone = model.generate(
+                ids, generation_config=config(name, new=12), attention_mask=torch.ones_like(ids)
+            )
+            assert alone[0, len(text) :].tolist() == answer
 
 
 def test_max_bytes_is_refused_by_caches_of_one_call():

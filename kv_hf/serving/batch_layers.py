@@ -1,0 +1,37 @@
+"""The layers of a model as continuous batching needs them: keys and values in pages, and nothing besides."""
+
+from typing import Any
+
+from ..cache.growing import GrowingCache
+from ..cache.layer import PagedLayer
+from ..errors import UnsupportedModelError
+from ..pages.append_plan import RowSizes
+from .batch_room import LayersOfKind
+
+
+def paged_layers(template: GrowingCache) -> list[PagedLayer]:
+    """Return the layers of a paged cache. Raises UnsupportedModelError where some hold more than keys and values in pages."""
+    layers = []
+    for index, layer in enumerate(template.layers):
+        if type(layer) is not PagedLayer:
+            raise UnsupportedModelError(
+                f"continuous batching holds keys and values in pages, and layer {index} of this model is a "
+                f"{type(layer).__name__}; use generate()"
+            )
+        if layer.spec is None:
+            raise UnsupportedModelError(
+                f"layer {index} of this model stores no keys and values of its own; use generate()"
+            )
+        layers.append(layer)
+    return layers
+
+
+def kinds_of(template: GrowingCache) -> dict[int | None, LayersOfKind]:
+    """Return the layers of each sliding window, full attention first, as far as their memory is concerned."""
+    specs: dict[int | None, list[Any]] = {}
+    for layer in paged_layers(template):
+        specs.setdefault(layer.window, []).append(layer.spec)
+    options = template.options
+    numbers = options.page_size, options.sink_tokens, options.recent_tokens
+    ordered = sorted(specs, key=lambda window: (window is not None, window or 0))
+    return {window: LayersOfKind(RowSizes(*numbers, window), specs[window]) for window in ordered}

@@ -81,12 +81,11 @@ def serve_table(rows: Rows) -> str:
                 *(f"{row[key]:.2f}" for key in ("first_token_s", "whole_s", "value")),
             ]
         )
-    head = (
+    title = (
         f"Chats with a system prompt of {first['config']['system_tokens']:,} tokens and answers of at most "
-        f"{first['config']['new_tokens']} tokens, {first['model']}, {first['dtype']}, {first['threads']} thread(s) of "
-        f"{first['machine']}, least times of {first['n']} chats:"
+        f"{first['config']['new_tokens']} tokens, {model_title(first)}, least times of {first['n']} chats"
     )
-    return f"{head}\n\n{table(lines)}"
+    return f"{caption(found, title)}\n\n{table(lines)}"
 
 
 def beams_table(rows: Rows) -> str:

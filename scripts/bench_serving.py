@@ -56,7 +56,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def loads(args: argparse.Namespace, tokenizer: Any) -> list[tuple[Load, int]]:
     """Return the loads that were asked for, and the bytes of the cache of each."""
     room, tight = parse_bytes("--room", args.room), parse_bytes("--tight", args.tight)
-    mixed = mixed_load(tokenizer, args.requests, *args.prompts, args.answer)
+    shortest, longest = args.prompts
+    mixed = mixed_load(tokenizer, args.requests, shortest, longest, args.answer)
     made = {
         "mixed": (mixed, room),
         "shared": (shared_load(tokenizer, args.requests, args.prefix, 32, args.answer), room),
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     device=args.device,
                     threads=torch.get_num_threads(),
                     **found,
-                )  # fmt: skip
+                )
             )
             if args.record:
                 append_rows(RESULTS, rows[-1:])

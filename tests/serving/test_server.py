@@ -145,6 +145,23 @@ def first_tokens(answer):
     return answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_tenants_of_a_header_share_no_prefix(server, stream):
+    chat = [user(f"{stream}" + TEXT[:400])]
+
+    def hit(salt):
+        before = server.store()["rows_hit"]
+        answer = server.chat(
+            chat, stream=stream, extra_headers={"X-Cache-Salt": salt} if salt else {}
+        )
+        if stream:
+            list(answer)
+        assert wait_until(lambda: server.store()["pages_in_use"] == server.store()["pages"])
+        return server.store()["rows_hit"] - before
+
+    assert [hit(salt) for salt in ("a", "b", "a", "", "b", "")] == [0, 0, 1, 0, 1, 1]
+
+
 def test_cancelled_stream_ends_its_generation_and_frees_its_pages(server):
     steps = []
     model = server.model()

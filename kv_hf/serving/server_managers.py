@@ -64,11 +64,16 @@ class PagedGenerateManager(GenerateManager):
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Queue a call for the inference thread; return its future."""
-        return super().submit(_reported, self._current, fn, *args, **kwargs)
+        return super().submit(_reported, self._take_current(), fn, *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future:
         """Queue a call for the inference thread; return its awaitable future."""
-        return super().async_submit(_reported, self._current, fn, *args, **kwargs)
+        return super().async_submit(_reported, self._take_current(), fn, *args, **kwargs)
+
+    def _take_current(self) -> ServedModel | None:
+        """Return the model of the request that is queued now, and forget it: the store of an unloaded model must go."""
+        current, self._current = self._current, None
+        return current
 
 
 class PagedBatchManager(BaseGenerateManager):

@@ -1,9 +1,11 @@
 """transformers' server with pages, over HTTP with OpenAI's client: chat, streams, stops, cancelled and lost clients, budgets."""
 
+import gc
 import json
 import os
 import socket
 import struct
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -300,10 +302,14 @@ def test_reset_drops_the_store_with_its_model(folder):
     with running(folder) as server:
         server.chat([SYSTEM, user("One")])
         assert server.store()["pages"] > 0
+        managers = server.serve._generation_state.get_manager.__self__
+        store = weakref.ref(managers.served(server.model(), "?").store)
         openai.OpenAI(base_url=server.address, api_key="none", max_retries=0).post(
             "/reset", cast_to=object
         )
         assert wait_until(lambda: server.get("/kv_hf/stats")["models"] == {})
+        gc.collect()
+        assert store() is None
         server.chat([SYSTEM, user("One")])
         assert server.store()["rows"] == 1 and server.store()["rows_hit"] == 0
 

@@ -13,9 +13,11 @@ from transformers.cli.serving.utils import (
     GenerateManager,
 )
 
-from .batch_manager import check_here, check_model, options_of
+from .batch_manager import check_here
+from .batch_options import check_model, options_of
 from .server_model import ServedModel, check_room
 from .server_options import ServerOptions
+from .server_tenants import tenant
 
 POLL_S = 0.01
 
@@ -59,15 +61,20 @@ class PagedGenerateManager(GenerateManager):
     def _prepare(self, model: Any, inputs: Any, gen_config: Any) -> None:
         """Set the cache of a request, and note its model for `submit`, which comes next in this thread."""
         self._current = self._served(model)
-        self._current.prepare(gen_config, inputs["input_ids"].shape[-1])
+        self._current.prepare(gen_config, inputs["input_ids"].shape[-1], tenant.get())
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Queue a call for the inference thread; return its future."""
-        return super().submit(_reported, self._current, fn, *args, **kwargs)
+        return super().submit(_reported, self._take_current(), fn, *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future:
         """Queue a call for the inference thread; return its awaitable future."""
-        return super().async_submit(_reported, self._current, fn, *args, **kwargs)
+        return super().async_submit(_reported, self._take_current(), fn, *args, **kwargs)
+
+    def _take_current(self) -> ServedModel | None:
+        """Return the model of the request that is queued now, and forget it: the store of an unloaded model must go."""
+        current, self._current = self._current, None
+        return current
 
 
 class PagedBatchManager(BaseGenerateManager):
@@ -103,7 +110,7 @@ class PagedBatchManager(BaseGenerateManager):
         response_parser: Any = None,
     ) -> Any:
         """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
-        self._check_room(inputs)
+        self._admit(inputs, request_id)
         return self._batches.generate_streaming(
             model, processor, inputs, gen_config, request_id, response_parser=response_parser
         )
@@ -112,7 +119,7 @@ class PagedBatchManager(BaseGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """Run a request to its end. Raises PagePoolExhaustedError for a prompt without room, before it is queued."""
-        self._check_room(inputs)
+        self._admit(inputs, request_id)
         return await self._batches.generate_non_streaming(
             model, processor, inputs, gen_config, request_id
         )
@@ -128,10 +135,14 @@ class PagedBatchManager(BaseGenerateManager):
         except RuntimeError:
             return None
 
-    def _check_room(self, inputs: Any) -> None:
+    def _admit(self, inputs: Any, request_id: str) -> None:
+        """Check that a prompt has room, and note the salt of its prefixes for when the batches take it."""
         cache = self._cache()
-        if cache is not None:
-            check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
+        if cache is None:
+            return
+        check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
+        if tenant.get():
+            cache.salt(request_id, tenant.get())
 
 
 def _reported(served: ServedModel | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

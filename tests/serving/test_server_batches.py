@@ -93,6 +93,18 @@ def test_prompt_without_room_is_status_400_and_others_go_on(server):
     check_idle(server)
 
 
+def test_tenants_of_a_header_share_no_prefix(server):
+    store = scheduler_of(server).cache.prefix_store
+    chat = [{"role": "user", "content": "Salted " + TEXT[:500]}]
+
+    def hit(salt):
+        before = store.stats().rows_hit
+        assert server.chat(chat, extra_headers={"X-Cache-Salt": salt} if salt else {}).choices
+        return store.stats().rows_hit - before
+
+    assert [hit(salt) for salt in ("a", "b", "a", "", "b", "")] == [0, 0, 1, 0, 1, 1]
+
+
 def test_options_that_batches_cannot_follow_end_the_start(folder):
     with (
         pytest.raises(ValueError, match="continuous batching allocates all pages when it starts"),

@@ -78,6 +78,9 @@ class BatchCache:
             for window, kind in self.kinds.items()
         }
         self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
+        self.requests_evicted = self.requests_moved = (
+            0  # that left: to be computed anew, and for the host
+        )
         self.requests = RequestRows(self.groups, self.stores, self.device)
         self._promised: dict[str, int] = {}  # pages of requests that the next forward takes
         self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.cli.serving.utils import (
     GenerateManager,
 )
 
+from .batch_counts import BatchCounts
 from .batch_manager import check_here
 from .batch_options import check_model, options_of
 from .server_model import ServedModel, check_room
@@ -128,6 +130,11 @@ class PagedBatchManager(BaseGenerateManager):
         """Stop the batches."""
         self._batches.stop()
 
+    def counts(self) -> dict[str, int] | None:
+        """Return the counts of the batches' cache (BatchCounts), None before they have one."""
+        cache = self._cache()
+        return None if cache is None else asdict(BatchCounts.of_cache(cache))
+
     def _cache(self) -> Any:
         """Return the cache of the batches, None before they have one."""
         try:
@@ -168,6 +175,7 @@ class PagedManagers:
         self.options = options
         self._batching: Callable[..., Any] = state.get_manager
         self._plain: dict[str, PagedGenerateManager] = {}
+        self._batches: tuple[str, PagedBatchManager] | None = None
         self._models: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -175,7 +183,9 @@ class PagedManagers:
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         """Return the manager of a model, as GenerationState.get_manager does."""
         if use_cb:
-            return PagedBatchManager(self._batching(model_id, use_cb=True), self.options)
+            found = PagedBatchManager(self._batching(model_id, use_cb=True), self.options)
+            self._batches = model_id, found
+            return found
         with self._lock:
             if model_id not in self._plain:
                 self._plain[model_id] = PagedGenerateManager(
@@ -209,11 +219,17 @@ class PagedManagers:
             return found
 
     def stats(self) -> dict[str, Any]:
-        """Return the server's cache and the counts of each loaded model's prefix store, in JSON types."""
+        """Return the server's cache, and the counts of each model's prefix store or batches, in JSON types."""
         with self._lock:
-            models = {self._names[model]: served for model, served in self._models.items()}
+            served = {self._names[model]: one for model, one in self._models.items()}
+        models: dict[str, Any] = {
+            name: {"prefix_store": one.counts()} for name, one in served.items()
+        }
+        if self._batches is not None:
+            name, manager = self._batches
+            models.setdefault(name, {})["batches"] = manager.counts()
         return {
             "cache": self.options.name,
             "cache_config": dict(self.options.cache_config),
-            "models": {name: {"prefix_store": served.counts()} for name, served in models.items()},
+            "models": models,
         }

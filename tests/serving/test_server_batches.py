@@ -71,6 +71,10 @@ def test_batched_answers_are_those_of_requests_that_run_alone(server, folder):
         found = list(pool.map(lambda index: ask(server, index, stream=index % 2 == 1), range(16)))
     assert found == expected
     check_idle(server)
+    (model,) = server.get("/kv_hf/stats")["models"].values()
+    assert model["batches"]["requests"] == 0
+    assert model["batches"]["prompts"] >= 16
+    assert 0 < model["batches"]["pages_kept"] == model["batches"]["pages"]
 
 
 def test_streams_that_are_closed_free_their_pages(server):

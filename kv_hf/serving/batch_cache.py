@@ -279,8 +279,9 @@ class BatchCache:
                 return 0
             row = Row(0, found.pages, store.tree.sink_tokens)
             index = self.requests.admit(request_id, {None: row})
-        for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
-            one.put_sinks(index, sinks)
+        with self.requests.in_order():
+            for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
+                one.put_sinks(index, sinks)
         return found.tokens
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
@@ -307,7 +308,8 @@ class BatchCache:
 
     def sinks_of(self, row: int) -> Sinks:
         """Return copies of the exact first keys and values of a row, for each layer."""
-        return [store.sinks_of(row) for store in self.stores.values()]
+        with self.requests.in_order():
+            return [store.sinks_of(row) for store in self.stores.values()]
 
     # -- forwards --------------------------------------------------------------------------------------------------
 

@@ -162,13 +162,15 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
     Args:
         salts: of requests that were added and have not come here yet.
     """
+    cache.requests.stream = processor.inputs_and_outputs.compute_stream
     processor.offloading_manager = BatchOffload(cache, processor.scheduler, host_bytes)
     compute, enqueue = processor.model_runner.compute_batch, processor.scheduler.add_waiting_request
 
     def run(model: Any, batch: dict[str, Any]) -> None:
         """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
         count = batch["input_ids"].shape[1]
-        cache.begin(count)
+        with cache.requests.in_order():
+            cache.begin(count)
         if not count:  # a request that was found as a whole, and waits to be forked
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)

@@ -125,7 +125,10 @@ def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create(self: Any) -> Any:
-        if self.kv_hf_options is None or self.batch_processor is not None:
+        if self.kv_hf_options is None:
+            return original(self)
+        if self.batch_processor is not None:
+            self.batch_processor.cache.look_again()
             return original(self)
         made: list[BatchCache] = []
 
@@ -183,6 +186,17 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
             cache.salt(state.request_id, salts.pop(state.request_id))
         enqueue(state)
 
+    status = processor.background_thread_status
+    wait = getattr(type(status), "pause_and_wait", None)  # not of a processor before this one
+
+    def paused() -> None:
+        """Look at the model again afterwards: it may have been changed in place."""
+        assert wait is not None
+        wait(status)
+        cache.look_again()
+
+    if wait is not None:
+        status.pause_and_wait = paused
     processor.model_runner.compute_batch = run
     processor.scheduler.add_waiting_request = add
 

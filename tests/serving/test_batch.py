@@ -269,6 +269,26 @@ def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
     assert computed == [300, 300, 300 - 260, 300, 300 - 260]
 
 
+def test_weights_that_change_in_a_pause_find_no_pages_of_before(manager):
+    store, text = manager.batch_processor.cache.prefix_store, prompts()[3]
+    found = []
+    for change in (False, False, True):
+        if change:
+            with manager.pause(), torch.no_grad():
+                for parameter in manager.model.parameters():
+                    parameter.mul_(1.1)
+        before = store.stats().tokens_computed
+        manager.add_request(text, request_id="r", max_new_tokens=3)
+        found.append(collected(manager, 1)["r"].generated_tokens)
+        found.append(store.stats().tokens_computed - before)
+    assert found[1::2] == [300, 40, 300]
+    fresh = make_model("llama")
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.mul_(1.1)
+    assert answers(fresh, [text], config("paged_int8", 3), batching()) == [found[4]]
+
+
 def test_counts_of_a_manager_add_up(manager):
     text = prompts()[3]
     for name in "ab":

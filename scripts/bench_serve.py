@@ -77,7 +77,6 @@ def row_of(args: argparse.Namespace, name: str, turn: int, turns: Sequence[Turn]
         model=args.model,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=args.dtype,
-        threads=torch.get_num_threads(),
         config={
             "implementation": name,
             "system_tokens": args.system,

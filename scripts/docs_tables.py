@@ -83,7 +83,7 @@ def serve_table(rows: Rows) -> str:
         )
     title = (
         f"Chats with a system prompt of {first['config']['system_tokens']:,} tokens and answers of at most "
-        f"{first['config']['new_tokens']} tokens, {first['model']}, least times of {first['n']} chats"
+        f"{first['config']['new_tokens']} tokens, {model_title(first)}, least times of {first['n']} chats"
     )
     return f"{caption(found, title)}\n\n{table(lines)}"
 
@@ -113,7 +113,7 @@ def batches_table(rows: Rows) -> str:
         ]
         title = (
             f"{first['requests']} requests with {first['prompt_tokens']:,} tokens of prompts and {first['answer']} new tokens each, "
-            f"{first['budget'] / 2**20:,.0f} MiB of cache, {first['batch_tokens']} tokens a forward, {first['model']}"
+            f"{first['budget'] / 2**20:,.0f} MiB of cache, {first['batch_tokens']} tokens a forward, {model_title(first)}"
         )
         parts.append(f"{caption(own, title)}\n\n{table(lines)}")
     return "\n\n".join(parts)

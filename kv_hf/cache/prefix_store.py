@@ -112,6 +112,20 @@ class PrefixStore:
     def __reduce__(self) -> str:
         raise TypeError("a PrefixStore cannot be pickled; save single caches with cache.save()")
 
+    def for_tenant(self, salt: str) -> "PrefixStore":
+        """Return this store as one tenant uses it: the same pages, bound and counts, but prefixes of its own.
+
+        Prompts find the pages of prompts with the same salt alone, so that nobody learns from the time of a prefill what
+        another tenant has sent.
+
+        Args:
+            salt: any text; "" is what the store itself uses.
+        Raises: CacheOptionError for anything but text.
+        """
+        if not isinstance(salt, str):
+            raise CacheOptionError(f"salt must be a string, got {short(salt)}")
+        return _TenantStore(self, salt) if salt else self
+
     # -- whose pages these are ---------------------------------------------------------------------------
 
     def bind(self, options: CacheConfig, signature: dict[str, Any]) -> PageArena:
@@ -407,6 +421,20 @@ class PrefixStore:
     def __repr__(self) -> str:
         stats = self.stats()
         return f"PrefixStore(max_bytes={self.max_bytes}, pages={stats.pages}, bytes={stats.bytes})"
+
+
+class _TenantStore(PrefixStore):
+    """A store whose spaces carry a salt. Everything else is the state of the store that it was made from, itself."""
+
+    __slots__ = ("_salt",)
+
+    def __init__(self, store: PrefixStore, salt: str) -> None:
+        self.__dict__ = store.__dict__
+        self._salt = salt
+
+    def bind_model(self, model: Any) -> str:
+        """Return the tenant's own space of prefixes for the model's state now; see PrefixStore.bind_model."""
+        return f"{super().bind_model(model)} salt {self._salt}"
 
 
 def _formats_of(options: CacheConfig) -> dict[str, Format]:

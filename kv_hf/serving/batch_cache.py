@@ -78,12 +78,17 @@ class BatchCache:
             for window, kind in self.kinds.items()
         }
         self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
+        self.requests_evicted = self.requests_moved = (
+            0  # that left: to be computed anew, and for the host
+        )
         self.requests = RequestRows(self.groups, self.stores, self.device)
         self._promised: dict[str, int] = {}  # pages of requests that the next forward takes
         self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come
         self._away: dict[str, HeldRequest] = {}
         self._salts: dict[str, str] = {}
-        self._space = "" if store is None else store.bind_model(model)
+        self._space = ""  # the state of the model that prefixes depend on
+        self._spaces: dict[str, str] = {}  # that in which each request began
+        self._looked = False
         self._forward: Forward | None = None
         self.layers_reached: set[int] = set()  # in the last forward
 
@@ -202,7 +207,7 @@ class BatchCache:
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Let go of everything that a request holds; its sealed pages stay in the prefix store, if there is one."""
-        for kept in (self._promised, self._asked, self._away, self._salts):
+        for kept in (self._promised, self._asked, self._away, self._salts, self._spaces):
             kept.pop(request_id, None)
         if request_id in self.requests:
             self.requests.drop(request_id)
@@ -264,15 +269,30 @@ class BatchCache:
         """Return the salt of a request, "" without one."""
         return self._salts.get(request_id, "")
 
+    def look_again(self) -> None:
+        """Compare the model's weights and adapters with those of the prefixes before the next request begins."""
+        self._looked = False
+
+    def _space_now(self) -> str:
+        """Return the space of prefixes of the model's state; pages of other weights are let go of."""
+        if not self._looked and self.prefix_store is not None:
+            self._space = self.prefix_store.bind_model(self.model)
+            self._looked = True
+        return self._space
+
     def _space_of(self, request_id: str) -> str:
         salt = self.salt_of(request_id)
-        return f"{self._space} salt {salt}" if salt else self._space
+        space = self._spaces.get(request_id)
+        if space is None:
+            space = self._spaces[request_id] = self._space_now()
+        return f"{space} salt {salt}" if salt else space
 
     def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
         """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""
         store = self.prefix_store
         if store is None or request_id in self.requests or len(self.requests) >= self.room.rows:
             return 0
+        self._spaces.pop(request_id, None)  # it begins now, whenever it came
         with store.tree.pool.lock:
             found = store.find(self._space_of(request_id), prompt_ids)
             store.count_prompt(len(prompt_ids), found.tokens)
@@ -280,8 +300,9 @@ class BatchCache:
                 return 0
             row = Row(0, found.pages, store.tree.sink_tokens)
             index = self.requests.admit(request_id, {None: row})
-        for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
-            one.put_sinks(index, sinks)
+        with self.requests.in_order():
+            for one, sinks in zip(self.stores.values(), found.sinks, strict=True):
+                one.put_sinks(index, sinks)
         return found.tokens
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
@@ -308,7 +329,8 @@ class BatchCache:
 
     def sinks_of(self, row: int) -> Sinks:
         """Return copies of the exact first keys and values of a row, for each layer."""
-        return [store.sinks_of(row) for store in self.stores.values()]
+        with self.requests.in_order():
+            return [store.sinks_of(row) for store in self.stores.values()]
 
     # -- forwards --------------------------------------------------------------------------------------------------
 

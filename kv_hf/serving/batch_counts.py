@@ -6,7 +6,6 @@ from typing import Any
 
 from ..errors import UnsupportedModelError
 from .batch_cache import BatchCache
-from .batch_offload import BatchOffload
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,16 @@ class BatchCounts:
 
         Raises: UnsupportedModelError for a manager without one.
         """
-        processor = getattr(manager, "batch_processor", None)
-        cache = getattr(processor, "cache", None)
-        if not isinstance(cache, BatchCache) or processor is None:
+        cache = getattr(getattr(manager, "batch_processor", None), "cache", None)
+        if not isinstance(cache, BatchCache):
             raise UnsupportedModelError(
                 "this manager has no paged cache: it has not started, or its generation_config names none"
             )
+        return cls.of_cache(cache)
+
+    @classmethod
+    def of_cache(cls, cache: BatchCache) -> "BatchCounts":
+        """Return the counts of a manager's cache."""
         group = cache.groups.get(None) or next(iter(cache.groups.values()))
         with group.pool.lock:
             uses = Counter(page for pages in group.batch.pages for page in pages)
@@ -64,7 +67,6 @@ class BatchCounts:
             tokens = sum(group.length(index) for index in range(len(group)))
         memory = cache.memory()
         stats = None if cache.prefix_store is None else cache.prefix_store.stats()
-        offload: BatchOffload = processor.offloading_manager
         return cls(
             requests=len(group),
             rows=cache.room.rows,
@@ -81,8 +83,8 @@ class BatchCounts:
             prompt_tokens=0 if stats is None else stats.tokens,
             prompt_tokens_computed=0 if stats is None else stats.tokens_computed,
             pages_evicted=0 if stats is None else stats.evictions,
-            requests_evicted=offload.evicted,
-            requests_moved=offload.moved,
+            requests_evicted=cache.requests_evicted,
+            requests_moved=cache.requests_moved,
         )
 
     def as_metrics(self) -> dict[str, int]:

@@ -32,13 +32,14 @@ class HeldRequest:
         index = requests.index_of(request_id)
         rows = {window: group.batch.rows[index] for window, group in requests.groups.items()}
         pages, windows = {}, {}
-        for layer, store in requests.stores.items():
-            ids = rows[store.window].pages
-            pages[layer] = [
-                {name: field.cpu() for name, field in side.take(ids).items()}
-                for side in store.pages.sides
-            ]
-            windows[layer] = [one.tokens[index].to("cpu", copy=True) for one in store.residuals]
+        with requests.in_order():
+            for layer, store in requests.stores.items():
+                ids = rows[store.window].pages
+                pages[layer] = [
+                    {name: field.cpu() for name, field in side.take(ids).items()}
+                    for side in store.pages.sides
+                ]
+                windows[layer] = [one.tokens[index].to("cpu", copy=True) for one in store.residuals]
         return cls(rows, pages, windows, nbytes)
 
     def come_back(self, requests: RequestRows, request_id: str) -> None:
@@ -47,10 +48,11 @@ class HeldRequest:
             window: group.admit_copy(self.rows[window]) for window, group in requests.groups.items()
         }
         index = requests.name_last(request_id)
-        for layer, store in requests.stores.items():
-            places = [[page] for page in pages[store.window]]
-            for side, fields in zip(store.pages.sides, self.pages[layer], strict=True):
-                for name, encoded in fields.items():
-                    side.spread(0, name, encoded, places)
-            for residual, tokens in zip(store.residuals, self.windows[layer], strict=True):
-                residual.tokens[index].copy_(tokens)
+        with requests.in_order():
+            for layer, store in requests.stores.items():
+                places = [[page] for page in pages[store.window]]
+                for side, fields in zip(store.pages.sides, self.pages[layer], strict=True):
+                    for name, encoded in fields.items():
+                        side.spread(0, name, encoded, places)
+                for residual, tokens in zip(store.residuals, self.windows[layer], strict=True):
+                    residual.tokens[index].copy_(tokens)

@@ -54,6 +54,8 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     template.reset()
     with torch.no_grad():
         try_model(model, cache)
+    if cache.device.type != "cpu":  # forwards to come run on a stream of their own
+        torch.get_device_module(cache.device).synchronize(cache.device)
     return cache
 
 

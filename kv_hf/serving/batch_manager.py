@@ -125,7 +125,10 @@ def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create(self: Any) -> Any:
-        if self.kv_hf_options is None or self.batch_processor is not None:
+        if self.kv_hf_options is None:
+            return original(self)
+        if self.batch_processor is not None:
+            self.batch_processor.cache.look_again()
             return original(self)
         made: list[BatchCache] = []
 
@@ -162,13 +165,15 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
     Args:
         salts: of requests that were added and have not come here yet.
     """
+    cache.requests.stream = processor.inputs_and_outputs.compute_stream
     processor.offloading_manager = BatchOffload(cache, processor.scheduler, host_bytes)
     compute, enqueue = processor.model_runner.compute_batch, processor.scheduler.add_waiting_request
 
     def run(model: Any, batch: dict[str, Any]) -> None:
         """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
         count = batch["input_ids"].shape[1]
-        cache.begin(count)
+        with cache.requests.in_order():
+            cache.begin(count)
         if not count:  # a request that was found as a whole, and waits to be forked
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
@@ -181,6 +186,17 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
             cache.salt(state.request_id, salts.pop(state.request_id))
         enqueue(state)
 
+    status = processor.background_thread_status
+    wait = getattr(type(status), "pause_and_wait", None)  # not of a processor before this one
+
+    def paused() -> None:
+        """Look at the model again afterwards: it may have been changed in place."""
+        assert wait is not None
+        wait(status)
+        cache.look_again()
+
+    if wait is not None:
+        status.pause_and_wait = paused
     processor.model_runner.compute_batch = run
     processor.scheduler.add_waiting_request = add
 

@@ -17,13 +17,10 @@ class BatchOffload:
 
     Args:
         host_bytes: that requests may take on the host; 0: they are computed anew.
-    Attributes:
-        evicted, moved: requests that were to be computed anew, and that went to the host.
     """
 
     def __init__(self, cache: BatchCache, scheduler: Any, host_bytes: int) -> None:
         self.cache, self.scheduler, self.host_bytes = cache, scheduler, host_bytes
-        self.evicted = self.moved = 0
 
     def offload_requests(self) -> bool:
         """Let the newest starved requests leave until the others find room; say whether one left."""
@@ -49,14 +46,14 @@ class BatchOffload:
         request_id = state.request_id
         fits = self.cache.bytes_away() + self.cache.request_bytes(request_id) <= self.host_bytes
         if not fits:
-            self.evicted += 1
+            self.cache.requests_evicted += 1
             salt = self.cache.salt_of(request_id)
             self.cache.free_blocks(request_id)
             self.cache.salt(request_id, salt)
             fresh = state.create_equivalent_initial_request()
             state._status = RequestStatus.FINISHED
             return fresh
-        self.moved += 1
+        self.cache.requests_moved += 1
         self.cache.take_away(request_id)
         if state._status == RequestStatus.DECODING:
             # the next token is known: computed again on return, it goes on where it was

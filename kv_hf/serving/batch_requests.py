@@ -1,6 +1,8 @@
 """Which request has which row: rows of all layers come, go and change places together."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -18,7 +20,10 @@ class RequestRows:
         device: of the tensors.
     Attributes:
         names: the request of each row.
+        stream: of the forwards, on devices that have streams: all work on the tensors goes there, in order.
     """
+
+    stream: Any = None
 
     def __init__(
         self,
@@ -86,9 +91,19 @@ class RequestRows:
         """Copy exact windows from row to row, all at once: (target, source)."""
         if not moves:
             return
-        pairs = torch.tensor(moves, dtype=torch.int64).T.contiguous().to(self.device)
-        for store in self.stores.values():
-            store.move(pairs[0], pairs[1])
+        with self.in_order():
+            pairs = torch.tensor(moves, dtype=torch.int64).T.contiguous().to(self.device)
+            for store in self.stores.values():
+                store.move(pairs[0], pairs[1])
+
+    def in_order(self) -> AbstractContextManager[Any]:
+        """Return a context in which work on tensors comes behind that of the forwards so far, and before that of the next."""
+        if self.stream is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = torch.get_device_module(self.device).stream(
+            self.stream
+        )
+        return context
 
     def side_by_side(self, requests: Sequence[str]) -> None:
         """Let the rows of `requests` be the first ones."""

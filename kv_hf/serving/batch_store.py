@@ -10,6 +10,7 @@ from ..cache.residual import Residual
 from ..cache.store import LayerStore
 from ..cache.widening import Widening
 from ..pages.arena import PageArena
+from ..pages.page_memory import LEAST_BYTES, mapped_like, page_bytes
 from ..pages.persistent import persistent_tensors
 from ..pages.step import Step
 from ..pages.storage import PageStorage, Pair
@@ -50,7 +51,7 @@ class BatchStore(LayerStore):
         self.slots = slots
         with persistent_tensors():
             for residual in self.residuals:
-                residual.fit(rows, slots)
+                residual.tokens = _windows(residual, rows, slots)
 
     def append_part(self, step: Step, first: int, new: Pair) -> Pair:
         """Write new tokens of the rows from `first` on and seal pages; return, per side, the exact tokens that they read.
@@ -117,3 +118,13 @@ class BatchStore(LayerStore):
         """Bytes of pages and windows."""
         pages = sum(sum(side.nbytes.values()) for side in self.pages.sides)
         return pages + sum(residual.tokens.nbytes for residual in self.residuals)
+
+
+def _windows(residual: Residual, rows: int, slots: int) -> torch.Tensor:
+    """Return windows [rows, num_kv_heads, slots, head_dim], all zero; on a CPU the system gives memory to those that are used."""
+    spec = residual.spec
+    none = residual.tokens.new_empty((0, spec.num_kv_heads, slots, spec.head_dim))
+    mapped = None
+    if none.device.type == "cpu" and rows * page_bytes(none) >= LEAST_BYTES:
+        mapped = mapped_like(none, rows)
+    return none.new_zeros((rows, *none.shape[1:])) if mapped is None else mapped

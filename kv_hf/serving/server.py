@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import CacheOptionError, PagePoolExhaustedError
 from .server_interface import check_server, serve_class
 from .server_options import ServerOptions
+from .server_tenants import Tenants
 
 STATS_ROUTE = "/kv_hf/stats"
 # what a client can mend by sending another request
@@ -59,6 +60,7 @@ def _with_pages(original: Callable[..., Any], options: ServerOptions) -> Callabl
         generation_state.get_manager = managers.get_manager
         app = original(model_manager, *args, generation_state=generation_state, **kwargs)
         app.add_api_route(STATS_ROUTE, managers.stats, methods=["GET"])
+        app.add_middleware(Tenants)
         for error in _OF_THE_REQUEST:
             app.add_exception_handler(error, _bad_request)
         return app

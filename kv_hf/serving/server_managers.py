@@ -4,6 +4,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,12 @@ from transformers.cli.serving.utils import (
     GenerateManager,
 )
 
-from .batch_manager import check_here, check_model, options_of
+from .batch_counts import BatchCounts
+from .batch_manager import check_here
+from .batch_options import check_model, options_of
 from .server_model import ServedModel, check_room
 from .server_options import ServerOptions
+from .server_tenants import tenant
 
 POLL_S = 0.01
 
@@ -59,15 +63,20 @@ class PagedGenerateManager(GenerateManager):
     def _prepare(self, model: Any, inputs: Any, gen_config: Any) -> None:
         """Set the cache of a request, and note its model for `submit`, which comes next in this thread."""
         self._current = self._served(model)
-        self._current.prepare(gen_config, inputs["input_ids"].shape[-1])
+        self._current.prepare(gen_config, inputs["input_ids"].shape[-1], tenant.get())
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Queue a call for the inference thread; return its future."""
-        return super().submit(_reported, self._current, fn, *args, **kwargs)
+        return super().submit(_reported, self._take_current(), fn, *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future:
         """Queue a call for the inference thread; return its awaitable future."""
-        return super().async_submit(_reported, self._current, fn, *args, **kwargs)
+        return super().async_submit(_reported, self._take_current(), fn, *args, **kwargs)
+
+    def _take_current(self) -> ServedModel | None:
+        """Return the model of the request that is queued now, and forget it: the store of an unloaded model must go."""
+        current, self._current = self._current, None
+        return current
 
 
 class PagedBatchManager(BaseGenerateManager):
@@ -103,7 +112,7 @@ class PagedBatchManager(BaseGenerateManager):
         response_parser: Any = None,
     ) -> Any:
         """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
-        self._check_room(inputs)
+        self._admit(inputs, request_id)
         return self._batches.generate_streaming(
             model, processor, inputs, gen_config, request_id, response_parser=response_parser
         )
@@ -112,7 +121,7 @@ class PagedBatchManager(BaseGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """Run a request to its end. Raises PagePoolExhaustedError for a prompt without room, before it is queued."""
-        self._check_room(inputs)
+        self._admit(inputs, request_id)
         return await self._batches.generate_non_streaming(
             model, processor, inputs, gen_config, request_id
         )
@@ -121,6 +130,11 @@ class PagedBatchManager(BaseGenerateManager):
         """Stop the batches."""
         self._batches.stop()
 
+    def counts(self) -> dict[str, int] | None:
+        """Return the counts of the batches' cache (BatchCounts), None before they have one."""
+        cache = self._cache()
+        return None if cache is None else asdict(BatchCounts.of_cache(cache))
+
     def _cache(self) -> Any:
         """Return the cache of the batches, None before they have one."""
         try:
@@ -128,10 +142,14 @@ class PagedBatchManager(BaseGenerateManager):
         except RuntimeError:
             return None
 
-    def _check_room(self, inputs: Any) -> None:
+    def _admit(self, inputs: Any, request_id: str) -> None:
+        """Check that a prompt has room, and note the salt of its prefixes for when the batches take it."""
         cache = self._cache()
-        if cache is not None:
-            check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
+        if cache is None:
+            return
+        check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
+        if tenant.get():
+            cache.salt(request_id, tenant.get())
 
 
 def _reported(served: ServedModel | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -157,6 +175,7 @@ class PagedManagers:
         self.options = options
         self._batching: Callable[..., Any] = state.get_manager
         self._plain: dict[str, PagedGenerateManager] = {}
+        self._batches: tuple[str, PagedBatchManager] | None = None
         self._models: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -164,7 +183,9 @@ class PagedManagers:
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         """Return the manager of a model, as GenerationState.get_manager does."""
         if use_cb:
-            return PagedBatchManager(self._batching(model_id, use_cb=True), self.options)
+            found = PagedBatchManager(self._batching(model_id, use_cb=True), self.options)
+            self._batches = model_id, found
+            return found
         with self._lock:
             if model_id not in self._plain:
                 self._plain[model_id] = PagedGenerateManager(
@@ -198,11 +219,17 @@ class PagedManagers:
             return found
 
     def stats(self) -> dict[str, Any]:
-        """Return the server's cache and the counts of each loaded model's prefix store, in JSON types."""
+        """Return the server's cache, and the counts of each model's prefix store or batches, in JSON types."""
         with self._lock:
-            models = {self._names[model]: served for model, served in self._models.items()}
+            served = {self._names[model]: one for model, one in self._models.items()}
+        models: dict[str, Any] = {
+            name: {"prefix_store": one.counts()} for name, one in served.items()
+        }
+        if self._batches is not None:
+            name, manager = self._batches
+            models.setdefault(name, {})["batches"] = manager.counts()
         return {
             "cache": self.options.name,
             "cache_config": dict(self.options.cache_config),
-            "models": {name: {"prefix_store": served.counts()} for name, served in models.items()},
+            "models": models,
         }

@@ -45,7 +45,7 @@ class ServedModel:
         self._default_config = getattr(model.generation_config, "cache_config", None)
         self._bounded = _pages_grow_with_text(model, options, self.store)
 
-    def prepare(self, generation_config: Any, prompt_tokens: int) -> None:
+    def prepare(self, generation_config: Any, prompt_tokens: int, salt: str = "") -> None:
         """Set the cache of one request in its own `generation_config`.
 
         A request that names another cache keeps it. One that brings a cache_config keeps the server's options beside it,
@@ -55,6 +55,7 @@ class ServedModel:
         Args:
             generation_config: of this request alone; it is changed.
             prompt_tokens: of its prompt.
+            salt: of its tenant, who finds prefixes of that salt alone.
         Raises: CacheOptionError for options that are wrong or the server's; PagePoolExhaustedError for a prompt that does
             not fit into max_pages.
         """
@@ -64,7 +65,8 @@ class ServedModel:
                 _check_asked(name, asked or {})
             return
         if asked is None:
-            options = self.options.options_of(self.store)
+            store = None if self.store is None else self.store.for_tenant(salt)
+            options = self.options.options_of(store)
         else:
             _check_asked(self.options.name, asked)
             options = self.options.options_of(None, asked)

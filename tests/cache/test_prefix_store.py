@@ -255,6 +255,43 @@ def test_keep_answers_is_true_or_false():
         kv_hf.PrefixStore(keep_answers=1)
 
 
+def test_tenants_share_no_prefix_but_one_bound():
+    model, store = shared_model("llama"), kv_hf.PrefixStore(keep_answers=True)
+    tenants = {"": store, "a": store.for_tenant("a"), "b": store.for_tenant("b")}
+    expected = run(model, [SYSTEM], None)
+    for number, tenant in enumerate(tenants.values(), 1):
+        for turn in (0, 1):
+            before = tenant.stats()
+            check(run(model, [SYSTEM], tenant), expected)
+            assert store.stats().rows_hit - before.rows_hit == turn
+        assert store.stats().rows == 2 * number
+    assert store.stats().pages == 3 * ((len(SYSTEM) + 23 - 4) // PAGE)
+    assert store.for_tenant("") is store
+    # another handle of the same tenant finds the same pages
+    before = store.stats().rows_hit
+    run(model, [SYSTEM + words(5, 3)], store.for_tenant("a"))
+    assert store.stats().rows_hit == before + 1
+    store.for_tenant("b").clear()
+    assert store.stats().pages == 0
+
+
+def test_tenant_adds_a_cache_of_its_own_alone():
+    model, store = shared_model("llama"), kv_hf.PrefixStore()
+    a, b = store.for_tenant("a"), store.for_tenant("b")
+    cache = run(model, [SYSTEM[:100]], a).past_key_values
+    text = cache.token_ids[:, :120].tolist()
+    a.add(cache, text)
+    with pytest.raises(kv_hf.CacheMismatchError, match="made with this prefix_store"):
+        b.add(cache, text)
+    assert a.known(a.bind_model(model), text[0]) == 4 + PAGE * 7
+    assert b.known(b.bind_model(model), text[0]) == 0
+
+
+def test_salt_is_text():
+    with pytest.raises(kv_hf.CacheOptionError, match="salt must be a string, got 3"):
+        kv_hf.PrefixStore().for_tenant(3)
+
+
 def test_full_store_gives_up_the_least_recently_used():
     model = shared_model("llama")
     page_bytes = 2 * 2 * 2 * PAGE * 16 * 4  # layers, sides, heads, tokens, channels, bytes

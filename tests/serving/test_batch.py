@@ -269,6 +269,26 @@ def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
     assert computed == [300, 300, 300 - 260, 300, 300 - 260]
 
 
+def test_weights_that_change_in_a_pause_find_no_pages_of_before(manager):
+    store, text = manager.batch_processor.cache.prefix_store, prompts()[3]
+    found = []
+    for change in (False, False, True):
+        if change:
+            with manager.pause(), torch.no_grad():
+                for parameter in manager.model.parameters():
+                    parameter.mul_(1.1)
+        before = store.stats().tokens_computed
+        manager.add_request(text, request_id="r", max_new_tokens=3)
+        found.append(collected(manager, 1)["r"].generated_tokens)
+        found.append(store.stats().tokens_computed - before)
+    assert found[1::2] == [300, 40, 300]
+    fresh = make_model("llama")
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.mul_(1.1)
+    assert answers(fresh, [text], config("paged_int8", 3), batching()) == [found[4]]
+
+
 def test_counts_of_a_manager_add_up(manager):
     text = prompts()[3]
     for name in "ab":
@@ -309,7 +329,8 @@ def test_generate_and_batches_share_one_prefix_store():
     assert again.tolist() == alone.tolist()
 
 
-def test_many_requests_at_random_leave_counts_balanced_and_memory_constant():
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count):
     generator = torch.Generator().manual_seed(1)
     manager = started(
         make_model("llama"), config("paged_int8"), blocks=12, max_requests_per_batch=5
@@ -318,7 +339,7 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant():
     nbytes = cache.memory().total
     try:
         kept = []
-        for number in range(60):
+        for number in range(count):
             length = int(torch.randint(1, 300, (1,), generator=generator))
             text = torch.randint(3, 97, (length,), generator=generator).tolist()
             if number % 3 == 0:
@@ -328,7 +349,7 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant():
                 manager.cancel_request(str(number))
             else:
                 kept.append(str(number))
-        found, end = {}, time.monotonic() + 100
+        found, end = {}, time.monotonic() + 100 + count / 5
         while not set(kept) <= set(found) and time.monotonic() < end:
             output = manager.get_result(timeout=1)
             if output is not None:

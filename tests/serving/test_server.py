@@ -1,9 +1,11 @@
 """transformers' server with pages, over HTTP with OpenAI's client: chat, streams, stops, cancelled and lost clients, budgets."""
 
+import gc
 import json
 import os
 import socket
 import struct
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -145,6 +147,23 @@ def first_tokens(answer):
     return answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_tenants_of_a_header_share_no_prefix(server, stream):
+    chat = [user(f"{stream}" + TEXT[:400])]
+
+    def hit(salt):
+        before = server.store()["rows_hit"]
+        answer = server.chat(
+            chat, stream=stream, extra_headers={"X-Cache-Salt": salt} if salt else {}
+        )
+        if stream:
+            list(answer)
+        assert wait_until(lambda: server.store()["pages_in_use"] == server.store()["pages"])
+        return server.store()["rows_hit"] - before
+
+    assert [hit(salt) for salt in ("a", "b", "a", "", "b", "")] == [0, 0, 1, 0, 1, 1]
+
+
 def test_cancelled_stream_ends_its_generation_and_frees_its_pages(server):
     steps = []
     model = server.model()
@@ -283,10 +302,14 @@ def test_reset_drops_the_store_with_its_model(folder):
     with running(folder) as server:
         server.chat([SYSTEM, user("One")])
         assert server.store()["pages"] > 0
+        managers = server.serve._generation_state.get_manager.__self__
+        store = weakref.ref(managers.served(server.model(), "?").store)
         openai.OpenAI(base_url=server.address, api_key="none", max_retries=0).post(
             "/reset", cast_to=object
         )
         assert wait_until(lambda: server.get("/kv_hf/stats")["models"] == {})
+        gc.collect()
+        assert store() is None
         server.chat([SYSTEM, user("One")])
         assert server.store()["rows"] == 1 and server.store()["rows_hit"] == 0
 

@@ -71,6 +71,10 @@ def test_batched_answers_are_those_of_requests_that_run_alone(server, folder):
         found = list(pool.map(lambda index: ask(server, index, stream=index % 2 == 1), range(16)))
     assert found == expected
     check_idle(server)
+    (model,) = server.get("/kv_hf/stats")["models"].values()
+    assert model["batches"]["requests"] == 0
+    assert model["batches"]["prompts"] >= 16
+    assert 0 < model["batches"]["pages_kept"] == model["batches"]["pages"]
 
 
 def test_streams_that_are_closed_free_their_pages(server):
@@ -91,6 +95,18 @@ def test_prompt_without_room_is_status_400_and_others_go_on(server):
                 server.chat(TEXT * 40, stream=stream)
         assert all(other.result() for other in others)
     check_idle(server)
+
+
+def test_tenants_of_a_header_share_no_prefix(server):
+    store = scheduler_of(server).cache.prefix_store
+    chat = [{"role": "user", "content": "Salted " + TEXT[:500]}]
+
+    def hit(salt):
+        before = store.stats().rows_hit
+        assert server.chat(chat, extra_headers={"X-Cache-Salt": salt} if salt else {}).choices
+        return store.stats().rows_hit - before
+
+    assert [hit(salt) for salt in ("a", "b", "a", "", "b", "")] == [0, 0, 1, 0, 1, 1]
 
 
 def test_options_that_batches_cannot_follow_end_the_start(folder):

@@ -123,7 +123,7 @@ def run_load(
                 raise RuntimeError(result.error)
             results.append(result)
     seconds = time.perf_counter() - begin
-    evicted = getattr(manager.batch_processor.offloading_manager, "evicted", None)
+    evicted = getattr(held, "requests_evicted", None)
     manager.stop(block=True)
     manager.destroy()
     firsts = [one.timestamps[0] - begin for one in results]

@@ -86,6 +86,7 @@ class BatchCache:
         self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come
         self._away: dict[str, HeldRequest] = {}
         self._salts: dict[str, str] = {}
+        self._unknown: dict[str, int] = {}  # tokens of prompts that the store knows nothing of
         self._space = ""  # the state of the model that prefixes depend on
         self._spaces: dict[str, str] = {}  # that in which each request began
         self._looked = False
@@ -142,7 +143,13 @@ class BatchCache:
         full = self.groups.get(None)
         if full is None:
             return NO_LIMIT
-        return self.room.pages[None] - full.pool.num_held - sum(self._promised.values())
+        held, store = full.pool.num_held, self.options.prefix_store
+        if (
+            store is not None
+        ):  # what generate() or another manager holds there comes on top of `room`
+            with full.pool.lock:
+                held = len(set().union(*full.held_pages(full.pool))) + store.num_spare
+        return self.room.pages[None] - held - sum(self._promised.values())
 
     def _kept_pages(self) -> int:
         """Return the pages that the prefix store alone holds, which give way to requests."""
@@ -201,13 +208,23 @@ class BatchCache:
         """Give a request a row behind the others, with what it left on the host."""
         away = self._away.pop(request_id, None)
         if away is None:
+            tokens = self._unknown.pop(request_id, None)
+            if tokens is not None and self.prefix_store is not None:
+                self.prefix_store.count_prompt(tokens, 0)
             self.requests.admit(request_id)
         else:
             away.come_back(self.requests, request_id)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Let go of everything that a request holds; its sealed pages stay in the prefix store, if there is one."""
-        for kept in (self._promised, self._asked, self._away, self._salts, self._spaces):
+        for kept in (
+            self._promised,
+            self._asked,
+            self._away,
+            self._salts,
+            self._spaces,
+            self._unknown,
+        ):
             kept.pop(request_id, None)
         if request_id in self.requests:
             self.requests.drop(request_id)
@@ -231,6 +248,8 @@ class BatchCache:
             self.salt(new_id, self.salt_of(state.request_id))
             if len(self.requests) < self.room.rows:
                 self.requests.copy(state.request_id, new_id)
+                if state.request_id in self._spaces:
+                    self._spaces[new_id] = self._spaces[state.request_id]
                 forked.append(new_id)
         return forked
 
@@ -241,7 +260,7 @@ class BatchCache:
 
     def bytes_away(self) -> int:
         """Bytes of requests that wait on the host."""
-        return sum(one.nbytes for one in self._away.values())
+        return sum(one.nbytes for one in list(self._away.values()))
 
     def request_bytes(self, request_id: str) -> int:
         """Bytes of the pages and exact tokens of a request that has a row."""
@@ -254,10 +273,13 @@ class BatchCache:
     def take_away(self, request_id: str) -> None:
         """Move what a request holds to the host; its row and its pages are free afterwards."""
         nbytes, salt = self.request_bytes(request_id), self.salt_of(request_id)
+        space = self._spaces.get(request_id)
         away = HeldRequest.of(self.requests, request_id, nbytes)
         self.free_blocks(request_id)
         self._away[request_id] = away
         self.salt(request_id, salt)
+        if space is not None:  # its pages stay those of the weights that made them
+            self._spaces[request_id] = space
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
@@ -295,9 +317,11 @@ class BatchCache:
         self._spaces.pop(request_id, None)  # it begins now, whenever it came
         with store.tree.pool.lock:
             found = store.find(self._space_of(request_id), prompt_ids)
-            store.count_prompt(len(prompt_ids), found.tokens)
-            if not found.pages:
+            if not found.pages:  # it may be looked for again before it has room
+                self._unknown[request_id] = len(prompt_ids)
                 return 0
+            self._unknown.pop(request_id, None)
+            store.count_prompt(len(prompt_ids), found.tokens)
             row = Row(0, found.pages, store.tree.sink_tokens)
             index = self.requests.admit(request_id, {None: row})
         with self.requests.in_order():
@@ -423,7 +447,10 @@ class BatchCache:
     # -- what it holds -----------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of all tensors, by part."""
+        """Return the bytes of all tensors, by part; may be called in any thread.
+
+        "other" are the exact first tokens of the prefixes that a store of the manager's own keeps, which `room` does not count.
+        """
         specs = [store.pages.spec for store in self.stores.values()]
         payload = scales = 0
         for store in self.stores.values():
@@ -433,10 +460,14 @@ class BatchCache:
         tail = sum(one.tokens.nbytes for store in self.stores.values() for one in store.residuals)
         held = sum(group.pool.num_held for group in self.groups.values())
         first = next(iter(self.groups.values()))
-        tokens = sum(first.length(index) for index in range(len(first)))
+        tokens = int(
+            first.sizes.all_tokens(first.batch).sum()
+        )  # one read: a forward changes `batch`
+        kept = None if self.prefix_store is None else self.prefix_store.stats()
+        other = 0 if kept is None else kept.bytes - kept.pages * self.kinds[None].page_bytes
         assert specs
         return MemoryReport(
-            payload=payload, scales=scales, tail=tail, tables=0, other=0, pages_held=held,
+            payload=payload, scales=scales, tail=tail, tables=0, other=other, pages_held=held,
             pages_allocated=sum(self.room.pages.values()), tokens=tokens, offloaded=self.bytes_away(),
         )  # fmt: skip
 

@@ -64,7 +64,7 @@ def _probed(
 ) -> tuple[GrowingCache, PrefixStore | None]:
     """Return a paged cache that one token has gone through, and the prefix store, if there shall be one."""
     plain = given_options(options, CacheConfig)
-    for name in ("max_pages", "max_bytes", "prefix_store", "reserve_tokens"):
+    for name in ("max_pages", "max_bytes", "prefix_store"):
         plain.pop(name, None)
     plain["cuda_graph"] = "never"
     first = _through(model, CacheConfig(**plain))

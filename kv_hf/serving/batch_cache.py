@@ -153,6 +153,10 @@ class BatchCache:
             return NO_LIMIT
         return self.room.pages[None] - full.pool.num_held - sum(self._promised.values())
 
+    def _kept_pages(self) -> int:
+        """Return the pages that the prefix store alone holds, which give way to requests."""
+        return 0 if self.prefix_store is None else self.prefix_store.num_spare
+
     def _make_free(self, pages: int) -> bool:
         """Give up prefixes that no request holds until `pages` pages are free; say whether they are."""
         lacking = pages - self._free_pages()
@@ -179,7 +183,7 @@ class BatchCache:
 
     def count_storable_requests(self, needs: Sequence[tuple[str, int]]) -> int:
         """Return how many of (request, its tokens behind the next forward), in order, would find room one after the other."""
-        free = self._free_pages()
+        free = self._free_pages() + self._kept_pages()
         for count, (request_id, tokens) in enumerate(needs):
             free -= self._needed(request_id, tokens)
             if free < 0:
@@ -232,11 +236,11 @@ class BatchCache:
         """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
         forked = []
         for new_id in new_ids:
-            if len(self.requests) >= self.room.rows:
-                break
-            self.requests.copy(state.request_id, new_id)
+            # a child without a row waits, and shares pages later
             self.salt(new_id, self.salt_of(state.request_id))
-            forked.append(new_id)
+            if len(self.requests) < self.room.rows:
+                self.requests.copy(state.request_id, new_id)
+                forked.append(new_id)
         return forked
 
     def perform_cache_copy(self, copies: Any) -> None:

@@ -12,6 +12,7 @@ from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.arena import PageArena
 from ..pages.step import Row
+from ..pages.widened import rewritten
 from ..spec import MemoryReport
 from .batch_attention import attend_in_parts
 from .batch_forward import Forward, Part, run_of
@@ -23,6 +24,7 @@ from .batch_rows import BatchRows
 from .batch_store import BatchStore, Sinks
 
 NO_LIMIT = 2**31 - 1
+KEPT = "continuous batching allocates all pages when it starts, in formats that its first tokens have called for"
 
 
 class _Sectors:
@@ -97,7 +99,14 @@ class BatchCache:
         """Make the tensors of a layer, with room for all pages and rows."""
         window, group = layer.window, self.groups[layer.window]
         assert layer.spec is not None
-        pages = self.arena.storage(layer.layer_idx, layer.spec, layer.device, group)
+        asked = layer.storage.asked if layer.storage is not None else layer.spec
+        pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
+        if pages.spec != layer.spec:  # what the first tokens called for, while the storage is empty
+            assert layer.storage is not None
+            wide = rewritten(pages, layer.spec, layer.storage.wider)
+            self.arena.replace(layer.layer_idx, pages, wide)
+            pages = wide
+        pages.keeps = KEPT
         store = BatchStore(
             layer.layer_idx, layer.formats, self.arena, pages, group.sink_tokens, layer.kernel, window,
             self.room.rows, group.slots,

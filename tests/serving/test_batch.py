@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import transformers
+from stressed_models import stressed, value_channel
 from tiny_models import COMMON, make_model, shared_model
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -213,6 +214,23 @@ def test_streamed_tokens_come_one_after_the_other(manager):
         assert output.generated_tokens[: len(seen)] == seen
         seen = output.generated_tokens
     assert len(seen) == 12
+
+
+def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
+    plain = make_model("llama", torch.bfloat16, head_dim=64)
+    model = stressed(plain, value_channel(300.0))
+    with pytest.warns(kv_hf.KVCacheWarning, match="wider than asked"):
+        manager = started(model, config("paged_int4", options={"max_bytes": "32MiB"}))
+    try:
+        cache = manager.batch_processor.cache
+        names = {store.pages.spec.values.scheme.name for store in cache.stores.values()}
+        assert "int4" not in names
+        assert cache.memory().total == cache.room.nbytes <= 32 << 20
+        manager.add_request(prompts()[3], request_id="r", max_new_tokens=70)
+        assert collected(manager, 1)["r"].error is None
+        assert cache.memory().total == cache.room.nbytes
+    finally:
+        manager.stop()
 
 
 def test_a_prompt_that_never_fits_fails_alone():

@@ -208,19 +208,18 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
 
     def run(model: Any, batch: dict[str, Any]) -> None:
         """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
-        now = attention_config(model.config)._attn_implementation
-        if now != ATTENTION_NAME:
-            raise UnsupportedModelError(
-                f"the attention of {type(model).__name__} was set to {now!r} while continuous batching runs on its pages, which "
-                f"{ATTENTION_NAME!r} alone reads; stop the manager first"
-            )
+        _check_attention(model)
         count = batch["input_ids"].shape[1]
         with cache.requests.in_order():
             cache.begin(count)
         if not count:  # a request that was found as a whole, and waits to be forked
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
-        compute(model, batch)
+        try:
+            compute(model, batch)
+        except Exception:
+            _check_attention(model)  # in the middle of a forward
+            raise
 
     def add(state: Any) -> None:
         """Refuse a request that can never have room, so that it does not keep others waiting, and one of an id that is in use."""
@@ -258,6 +257,16 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
         status.pause_and_wait = paused
     processor.model_runner.compute_batch = run
     scheduler.add_waiting_request, scheduler.clear_cancelled_requests = add, clear_cancelled
+
+
+def _check_attention(model: Any) -> None:
+    """Raise UnsupportedModelError where the attention of `model` is no longer the one that reads pages."""
+    now = attention_config(model.config)._attn_implementation
+    if now != ATTENTION_NAME:
+        raise UnsupportedModelError(
+            f"the attention of {type(model).__name__} was set to {now!r} while continuous batching runs on its pages, which "
+            f"{ATTENTION_NAME!r} alone reads; stop the manager first"
+        )
 
 
 def _check_length(cache: BatchCache, state: Any) -> None:

@@ -228,7 +228,8 @@ def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
         assert cache.memory().total == cache.room.nbytes <= 32 << 20
         manager.add_request(prompts()[3], request_id="r", max_new_tokens=70)
         assert collected(manager, 1)["r"].error is None
-        assert cache.memory().total == cache.room.nbytes
+        memory = cache.memory()
+        assert memory.total - memory.other == cache.room.nbytes  # besides the store's first tokens
     finally:
         manager.stop()
 

@@ -80,9 +80,8 @@ class BatchCache:
             for window, kind in self.kinds.items()
         }
         self.stores = {layer.layer_idx: self._store_of(layer) for layer in layers}
-        self.requests_evicted = self.requests_moved = (
-            0  # that left: to be computed anew, and for the host
-        )
+        # that left a full cache: to be computed anew, and for the host
+        self.requests_evicted = self.requests_moved = 0
         self.requests = RequestRows(self.groups, self.stores, self.device)
         self._promised: dict[str, int] = {}  # pages of requests that the next forward takes
         self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come
@@ -119,11 +118,7 @@ class BatchCache:
     @property
     def num_pages(self) -> int:
         """Pages of the full-attention layers, or of the only sliding ones."""
-        return (
-            next(iter(self.room.pages.values()))
-            if None not in self.room.pages
-            else self.room.pages[None]
-        )
+        return self.room.pages.get(None) or next(iter(self.room.pages.values()))
 
     @property
     def num_blocks(self) -> int:
@@ -153,9 +148,8 @@ class BatchCache:
         if full is None:
             return NO_LIMIT
         held, store = full.pool.num_held, self.options.prefix_store
-        if (
-            store is not None
-        ):  # what generate() or another manager holds there comes on top of `room`
+        if store is not None:
+            # what generate() or another manager holds there comes on top of `room`
             with full.pool.lock:
                 held = len(set().union(*full.held_pages(full.pool))) + store.num_spare
         return self.room.pages[None] - held - sum(self._promised.values())

@@ -171,10 +171,8 @@ def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
             return made[0]
 
         batching = self.continuous_batching_config
-        space, batching.cpu_offload_space = (
-            batching.cpu_offload_space,
-            0.0,
-        )  # no buffer of 16-bit pages
+        space = batching.cpu_offload_space
+        batching.cpu_offload_space = 0.0  # no buffer of 16-bit pages
         _here.make = make
         try:
             processor = original(self)

@@ -51,7 +51,7 @@ class CacheConfig:
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
         recent_tokens: tokens that stay exact on top of the page that is being filled.
         max_pages: upper bound of the pool over all rows, or None.
-        max_bytes: of continuous batching alone (docs/serving.md): bytes of its pages and exact tokens, a number or "2GiB",
+        max_bytes: of continuous batching alone (docs/batching.md): bytes of its pages and exact tokens, a number or "2GiB",
             allocated when it starts; None takes a part of the free memory.
         reserve_tokens: tokens of each row, a number or "32k", that storage has room for from the first forward on
             (within max_pages).

@@ -358,6 +358,12 @@ class PrefixStore:
         with self.tree.pool.lock:
             return self.tree.give_up(pages)
 
+    @property
+    def num_spare(self) -> int:
+        """Pages that nobody but the store holds: `give_up` lets go of them."""
+        with self.tree.pool.lock:
+            return self.tree.num_spare
+
     def count_prompt(self, tokens: int, found: int) -> None:
         """Count a prompt of `tokens` tokens, `found` of which the store had."""
         self._rows += 1

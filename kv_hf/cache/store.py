@@ -148,7 +148,10 @@ class LayerStore:
         new = keys, values
         if keys.requires_grad or values.requires_grad:
             new = keys.detach(), values.detach()
-        if step.seal is None and step.seal_first is None and step.fits:
+        sealing = step.seal is not None or step.seal_first is not None
+        if step.fits and not (
+            sealing or step.moves_rest
+        ):  # a page that nobody sees any more moves the rest as well
             self.grow(step)
             return self._write(step, new, slots)
         with self._sealing():

@@ -30,6 +30,7 @@ class Seam:
 
 
 _CONFIGURATION = "generation.configuration_utils"
+_BATCHING = "generation.continuous_batching"
 _GENERATION = "generation.utils:GenerationMixin"
 _MODEL = "modeling_utils:PreTrainedModel"
 _CACHE = "cache_utils"
@@ -112,6 +113,48 @@ SEAMS = (
     ),
     Seam(f"{_MODEL}._can_set_attn_implementation", "says whether a model can be switched", ()),
     Seam(f"{_MODEL}._supports_sdpa", "tells models whose own attention is eager"),
+    # serving/batch_manager.py: continuous batching
+    Seam(
+        f"{_BATCHING}.continuous_api:ContinuousBatchingManager.__init__",
+        "begins continuous batching (patched)",
+        ("self", "model", "generation_config", "continuous_batching_config"),
+    ),
+    Seam(
+        f"{_BATCHING}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
+        "chooses the attention of batches (patched)",
+        ("self", "model"),
+    ),
+    Seam(
+        f"{_BATCHING}.continuous_api:ContinuousBatchingManager._create_batch_processor",
+        "makes the cache of batches (patched)",
+        ("self",),
+    ),
+    Seam(
+        f"{_BATCHING}.continuous_api:ContinuousBatchingManager.add_request",
+        "adds a request to batches (patched, for cache_salt)",
+        ("self", "input_ids", "request_id"),
+    ),
+    Seam(
+        f"{_BATCHING}.continuous_api:ContinuousMixin.init_continuous_batching",
+        "makes a manager or gives back one that was kept (patched)",
+        ("self", "generation_config", "continuous_batching_config"),
+    ),
+    Seam(
+        f"{_BATCHING}.continuous_api:ContinuousMixin.generate_batch",
+        "runs a batch of prompts (patched, for the name of a cache)",
+        ("self", "inputs", "generation_config", "continuous_batching_config"),
+    ),
+    Seam(f"{_BATCHING}.continuous_api:PagedAttentionCache", "is the cache of batches (replaced)"),
+    Seam(
+        f"{_BATCHING}.model_runner:ModelRunner.compute_batch",
+        "runs a forward of batches",
+        ("self", "model", "batch_data"),
+    ),
+    Seam(
+        f"{_BATCHING}.cache_allocators:CacheAllocator",
+        "tells the batching that pages know (5.18 and newer)",
+        since="5.18.0",
+    ),
     # cache/: what the paged cache inherits and overrides
     Seam(f"{_CACHE}:Cache.update", "calls the layers", (*_UPDATE, "layer_idx"), told=True),
     Seam(f"{_CACHE}:Cache.get_seq_length", "asks the layers", ("self", "layer_idx"), told=True),

@@ -59,6 +59,11 @@ class PrefixTree:
         """Pages that the tree holds."""
         return len(self._used) - len(self.roots)
 
+    @property
+    def num_spare(self) -> int:
+        """Pages that nobody but the tree holds; under the pool's lock."""
+        return sum(node.page is not None and self.pool.count(node.page) == 1 for node in self._used)
+
     # a node is held before it can be found, and can no longer be found before it is let go: wherever a change stops,
     # what can be found is held
 

@@ -144,12 +144,14 @@ class PageStorage:
         neighbours: the layers that this one grows with, and its own position; None where it grows alone.
         asked: the spec by the options of the caches that share these pages.
         wider: the formats that are others than those of `asked`, and why; None where there are none (widened.Wider).
+        keeps: why these pages keep their spec, where somebody has said so; None: they may get a wider one.
         successor: storage of a wider spec that took over all pages; from then on nothing is written here.
     """
 
     def __init__(self, spec: PageSpec, device: torch.device) -> None:
         self.spec = self.asked = spec
         self.wider: Any = None
+        self.keeps: str | None = None
         self.successor: PageStorage | None = None
         self.device = device
         self.neighbours: tuple[blocks.Neighbours, int] | None = None
@@ -200,7 +202,7 @@ class PageStorage:
     @property
     def why_not_wider(self) -> str | None:
         """Return why these pages cannot get a wider spec, or None."""
-        return None
+        return self.keeps
 
     @property
     def fields(self) -> tuple[PageFields, PageFields]:

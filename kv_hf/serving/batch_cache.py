@@ -12,6 +12,7 @@ from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.arena import PageArena
 from ..pages.step import Row
+from ..pages.widened import rewritten
 from ..spec import MemoryReport
 from .batch_attention import attend_in_parts
 from .batch_forward import Forward, Part, run_of
@@ -23,6 +24,7 @@ from .batch_rows import BatchRows
 from .batch_store import BatchStore, Sinks
 
 NO_LIMIT = 2**31 - 1
+KEPT = "continuous batching allocates all pages when it starts, in formats that its first tokens have called for"
 
 
 class _Sectors:
@@ -86,7 +88,10 @@ class BatchCache:
         self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come
         self._away: dict[str, HeldRequest] = {}
         self._salts: dict[str, str] = {}
-        self._space = "" if store is None else store.bind_model(model)
+        self._unknown: dict[str, int] = {}  # tokens of prompts that the store knows nothing of
+        self._space = ""  # the state of the model that prefixes depend on
+        self._spaces: dict[str, str] = {}  # that in which each request began
+        self._looked = False
         self._forward: Forward | None = None
         self.layers_reached: set[int] = set()  # in the last forward
 
@@ -94,7 +99,14 @@ class BatchCache:
         """Make the tensors of a layer, with room for all pages and rows."""
         window, group = layer.window, self.groups[layer.window]
         assert layer.spec is not None
-        pages = self.arena.storage(layer.layer_idx, layer.spec, layer.device, group)
+        asked = layer.storage.asked if layer.storage is not None else layer.spec
+        pages = self.arena.storage(layer.layer_idx, asked, layer.device, group)
+        if pages.spec != layer.spec:  # what the first tokens called for, while the storage is empty
+            assert layer.storage is not None
+            wide = rewritten(pages, layer.spec, layer.storage.wider)
+            self.arena.replace(layer.layer_idx, pages, wide)
+            pages = wide
+        pages.keeps = KEPT
         store = BatchStore(
             layer.layer_idx, layer.formats, self.arena, pages, group.sink_tokens, layer.kernel, window,
             self.room.rows, group.slots,
@@ -140,7 +152,17 @@ class BatchCache:
         full = self.groups.get(None)
         if full is None:
             return NO_LIMIT
-        return self.room.pages[None] - full.pool.num_held - sum(self._promised.values())
+        held, store = full.pool.num_held, self.options.prefix_store
+        if (
+            store is not None
+        ):  # what generate() or another manager holds there comes on top of `room`
+            with full.pool.lock:
+                held = len(set().union(*full.held_pages(full.pool))) + store.num_spare
+        return self.room.pages[None] - held - sum(self._promised.values())
+
+    def _kept_pages(self) -> int:
+        """Return the pages that the prefix store alone holds, which give way to requests."""
+        return 0 if self.prefix_store is None else self.prefix_store.num_spare
 
     def _make_free(self, pages: int) -> bool:
         """Give up prefixes that no request holds until `pages` pages are free; say whether they are."""
@@ -168,7 +190,7 @@ class BatchCache:
 
     def count_storable_requests(self, needs: Sequence[tuple[str, int]]) -> int:
         """Return how many of (request, its tokens behind the next forward), in order, would find room one after the other."""
-        free = self._free_pages()
+        free = self._free_pages() + self._kept_pages()
         for count, (request_id, tokens) in enumerate(needs):
             free -= self._needed(request_id, tokens)
             if free < 0:
@@ -195,13 +217,23 @@ class BatchCache:
         """Give a request a row behind the others, with what it left on the host."""
         away = self._away.pop(request_id, None)
         if away is None:
+            tokens = self._unknown.pop(request_id, None)
+            if tokens is not None and self.prefix_store is not None:
+                self.prefix_store.count_prompt(tokens, 0)
             self.requests.admit(request_id)
         else:
             away.come_back(self.requests, request_id)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Let go of everything that a request holds; its sealed pages stay in the prefix store, if there is one."""
-        for kept in (self._promised, self._asked, self._away, self._salts):
+        for kept in (
+            self._promised,
+            self._asked,
+            self._away,
+            self._salts,
+            self._spaces,
+            self._unknown,
+        ):
             kept.pop(request_id, None)
         if request_id in self.requests:
             self.requests.drop(request_id)
@@ -221,11 +253,13 @@ class BatchCache:
         """Let new requests continue as `state` does, as far as there are rows; they share its pages. Return those."""
         forked = []
         for new_id in new_ids:
-            if len(self.requests) >= self.room.rows:
-                break
-            self.requests.copy(state.request_id, new_id)
+            # a child without a row waits, and shares pages later
             self.salt(new_id, self.salt_of(state.request_id))
-            forked.append(new_id)
+            if len(self.requests) < self.room.rows:
+                self.requests.copy(state.request_id, new_id)
+                if state.request_id in self._spaces:
+                    self._spaces[new_id] = self._spaces[state.request_id]
+                forked.append(new_id)
         return forked
 
     def perform_cache_copy(self, copies: Any) -> None:
@@ -235,7 +269,7 @@ class BatchCache:
 
     def bytes_away(self) -> int:
         """Bytes of requests that wait on the host."""
-        return sum(one.nbytes for one in self._away.values())
+        return sum(one.nbytes for one in list(self._away.values()))
 
     def request_bytes(self, request_id: str) -> int:
         """Bytes of the pages and exact tokens of a request that has a row."""
@@ -248,10 +282,13 @@ class BatchCache:
     def take_away(self, request_id: str) -> None:
         """Move what a request holds to the host; its row and its pages are free afterwards."""
         nbytes, salt = self.request_bytes(request_id), self.salt_of(request_id)
+        space = self._spaces.get(request_id)
         away = HeldRequest.of(self.requests, request_id, nbytes)
         self.free_blocks(request_id)
         self._away[request_id] = away
         self.salt(request_id, salt)
+        if space is not None:  # its pages stay those of the weights that made them
+            self._spaces[request_id] = space
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 
@@ -263,20 +300,37 @@ class BatchCache:
         """Return the salt of a request, "" without one."""
         return self._salts.get(request_id, "")
 
+    def look_again(self) -> None:
+        """Compare the model's weights and adapters with those of the prefixes before the next request begins."""
+        self._looked = False
+
+    def _space_now(self) -> str:
+        """Return the space of prefixes of the model's state; pages of other weights are let go of."""
+        if not self._looked and self.prefix_store is not None:
+            self._space = self.prefix_store.bind_model(self.model)
+            self._looked = True
+        return self._space
+
     def _space_of(self, request_id: str) -> str:
         salt = self.salt_of(request_id)
-        return f"{self._space} salt {salt}" if salt else self._space
+        space = self._spaces.get(request_id)
+        if space is None:
+            space = self._spaces[request_id] = self._space_now()
+        return f"{space} salt {salt}" if salt else space
 
     def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
         """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""
         store = self.prefix_store
         if store is None or request_id in self.requests or len(self.requests) >= self.room.rows:
             return 0
+        self._spaces.pop(request_id, None)  # it begins now, whenever it came
         with store.tree.pool.lock:
             found = store.find(self._space_of(request_id), prompt_ids)
-            store.count_prompt(len(prompt_ids), found.tokens)
-            if not found.pages:
+            if not found.pages:  # it may be looked for again before it has room
+                self._unknown[request_id] = len(prompt_ids)
                 return 0
+            self._unknown.pop(request_id, None)
+            store.count_prompt(len(prompt_ids), found.tokens)
             row = Row(0, found.pages, store.tree.sink_tokens)
             index = self.requests.admit(request_id, {None: row})
         with self.requests.in_order():
@@ -402,7 +456,10 @@ class BatchCache:
     # -- what it holds -----------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of all tensors, by part."""
+        """Return the bytes of all tensors, by part; may be called in any thread.
+
+        "other" are the exact first tokens of the prefixes that a store of the manager's own keeps, which `room` does not count.
+        """
         specs = [store.pages.spec for store in self.stores.values()]
         payload = scales = 0
         for store in self.stores.values():
@@ -412,10 +469,14 @@ class BatchCache:
         tail = sum(one.tokens.nbytes for store in self.stores.values() for one in store.residuals)
         held = sum(group.pool.num_held for group in self.groups.values())
         first = next(iter(self.groups.values()))
-        tokens = sum(first.length(index) for index in range(len(first)))
+        tokens = int(
+            first.sizes.all_tokens(first.batch).sum()
+        )  # one read: a forward changes `batch`
+        kept = None if self.prefix_store is None else self.prefix_store.stats()
+        other = 0 if kept is None else kept.bytes - kept.pages * self.kinds[None].page_bytes
         assert specs
         return MemoryReport(
-            payload=payload, scales=scales, tail=tail, tables=0, other=0, pages_held=held,
+            payload=payload, scales=scales, tail=tail, tables=0, other=other, pages_held=held,
             pages_allocated=sum(self.room.pages.values()), tokens=tokens, offloaded=self.bytes_away(),
         )  # fmt: skip
 

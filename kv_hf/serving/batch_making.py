@@ -25,7 +25,8 @@ _MEASURE = "get_device_and_memory_breakdown"
 def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
     """Make the cache of a manager: pages and windows for as many requests as its budget has room for.
 
-    One token goes through the model first, so that every layer's keys and values are known as they are.
+    Tokens for two pages go through the model first, so that every layer's keys and values are known as they are: a layer whose
+    formats would be too narrow gets wider ones at once.
 
     Args:
         batching: the resolved ContinuousBatchingConfig.
@@ -62,9 +63,9 @@ def new_cache(model: Any, options: CacheConfig, batching: Any) -> BatchCache:
 def _probed(
     model: Any, options: CacheConfig, batching: Any
 ) -> tuple[GrowingCache, PrefixStore | None]:
-    """Return a paged cache that one token has gone through, and the prefix store, if there shall be one."""
+    """Return a paged cache that a few tokens have gone through, and the prefix store, if there shall be one."""
     plain = given_options(options, CacheConfig)
-    for name in ("max_pages", "max_bytes", "prefix_store", "reserve_tokens"):
+    for name in ("max_pages", "max_bytes", "prefix_store"):
         plain.pop(name, None)
     plain["cuda_graph"] = "never"
     first = _through(model, CacheConfig(**plain))
@@ -81,13 +82,22 @@ def _probed(
 
 
 def _through(model: Any, options: CacheConfig) -> GrowingCache:
-    """Return a cache of these options that one token has gone through."""
+    """Return a cache of these options that tokens for two pages have gone through: layers with keys too large are then wider."""
     cache = PagedCache.from_options(model.config.get_text_config(decoder=True), options)
     assert isinstance(cache, GrowingCache)
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    config = model.config.get_text_config(decoder=True)
+    count = options.sink_tokens + options.recent_tokens + 2 * options.page_size + 1
+    count = min(count, getattr(config, "max_position_embeddings", None) or count)
+    tokens = torch.arange(count, device=model.device)[None] * 7919 % config.vocab_size
     with torch.no_grad():
-        model(input_ids=token, past_key_values=cache, use_cache=True)
+        model(input_ids=tokens, past_key_values=cache, use_cache=True, **_last_logits(model))
     return cache
+
+
+def _last_logits(model: Any) -> dict[str, int]:
+    """Return the argument that spares logits nobody reads, where the model has it."""
+    has = getattr(model, "_supports_logits_to_keep", None)
+    return {"logits_to_keep": 1} if callable(has) and has() else {}
 
 
 def _free_bytes(part: float) -> int:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import transformers
 from transformers.generation.continuous_batching import continuous_api
 
+from ..cache.model_shape import attention_config
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, cache_names
@@ -27,6 +29,7 @@ _PATCHED: tuple[tuple[type, str], ...] = (
     (Manager, "__init__"),
     (Manager, "switch_to_cb_friendly_attn"),
     (Manager, "_create_batch_processor"),
+    (Manager, "stop"),
     (Manager, "add_request"),
     (Mixin, "init_continuous_batching"),
     (Mixin, "generate_batch"),
@@ -35,7 +38,7 @@ _MODULE: Any = continuous_api
 _CACHE = "PagedAttentionCache"  # the class that _create_batch_processor finds in its module
 _originals: dict[tuple[Any, str], Callable[..., Any]] = {}
 
-_NO_LIMIT = 2**62
+_managers: "weakref.WeakSet[Any]" = weakref.WeakSet()  # on quantized pages
 # `make`: what this thread's manager makes its cache by, None where transformers makes it
 _here = threading.local()
 
@@ -44,7 +47,10 @@ def install() -> None:
     """Let continuous batching take the names of paged caches; a second call changes nothing."""
     if _originals:
         return
-    wraps = (_with_options, _with_pages, _processor, _with_salt, _checked_manager, _named_batch)
+    wraps = (
+        *(_with_options, _with_pages, _processor, _handing_over),
+        *(_with_salt, _checked_manager, _named_batch),
+    )
     for (owner, name), wrap in zip(_PATCHED, wraps, strict=True):
         _originals[owner, name] = getattr(owner, name)
         setattr(owner, name, wrap(_originals[owner, name]))
@@ -95,6 +101,8 @@ def _with_options(original: Callable[..., None]) -> Callable[..., None]:
             check_batching(bound["continuous_batching_config"])
             check_model(model, options)
         original(self, model, *args, **kwargs)
+        if options is not None:
+            _managers.add(self)
 
     return init
 
@@ -106,9 +114,13 @@ def _with_pages(original: Callable[..., None]) -> Callable[..., None]:
     def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         before = model.config._attn_implementation
         if self.kv_hf_options is None:
-            if (
-                before == ATTENTION_NAME
-            ):  # a call of generate() has switched it; 16-bit pages are not read by it
+            if before == ATTENTION_NAME:
+                # a call of generate() has switched it; 16-bit pages are not read by it
+                if _running_beside(self, model):
+                    raise UnsupportedModelError(
+                        f"another manager runs on quantized pages of this {type(model).__name__}, whose attention 16-bit pages are "
+                        "not read by; stop it first"
+                    )
                 model.set_attn_implementation("sdpa")
             original(self, model, *args, **kwargs)
             if before == ATTENTION_NAME:
@@ -120,12 +132,37 @@ def _with_pages(original: Callable[..., None]) -> Callable[..., None]:
     return switch
 
 
+def _running_beside(manager: Any, model: Any) -> Any:
+    """Return another manager that runs on quantized pages of `model`, or None."""
+    others = (one for one in list(_managers) if one is not manager and one.model is model)
+    return next((one for one in others if one.is_running()), None)
+
+
+def _handing_over(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap stop, which gives a model its attention back: the last manager of several shall."""
+
+    @functools.wraps(original)
+    def stop(self: Any, *args: Any, **kwargs: Any) -> None:
+        other = _running_beside(self, self.model)
+        if self.kv_hf_options is not None and other is not None:
+            if other._original_attn_impl is None:
+                other._original_attn_impl = self._original_attn_impl
+            self._original_attn_impl = None
+        original(self, *args, **kwargs)
+
+    return stop
+
+
 def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap _create_batch_processor, which makes the cache."""
 
     @functools.wraps(original)
     def create(self: Any) -> Any:
-        if self.kv_hf_options is None or self.batch_processor is not None:
+        if self.kv_hf_options is None:
+            return original(self)
+        self.switch_to_cb_friendly_attn(self.model)  # stop() has switched it back
+        if self.batch_processor is not None:
+            self.batch_processor.cache.look_again()
             return original(self)
         made: list[BatchCache] = []
 
@@ -149,7 +186,9 @@ def _processor(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _here.make = None
             batching.cpu_offload_space = space
-        host_bytes = _NO_LIMIT if space is None else int(space * 2**30)
+        # the bytes that transformers would take: its sectors are bytes here
+        most = batching.cpu_offload_space_safety_threshold
+        host_bytes = processor.offloading_manager._compute_num_cpu_sectors(space, most)
         _join(processor, made[0], host_bytes, self.kv_hf_salts)
         return processor
 
@@ -164,27 +203,70 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
     """
     cache.requests.stream = processor.inputs_and_outputs.compute_stream
     processor.offloading_manager = BatchOffload(cache, processor.scheduler, host_bytes)
-    compute, enqueue = processor.model_runner.compute_batch, processor.scheduler.add_waiting_request
+    scheduler, compute = processor.scheduler, processor.model_runner.compute_batch
+    enqueue, clear = scheduler.add_waiting_request, scheduler.clear_cancelled_requests
 
     def run(model: Any, batch: dict[str, Any]) -> None:
         """Plan the forward; a mask of four dimensions is handed on as it is, so that none is made, and nobody reads it."""
+        _check_attention(model)
         count = batch["input_ids"].shape[1]
         with cache.requests.in_order():
             cache.begin(count)
         if not count:  # a request that was found as a whole, and waits to be forked
             return
         batch["attention_mask"] = batch["input_ids"].new_zeros((1, 1, count, 0), dtype=torch.bool)
-        compute(model, batch)
+        try:
+            compute(model, batch)
+        except Exception:
+            _check_attention(model)  # in the middle of a forward
+            raise
 
     def add(state: Any) -> None:
-        """Refuse a request that can never have room, so that it does not keep others waiting."""
+        """Refuse a request that can never have room, so that it does not keep others waiting, and one of an id that is in use."""
+        salt = salts.pop(state.request_id, None)
+        if state.request_id in scheduler.active_requests | scheduler.waiting_requests:
+            raise CacheOptionError(
+                f"request_id={state.request_id!r} is that of a request that has not finished; give each its own, or none"
+            )
         _check_length(cache, state)
-        if state.request_id in salts:
-            cache.salt(state.request_id, salts.pop(state.request_id))
+        if salt is not None:
+            cache.salt(state.request_id, salt)
         enqueue(state)
 
+    def clear_cancelled() -> Any:
+        """Let waiting requests in where all others were cancelled: transformers does so where one finishes."""
+        gone = clear()
+        if not scheduler.active_requests:
+            scheduler.block_new_requests = False
+        return gone
+
+    status = processor.background_thread_status
+    wait = getattr(type(status), "pause_and_wait", None)  # not of a processor before this one
+
+    alive = weakref.ref(cache)  # the status outlives a manager's stop, which frees the cache
+
+    def paused() -> None:
+        """Look at the model again afterwards: it may have been changed in place."""
+        assert wait is not None
+        wait(status)
+        held = alive()
+        if held is not None:
+            held.look_again()
+
+    if wait is not None:
+        status.pause_and_wait = paused
     processor.model_runner.compute_batch = run
-    processor.scheduler.add_waiting_request = add
+    scheduler.add_waiting_request, scheduler.clear_cancelled_requests = add, clear_cancelled
+
+
+def _check_attention(model: Any) -> None:
+    """Raise UnsupportedModelError where the attention of `model` is no longer the one that reads pages."""
+    now = attention_config(model.config)._attn_implementation
+    if now != ATTENTION_NAME:
+        raise UnsupportedModelError(
+            f"the attention of {type(model).__name__} was set to {now!r} while continuous batching runs on its pages, which "
+            f"{ATTENTION_NAME!r} alone reads; stop the manager first"
+        )
 
 
 def _check_length(cache: BatchCache, state: Any) -> None:
@@ -227,7 +309,10 @@ def _with_salt(original: Callable[..., Any]) -> Callable[..., Any]:
                 given["request_id"] = f"req_{self._request_counter}"
                 self._request_counter += 1
         self.kv_hf_salts[given["request_id"]] = cache_salt
-        return original(self, **given, **bound.get("logit_processor_kwargs", {}))
+        taken = original(self, **given, **bound.get("logit_processor_kwargs", {}))
+        if taken is None:  # the manager is stopping
+            self.kv_hf_salts.pop(given["request_id"], None)
+        return taken
 
     return add
 

@@ -9,7 +9,14 @@ from ..formats import ATTENTION_NAME, is_cache_name
 from ..hf.models import why_not_pages
 
 # options that say where keys and values of one call live, or how one call of generate() runs
-_NOT_BATCHED = ("offload", "max_length", "device_bytes", "device_pages", "offload_dir")
+_NOT_BATCHED = (
+    "offload",
+    "max_length",
+    "device_bytes",
+    "device_pages",
+    "offload_dir",
+    "reserve_tokens",
+)
 
 
 def options_of(generation_config: Any) -> CacheConfig | None:
@@ -22,7 +29,7 @@ def options_of(generation_config: Any) -> CacheConfig | None:
         return None
     options = CacheConfig.from_options(name, generation_config.cache_config)
     for option in _NOT_BATCHED:
-        if getattr(options, option) is not None:
+        if getattr(options, option) not in (None, 0):
             raise CacheOptionError(
                 f"{option}={getattr(options, option)!r} is for one call of generate(); continuous batching allocates all pages when it "
                 "starts (cache_config={'max_bytes': ..}, and cpu_offload_space of the ContinuousBatchingConfig for requests that "

@@ -8,8 +8,8 @@ from ..geometry import Geometry
 from ..spec import PageSpec
 from ..units import format_bytes
 
-# of the budget, when full-attention layers share it with windows and sliding layers: these take no more
-FIXED_PART = 0.5
+# of the budget, where full-attention layers share it with windows and sliding layers: these take no more
+FIXED_PART = 0.25
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class BatchRoom:
         """Return the room within `budget` bytes, or for `pages` pages of the full-attention layers.
 
         Args:
-            most_rows: requests that are wanted at once; fewer where their exact windows would take over half of a budget.
+            most_rows: requests that are wanted at once; fewer where their exact windows would take over a quarter of a budget.
             batch_tokens: most tokens of a forward.
         Raises: CacheOptionError where not even one request has room.
         """

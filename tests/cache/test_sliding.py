@@ -273,3 +273,19 @@ def test_a_stage_of_full_layers_alone_knows_its_length():
     assert kinds[0] == "sliding_attention"
     assert cache.get_seq_length() == 50
     assert cache.get_seq_length(full) == 50
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_decode_steps_find_recent_tokens_that_outlast_the_window(sinks):
+    model, ids = make("mistral", 20), tokens(1, 90)
+    options = {"page_size": PAGE, "recent_tokens": 33, "sink_tokens": sinks}
+    prompt = {"attention_mask": torch.ones_like(ids[:, :40])}
+    cache = kv_hf.PagedCache(model.config, **options)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[0, 40:]
+        model(input_ids=ids[:, :40], past_key_values=cache, **prompt)
+        found = [
+            model(input_ids=ids[:, [column]], past_key_values=cache).logits[0, 0]
+            for column in range(40, 90)
+        ]
+    torch.testing.assert_close(torch.stack(found), expected, atol=1e-5, rtol=1e-5)

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import transformers
+from stressed_models import stressed, value_channel
 from tiny_models import COMMON, make_model, shared_model
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -215,6 +216,23 @@ def test_streamed_tokens_come_one_after_the_other(manager):
     assert len(seen) == 12
 
 
+def test_formats_too_narrow_are_wider_from_the_start_within_the_same_budget():
+    plain = make_model("llama", torch.bfloat16, head_dim=64)
+    model = stressed(plain, value_channel(300.0))
+    with pytest.warns(kv_hf.KVCacheWarning, match="wider than asked"):
+        manager = started(model, config("paged_int4", options={"max_bytes": "32MiB"}))
+    try:
+        cache = manager.batch_processor.cache
+        names = {store.pages.spec.values.scheme.name for store in cache.stores.values()}
+        assert "int4" not in names
+        assert cache.memory().total == cache.room.nbytes <= 32 << 20
+        manager.add_request(prompts()[3], request_id="r", max_new_tokens=70)
+        assert collected(manager, 1)["r"].error is None
+        assert cache.memory().total == cache.room.nbytes
+    finally:
+        manager.stop()
+
+
 def test_a_prompt_that_never_fits_fails_alone():
     manager = started(make_model("llama"), config("paged_int8"), blocks=4)
     try:
@@ -267,6 +285,26 @@ def test_salted_requests_share_pages_with_requests_of_their_salt_alone(manager):
         collected(manager, 1)
         computed.append(store.stats().tokens_computed - before)
     assert computed == [300, 300, 300 - 260, 300, 300 - 260]
+
+
+def test_weights_that_change_in_a_pause_find_no_pages_of_before(manager):
+    store, text = manager.batch_processor.cache.prefix_store, prompts()[3]
+    found = []
+    for change in (False, False, True):
+        if change:
+            with manager.pause(), torch.no_grad():
+                for parameter in manager.model.parameters():
+                    parameter.mul_(1.1)
+        before = store.stats().tokens_computed
+        manager.add_request(text, request_id="r", max_new_tokens=3)
+        found.append(collected(manager, 1)["r"].generated_tokens)
+        found.append(store.stats().tokens_computed - before)
+    assert found[1::2] == [300, 40, 300]
+    fresh = make_model("llama")
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.mul_(1.1)
+    assert answers(fresh, [text], config("paged_int8", 3), batching()) == [found[4]]
 
 
 def test_counts_of_a_manager_add_up(manager):
@@ -336,7 +374,8 @@ def test_many_requests_at_random_leave_counts_balanced_and_memory_constant(count
                 found[output.request_id] = output
         assert set(kept) <= set(found)
         assert not [one.error for one in found.values() if one.error]
-        assert cache.memory().total - cache.memory().offloaded == nbytes
+        memory = cache.memory()
+        assert memory.total - memory.offloaded - memory.other == nbytes
         while cache.requests.names:
             time.sleep(0.01)
         assert pages_in_use(manager) == (0, set())

@@ -1,0 +1,222 @@
+"""Continuous batching on pages where things go wrong: ids used twice, managers side by side, full caches, changed models."""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from test_batch import answers, batching, collected, config, prompts, started
+from tiny_models import make_model
+
+import kv_hf
+from kv_hf.errors import CacheOptionError, UnsupportedModelError
+
+TEXT = prompts()[3]
+
+
+def wait_for(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert true()
+
+
+def begun(manager, request_id, text=TEXT, **options):
+    """Add a streaming request, and wait for its first token."""
+    manager.add_request(text, request_id=request_id, streaming=True, **options)
+    while manager.get_result(timeout=10) is None:
+        pass
+
+
+def test_children_that_wait_for_a_row_keep_the_salt():
+    sampled = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    manager = started(
+        make_model("llama"), config("paged_int8", 4, **sampled), max_requests_per_batch=1
+    )
+    try:
+        manager.add_request(TEXT, request_id="a", cache_salt="x")
+        assert len(collected(manager, 3)) == 3
+        manager.num_return_sequences = 1
+        store = manager.batch_processor.cache.prefix_store
+        before = store.stats().tokens_computed
+        manager.add_request(TEXT, request_id="b")
+        collected(manager, 1)
+        assert store.stats().tokens_computed - before == len(TEXT)
+    finally:
+        manager.stop()
+
+
+def test_an_id_that_is_in_use_is_refused_and_the_others_go_on():
+    manager = started(make_model("llama"), config("paged_int8", 60))
+    try:
+        begun(manager, "a")
+        manager.add_request([5, 6, 7], request_id="a")
+        manager.add_request([5, 6, 7], request_id="b")
+        done = []
+        while len(done) < 3:
+            output = manager.get_result(timeout=10)
+            assert output is not None
+            done += [output] if output.is_finished() else []
+        assert {(one.request_id, one.error is None) for one in done} == {
+            ("a", False),
+            ("a", True),
+            ("b", True),
+        }
+    finally:
+        manager.stop()
+
+
+def test_starved_requests_leave_until_kept_prefixes_make_room_and_no_longer():
+    left = {}
+    for sharing in (True, False):
+        manager = started(
+            make_model("llama"),
+            config("paged_int8", 200),
+            blocks=24,
+            max_requests_per_batch=8,
+            max_batch_tokens=1000,
+            allow_block_sharing=sharing,
+        )
+        try:
+            for text in prompts((100,) * 8)[:8]:
+                manager.add_request(text)
+            found = collected(manager, 8)
+            assert [one.error for one in found.values()] == [None] * 8
+            left[sharing] = kv_hf.BatchCounts.of(manager).requests_evicted
+        finally:
+            manager.stop()
+    assert 0 < left[True] <= left[False]
+
+
+def test_prompts_that_wait_for_room_are_counted_once():
+    manager = started(make_model("llama"), config("paged_int8", 30), blocks=12, safety_margin=0.0)
+    try:
+        for text in prompts((290,) * 6)[:6]:
+            manager.add_request(text)
+        collected(manager, 6)
+        counts = kv_hf.BatchCounts.of(manager)
+        assert counts.prompts == 6 + counts.requests_evicted
+    finally:
+        manager.stop()
+
+
+def test_waiting_requests_go_on_when_all_others_are_cancelled():
+    manager = started(
+        make_model("llama"), config("paged_int8", 600), blocks=12, max_requests_per_batch=8
+    )
+    try:
+        scheduler = manager.batch_processor.scheduler
+        for index, text in enumerate(prompts((100,) * 6)[:6]):
+            manager.add_request(text, request_id=str(index))
+        wait_for(lambda: scheduler.block_new_requests)
+        with manager.pause():
+            waiting = list(scheduler.waiting_requests)
+            for request_id in scheduler.active_requests:
+                manager.cancel_request(request_id)
+        wait_for(lambda: not set(waiting) & set(scheduler.waiting_requests))
+    finally:
+        manager.stop(hard_stop=True)
+
+
+def test_the_last_of_two_managers_gives_the_model_its_attention_back():
+    model = make_model("llama")
+    first, second = (started(model, config("paged_int8", 60)) for _ in range(2))
+    try:
+        begun(second, "a")
+        first.stop()
+        assert model.config._attn_implementation == "kv_hf"
+        assert collected(second, 1)["a"].error is None
+    finally:
+        second.stop()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_16_bit_pages_are_refused_while_a_manager_runs_on_others():
+    model = make_model("llama")
+    manager = started(model, config("paged_int8", 60))
+    try:
+        begun(manager, "a")
+        with pytest.raises(UnsupportedModelError, match="stop it first"):
+            model.generate_batch([[5, 6]], config(new=2), batching())
+        assert collected(manager, 1)["a"].error is None
+    finally:
+        manager.stop()
+
+
+def test_an_attention_that_is_changed_under_a_manager_is_named():
+    model = make_model("llama")
+    manager = started(model, config("paged_int8", 500))
+    try:
+        begun(manager, "a")
+        model.set_attn_implementation("sdpa")
+        assert "was set to 'sdpa' while" in collected(manager, 1)["a"].error
+    finally:
+        manager.stop()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_manager_starts_again_after_a_stop(kept):
+    model = make_model("llama")
+    manager = started(model, config("paged_exact", 6))
+    manager.stop(keep_for_next_session=kept)
+    manager.start()
+    try:
+        manager.add_request(TEXT, request_id="a")
+        found = collected(manager, 1)["a"]
+    finally:
+        manager.stop()
+    fresh = make_model("llama")
+    assert [found.generated_tokens] == answers(fresh, [TEXT], config(new=6), batching())
+
+
+def test_stop_frees_the_cache_of_a_manager_that_is_still_named():
+    manager = started(make_model("llama"), config("paged_int8", 6))
+    cache = weakref.ref(manager.batch_processor.cache)
+    manager.stop()
+    gc.collect()
+    assert cache() is None
+
+
+def test_salts_of_requests_that_never_ran_are_forgotten():
+    manager = started(make_model("llama"), config("paged_int8", 6), blocks=4)
+    manager.add_request([5] * 900, request_id="long", cache_salt="a")
+    assert "room for" in collected(manager, 1)["long"].error
+    manager.stop()
+    assert manager.add_request([5, 6], request_id="late", cache_salt="a") is None
+    assert manager.kv_hf_salts == {}
+
+
+def test_pages_of_generate_in_a_shared_store_leave_a_manager_its_room():
+    model, store = make_model("llama"), kv_hf.PrefixStore()
+    options = {"max_bytes": "1MiB", "prefix_store": store}
+    manager = started(model, config("paged_int8", 6, options))
+    try:
+        cache = kv_hf.PagedCache(model.config, keys="int8", values="int8", prefix_store=store)
+        ids = torch.randint(3, 97, (6, 900), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache)
+        manager.add_request(TEXT * 2, request_id="a")
+        assert collected(manager, 1)["a"].error is None
+    finally:
+        manager.stop()
+
+
+def test_memory_counts_the_exact_beginnings_of_kept_prefixes():
+    manager = started(make_model("llama"), config("paged_int4", 1, {"page_size": 16}))
+    try:
+        cache = manager.batch_processor.cache
+        for text in prompts((37,) * 20)[:20]:
+            manager.add_request(text)
+        collected(manager, 20)
+        sinks = 2 * 2 * 2 * 4 * 16 * 4  # layers, sides, kv heads, tokens, channels, bytes
+        assert cache.memory().other == 20 * sinks
+    finally:
+        manager.stop()
+
+
+def test_reserve_tokens_are_refused():
+    with pytest.raises(CacheOptionError, match="reserve_tokens=4096 is for one call"):
+        make_model("llama").generate_batch(
+            [[5, 6]], config("paged_int8", options={"reserve_tokens": 4096}), batching()
+        )

@@ -12,7 +12,7 @@ def extra(name: str, needs: str) -> Iterator[None]:
             import matplotlib
 
     Args:
-        name: the extra, as in `pip install 'kv_hf[name]'`.
+        name: the extra, as in `pip install -e '.[name]'`.
         needs: the feature that needs the package.
     Raises: ImportError naming feature, package and remedy.
     """
@@ -24,5 +24,5 @@ def extra(name: str, needs: str) -> Iterator[None]:
         ] == "kv_hf":  # a fault of ours, no missing package
             raise
         raise ImportError(
-            f"{needs} needs {error.name}: pip install 'kv_hf[{name}]'", name=error.name
+            f"{needs} needs {error.name}: pip install -e '.[{name}]' in the clone", name=error.name
         ) from error

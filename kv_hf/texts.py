@@ -1,6 +1,7 @@
 """Real text to measure on and to train on: the bundled texts, files, datasets of the hub."""
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def _contents(source: str | Path, what: str, choices: str) -> str:
     if str(source) in BUNDLED:
         return (files("kv_hf") / "evaluation" / "data" / f"{source}.txt").read_text("utf-8")
     if not Path(source).is_file():
-        raise ValueError(f"{what} must be {choices}, got {str(source)!r}")
+        near = get_close_matches(str(source), (*BUNDLED, *SETS), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{what} must be {choices}, got {str(source)!r}{hint}")
     return read_text(source, TEXT_BYTES, what)
 
 
@@ -81,7 +84,9 @@ def _records(source: str, training: bool, what: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{what} {source!r} needs datasets: pip install 'kv_hf[eval]'") from error
+        raise ValueError(
+            f"{what} {source!r} needs datasets: pip install -e '.[eval]' in the clone"
+        ) from error
     try:
         splits: Any = datasets.load_dataset(path, config or None, streaming=True)
     except Exception as error:  # whatever the hub, the network or a loader raises

@@ -225,7 +225,7 @@ def _memory_block(rows: Rows) -> str:
                 f"{row['held_bytes'] / 2**20:.1f}",
                 f"{100 * row['held_bytes'] / exact:.1f} %" if exact else "-",
                 f"{row['bytes_per_token']:,.0f}",
-                *("-" if rate is None else f"{rate:,.3g}" for rate in rates),
+                *("-" if rate is None else f"{rate:,.{1 if rate < 100 else 0}f}" for rate in rates),
             ]
         )
     first = rows[0]

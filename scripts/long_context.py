@@ -2,7 +2,7 @@
 
     python scripts/long_context.py --model smollm2-135m --lengths 512 1024 2048 --depths 0 0.25 0.5 0.75 1
     python scripts/long_context.py --model smollm2-135m --lengths 2048 --tasks multi_key variable_tracking
-    python scripts/long_context.py --lengths 8192 --tasks single copy --samples 20 --record     # the table of docs/
+    python scripts/long_context.py --lengths 1024 2048 --tasks single --samples 20 --record     # the table of docs/
 
 Without --tasks the needle grid of lengths by depths is measured (and drawn to --plot); with --tasks those tasks at each
 length, each sample at a depth of its own. Every answer reads the stored cache (docs/long_context.md). --record appends rows

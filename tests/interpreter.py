@@ -28,7 +28,7 @@ def why_not():
     try:
         triton = Version(version("triton"))
     except PackageNotFoundError:
-        return "triton is not installed (pip install 'kv_hf[gpu]'; wheels exist for Linux)"
+        return "triton is not installed (pip install -e '.[gpu]'; wheels exist for Linux)"
     if triton < Version("3.9") and Version(version("numpy")) >= Version("2.4"):
         return f"the interpreter of triton {triton} fails in loops of dynamic length with numpy 2.4"
     return None

@@ -108,7 +108,10 @@ class GrowingCache(SharingCache):
         self.halfway = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens of all layers, or of none where some layer cannot; see `PagedLayer.crop`."""
+        """Remove the newest tokens of all layers, or of none where some layer cannot; see `PagedLayer.crop`.
+
+        A crop of more tokens than there are leaves none, as with DynamicCache.
+        """
         if tokens_to_remove < 0:
             self.check_steps()
             for group in self.groups:

@@ -34,6 +34,8 @@ class PagedCache(GrowingCache, metaclass=_Choosing):
         cache = kv_hf.PagedCache(model.config, keys="int8", values="int4", page_size=64)
         model.generate(**inputs, past_key_values=cache)
 
+    Without formats nothing is quantized: `from_implementation(model.config, "paged_int8")` takes those of a name.
+
     With `max_length` the cache is of the preallocated kind, its sibling StaticPagedCache. That one and CrossCache count as
     PagedCaches too (`isinstance`); a subclass of this class grows.
 

@@ -18,41 +18,48 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
 
 
-def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
-    """Run `kv-hf doctor`; return the exit code."""
-    parser = argparse.ArgumentParser(
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    found = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="What would run here, why, and whether it works.",
         epilog=CODES,
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
+    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    found.add_argument(
         "--dtype", choices=DTYPES, help="of the model; default: --model's, else bfloat16"
     )
-    parser.add_argument("--head-dim", type=int, help="default: --model's, else 128")
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument(
+    found.add_argument("--head-dim", type=int, help="default: --model's, else 128")
+    found.add_argument("--page-size", type=int, default=64)
+    found.add_argument(
         "--model",
         help="folder, preset (kv-hf memory --list-presets) or hub name: say how each layer would be cached",
     )
-    parser.add_argument(
+    found.add_argument(
         "--no-self-test", "--quick", action="store_true", help="run no kernels and no model"
     )
-    parser.add_argument(
+    found.add_argument(
         "--seconds", type=float, default=SECONDS, help="of the self-test (%(default)g)"
     )
-    parser.add_argument("--verbose", action="store_true", help="list all seams of transformers")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    args = parser.parse_args(argv)
+    found.add_argument("--verbose", action="store_true", help="list all seams of transformers")
+    found.add_argument("--json", action="store_true", help="print everything as JSON")
+    return found
+
+
+def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
+    """Run `kv-hf doctor`; return the exit code."""
+    asked = parser(prog)
+    args = asked.parse_args(argv)
     try:
         dtype = DTYPES[args.dtype] if args.dtype else None
         device = torch.device(args.device)
         subject = Subject.of(device, dtype, args.head_dim, args.page_size, args.model)
         if not args.seconds > 0:
-            parser.error(f"--seconds must be more than 0, got {args.seconds:g}")
+            asked.error(f"--seconds must be more than 0, got {args.seconds:g}")
         diagnosis = examine(subject)
     except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
-        parser.error(printable(str(error).splitlines()[0]))
+        asked.error(printable(str(error).splitlines()[0]))
     if not args.json:
         _tell(described(diagnosis, args.verbose))
     if not args.no_self_test:

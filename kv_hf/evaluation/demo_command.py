@@ -119,8 +119,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     found = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="Generate from a long real text with every cache, and show memory, speed and agreement side by side. Models "
-        "with a chat template need pip install 'kv_hf[demo]'.",
+        "with a chat template need pip install -e '.[demo]' in the clone.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     found.add_argument("--model", default=MODEL, help="a hub id or a folder")

@@ -47,9 +47,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     found = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="Measure what caches cost on a text: KL divergence, perplexity, agreement, first different token, bytes.",
         epilog=f"caches: {', '.join(all_cache_names())}, recipe:FILE. transformers' quantized caches and texts of the hub "
-        "need pip install 'kv_hf[eval]'.",
+        "need pip install -e '.[eval]' in the clone.",
     )
     found.add_argument("--model", required=True, help="a hub id or a folder")
     found.add_argument(
@@ -60,6 +61,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--caches",
+        "--cache",
         nargs="+",
         default=list(cache_names()),
         metavar="NAME[:OPTION=VALUE,..]",

@@ -28,6 +28,8 @@ _SHIPPED = (
     Exact, Fp8, Int8, Int4, Int2, Fp8DsMla, Int4Mixed, Int2Mixed, Int4Rotated, Int3Rotated, Int2Rotated,
 )  # fmt: skip
 
+_OF_CACHES = ("keys", "values")  # the sides that every cache name stands for
+
 Given = TypeVar("Given", bound="Format | type[Format]")
 
 FORMATS.update({kind.name: kind() for kind in _SHIPPED})
@@ -40,9 +42,19 @@ def format_names(side: str = "keys") -> tuple[str, ...]:
 
 
 def check_format(argument: str, name: object, side: str = "keys") -> None:
-    """Raise CacheOptionError naming `argument` unless `name` is a format for one of base.SIDES."""
+    """Raise CacheOptionError naming `argument` unless `name` is a format for one of base.SIDES.
+
+    For the name of a cache the message says which formats of keys and values the cache has.
+    """
+    names = format_names(side)
+    if isinstance(name, str) and name not in names and name not in GONE and side in _OF_CACHES:
+        formats = named.formats_named(name)
+        if formats is not None:
+            raise CacheOptionError(
+                f"{argument} must be one of {', '.join(names)}, got {name!r}; the cache {formats}"
+            )
     try:
-        check_choice(argument, name, format_names(side))
+        check_choice(argument, name, names)
     except CacheOptionError as error:
         if isinstance(name, str) and name in GONE:
             raise CacheOptionError(f"{error}; {missing_format(name)}") from None

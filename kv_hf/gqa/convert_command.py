@@ -21,6 +21,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     found = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="Write a checkpoint with fewer kv heads, which transformers loads without any code of kv_hf.",
     )
     found.add_argument(

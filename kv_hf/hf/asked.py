@@ -1,9 +1,13 @@
 """The cache that a call of generate() asks for: by name, by a CacheConfig, or by options that nobody reads."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from transformers.generation import configuration_utils
+
+from ..checks import check_choice
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import cache_names, is_cache_name
@@ -12,6 +16,8 @@ from ..printable import short
 
 WITHOUT_NAME = "paged_exact"  # brings no option of its own: a CacheConfig says the rest
 _OPTIONS = frozenset(field.name for field in fields(CacheConfig))
+# how GenerationConfig.validate() begins where it does not know a name (generation/configuration_utils.py, 5.17 to 5.23)
+_REFUSED = re.compile(r"Invalid `cache_implementation` \((.*?)\)\.")
 
 
 def asked_name(generation_config: Any, given: Any) -> str | None:
@@ -22,8 +28,13 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
     Args:
         generation_config: of this call.
         given: the cache that the user passes (`past_key_values`), or None.
-    Raises: CacheOptionError for a CacheConfig beside the name of a cache that is not paged.
+    Raises: CacheOptionError for a CacheConfig beside the name of a cache that is not paged, and a name in place of a cache.
     """
+    if isinstance(given, str):
+        raise CacheOptionError(
+            f"past_key_values must be a cache, as kv_hf.PagedCache(model.config, ..) makes one, got {given!r}: a name goes into "
+            "cache_implementation"
+        )
     name: str | None = generation_config.cache_implementation
     options = generation_config.cache_config
     if options is None or is_cache_name(name) or getattr(generation_config, "is_assistant", False):
@@ -40,6 +51,20 @@ def asked_name(generation_config: Any, given: Any) -> str | None:
         return name
     _say_unread(options, given)
     return name
+
+
+def with_hint(error: ValueError) -> ValueError:
+    """Return the error to raise: with the nearest name where transformers refused an unknown one, else `error` itself."""
+    found = _REFUSED.match(str(error))
+    if found is None:
+        return error
+    try:
+        check_choice(
+            "cache_implementation", found[1], configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+        )
+    except CacheOptionError as ours:
+        return ours
+    return error
 
 
 def _names_ours(options: Any) -> bool:

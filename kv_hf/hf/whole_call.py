@@ -11,6 +11,7 @@ import torch
 
 from ..cache.encoder_decoder import paged_halves
 from ..notices import held_back
+from .asked import with_hint
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     before = _answers.set(expected)
     try:
         result = original(model, *args, **kwargs)
+    except ValueError as error:
+        told = with_hint(error)
+        if told is error:
+            raise
+        raise told from error
     finally:
         _answers.reset(before)
     made = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
@@ -63,12 +69,12 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     cache = getattr(result, "past_key_values", None) if given is None else given
     own, _ = paged_halves(cache)
     # what code of others made of a text is not taken for what it is
-    told = None if kwargs.get("custom_generate") is not None else made
+    known = None if kwargs.get("custom_generate") is not None else made
     if own is not None:
-        _note(own, told)
+        _note(own, known)
     for answer in expected:
         if answer.cache is not own:
-            _note(answer.cache, told)
+            _note(answer.cache, known)
         _keep(answer)
     return result
 

@@ -229,7 +229,8 @@ def plan(
             )
     if host is None and any(row.decode.outside for row in rows) and speed is not None:
         notes.append(
-            "tokens/s leave out the way of pages from outside of the device (host_bandwidth)"
+            "tokens/s of pages outside of the device need host_bandwidth, of the way to them; tokens_per_second of the plan "
+            "leaves that way out"
         )
     if available is not None and any(row.outside_bytes_per_token for row in rows):
         notes.append(

@@ -24,6 +24,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     found = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="Say what the caches of a model take, what fits and how fast memory lets it decode. Loads no weights.",
     )
     found.add_argument(
@@ -45,6 +46,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--cache",
+        "--caches",
         nargs="+",
         action="extend",
         metavar="NAME[:OPTION=VALUE,...]",

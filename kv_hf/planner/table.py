@@ -94,8 +94,15 @@ def columns(plan: Plan) -> list[tuple[str, list[str]]]:
         ]
     found.append(("read/token", [format_bytes(row.decode.bytes_per_token) for row in rows]))
     if plan.bandwidth is not None:
-        found.append(("tokens/s", [_number(row.tokens_per_second or 0) for row in rows]))
+        found.append(("tokens/s", [_speed(plan, row) for row in rows]))
     return found
+
+
+def _speed(plan: Plan, row: CachePlan) -> str:
+    """Return tokens per second, "-" where nobody said how fast the pages outside of the device can be read."""
+    if row.decode.outside and plan.host_bandwidth is None:
+        return "-"
+    return _number(row.tokens_per_second or 0)
 
 
 def legend(plan: Plan) -> list[str]:

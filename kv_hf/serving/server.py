@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import CacheOptionError, PagePoolExhaustedError
+from ..hf.asked import with_hint
 from .server_interface import check_server, serve_class
 from .server_options import ServerOptions
 from .server_tenants import Tenants
@@ -63,6 +64,7 @@ def _with_pages(original: Callable[..., Any], options: ServerOptions) -> Callabl
         app.add_middleware(Tenants)
         for error in _OF_THE_REQUEST:
             app.add_exception_handler(error, _bad_request)
+        app.add_exception_handler(ValueError, _bad_value)
         return app
 
     return build
@@ -74,3 +76,12 @@ async def _bad_request(request: Any, error: Exception) -> Any:
 
     found = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": found}, status_code=400)
+
+
+async def _bad_value(request: Any, error: Exception) -> Any:
+    """Answer a cache's name that transformers refuses like a wrong option; every other ValueError stays what it is."""
+    assert isinstance(error, ValueError)
+    told = with_hint(error)
+    if told is error:
+        raise error
+    return await _bad_request(request, told)

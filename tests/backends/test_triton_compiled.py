@@ -16,7 +16,7 @@ from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.spec import PageSpec
 
 pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
 
 # [arch, format, head_dim, group] -> instructions of the loop per stored number, rounded up; lower them with the code

@@ -21,7 +21,7 @@ from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
 from kv_hf.hf import attention, causal
 
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
 
 

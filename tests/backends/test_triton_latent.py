@@ -20,7 +20,7 @@ from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, PageSpec
 
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
 FP32 = torch.float32
 FEW = [(3, 5), (0, 2)]  # pages and exact tokens of each row

@@ -10,7 +10,7 @@ from paged_inputs import make_kv, make_query
 from kv_hf.backends.base import AttentionCall
 
 pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
 BF16 = torch.bfloat16
 

@@ -26,7 +26,7 @@ from kv_hf.formats import (
 from kv_hf.spec import LANES, PageSpec
 
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
 
 
@@ -241,7 +241,7 @@ def test_why_not_names_the_reason(monkeypatch, changes, gpu, says):
 
 def test_why_not_says_when_triton_is_not_installed(monkeypatch):
     Gpu(monkeypatch, triton=None)
-    assert "pip install 'kv_hf[gpu]'" in why_not("cuda", torch.bfloat16, spec_of())
+    assert "pip install -e '.[gpu]'" in why_not("cuda", torch.bfloat16, spec_of())
 
 
 # -- launch parameters ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from kv_hf.formats import (
 from kv_hf.spec import PageSpec
 
 pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALLEST = 99 * 1024  # an RTX 4090's; 64 KiB on AMD

@@ -74,7 +74,7 @@ def test_numbers_beyond_any_memory_are_refused(name, others, number):
 
 
 def test_unknown_cache_implementation_lists_ours(model):
-    with pytest.raises(ValueError, match="paged_int5.*paged_int4"):
+    with pytest.raises(ValueError, match="paged_int4.*got 'paged_int5'"):
         model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int5")
 
 

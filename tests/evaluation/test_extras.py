@@ -91,7 +91,7 @@ def test_a_missing_package_names_the_extra(missing, call, monkeypatch):
     for name in (missing, *parts):
         monkeypatch.setitem(sys.modules, name, None)
     module = sys.modules.get("kv_hf.evaluation.harness.model")
-    with pytest.raises(ImportError, match=rf"needs {missing}.*pip install 'kv_hf\[eval\]'"):
+    with pytest.raises(ImportError, match=rf"needs {missing}.*pip install -e '\.\[eval\]'"):
         call()
     if module is not None:
         sys.modules["kv_hf.evaluation.harness.model"] = module

@@ -194,7 +194,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
         monkeypatch.delattr(package, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"needs matplotlib: pip install 'kv_hf\[eval\]'"):
+    with pytest.raises(ImportError, match=r"needs matplotlib: pip install -e '\.\[eval\]'"):
         write_report([accuracy_row(cache="paged_int4")], tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -49,14 +49,29 @@ def test_memory_prints_what_the_plan_says(capsys):
         assert cells["resident"] == f"{row.fit.resident_tokens:,}"
         assert cells["context"].rstrip("*") == f"{row.fit.context:,}"
         assert cells["context"].endswith("*") == (row.fit.context > 131_072)
-        assert float(cells["tokens/s"].replace(",", "")) == pytest.approx(
-            row.tokens_per_second, rel=1e-3
-        )
+        if row.decode.outside:
+            assert cells["tokens/s"] == "-"
+        else:
+            speed = float(cells["tokens/s"].replace(",", ""))
+            assert speed == pytest.approx(row.tokens_per_second, rel=1e-3)
         assert cells["fits"] == "yes"
     assert table["dynamic"]["cache bytes"] == "16.00 GiB"
     assert "layers: 32 x 8 kv heads of 128" in text
     assert "8.03 B parameters" in text
     assert "* more than the 131,072 positions" in text
+
+
+def test_memory_prints_no_speed_of_pages_whose_way_is_not_known(capsys):
+    arguments = [LLAMA, "--context", "16k", "--bandwidth", "3TB/s"]
+    arguments += ["--cache", "paged_int4", "paged_int4:offload=cpu"]
+    speeds = []
+    for more in ([], ["--host-bandwidth", "64GB/s"]):
+        assert main([*arguments, *more]) == 0
+        speeds.append([row["tokens/s"] for row in table_of(capsys.readouterr().out).values()])
+    (known, *outside), (same, *given) = speeds
+    assert outside == ["-"]
+    assert known == same
+    assert float(known.replace(",", "")) > max(float(one.replace(",", "")) for one in given) > 0
 
 
 def test_memory_prints_only_what_was_asked_for(capsys):

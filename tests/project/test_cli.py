@@ -58,6 +58,25 @@ def test_commands_have_a_home_and_one_style(command):
     assert len(f"  {text}") <= 67  # beside the names
 
 
+@pytest.mark.parametrize("command", sorted(set(kv_hf_cli.COMMANDS) - {"lm-eval", "serve"}))
+def test_parsers_take_no_shortened_arguments(command):
+    """`kv-hf memory --contex` was taken; serve has a parser from transformers, lm-eval one of its own."""
+    assert not import_module(kv_hf_cli.COMMANDS[command][0]).parser("kv-hf").allow_abbrev
+
+
+@pytest.mark.parametrize("flag", ["--cache", "--caches"])
+def test_memory_and_eval_take_both_names_of_caches(flag):
+    given = [flag, "dynamic", "paged_int4"]
+    asked = [
+        import_module(kv_hf_cli.COMMANDS["memory"][0]).parser("").parse_args(["m", *given]).cache,
+        import_module(kv_hf_cli.COMMANDS["eval"][0])
+        .parser("")
+        .parse_args(["--model", "m", *given])
+        .caches,
+    ]
+    assert asked == [["dynamic", "paged_int4"]] * 2
+
+
 def test_main_names_the_nearest_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         kv_hf_cli.main(["memroy", "--device", "h100"])

@@ -108,6 +108,25 @@ def test_options_lists_every_cache_name_that_is_shipped() -> None:
     assert sorted(listed) == sorted(name for name, one in named._caches.items() if one.shipped)
 
 
+def test_options_has_the_formats_of_every_cache_name() -> None:
+    text = (ROOT / "docs/options.md").read_text("utf-8")
+    listed = re.findall(r"^\| `(paged_\w+)` \|.*\| `(\w+)`, `(\w+)` \|$", text, re.MULTILINE)
+    assert {name: sides for name, *sides in listed} == {
+        name: [one.options["keys"], one.options["values"]]
+        for name, one in named._caches.items()
+        if one.shipped
+    }
+
+
+def test_pages_install_extras_from_the_clone() -> None:
+    """The package is in no index, so `pip install kv_hf` with an extra in brackets finds nothing."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/*.ipynb")]
+    files = [*pages, *ROOT.glob("kv_hf/**/*.py"), ROOT / "kv_hf_cli.py"]
+    wrong = re.compile(r"kv_hf\[[a-z]+\]")
+    assert len(files) > 200
+    assert not [str(one) for one in files if wrong.search(one.read_text("utf-8"))]
+
+
 def test_glossary_names_what_the_code_has() -> None:
     text = (ROOT / "docs/glossary.md").read_text("utf-8")
     cells = re.findall(r"^\|.*\| ([^|]*) \|$", text, re.MULTILINE)

@@ -16,7 +16,7 @@ from kv_hf.pages.device_flag import DeviceFlag
 from kv_hf.pages.step import Row
 
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed (pip install 'kv_hf[gpu]')"
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
 
 

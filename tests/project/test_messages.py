@@ -94,3 +94,45 @@ def test_a_user_without_a_home_folder_is_told_of_the_variable(monkeypatch):
     monkeypatch.setattr("pathlib.Path.home", nowhere)
     with pytest.raises(kv_hf.KVCacheError, match="no home folder; set KV_HF_HOME"):
         user_dir()
+
+
+@pytest.mark.parametrize(
+    ("side", "name", "formats"),
+    [
+        ("keys", "int3", "paged_int3 is keys='int2_mixed', values='int3_rotated'"),
+        ("values", "k5v3", "paged_k5v3 is keys='int4_mixed', values='int3_rotated'"),
+        ("keys", "paged_k8v4", "paged_k8v4 is keys='int8', values='int4'"),
+        ("values", "paged_int4", "paged_int4 is keys='int4', values='int4'"),
+    ],
+)
+def test_a_cache_name_in_place_of_a_format_names_the_pair(side, name, formats):
+    """keys="int3" was answered with "did you mean 'int8'", which takes more than twice the bytes."""
+    with pytest.raises(kv_hf.CacheOptionError, match=f"got '{name}'; the cache {formats}") as error:
+        kv_hf.CacheConfig(**{side: name})
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("paged_in4", "paged_int4"), ("int3", "paged_int3"), ("statc", "static")]
+)
+def test_generate_names_the_cache_nearest_to_a_misspelt_one(name, meant):
+    with pytest.raises(kv_hf.CacheOptionError, match=f"got '{name}' .did you mean '{meant}'"):
+        shared_model("llama").generate(tokens(1, 4), max_new_tokens=1, cache_implementation=name)
+
+
+def test_generate_leaves_other_errors_of_transformers_as_they_are():
+    with pytest.raises(ValueError, match="max_new_tokens") as error:
+        shared_model("llama").generate(tokens(1, 4), max_new_tokens=-1)
+    assert type(error.value) is ValueError
+
+
+def test_a_cache_name_as_past_key_values_names_the_argument():
+    with pytest.raises(
+        kv_hf.CacheOptionError, match="'paged_int4': a name goes into cache_implementation"
+    ):
+        shared_model("llama").generate(tokens(1, 4), max_new_tokens=1, past_key_values="paged_int4")
+
+
+def test_load_text_names_the_nearest_text():
+    with pytest.raises(ValueError, match="got 'nove' .did you mean 'novel'"):
+        kv_hf.texts.load_text("nove")

@@ -111,7 +111,7 @@ def test_missing_package_is_named_with_its_extra(monkeypatch, package):
     for other in {"fastapi", "uvicorn", "openai"} - {package}:
         if other not in sys.modules:
             pytest.importorskip(other)
-    with pytest.raises(ImportError, match=rf"needs {package}: pip install 'kv_hf\[serving\]'"):
+    with pytest.raises(ImportError, match=rf"needs {package}: pip install -e '\.\[serving\]'"):
         check_server()
 
 

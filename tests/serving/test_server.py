@@ -270,6 +270,20 @@ def test_bad_options_of_a_request_are_status_400_with_the_reason(server, options
     assert server.chat("?").choices
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_misspelt_cache_of_a_request_is_status_400_with_the_nearest_name(server, stream):
+    config = json.dumps({"max_new_tokens": 4, "cache_implementation": "paged_in4"})
+    with pytest.raises(openai.BadRequestError, match="did you mean 'paged_int4'"):
+        server.chat("?", stream=stream, extra_body={"generation_config": config})
+
+
+def test_other_wrong_values_of_a_request_stay_errors_of_transformers(server):
+    config = json.dumps({"max_new_tokens": -4})
+    with pytest.raises(openai.InternalServerError):
+        server.chat("?", extra_body={"generation_config": config})
+    assert server.chat("?").choices
+
+
 def test_prompt_beyond_the_budget_is_status_400_and_others_go_on(folder):
     with running(folder, "paged_int8", '{"max_pages": 4}', "0") as server:
         assert server.store() is None

@@ -122,7 +122,7 @@ def installed_version() -> str | None:
 def _why_not_installed() -> str | None:
     installed = installed_version()
     if installed is None:
-        return "triton is not installed; pip install 'kv_hf[gpu]'"
+        return "triton is not installed; pip install -e '.[gpu]' in the clone"
     if Version(installed) < Version(OLDEST_TRITON):
         return (
             f"the Triton kernels need triton {OLDEST_TRITON} or newer, and {installed} is installed"

@@ -40,6 +40,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     bundled = ", ".join(BUNDLED)
     found = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="Find the formats of every layer and side that lose least within a budget, and write them as recipes.",
         epilog=f"{prog} --model ./my-model --check recipe.json --against paged_int4 paged_k8v4 compares recipes that are there.",
     )

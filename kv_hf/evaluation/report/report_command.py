@@ -16,8 +16,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     found = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="Write one HTML report, with its plots, of the rows that an evaluation left. Of each measurement the newest "
-        "row is shown. Needs pip install 'kv_hf[eval]'.",
+        "row is shown. Needs pip install -e '.[eval]' in the clone.",
     )
     found.add_argument(
         "--rows",

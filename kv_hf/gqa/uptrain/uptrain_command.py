@@ -28,13 +28,14 @@ EXAMPLES = """\
   accelerate launch --multi_gpu --num_processes 2 -m kv_hf uptrain ...   two processes, on a CPU too
 
 "self" as --data is text sampled from the original, which is kept under $KV_HF_HOME/samples. The result is an ordinary
-checkpoint folder. Needs pip install 'kv_hf[train]'."""
+checkpoint folder. Needs pip install -e '.[train]' in the clone."""
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="Train a converted checkpoint towards its original: distillation from the original's logits plus cross "
         "entropy.",
         epilog=EXAMPLES,

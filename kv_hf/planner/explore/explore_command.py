@@ -19,6 +19,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     found = argparse.ArgumentParser(
         prog=prog,
+        allow_abbrev=False,
         description="The KV memory planner as one HTML file: choose a model, drag sliders, see what fits. The file needs no "
         "network.",
     )

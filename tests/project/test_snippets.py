@@ -15,6 +15,8 @@ from tiny_tokenizer import make_word_tokenizer
 
 import kv_hf
 import kv_hf_cli
+from kv_hf.backend_names import backend_names
+from kv_hf.backends import unregister_backend
 
 # names that a page takes from the page before it, or from its own text
 GIVEN = {
@@ -84,8 +86,12 @@ def run_page(page: str) -> None:
 )
 def test_python_of_the_page_runs(page, tmp_path, monkeypatch):
     doc_snippets.make_world(page, tmp_path, monkeypatch)
-    names = kv_hf.cache_names()
-    run_page(page)
+    names, known = kv_hf.cache_names(), backend_names()
+    try:
+        run_page(page)
+    finally:
+        for name in set(backend_names()) - set(known):  # CONTRIBUTING registers one
+            unregister_backend(name)
     assert kv_hf.cache_names() == names
 
 

@@ -314,14 +314,11 @@ class PrefixStore:
                 f"{['no list' if length < 0 else length for length in lengths]}"
             )
         with tree.pool.lock:
-            page_bytes = sum(spec.page_bytes for spec in self.arena.specs())
             for index, tokens in enumerate(rows):
                 pages = held_rows[index].pages
-                nodes = tree.add(space, tokens, pages, partial(cache.sinks_of, index))
-                shared = tuple(node.page for node in nodes[1:] if node.page is not None)
+                shared = self.keep(space, tokens, pages, partial(cache.sinks_of, index))
                 if shared != pages[: len(shared)]:
                     cache.share_pages(index, shared + pages[len(shared) :])
-            tree.shrink(self.max_bytes // max(1, page_bytes))
 
     # -- sharing, row by row (continuous batching) ---------------------------------------------------------
 
@@ -434,7 +431,12 @@ class _TenantStore(PrefixStore):
 
     def bind_model(self, model: Any) -> str:
         """Return the tenant's own space of prefixes for the model's state now; see PrefixStore.bind_model."""
-        return f"{super().bind_model(model)} salt {self._salt}"
+        return salted(super().bind_model(model), self._salt)
+
+
+def salted(space: str, salt: str) -> str:
+    """Return the space of prefixes that requests of one salt share; "" is `space` itself."""
+    return f"{space} salt {salt}" if salt else space
 
 
 def _formats_of(options: CacheConfig) -> dict[str, Format]:

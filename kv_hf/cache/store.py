@@ -149,9 +149,8 @@ class LayerStore:
         if keys.requires_grad or values.requires_grad:
             new = keys.detach(), values.detach()
         sealing = step.seal is not None or step.seal_first is not None
-        if step.fits and not (
-            sealing or step.moves_rest
-        ):  # a page that nobody sees any more moves the rest as well
+        # a page that nobody sees any more moves the rest as well
+        if step.fits and not (sealing or step.moves_rest):
             self.grow(step)
             return self._write(step, new, slots)
         with self._sealing():

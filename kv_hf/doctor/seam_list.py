@@ -130,6 +130,11 @@ SEAMS = (
         ("self",),
     ),
     Seam(
+        f"{_BATCHING}.continuous_api:ContinuousBatchingManager.stop",
+        "gives a model its attention back (patched)",
+        ("self",),
+    ),
+    Seam(
         f"{_BATCHING}.continuous_api:ContinuousBatchingManager.add_request",
         "adds a request to batches (patched, for cache_salt)",
         ("self", "input_ids", "request_id"),

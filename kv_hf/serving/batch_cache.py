@@ -7,7 +7,7 @@ import torch
 
 from ..cache.growing import GrowingCache
 from ..cache.layer import PagedLayer
-from ..cache.prefix_store import PrefixStore
+from ..cache.prefix_store import PrefixStore, salted
 from ..config import CacheConfig
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.arena import PageArena
@@ -306,11 +306,10 @@ class BatchCache:
         return self._space
 
     def _space_of(self, request_id: str) -> str:
-        salt = self.salt_of(request_id)
         space = self._spaces.get(request_id)
         if space is None:
             space = self._spaces[request_id] = self._space_now()
-        return f"{space} salt {salt}" if salt else space
+        return salted(space, self.salt_of(request_id))
 
     def search_prefix_match(self, request_id: str, prompt_ids: Sequence[int]) -> int:
         """Let a request begin with the pages known of its prompt; return how many of its tokens they hold."""

@@ -24,6 +24,13 @@ def check_choice(
     names = list(choices)
     if isinstance(value, str) and value in names:
         return
+    hint = nearest(value, names, meant)
+    raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
+
+
+def nearest(value: Any, names: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
+    """Return " (did you mean 'int4'?)" with the name that is nearest to `value`, "" where none is near; see `check_choice`."""
+    names = list(names)
     word = (meant or {}).get(value.lower()) if isinstance(value, str) else None
     near = [word] if word in names else difflib.get_close_matches(str(value), names, n=1)
     near = near or [
@@ -33,8 +40,7 @@ def check_choice(
         and min(len(name), len(value)) > 1  # the name "c" lies in "cuda" by chance
         and (value in name or name in value)
     ]
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise CacheOptionError(f"{argument} must be one of {', '.join(names)}, got {value!r}{hint}")
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def listed(names: Iterable[str]) -> str:

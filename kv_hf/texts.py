@@ -1,11 +1,11 @@
 """Real text to measure on and to train on: the bundled texts, files, datasets of the hub."""
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from .checks import nearest
 from .errors import first_line
 from .files.reading import TEXT_BYTES, read_text
 
@@ -71,8 +71,7 @@ def _contents(source: str | Path, what: str, choices: str) -> str:
     if str(source) in BUNDLED:
         return (files("kv_hf") / "evaluation" / "data" / f"{source}.txt").read_text("utf-8")
     if not Path(source).is_file():
-        near = get_close_matches(str(source), (*BUNDLED, *SETS), n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = nearest(str(source), (*BUNDLED, *SETS))
         raise ValueError(f"{what} must be {choices}, got {str(source)!r}{hint}")
     return read_text(source, TEXT_BYTES, what)
 

@@ -9,15 +9,22 @@ from ..pages.append_plan import RowSizes
 from .batch_room import LayersOfKind
 
 
-def paged_layers(template: GrowingCache) -> list[PagedLayer]:
-    """Return the layers of a paged cache. Raises UnsupportedModelError where some hold more than keys and values in pages."""
-    layers = []
+def check_layers(template: GrowingCache) -> None:
+    """Raise UnsupportedModelError where a layer of a paged cache holds more than keys and values in pages."""
     for index, layer in enumerate(template.layers):
         if type(layer) is not PagedLayer:
             raise UnsupportedModelError(
                 f"continuous batching holds keys and values in pages, and layer {index} of this model is a "
                 f"{type(layer).__name__}; use generate()"
             )
+
+
+def paged_layers(template: GrowingCache) -> list[PagedLayer]:
+    """Return the layers of a paged cache. Raises UnsupportedModelError where some hold more than keys and values in pages."""
+    check_layers(template)
+    layers: list[PagedLayer] = []
+    for index, layer in enumerate(template.layers):
+        assert isinstance(layer, PagedLayer)
         if layer.spec is None:
             raise UnsupportedModelError(
                 f"layer {index} of this model stores no keys and values of its own; use generate()"

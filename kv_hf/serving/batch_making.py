@@ -1,4 +1,4 @@
-"""Make the cache of a manager of continuous batching: formats from a first token, room from its budget."""
+"""Make the cache of a manager of continuous batching: formats from a few first tokens, room from its budget."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..config import CacheConfig
 from ..config_given import given_options
 from ..errors import CacheOptionError
 from .batch_cache import BatchCache
-from .batch_layers import kinds_of, paged_layers
+from .batch_layers import check_layers, kinds_of, paged_layers
 from .batch_room import BatchRoom
 from .batch_trial import try_model
 
@@ -68,23 +68,30 @@ def _probed(
     for name in ("max_pages", "max_bytes", "prefix_store"):
         plain.pop(name, None)
     plain["cuda_graph"] = "never"
-    first = _through(model, CacheConfig(**plain))
-    sliding = any(layer.window is not None for layer in paged_layers(first))
+    alone = CacheConfig(**plain)
+    empty = _empty(model, alone)
+    check_layers(empty)
+    sliding = any(getattr(layer, "window", None) is not None for layer in empty.layers)
     if sliding or not batching.allow_block_sharing:
         if options.prefix_store is not None:
             why = "this model has sliding-window layers" if sliding else "allow_block_sharing=False"
             raise CacheOptionError(
                 f"prefix_store shares pages between requests, and {why}; leave one of them out"
             )
-        return first, None
+        return _through(model, alone), None
     store = options.prefix_store or PrefixStore()
     return _through(model, CacheConfig(**plain, prefix_store=store)), store
 
 
-def _through(model: Any, options: CacheConfig) -> GrowingCache:
-    """Return a cache of these options that tokens for two pages have gone through: layers with keys too large are then wider."""
+def _empty(model: Any, options: CacheConfig) -> GrowingCache:
     cache = PagedCache.from_options(model.config.get_text_config(decoder=True), options)
     assert isinstance(cache, GrowingCache)
+    return cache
+
+
+def _through(model: Any, options: CacheConfig) -> GrowingCache:
+    """Return a cache of these options that tokens for two pages have gone through: layers with keys too large are then wider."""
+    cache = _empty(model, options)
     config = model.config.get_text_config(decoder=True)
     count = options.sink_tokens + options.recent_tokens + 2 * options.page_size + 1
     count = min(count, getattr(config, "max_position_embeddings", None) or count)

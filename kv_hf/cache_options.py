@@ -45,6 +45,10 @@ class CacheOptions(TypedDict, total=False):
     k_rope: str | None
     mla: Literal["auto", "absorb", "expand"]
     widen: Literal["auto", "never"]
+    read_tokens: int | str | None
+    read_share: float | None
+    read_top_p: float | None
+    read_from: int | str
     recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None
 
 

@@ -15,6 +15,7 @@ from .checks import (
 )
 from .config_given import given_options, json_options
 from .config_layers import LayerOverride, parse_layers
+from .config_reading import check_reading
 from .config_room import check_max_length, check_offload
 from .config_sizes import SizeField, byte_size, token_count
 from .errors import CacheOptionError
@@ -29,6 +30,7 @@ from .formats import (
     readers_of,
     value_scheme,
 )
+from .read_budget import READ_FROM
 from .recipe import FORMAT_OPTIONS, Recipe, beside_recipe
 
 ATTENTION_CHOICES = ("auto", "keep")
@@ -84,6 +86,13 @@ class CacheConfig:
             where it does not; "absorb" raises there; "expand" computes keys and values of all tokens, as transformers.
         widen: "auto" gives the keys or values of a layer a wider format if the one above loses far more of them than of
             ordinary numbers (docs/formats.md), and says so once; "never" keeps the formats.
+        read_tokens: tokens of each row, a number or "2k", that a decode step reads at most in layers with full attention: the
+            sinks, the exact tokens, the newest page, and those pages that matter most to the step (docs/long_context.md).
+            Nothing is evicted. None: everything is read.
+        read_share: the same bound as a part of the row's pages, between 0 and 1.
+        read_top_p: part of the attention mass, between 0 and 1, at which a step reads no further pages; alone or within
+            one of the bounds above.
+        read_from: tokens of a row, a number or "8k", from which on a step reads a part; shorter rows are read as a whole.
         recipe: path of a recipe (docs/recipes.md), or its contents: it decides keys, values and layers, and the sizes
             that it was measured with. Held as a kv_hf.recipe.Recipe.
     """
@@ -114,6 +123,10 @@ class CacheConfig:
     k_rope: str | None = None
     mla: str = "auto"
     widen: str = "auto"
+    read_tokens: SizeField[int | None] = token_count(None)  # noqa: RUF009
+    read_share: float | None = None
+    read_top_p: float | None = None
+    read_from: SizeField[int] = token_count(READ_FROM)  # noqa: RUF009
     recipe: Any = None
 
     def __post_init__(self) -> None:
@@ -157,6 +170,7 @@ class CacheConfig:
             )
         check_max_length(self)
         check_offload(self)
+        check_reading(self)
         if self.layers is not None:
             self.layer_overrides()
             object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))

@@ -51,6 +51,8 @@ class Backend:
         max_queries: queries up to which reading the pages is better than writing one layer out for SDPA.
         waits: whether a step reads numbers of the device, so that the host has to wait for it.
         keeps_tensors: whether what it keeps in `PagedKV.launches` refers to tensors of the cache.
+        choose_pages: takes an AttentionCall whose kv has a budget, and returns the block table and the numbers of the pages
+            that the step reads, as reference.selection.choose_pages does.
     """
 
     name: str
@@ -61,3 +63,4 @@ class Backend:
     max_queries: int = 16
     waits: bool = True
     keeps_tensors: bool = True
+    choose_pages: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]] | None = None

@@ -8,7 +8,7 @@ import torch
 from ..errors import CacheMismatchError
 from ..notices import warn_once
 from .base import AttentionCall, Backend
-from .registry import choose, load
+from .registry import choose, chooser, load
 
 MAX_DECODE_QUERIES = 16  # queries of one call of a backend; more go in slices
 
@@ -56,12 +56,31 @@ def paged_attention(call: AttentionCall, kernel: Backend | str = "auto") -> torc
         raise CacheMismatchError(f"sliding_window must be at least 1, got {call.sliding_window}")
     if call.mask is not None:
         call = replace(call, mask=_expanded_mask(call.mask, query, kv.seen))
+    if kv.budget is not None and q_len <= MAX_DECODE_QUERIES and call.sliding_window is None:
+        call = _of_chosen_pages(call, kernel)
+        kv = call.kv
     if kv.hold is nullcontext and q_len <= MAX_DECODE_QUERIES:
         return kernel.attend(call)
     with kv.hold():
         if q_len <= MAX_DECODE_QUERIES or kernel.max_queries <= MAX_DECODE_QUERIES:
             return kernel.attend(call)
         return _attend_in_slices(kernel, call)
+
+
+def _of_chosen_pages(call: AttentionCall, kernel: Backend) -> AttentionCall:
+    """Return the call over the pages that the budget of its kv leaves, or the call itself where it leaves all."""
+    kv, budget = call.kv, call.kv.budget
+    assert budget is not None
+    if not budget.chooses(kv.block_table.shape[1], kv.seen):
+        return call
+    if call.mask is not None:
+        warn_once(
+            "read_tokens: mask",
+            "This model gives its attention a mask of its own, which says something of every column: steps read all pages, "
+            "whatever read_tokens, read_share and read_top_p say",
+        )
+        return call
+    return replace(call, kv=kv.with_pages(*chooser(kernel)(call)))
 
 
 def _expanded_mask(mask: torch.Tensor, query: torch.Tensor, seen: int) -> torch.Tensor:

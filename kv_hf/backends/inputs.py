@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..geometry import page_start, window_token
+from ..read_budget import ReadBudget
 from ..spec import PageSpec
 
 SHARED = "shared"  # a key of `launches` that serve layers of several caches, as those of operators of torch do
@@ -37,6 +38,7 @@ class PagedKV:
             the device share room on it).
         launches: what a backend keeps between calls for this layer (compiled launches, packed arguments), under keys
             that name all it depends on.
+        budget: how much of a row a step of few queries reads; None: everything.
 
     In a sliding layer that has given pages back, columns begin with the first that a query may see, the pages
     given back are left out, and the sinks are stale: a kernel hides them, as they lie before the sliding window.
@@ -55,6 +57,7 @@ class PagedKV:
     sink_tokens: int
     hold: Callable[[], AbstractContextManager[Any]] = nullcontext
     launches: dict[Any, Any] = field(default_factory=dict, compare=False)
+    budget: ReadBudget | None = None
 
     @property
     def page_size(self) -> int:
@@ -65,6 +68,31 @@ class PagedKV:
     def rows(self) -> int:
         """Rows of the batch."""
         return self.residual_keys.shape[0]
+
+    def with_pages(self, block_table: torch.Tensor, num_pages: torch.Tensor) -> "PagedKV":
+        """Return what a kernel reads of some pages of each row, for queries behind all of them and without a mask.
+
+        `padding` stays as it is: columns have no meaning without a mask.
+
+        Args:
+            block_table: [rows, width], int32, the pages in their order.
+            num_pages: [rows], int32.
+        """
+        return PagedKV(
+            self.key_pages,
+            self.value_pages,
+            self.spec,
+            block_table,
+            num_pages,
+            self.residual_keys,
+            self.residual_values,
+            self.exact_lens,
+            self.padding,
+            self.seen,
+            self.sink_tokens,
+            self.hold,
+            self.launches,
+        )
 
     def page_start(self, page: int) -> int:
         """Return the first token of a row's page of that number."""

@@ -19,7 +19,7 @@ from ..checks import check_choice
 from ..errors import CacheOptionError
 from ..notices import warn_once
 from ..spec import ROWS, PageSpec
-from .base import Backend
+from .base import AttentionCall, Backend
 
 Place = Literal["cpu", "gpu", "any"]
 WhyNot = Callable[[torch.device, PageSpec], str | None]
@@ -110,6 +110,13 @@ def why_not(name: str, device: torch.device, spec: PageSpec) -> str | None:
 def load(name: str) -> Backend:
     """Return backend `name`; whether it can run is `why_not`'s to say."""
     return _entries[name].load()
+
+
+def chooser(backend: Backend) -> Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]:
+    """Return what chooses the pages that a step of `backend` reads: its own function, or the reference's."""
+    own = backend.choose_pages or load("reference").choose_pages
+    assert own is not None
+    return own
 
 
 def without_waiting(device: torch.device, spec: PageSpec) -> tuple[list[str], dict[str, str]]:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake
 
+from ..read_budget import ReadBudget
 from ..spec import PageSpec
 from .base import AttentionCall, Backend
 from .inputs import SHARED, PagedKV
 from .reference.pairs import Fields, Pair
-from .registry import load
+from .registry import chooser, load
 
 _LIBRARY = Library("kv_hf", "FRAGMENT")
 _LIBRARY.define(
@@ -24,6 +25,12 @@ _LIBRARY.define(
     "Tensor num_pages, Tensor residual_keys, Tensor residual_values, Tensor exact_lens, Tensor padding, int seen, "
     "int sink_tokens, float softmax_scale, "
     "Tensor? mask, float? softcap, Tensor? sink_logits, int? sliding_window, str spec, str backend) -> Tensor"
+)
+_LIBRARY.define(
+    "choose_pages(Tensor query, Tensor key_codes, Tensor? key_scale, Tensor? key_offset, Tensor? key_order, "
+    "Tensor value_codes, Tensor block_table, Tensor num_pages, Tensor residual_keys, Tensor residual_values, "
+    "Tensor exact_lens, int seen, int sink_tokens, float softmax_scale, float? softcap, Tensor? sink_logits, "
+    "int? read_pages, float? read_share, float? read_top_p, int read_from, str spec, str backend) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "write_pair(Tensor(a!) residual_keys, Tensor(b!) residual_values, Tensor new_keys, Tensor new_values, Tensor starts, "
@@ -37,12 +44,16 @@ _launches: dict[tuple[str, str], dict[Any, Any]] = {}  # (spec, backend) -> what
 
 
 def traceable(backend: Backend, spec: str) -> Backend:
-    """Return `backend` with an `attend` that torch.compile takes whole; tokens are written by `write_pair`.
+    """Return `backend` with functions that torch.compile takes whole: `attend` and `choose_pages`; tokens are written by `write_pair`.
 
     Args:
         spec: name of the pages' spec, by `spec_name`.
     """
-    return replace(backend, attend=partial(attend, backend.name, spec))
+    return replace(
+        backend,
+        attend=partial(attend, backend.name, spec),
+        choose_pages=partial(choose_pages, backend.name, spec),
+    )
 
 
 def spec_name(spec: PageSpec) -> str:
@@ -68,6 +79,24 @@ def attend(backend: str, spec: str, call: AttentionCall) -> torch.Tensor:
         call.softcap, call.sink_logits, call.sliding_window, spec, backend,
     )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def choose_pages(backend: str, spec: str, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose pages as the backend of that name does, through one operator.
+
+    Args:
+        spec: name of the pages' spec, by `spec_name`.
+        call: with a budget; see reference.selection.choose_pages.
+    Returns: block table [rows, width] and pages of each row [rows], int32.
+    """
+    kv, budget = call.kv, call.kv.budget
+    assert budget is not None
+    table, num_pages = torch.ops.kv_hf.choose_pages(
+        call.query, *_tensors(kv.key_pages), kv.value_pages["codes"], kv.block_table, kv.num_pages, kv.residual_keys,
+        kv.residual_values, kv.exact_lens, kv.seen, kv.sink_tokens, call.softmax_scale, call.softcap, call.sink_logits,
+        budget.pages, budget.share, budget.top_p, budget.from_tokens, spec, backend,
+    )  # fmt: skip
+    return table, num_pages
 
 
 def write_pair(
@@ -120,6 +149,13 @@ def _fields(tensors: tuple[torch.Tensor | None, ...]) -> dict[str, torch.Tensor]
     return {name: tensor for name, tensor in found if tensor is not None}
 
 
+def _kept(backend: str, spec: str) -> dict[Any, Any]:
+    """Return what a backend keeps between calls: nothing, where that would refer to tensors of one cache."""
+    if load(backend).keeps_tensors:
+        return {}
+    return _launches.setdefault((spec, backend), {SHARED: None})
+
+
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 
@@ -127,17 +163,25 @@ def _attend(query: torch.Tensor, *given: Any) -> torch.Tensor:
     """Put together what the schema of `attend` takes apart; returns a contiguous [rows, q_len, num_heads, out_dim]."""
     pages, (table, num_pages, keys, values, exact_lens, padding) = given[:8], given[8:14]
     seen, sink_tokens, *options, name, backend = given[14:]
-    implementation = load(backend)
-    launches = {}
-    if not implementation.keeps_tensors:
-        launches = _launches.setdefault((name, backend), {SHARED: None})
     kv = PagedKV(
         _fields(pages[:4]), _fields(pages[4:]), _specs[name], table, num_pages, keys, values, exact_lens, padding,
-        seen, sink_tokens, launches=launches,
+        seen, sink_tokens, launches=_kept(backend, name),
     )  # fmt: skip
-    out = implementation.attend(AttentionCall(query, kv, *options))
+    out = load(backend).attend(AttentionCall(query, kv, *options))
     # the strides that the fake below promises, which are those of the compiled kernels: no copy there
     return out.transpose(1, 2).contiguous()
+
+
+def _choose_pages(query: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put together what the schema of `choose_pages` takes apart."""
+    table, num_pages, keys, values, exact_lens, seen, sink_tokens = given[5:12]
+    softmax_scale, softcap, sink_logits, *budget, name, backend = given[12:]
+    kv = PagedKV(
+        _fields(given[:4]), {"codes": given[4]}, _specs[name], table, num_pages, keys, values, exact_lens,
+        torch.zeros_like(exact_lens), seen, sink_tokens, launches=_kept(backend, name), budget=ReadBudget(*budget),
+    )  # fmt: skip
+    call = AttentionCall(query, kv, softmax_scale, None, softcap, sink_logits)
+    return chooser(load(backend))(call)
 
 
 def _write_pair(*given: Any) -> None:
@@ -153,6 +197,7 @@ def _write_pair(*given: Any) -> None:
 
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("attend", _attend, _device)
+    _LIBRARY.impl("choose_pages", _choose_pages, _device)
     _LIBRARY.impl("write_pair", _write_pair, _device)
 
 
@@ -160,6 +205,13 @@ for _device in ("CPU", "CUDA"):
 def _fake_attend(query, *given):  # type: ignore[no-untyped-def]
     rows, num_heads, q_len, _ = query.shape
     return query.new_empty(rows, q_len, num_heads, _specs[given[-2]].out_dim)
+
+
+@register_fake("kv_hf::choose_pages", lib=_LIBRARY)
+def _fake_choose_pages(query, *given):  # type: ignore[no-untyped-def]
+    budget, table = ReadBudget(*given[15:19]), given[5]
+    width = budget.width(table.shape[1], _specs[given[-2]].keys.page_size)
+    return table.new_empty(table.shape[0], width), table.new_empty(table.shape[0])
 
 
 @register_fake("kv_hf::write_pair", lib=_LIBRARY)

@@ -6,9 +6,11 @@ from typing import Any
 from transformers.cache_utils import DynamicIndexedLayer
 
 from ..config import CacheConfig
+from ..config_reading import check_readable
 from ..errors import CacheOptionError
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
+from ..read_budget import ReadBudget
 from .compat import is_dummy
 from .hybrid_layer import HybridLayer
 from .latent_layer import IndexedLatentLayer, LatentLayer
@@ -48,6 +50,12 @@ def page_layers(
     )
     planned_specs(page_sizes(config), list(formats.values()))
     paged = list(formats)
+    budget = check_readable(
+        options,
+        getattr(config, "model_type", config),
+        [getattr(layers[index], "sliding_window", None) for index in paged],
+        any(ranks[index] is not None for index in paged),
+    )
     arena = _arena(layers, set(paged), config, options)
     groups: dict[int | None, PageGroup] = {}
     made = list(layers)
@@ -56,7 +64,7 @@ def page_layers(
         # a prefix may be shared up to any of its pages: then sliding layers keep all of them
         shown = window if options.prefix_store is None else None
         if shown not in groups:
-            groups[shown] = _new_group(shown, options, arena)
+            groups[shown] = _new_group(shown, options, arena, None if shown else budget)
         rest = (groups[shown], arena, formats[index], options.kernel, window)
         if type(layers[index]).__name__ in HYBRID:
             states = layers[index].number_of_states
@@ -82,7 +90,9 @@ def _alike(layers: Iterable[PagedLayer]) -> list[list[int]]:
     return list(found.values())
 
 
-def _new_group(window: int | None, options: CacheConfig, arena: PageArena) -> PageGroup:
+def _new_group(
+    window: int | None, options: CacheConfig, arena: PageArena, budget: ReadBudget | None
+) -> PageGroup:
     return PageGroup(
         options.page_size,
         options.sink_tokens,
@@ -91,6 +101,7 @@ def _new_group(window: int | None, options: CacheConfig, arena: PageArena) -> Pa
         options.reserve_tokens,
         window,
         arena.pool(window),
+        budget,
     )
 
 

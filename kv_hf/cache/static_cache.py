@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from ..backends.registry import choose
 from ..bridge.mask_length import MaskLength, check_padding_mask
 from ..config import CacheConfig
+from ..config_reading import check_readable
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME
 from ..pages import moved
@@ -46,7 +47,10 @@ class StaticPagedCache(CacheBase):
                 f"max_length={options.max_length}: {getattr(config, 'model_type', config)!r} has layers ({kind}) that a "
                 "preallocated cache cannot hold; leave max_length out"
             )
-        self.groups = (StaticTable(options.page_size, options.sink_tokens, options.max_length),)
+        kind = getattr(config, "model_type", config)
+        budget = check_readable(options, kind, [None] * len(self.layers), False)
+        sizes = options.page_size, options.sink_tokens, options.max_length
+        self.groups = (StaticTable(*sizes, budget),)
         count = len(self.layers)
         options.check_model(recipe_sizes(decoder), count, set(range(count)))
         formats = [LayerFormats.of(options, index, count) for index in range(count)]

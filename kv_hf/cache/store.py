@@ -14,6 +14,7 @@ from ..pages import moved
 from ..pages.persistent import persistent_tensors
 from ..pages.step import SealJobs, Step, TableView
 from ..pages.storage import PageStorage, Pair
+from ..read_budget import ReadBudget
 from ..spec import page_capacity
 from .residual import Residual
 from .state import StateTensors, field_from_rows
@@ -245,7 +246,12 @@ class LayerStore:
                     window.reopen(tokens, index, self.sink_tokens)
 
     def kv(
-        self, view: TableView, residual_keys: torch.Tensor, residual_values: torch.Tensor, seen: int
+        self,
+        view: TableView,
+        residual_keys: torch.Tensor,
+        residual_values: torch.Tensor,
+        seen: int,
+        budget: ReadBudget | None = None,
     ) -> PagedKV:
         """Return the input of a kernel: these pages and the exact tokens [rows, num_kv_heads, slots, head_dim], in the order of `view`."""
         table = view.on(self.device)
@@ -265,6 +271,7 @@ class LayerStore:
             self.sink_tokens,
             pages.hold,
             self.launches,
+            budget,
         )
 
     def to(self, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import CacheMismatchError, KVCacheError
+from ..read_budget import ReadBudget
 from ..spec import reserved_pages, sealed_pages
 from .ahead import RoomAhead
 from .append_plan import AppendPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
@@ -52,6 +53,7 @@ class PageGroup(PaddedRows):
         window: tokens that a query of these layers sees, itself included; pages behind it are given back. None
             keeps all.
         pool: page ids shared with other caches, in place of a pool of its own with `max_pages`.
+        budget: how much of a row a step of few queries reads, None for everything.
     Attributes:
         stores: layer -> its tensors, of the layers that have any.
         ahead: how far storage grows beyond need.
@@ -66,6 +68,7 @@ class PageGroup(PaddedRows):
         reserve_tokens: int = 0,
         window: int | None = None,
         pool: PagePool | None = None,
+        budget: ReadBudget | None = None,
     ) -> None:
         own = PagePool(max_pages) if pool is None else pool
         super().__init__(RowSizes(page_size, sink_tokens, recent_tokens, window), own)
@@ -77,6 +80,7 @@ class PageGroup(PaddedRows):
         self.reserve = sealed_pages(reserve_tokens, **sizes)
         if window is not None:
             self.reserve = min(self.reserve, window // page_size + 2)
+        self.budget = budget
         self.tracker = StepTracker()
         self.ahead = RoomAhead(self.pool)
         self._clear()

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CacheMismatchError, InterruptedForwardError
 from ..geometry import full_pages, page_start
+from ..read_budget import ReadBudget
 from ..spec import TABLE_DTYPE, sealed_pages, window_slots
 from .device_flag import DeviceFlag
 from .group_state import GroupState, held_pages, renumbered
@@ -55,6 +56,7 @@ class StaticTable:
     Args:
         page_size, sink_tokens: as in CacheConfig.
         max_length: columns (padding included) that a row has room for.
+        budget: how much of a row a step of few queries reads, None for everything.
     Attributes:
         block_table: [rows, pages_per_row], int32, never changed.
         num_pages, exact_lens, padding: [rows], int32, as in pages.group.Row.
@@ -75,10 +77,17 @@ class StaticTable:
     seen: torch.Tensor
     flag: DeviceFlag
 
-    def __init__(self, page_size: int, sink_tokens: int, max_length: int) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        sink_tokens: int,
+        max_length: int,
+        budget: ReadBudget | None = None,
+    ) -> None:
         self.page_size = page_size
         self.sink_tokens = sink_tokens
         self.max_length = max_length
+        self.budget = budget
         self.pages_per_row = sealed_pages(
             max_length, page_size=page_size, sink_tokens=sink_tokens, recent_tokens=0
         )

@@ -1,0 +1,178 @@
+"""The choice of the pages that a step reads, in readable torch, fp32: what the kernels' choices are compared with."""
+
+import torch
+
+from ...page_summary import (
+    MIDDLE_TOKENS,
+    RANGED_PAGES,
+    Summary,
+    middle_code,
+    spread,
+    summary_of,
+    summary_words,
+    word_channels,
+)
+from ...quant.codec import decode
+from ...read_budget import NEWEST_PAGES, ReadBudget
+from ..base import AttentionCall
+from ..inputs import PagedKV
+
+Choice = tuple[torch.Tensor, torch.Tensor]
+
+
+def choose_pages(call: AttentionCall) -> Choice:
+    """Return the pages of each row that its newest tokens read, by the budget of `call.kv`.
+
+    Each query head spreads its attention over the pages and the exact window, as far as the pages' summaries tell; the
+    pages with the most mass over all heads and queries are read, in their order, the newest always.
+
+    Args:
+        call: without a mask and a sliding window; all of its queries stand behind all pages.
+    Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32; entries past a row's
+        last page are 0.
+    """
+    mass, window = page_mass(call)
+    return choose_by_mass(mass, window, call.kv)
+
+
+def page_mass(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention mass of each page, and of what is read anyway, summed over query heads and queries.
+
+    Returns: [rows, columns of the block table] and [rows], fp32; their sum over a row is num_heads * q_len (0 of a row
+        without tokens).
+    """
+    query, kv = call.query, call.kv
+    rows, num_heads, q_len, _ = query.shape
+    heads = kv.spec.keys.num_kv_heads
+    q = query.float().reshape(rows, heads, -1, query.shape[3]) * call.softmax_scale
+    pages = _page_scores(q, kv, call.softcap)  # [rows, heads, queries, pages]
+    window = _window_scores(q, kv, call.softcap, q_len)
+    rest = torch.logsumexp(window, -1, keepdim=True)
+    if call.sink_logits is not None:
+        logits = call.sink_logits.float().reshape(1, heads, num_heads // heads, 1)
+        logits = logits.expand(rows, -1, -1, q_len).reshape(rows, heads, -1, 1)
+        rest = torch.logaddexp(rest, logits)
+    whole = torch.logaddexp(torch.logsumexp(pages, -1, keepdim=True), rest)
+    whole = whole.masked_fill(whole == float("-inf"), 0.0)
+    return (pages - whole).exp().sum((1, 2)), (rest - whole).exp().sum((1, 2, 3))
+
+
+def choose_by_mass(mass: torch.Tensor, window: torch.Tensor, kv: PagedKV) -> Choice:
+    """Return the choice that masses of pages lead to; see `choose_pages`.
+
+    Args:
+        mass: [rows, columns of the block table], fp32.
+        window: [rows], fp32, mass that is read anyway.
+    """
+    budget = kv.budget
+    assert budget is not None
+    columns = kv.block_table.shape[1]
+    width = budget.width(columns, kv.page_size)
+    table = torch.zeros(kv.rows, width, dtype=torch.int32)
+    counts = kv.num_pages.tolist()
+    chosen = []
+    for row, (pages, exact) in enumerate(zip(counts, kv.exact_lens.tolist(), strict=True)):
+        places = list(range(pages))
+        if pages * kv.page_size + exact >= budget.from_tokens:
+            places = _best(mass[row, :pages].tolist(), float(window[row]), budget)
+        chosen.append(len(places))
+        table[row, : len(places)] = kv.block_table[row].cpu()[places]
+    device = kv.block_table.device
+    return table.to(device), torch.tensor(chosen, dtype=torch.int32, device=device)
+
+
+def _best(mass: list[float], window: float, budget: ReadBudget) -> list[int]:
+    """Return the places of the pages to read of one row, in order: the newest, then those of most mass, the first of equals."""
+    pages = len(mass)
+    newest = range(max(0, pages - NEWEST_PAGES), pages)
+    order = [*newest, *sorted(range(pages - len(newest)), key=lambda page: -mass[page])]
+    order = order[: budget.most(pages)]
+    if budget.top_p is not None:
+        enough = budget.top_p * (window + sum(mass))
+        read = window
+        for count, page in enumerate(order):
+            if count >= len(newest) and read >= enough:
+                order = order[:count]
+                break
+            read += mass[page]
+    return sorted(order)
+
+
+def _page_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None) -> torch.Tensor:
+    """Return the log of each page's summed weights [rows, heads, queries, pages]; -inf where a row has no such page.
+
+    Args:
+        q: [rows, heads, queries, head_dim], fp32, times the softmax scale.
+    """
+    rows, columns = kv.block_table.shape
+    held = torch.arange(columns, device=q.device) < kv.num_pages.long()[:, None]
+    ids = kv.block_table.long().masked_fill(~held, 0)
+    found = []
+    for row in range(rows):
+        fields = {name: tensor[ids[row]] for name, tensor in kv.key_pages.items()}
+        keys = decode(fields, kv.spec.keys, torch.float32)  # [pages, heads, page_size, head_dim]
+        middles = _middles(fields, keys, kv)
+        read = _read_channels(fields, keys, kv, int(kv.num_pages[row]))
+        summed = torch.where(read[:, :, None], keys, middles[:, :, None])
+        scores = torch.einsum("hnd,phtd->hnpt", q[row], summed)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        found.append(torch.logsumexp(scores, -1))
+    return torch.stack(found).masked_fill(~held[:, None, None], float("-inf"))
+
+
+def _read_channels(
+    fields: dict[str, torch.Tensor], keys: torch.Tensor, kv: PagedKV, pages: int
+) -> torch.Tensor:
+    """Return which channels are read token by token: bool [pages, heads, head_dim]."""
+    spec, scheme = kv.spec.keys, kv.spec.keys.scheme
+    kind = summary_of(spec)
+    read = torch.zeros_like(keys[:, :, 0], dtype=torch.bool)
+    if kind == Summary.ALL_CHANNELS:
+        return ~read
+    if kind == Summary.ORDER:
+        return read.scatter(-1, fields["order"][..., : scheme.wide_channels].long(), True)
+    sample = spread(RANGED_PAGES, pages)
+    if kind == Summary.SCALES:
+        ranges = fields["scale"][sample].float().mean((0, 2))  # [heads, head_dim]
+    else:
+        numbers = keys[sample]
+        ranges = (numbers.amax(2) - numbers.amin(2)).sum(0)
+    words = torch.tensor(word_channels(spec), device=keys.device)
+    best = ranges[:, words].sum(-1).topk(summary_words(spec), -1).indices  # [heads, words read]
+    one = torch.zeros_like(ranges, dtype=torch.bool).scatter(-1, words[best].flatten(1), True)
+    return one.expand_as(read)
+
+
+def _middles(fields: dict[str, torch.Tensor], keys: torch.Tensor, kv: PagedKV) -> torch.Tensor:
+    """Return what stands for the channels that are not read token by token: [pages, heads, head_dim]."""
+    spec, scheme = kv.spec.keys, kv.spec.keys.scheme
+    kind = summary_of(spec)
+    if kind == Summary.OFFSETS:
+        return fields["offset"].float()[:, :, 0]
+    if kind in (Summary.SCALES, Summary.ORDER):
+        # equal steps on both sides: the middle of the codes, over all groups of tokens
+        middle = fields["offset"].float() + middle_code(scheme) * fields["scale"].float()
+        middle = middle.mean(2)
+        if kind == Summary.ORDER:
+            middle = torch.zeros_like(middle).scatter(-1, fields["order"].long(), middle)
+        return middle
+    return keys[:, :, spread(MIDDLE_TOKENS, spec.page_size)].mean(2)
+
+
+def _window_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None, q_len: int) -> torch.Tensor:
+    """Return the scores of the exact tokens [rows, heads, queries, slots], -inf where a query sees no such token."""
+    device = q.device
+    keys = kv.residual_keys.float()
+    slots = torch.arange(keys.shape[2], device=device)
+    held = slots < kv.exact_lens.long()[:, None]
+    keys = keys.masked_fill(~held[:, None, :, None], 0.0)
+    scores = q @ keys.transpose(-1, -2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    # the last q_len tokens of a row are the queries' own: the newest slots
+    own = kv.exact_lens.long()[:, None] - q_len + torch.arange(q_len, device=device)
+    visible = slots <= own[:, :, None]  # [rows, q_len, slots]
+    group = q.shape[2] // q_len
+    visible = visible[:, None, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    return scores.masked_fill(~(visible & held[:, None, None]), float("-inf"))

@@ -1,0 +1,97 @@
+"""What stands for a page when a step chooses which pages to read: some of its channels token by token, the middle of the rest.
+
+All of it is read from what the page stores. Knows shapes and schemes; computes nothing.
+
+The channels whose keys differ most within a page tell its tokens apart; the others differ from page to page, and their
+middle says as much. A quarter of the channels is read. Codes lie in words of 32 bits (four bytes of layout "rows", a word of
+layout "lanes"), which hold one token's codes of neighbouring channels, and of those that RoPE turns with them: so whole words
+are chosen, once for all pages of a row and head, by the ranges of some of its pages.
+"""
+
+from enum import IntEnum
+
+from .formats import Scheme
+from .spec import SideSpec
+
+PART = 4  # one channel of so many is read token by token
+LEAST_WORDS = 2
+RANGED_PAGES = 8  # of a row, evenly spread, whose ranges decide which words are read
+MIDDLE_TOKENS = (
+    4  # of a page, evenly spread, whose mean is the middle of a channel where the page stores none
+)
+
+
+class Summary(IntEnum):
+    """Where the range and the middle of a channel come from.
+
+    ALL_CHANNELS: no part is read alone: scores are those of whole keys.
+    SCALES: range and middle from the channel's scales and offsets (unsigned codes per channel).
+    OFFSETS: the offset is the middle, the range that of the codes (8 bits).
+    TOKENS: exact numbers; the middle is the mean of MIDDLE_TOKENS tokens.
+    ORDER: the page has wide channels, which are read, whichever they are; the rest as for SCALES.
+    """
+
+    ALL_CHANNELS = 0
+    SCALES = 1
+    OFFSETS = 2
+    TOKENS = 3
+    ORDER = 4
+
+
+def summary_of(keys: SideSpec) -> Summary:
+    """Return how pages of such keys are summed up."""
+    scheme = keys.scheme
+    if summary_words(keys) >= words_of(keys):
+        return Summary.ALL_CHANNELS
+    if scheme.is_exact:
+        return Summary.TOKENS
+    if scheme.format.native_number is None or scheme.scale_group is None or scheme.rotated:
+        return Summary.ALL_CHANNELS
+    if scheme.code == "unsigned":
+        per_channel = scheme.scale_group[1] == 1 and scheme.offset_group == scheme.scale_group
+        if not per_channel or scheme.scale_bits != 16:
+            return Summary.ALL_CHANNELS
+        return Summary.ORDER if scheme.wide_channels else Summary.SCALES
+    whole = (keys.page_size, keys.head_dim)
+    if scheme.scale_group == whole and scheme.offset_group == (keys.page_size, 1):
+        return Summary.OFFSETS
+    return Summary.ALL_CHANNELS
+
+
+def word_channels(keys: SideSpec) -> list[list[int]]:
+    """Return the channels (places, where pages have an order) of each word of a token's codes, wide words first."""
+    words: list[list[int]] = []
+    first = 0
+    for bits, channels in keys.runs:
+        per_byte = max(1, 8 // bits)
+        run, bytes_ = channels // per_byte, max(1, min(4, 32 // bits))
+        for at in range(0, run, bytes_):
+            some = range(at, min(run, at + bytes_))
+            words.append([first + place * run + i for place in range(per_byte) for i in some])
+        first += channels
+    return words
+
+
+def words_of(keys: SideSpec) -> int:
+    """Return the words of a token's codes."""
+    return len(word_channels(keys))
+
+
+def summary_words(keys: SideSpec) -> int:
+    """Return how many words of a token's codes are read: those of the wide channels, or a quarter of the channels."""
+    words = word_channels(keys)
+    if keys.scheme.wide_channels:
+        return sum(word[0] < keys.scheme.wide_channels for word in words)
+    quarter = -(-keys.head_dim // PART)
+    return max(LEAST_WORDS, -(-quarter // len(words[0])))
+
+
+def middle_code(scheme: Scheme) -> float:
+    """Return the code in the middle of an unsigned scheme's codes."""
+    return 0.5 * ((1 << scheme.bits) - 1)
+
+
+def spread(count: int, of: int) -> list[int]:
+    """Return `count` places of `of`, evenly spread, each in the middle of its stretch; fewer where there are fewer."""
+    count = min(count, of)
+    return [(2 * i + 1) * of // (2 * count) for i in range(count)]

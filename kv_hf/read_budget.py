@@ -1,0 +1,60 @@
+"""How much of a row a decode step reads where it chooses pages: a budget. Knows no cache, no kernel and no page."""
+
+import math
+from dataclasses import dataclass
+
+NEWEST_PAGES = 1  # of each row, which are read whatever their summaries say
+READ_FROM = 4096  # tokens of a row from which on pages are chosen, unless an option says otherwise
+
+
+@dataclass(frozen=True)
+class ReadBudget:
+    """What a query may read of a row; its exact window (sinks, the open page) is read always and counts within `pages`' tokens.
+
+    Of a row with fewer than `from_tokens` tokens everything is read. Of any other row those pages are read in which
+    attention has the most mass, as far as their summaries tell (page_summary.py), and the newest NEWEST_PAGES.
+
+    Attributes:
+        pages: most pages of a row that are read, or None.
+        share: most pages of a row that are read, as a part of those it has, between 0 and 1, or None.
+        top_p: part of the estimated attention mass, between 0 and 1, at which no further page is read, or None.
+        from_tokens: tokens of a row, those of the query included, from which on pages are chosen.
+    Sources: choosing pages by what a step asks, Quest (arXiv 2406.10774); a threshold on the mass, Twilight (arXiv 2502.02770).
+    """
+
+    pages: int | None = None
+    share: float | None = None
+    top_p: float | None = None
+    from_tokens: int = READ_FROM
+
+    def most(self, pages: int) -> int:
+        """Return how many pages are read at most of a row that has `pages` and whose pages are chosen."""
+        most = pages
+        if self.pages is not None:
+            most = min(most, self.pages)
+        if self.share is not None:
+            most = min(most, share_of(self.share, pages))
+        return min(pages, max(most, NEWEST_PAGES))
+
+    def width(self, pages: int, page_size: int) -> int:
+        """Return how many pages are read at most of any row that has up to `pages`: columns of the table of choices."""
+        short = min(pages, max(0, self.from_tokens - 1) // page_size)
+        return max(self.most(pages), short)
+
+    def chooses(self, pages: int, seen: int) -> bool:
+        """Say whether any row of up to `pages` pages and `seen` columns may be read in part."""
+        return seen >= self.from_tokens and (self.top_p is not None or self.most(pages) < pages)
+
+
+def share_of(share: float, pages: int) -> int:
+    """Return the whole pages that a share of `pages` is: share * pages in fp64, rounded down."""
+    return math.floor(share * pages)
+
+
+def pages_for(read_tokens: int, kept_tokens: int, page_size: int) -> int:
+    """Return the pages that can be read so that never more than `read_tokens` tokens are, with a full exact window beside them.
+
+    Args:
+        kept_tokens: sinks and recent tokens; the window holds an open page besides.
+    """
+    return (read_tokens - kept_tokens) // page_size - 1

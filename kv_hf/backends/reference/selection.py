@@ -113,7 +113,7 @@ def _page_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None) -> torch.T
         keys = decode(fields, kv.spec.keys, torch.float32)  # [pages, heads, page_size, head_dim]
         middles = _middles(fields, keys, kv)
         read = _read_channels(fields, keys, kv, int(kv.num_pages[row]))
-        summed = torch.where(read[:, :, None], keys, middles[:, :, None])
+        summed = torch.where(read[:, :, None], keys, middles)
         scores = torch.einsum("hnd,phtd->hnpt", q[row], summed)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -145,19 +145,19 @@ def _read_channels(
 
 
 def _middles(fields: dict[str, torch.Tensor], keys: torch.Tensor, kv: PagedKV) -> torch.Tensor:
-    """Return what stands for the channels that are not read token by token: [pages, heads, head_dim]."""
+    """Return what stands for the channels that are not read token by token: [pages, heads, page_size or 1, head_dim]."""
     spec, scheme = kv.spec.keys, kv.spec.keys.scheme
     kind = summary_of(spec)
     if kind == Summary.OFFSETS:
-        return fields["offset"].float()[:, :, 0]
+        return fields["offset"].float()
     if kind in (Summary.SCALES, Summary.ORDER):
-        # equal steps on both sides: the middle of the codes, over all groups of tokens
+        # the middle of the codes, in each group of tokens
         middle = fields["offset"].float() + middle_code(scheme) * fields["scale"].float()
-        middle = middle.mean(2)
         if kind == Summary.ORDER:
-            middle = torch.zeros_like(middle).scatter(-1, fields["order"].long(), middle)
-        return middle
-    return keys[:, :, spread(MIDDLE_TOKENS, spec.page_size)].mean(2)
+            order = fields["order"].long()[:, :, None].expand_as(middle)
+            middle = torch.zeros_like(middle).scatter(-1, order, middle)
+        return middle.repeat_interleave(spec.page_size // middle.shape[2], 2)
+    return keys[:, :, spread(MIDDLE_TOKENS, spec.page_size)].mean(2, keepdim=True)
 
 
 def _window_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None, q_len: int) -> torch.Tensor:

@@ -117,7 +117,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['kl_low']:.5f} to {row['kl_high']:.5f}",
             f"{100 * row['top1']:.1f} %",
         )
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

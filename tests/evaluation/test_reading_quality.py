@@ -133,7 +133,6 @@ def test_bench_measures_from_the_exact_cache(folder):
 
 def test_script_measures_what_has_no_row(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.setenv("COLUMNS", "200")  # of rich's table
     sys.modules.pop("reading_quality", None)
     import reading_quality
 

@@ -47,7 +47,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", nargs="+", default=list(HELD_OUT), help="bundled texts or files")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a text")
     parser.add_argument("--scored", type=int, default=256, help="tokens at its end that are scored")
-    parser.add_argument("--read", nargs="+", type=int, default=[1024, 2048, 4096], metavar="TOKENS")
+    parser.add_argument("--read", nargs="*", type=int, default=[1024, 2048, 4096], metavar="TOKENS")
     parser.add_argument("--read-from", type=int, default=READ_FROM, help="option of that name")
     parser.add_argument("--choosers", nargs="*", default=list(CHOOSERS), choices=list(CHOOSERS))
     parser.add_argument("--caches", nargs="*", default=list(CACHES), metavar="NAME[:OPTION=VALUE]")

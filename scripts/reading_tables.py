@@ -11,8 +11,9 @@ NOTHING = "No run has been recorded yet: `scripts/reading_quality.py --record` w
 # choosers that are simulated over exact keys, in words
 SIMULATED = {
     "oracle": "the truth: each page's attention mass",
-    "quest": "Quest: smallest and largest key per channel",
-    "quest_each_head": "Quest, each kv head pages of its own",
+    "quest": "smallest and largest key per channel (Quest)",
+    "quest_each_head": "the same, each kv head pages of its own",
+    "quest_16_each_head": "the same, pages of 16 tokens",
     "mean": "mean key of a page",
 }
 

@@ -104,6 +104,8 @@ def test_contenders_have_the_budget_of_the_cache():
     ]
     assert [one.budget and one.budget.pages for one in found] == [14, 30, None, 15, 31]
     assert found[3].cache == "paged_int4:sink_tokens=0,read_tokens=1024,read_from=4096"
+    (small,) = contenders(["quest_16_each_head"], [], [1024], 4096)
+    assert small.places.page_size == 16 and small.budget.pages == 62
     with pytest.raises(ValueError, match="read_tokens must be at least 132"):
         contenders(["oracle"], [], [100], 4096)
     with pytest.raises(ValueError, match="paged_int5"):

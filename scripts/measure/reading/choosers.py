@@ -24,10 +24,12 @@ class Chooser:
         log_mass: (queries [kv heads, group, queries, head_dim] times the softmax scale, keys [kv heads, pages, page_size,
             head_dim]) -> [kv heads, group, queries, pages].
         each_head: whether each kv head reads pages of its own; otherwise all heads of a layer read the same.
+        page_size: tokens of a page; None: as many as the caches have.
     """
 
     log_mass: LogMass
     each_head: bool = False
+    page_size: int | None = None
 
 
 def exact_mass(query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -52,5 +54,7 @@ CHOOSERS = {
     "oracle": Chooser(exact_mass),
     "mean": Chooser(mean_mass),
     "quest": Chooser(bound_mass),
+    # the paper's pages; it leaves out the first two layers, which are read in part here as all others are
+    "quest_16_each_head": Chooser(bound_mass, each_head=True, page_size=16),
     "quest_each_head": Chooser(bound_mass, each_head=True),
 }

@@ -34,6 +34,8 @@ class Contender:
     def cache(self) -> str:
         """The cache's name with its options; of a simulated chooser that of the exact pages whose budget it has."""
         base, given = ("paged_exact", {}) if self.simulated else parse_cache_name(self.name)
+        if self.simulated and (page_size := CHOOSERS[self.name].page_size):
+            given = {"page_size": page_size}
         if self.read_tokens is not None:
             given = {**given, "read_tokens": self.read_tokens, "read_from": self.read_from}
         return ":".join(filter(None, [base, ",".join(f"{k}={v}" for k, v in given.items())]))

@@ -16,6 +16,8 @@ import torch
 
 from ...formats.linear import SCALE_MAX, Float8Format, SignedFormat
 from ...formats.registry import native_formats, wide_codes
+from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, Summary
+from ...read_budget import NEWEST_PAGES
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of exact formats
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -245,7 +247,26 @@ WRITE = Struct(
     },
 )
 
-STRUCTS = (SIDE, DECODE, NEW, WRITE)
+CHOOSE = Struct(
+    "Choose",
+    "The choice of the pages that a step reads; no values, mask or sliding window.",
+    {
+        "call": (Fields("call", kind=DECODE),),
+        "budget": (
+            Fields("summary", "of the keys: enum Summary"),
+            Fields("words", "of a token's codes that are read, ALL_CHANNELS and ORDER apart"),
+            Fields("most", "pages that are read of a row; 0: no bound"),
+            Fields("from_tokens", "tokens of a row from which on pages are chosen"),
+            Fields("share top_p", "0: none", "double"),
+        ),
+        "choice": (
+            Fields("table width", "int32 [rows, width], written"),
+            Fields("counts", "int32 [rows], written"),
+        ),
+    },
+)
+
+STRUCTS = (SIDE, DECODE, NEW, WRITE, CHOOSE)
 
 
 def _constants() -> list[str]:
@@ -265,6 +286,10 @@ def _constants() -> list[str]:
         f"#define FLOAT8_LIFT 0x1p{127 - e4m3.exponent_bias}f",
         "/* the float whose spacing is FLOAT8's smallest number: adding it rounds to multiples of that */",
         f"#define FLOAT8_ROUNDER 0x1p{24 - e4m3.exponent_bias - e4m3.mantissa_bits}f",
+        "/* of page_summary.py and read_budget.py */",
+        f"#define RANGED_PAGES {RANGED_PAGES}",
+        f"#define MIDDLE_TOKENS {MIDDLE_TOKENS}",
+        f"#define NEWEST_PAGES {NEWEST_PAGES}",
     ]
 
 
@@ -282,6 +307,7 @@ def _body() -> str:
             _enum("Format", {**formats, "NUM_FORMATS": len(formats)}),
             "\n".join(_constants()),
             _enum("MaskKind", {one.name: one.value for one in MaskKind}),
+            _enum("Summary", {one.name: one.value for one in Summary}),
             _enum("Isa", {**isas, "NUM_ISAS": len(isas)}),
             f"/* {Status.__doc__} */\n" + _enum("Status", {one.name: one.value for one in Status}),
             *(one.text() for one in STRUCTS),

@@ -9,7 +9,7 @@ from ..base import Backend
 from ..compiled_formats import unread_formats
 from ..reference.dense import dense_side
 from ..registry import register_backend
-from . import decode, library, write
+from . import choose, decode, library, write
 from .arguments import unsupported
 
 
@@ -22,6 +22,7 @@ def load() -> Backend:
         write.seal_pair,
         dense_side,
         max_queries=sys.maxsize,
+        choose_pages=choose.choose_pages,
     )
 
 

@@ -47,7 +47,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     room, other = keys.room, values.room
     capacity = room if room < other else other
     block = take_block(kv.launches, _NAME, _FIELDS)
-    if _is_packed(block, query, kv, (keys.mark, values.mark), options):
+    if is_packed(block, query, kv, (keys.mark, values.mark), options):
         out = _empty_output(query, kv)
     else:
         query, out = _pack(block, query, kv, (keys, values), options, mask)
@@ -73,14 +73,20 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     return out
 
 
-def _is_packed(
+def is_packed(
     block: Block,
     query: torch.Tensor,
     kv: PagedKV,
     marks: tuple[object, object],
     options: tuple[Any, ...],
 ) -> bool:
-    """Say whether a block was packed from these very tensors, and from such a query: what is the same is not read again."""
+    """Say whether a block was packed from these very tensors, and from such a query: what is the same is not read again.
+
+    Args:
+        query: [rows, num_heads, q_len, query_dim].
+        marks: of the fields of keys and values.
+        options: all else that was packed.
+    """
     if not block.layout:
         return False
     shape, strides, dtype, keys, values, residual_keys, residual_values, spec, packed = block.layout
@@ -122,9 +128,9 @@ def _pack(
     out = _empty_output(query, kv)
     functions = library()
     block.call = functions.kv_hf_decode_latent if kv.spec.is_latent else functions.kv_hf_decode
-    _pack_sides(block, kv, fields)
+    pack_sides(block, kv, fields)
     softmax_scale, softcap, sliding_window, _ = options
-    _pack_shapes(block, kv, query, out, mask, sliding_window or 0, (softmax_scale, softcap or 0.0))
+    pack_shapes(block, kv, query, out, mask, sliding_window or 0, (softmax_scale, softcap or 0.0))
     strides = None if query.is_contiguous() else query.stride()
     tensors = fields[0].mark, fields[1].mark, kv.residual_keys, kv.residual_values
     block.layout = (query.shape, strides, query.dtype, *tensors, kv.spec, options)
@@ -138,27 +144,34 @@ def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.stride(3) == 1 else mask.contiguous()
 
 
-def _pack_sides(block: Block, kv: PagedKV, fields: tuple[Mapping[str, torch.Tensor], ...]) -> None:
+def pack_sides(block: Block, kv: PagedKV, fields: tuple[Mapping[str, torch.Tensor], ...]) -> None:
+    """Pack formats, strides and pointers of both sides; `fields` are their tensors [pages, ..]."""
     sides = zip(kv.spec.sides, fields, (kv.residual_keys, kv.residual_values), strict=True)
     _SIDES.pack_into(
         block.memory, _SIDES.at, *[number for side in sides for number in side_fields(*side)]
     )
 
 
-def _pack_shapes(
+def pack_shapes(
     block: Block,
     kv: PagedKV,
     query: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     mask: torch.Tensor | None,
     sliding_window: int,
     options: tuple[float, float],
 ) -> None:
-    """Pack what shapes, strides and options decide."""
+    """Pack what shapes, strides and options decide.
+
+    Args:
+        query, out: [rows, num_heads, q_len, ..]; no `out` where nothing is written there.
+        mask: [rows or 1, num_heads or 1, q_len, columns], or None.
+        options: softmax scale, and softcap or 0.
+    """
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
     query_row, query_head, query_at, _ = query.stride()
-    out_row, out_head, out_at, _ = out.stride()
+    out_row, out_head, out_at = (0, 0, 0) if out is None else out.stride()[:3]
     softmax_scale, softcap = options
     numbers = {
         "rows": rows, "heads": heads, "group": num_heads // heads, "q_len": q_len,

@@ -47,7 +47,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
             )
     except (OSError, AttributeError) as error:
         return None, f"{path.name} cannot be loaded ({error}); install kv_hf again"
-    for name in ("kv_hf_decode", "kv_hf_decode_latent", "kv_hf_write"):
+    for name in ("kv_hf_decode", "kv_hf_decode_latent", "kv_hf_choose_pages", "kv_hf_write"):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
     library.kv_hf_isa.restype = ctypes.c_int64

@@ -104,25 +104,26 @@ def _page_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None) -> torch.T
     Args:
         q: [rows, heads, queries, head_dim], fp32, times the softmax scale.
     """
-    rows, columns = kv.block_table.shape
-    held = torch.arange(columns, device=q.device) < kv.num_pages.long()[:, None]
-    ids = kv.block_table.long().masked_fill(~held, 0)
-    found = []
-    for row in range(rows):
-        fields = {name: tensor[ids[row]] for name, tensor in kv.key_pages.items()}
+    rows, heads, queries, _ = q.shape
+    found = q.new_full((rows, heads, queries, kv.block_table.shape[1]), float("-inf"))
+    for row, pages in enumerate(kv.num_pages.tolist()):
+        if not pages:
+            continue
+        ids = kv.block_table[row, :pages].long()
+        fields = {name: tensor[ids] for name, tensor in kv.key_pages.items()}
         keys = decode(fields, kv.spec.keys, torch.float32)  # [pages, heads, page_size, head_dim]
         middles = _middles(fields, keys, kv)
-        read = _read_channels(fields, keys, kv, int(kv.num_pages[row]))
+        read = _read_channels(fields, keys, kv)
         summed = torch.where(read[:, :, None], keys, middles)
         scores = torch.einsum("hnd,phtd->hnpt", q[row], summed)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        found.append(torch.logsumexp(scores, -1))
-    return torch.stack(found).masked_fill(~held[:, None, None], float("-inf"))
+        found[row, :, :, :pages] = torch.logsumexp(scores, -1)
+    return found
 
 
 def _read_channels(
-    fields: dict[str, torch.Tensor], keys: torch.Tensor, kv: PagedKV, pages: int
+    fields: dict[str, torch.Tensor], keys: torch.Tensor, kv: PagedKV
 ) -> torch.Tensor:
     """Return which channels are read token by token: bool [pages, heads, head_dim]."""
     spec, scheme = kv.spec.keys, kv.spec.keys.scheme
@@ -132,14 +133,15 @@ def _read_channels(
         return ~read
     if kind == Summary.ORDER:
         return read.scatter(-1, fields["order"][..., : scheme.wide_channels].long(), True)
-    sample = spread(RANGED_PAGES, pages)
+    sample = spread(RANGED_PAGES, keys.shape[0])
     if kind == Summary.SCALES:
-        ranges = fields["scale"][sample].float().mean((0, 2))  # [heads, head_dim]
+        ranges = fields["scale"][sample].double().sum((0, 2))  # [heads, head_dim]
     else:
         numbers = keys[sample]
-        ranges = (numbers.amax(2) - numbers.amin(2)).sum(0)
+        ranges = (numbers.amax(2).double() - numbers.amin(2).double()).sum(0)
     words = torch.tensor(word_channels(spec), device=keys.device)
-    best = ranges[:, words].sum(-1).topk(summary_words(spec), -1).indices  # [heads, words read]
+    ranked = ranges[:, words].sum(-1).sort(dim=-1, descending=True, stable=True).indices
+    best = ranked[:, : summary_words(spec)]  # [heads, words read]
     one = torch.zeros_like(ranges, dtype=torch.bool).scatter(-1, words[best].flatten(1), True)
     return one.expand_as(read)
 

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 263786978
+#define KV_HF_ABI 851621728
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, NUM_FORMATS = 9 };
 
@@ -22,8 +22,14 @@ enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8
 #define FLOAT8_LIFT 0x1p120f
 /* the float whose spacing is FLOAT8's smallest number: adding it rounds to multiples of that */
 #define FLOAT8_ROUNDER 0x1p14f
+/* of page_summary.py and read_budget.py */
+#define RANGED_PAGES 8
+#define MIDDLE_TOKENS 4
+#define NEWEST_PAGES 1
 
 enum MaskKind { MASK_NONE = 0, MASK_BOOL = 1, MASK_FLOAT = 2 };
+
+enum Summary { ALL_CHANNELS = 0, SCALES = 1, OFFSETS = 2, TOKENS = 3, ORDER = 4 };
 
 enum Isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVX512 = 2, ISA_VNNI = 3, NUM_ISAS = 4 };
 
@@ -88,5 +94,18 @@ typedef struct {
     int64_t threads;
 } Write;
 _Static_assert(sizeof(Write) == 536, "fields of 64 bits");
+
+/* The choice of the pages that a step reads; no values, mask or sliding window. */
+typedef struct {
+    Decode call;
+    int64_t summary; /* of the keys: enum Summary */
+    int64_t words; /* of a token's codes that are read, ALL_CHANNELS and ORDER apart */
+    int64_t most; /* pages that are read of a row; 0: no bound */
+    int64_t from_tokens; /* tokens of a row from which on pages are chosen */
+    double share, top_p; /* 0: none */
+    int64_t table, width; /* int32 [rows, width], written */
+    int64_t counts; /* int32 [rows], written */
+} Choose;
+_Static_assert(sizeof(Choose) == 672, "fields of 64 bits");
 
 #endif

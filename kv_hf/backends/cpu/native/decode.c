@@ -43,6 +43,68 @@ static void fetch_scales(const Side *side, int64_t at) {
     if (side->wide) fetch((const uint8_t *)side->order + at * side->order_stride, side->order_stride);
 }
 
+typedef struct {
+    float mass;
+    int32_t place;
+} Ranked;
+
+/* More mass first, then the first of equals. */
+static int by_mass(const void *a, const void *b) {
+    const Ranked *x = a, *y = b;
+    if (x->mass != y->mass) return x->mass > y->mass ? -1 : 1;
+    return x->place < y->place ? -1 : 1;
+}
+
+static int by_place(const void *a, const void *b) { return ((const Ranked *)a)->place < ((const Ranked *)b)->place ? -1 : 1; }
+
+static void sort_places(Ranked *ranked, int64_t count) { qsort(ranked, count, sizeof(Ranked), by_place); }
+
+/* The `most` pages of most mass, in order of mass; returns how many there are. */
+static int64_t rank_pages(const float *mass, int64_t pages, int64_t most, Ranked *ranked) {
+    for (int64_t i = 0; i < pages; i++) ranked[i] = (Ranked){mass[i] == mass[i] ? mass[i] : 0, (int32_t)i}; /* a nan is no mass */
+    qsort(ranked, pages, sizeof(Ranked), by_mass);
+    return most < pages ? most : pages;
+}
+
+#define MAX_CHANNELS 1024 /* of a head of keys of which a part is read; choose.py knows it too */
+#define CHOICE_PAGES 32 /* pages of a task that estimates what attention finds in them */
+
+/* A choice of pages: what is found of each row lies in row_floats floats of call.partials.
+ * largest scores and sums of weights [heads, queries, pages + 16], the window behind the pages; masses and places [pages]. */
+typedef struct {
+    Call call;
+    const Choose *s;
+    int64_t pages, row_floats;
+} Choice;
+
+static int64_t pages_of(const Decode *a, int64_t row) { return ((const int32_t *)a->num_pages)[row]; }
+
+/* Pages that are read at most of a row, where pages of it are chosen: ReadBudget.most */
+static int64_t most_pages(const Choose *s, int64_t pages) {
+    int64_t most = s->most ? s->most : pages;
+    if (s->share != 0 && (int64_t)(s->share * (double)pages) < most) most = (int64_t)(s->share * (double)pages);
+    if (most < NEWEST_PAGES) most = NEWEST_PAGES;
+    return most < pages ? most : pages;
+}
+
+static int is_chosen_from(const Choose *s, int64_t row) {
+    const Decode *a = &s->call;
+    int64_t pages = pages_of(a, row), tokens = pages * a->page_size + ((const int32_t *)a->exact_lens)[row];
+    return tokens >= s->from_tokens && (s->top_p != 0 || most_pages(s, pages) < pages);
+}
+
+/* Let a row be read as a whole; 0 where the table of choices has no room for it. */
+static int read_all(const Choose *s, int64_t row) {
+    const Decode *a = &s->call;
+    int64_t pages = pages_of(a, row);
+    if (pages > s->width) return 0;
+    int32_t *to = (int32_t *)s->table + row * s->width;
+    memcpy(to, (const int32_t *)a->table + row * a->table_width, pages * sizeof(int32_t));
+    memset(to + pages, 0, (s->width - pages) * sizeof(int32_t));
+    ((int32_t *)s->counts)[row] = (int32_t)pages;
+    return 1;
+}
+
 /* Token `slot` of a row and head of the window. */
 static const char *window_at(const Side *side, int64_t row, int64_t head, int64_t slot) {
     int64_t from = row * side->window_row + head * side->window_head + slot * side->window_slot;
@@ -89,9 +151,11 @@ END_TARGET
 #if X86
 static const Task tasks[NUM_ISAS] = {portable_task, avx2_task, avx512_task, vnni_task};
 static const Merge merges[NUM_ISAS] = {portable_merge, avx2_merge, avx512_merge, vnni_merge};
+static const Task choosers[NUM_ISAS] = {portable_choose_task, avx2_choose_task, avx512_choose_task, vnni_choose_task};
 #else
 static const Task tasks[NUM_ISAS] = {portable_task, portable_task, portable_task, portable_task};
 static const Merge merges[NUM_ISAS] = {portable_merge, portable_merge, portable_merge, portable_merge};
+static const Task choosers[NUM_ISAS] = {portable_choose_task, portable_choose_task, portable_choose_task, portable_choose_task};
 #endif
 
 /* The best instruction set of this processor, as a number of enum Isa. */
@@ -108,10 +172,10 @@ int64_t kv_hf_isa(void) {
 
 int64_t kv_hf_abi(void) { return KV_HF_ABI; }
 
-/* Returns 0 or a number of enum Status. */
-int64_t kv_hf_decode(const Decode *a) {
-    Call call = {.a = a};
-    Sizes *z = &call.z;
+/* The sizes of a step's scratch memory. */
+static void size_scratch(Call *call) {
+    const Decode *a = call->a;
+    Sizes *z = &call->z;
     int64_t page = a->page_size;
     z->queries = a->group * a->q_len;
     z->row = (a->keys.dim + 15) / 16 * 16;
@@ -120,7 +184,16 @@ int64_t kv_hf_decode(const Decode *a) {
     z->scales = largest_of(a->keys.dim, a->values.scale ? page * (a->values.dim / a->values.scale_channels) : 0);
     if (a->values.format == UINT3) z->joined = words_in(UINT4, page) * a->values.dim + 16;
     z->integers = a->query_dtype != F32;
-    int64_t tokens = 0;
+    call->scratch_floats = 3 * z->queries * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
+                           2 * largest_of(a->keys.dim, page) + 64;
+}
+
+/* Returns 0 or a number of enum Status. */
+int64_t kv_hf_decode(const Decode *a) {
+    Call call = {.a = a};
+    Sizes *z = &call.z;
+    int64_t page = a->page_size, tokens = 0;
+    size_scratch(&call);
     for (int64_t row = 0; row < a->rows; row++) {
         int64_t pages = ((const int32_t *)a->num_pages)[row], exact = ((const int32_t *)a->exact_lens)[row];
         Splits s = splits_of(pages, exact, page, 1);
@@ -130,8 +203,6 @@ int64_t kv_hf_decode(const Decode *a) {
     int64_t products = tokens * a->heads * z->queries * (a->keys.dim + a->values.dim);
     call.partial_floats = z->queries * (a->values.dim + 2);
     call.partial_floats += -call.partial_floats & 15;
-    call.scratch_floats = 3 * z->queries * z->row + z->queries + z->queries * z->lanes + z->weights + 3 * z->scales + z->joined +
-                          2 * largest_of(a->keys.dim, page) + 64;
     int64_t pairs = a->rows * a->heads;
     call.splits = largest_of(call.splits, 1);
     call.partials = kv_hf_scratch(FOR_CALLS, pairs * call.splits * call.partial_floats + pairs);
@@ -144,4 +215,34 @@ int64_t kv_hf_decode(const Decode *a) {
             for (int64_t head = 0; head < a->heads; head++) merges[a->isa](&call, row, head, 0);
     kv_hf_parallel(tasks[a->isa], &call, pairs * call.splits, products > ALONE ? a->threads : 1);
     return atomic_load(&call.failed);
+}
+
+/* Returns 0 or a number of enum Status. */
+int64_t kv_hf_choose_pages(const Choose *s) {
+    const Decode *a = &s->call;
+    Choice choice = {.s = s, .call = {.a = a}};
+    Call *call = &choice.call;
+    Sizes *z = &call->z;
+    size_scratch(call);
+    int64_t pages = 0, tokens = 0;
+    for (int64_t row = 0; row < a->rows; row++)
+        if (is_chosen_from(s, row)) {
+            pages = largest_of(pages, pages_of(a, row));
+            tokens += pages_of(a, row) * a->page_size;
+        } else if (!read_all(s, row)) {
+            return NO_SUCH_PAGE;
+        }
+    if (!pages) return 0;
+    choice.pages = (pages + 15) / 16 * 16;
+    call->splits = (pages + CHOICE_PAGES - 1) / CHOICE_PAGES + 1; /* and the window */
+    int64_t queries = a->heads * z->queries;
+    choice.row_floats = 2 * queries * (choice.pages + 16) + 3 * choice.pages;
+    call->partials = kv_hf_scratch(FOR_CALLS, a->rows * choice.row_floats + a->rows);
+    if (!call->partials) return NO_MEMORY;
+    call->done = (atomic_int *)(call->partials + a->rows * choice.row_floats);
+    atomic_init(&call->failed, 0);
+    for (int64_t row = 0; row < a->rows; row++) atomic_init(call->done + row, 0);
+    int64_t products = tokens * queries * a->keys.dim / 2;
+    kv_hf_parallel(choosers[a->isa], &choice, a->rows * a->heads * call->splits, products > ALONE ? a->threads : 1);
+    return atomic_load(&call->failed);
 }

@@ -1,0 +1,94 @@
+"""The choice of the pages that a step reads, by the compiled CPU kernel; `reference.selection` defines it."""
+
+import torch
+
+from ...page_summary import Summary, summary_of, summary_words
+from ...spec import PageFields, PageSpec
+from ..base import AttentionCall
+from .abi import CHOOSE, DECODE
+from .arguments import raise_for, take_block
+from .decode import is_packed, pack_shapes, pack_sides
+from .library import library
+
+_BUDGET, _CHOICE = CHOOSE.parts["budget"], CHOOSE.parts["choice"]
+_POINTERS = DECODE.parts["pointers"]
+_FIELDS = CHOOSE.count
+_NAME = "c choose"
+MOST_WORDS, MOST_CHANNELS = 256, 1024  # that C has room for where it reads a part of the keys
+
+
+def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pages of each row that its newest tokens read; see `reference.selection.choose_pages`.
+
+    Of two pages whose masses differ by less than the rounding of fp32, either may be read.
+
+    Args:
+        call: with a query in fp32, bf16 or fp16, over pages in layout "lanes", without mask and sliding window.
+    Returns: block table [rows, kv.budget.width(..)] and pages of each row [rows], int32.
+    Raises: CacheMismatchError where a page that is read does not exist; MemoryError.
+    """
+    query, kv, sink_logits, budget = call.query, call.kv, call.sink_logits, call.kv.budget
+    assert budget is not None
+    keys, values = kv.key_pages, kv.value_pages
+    if type(keys) is not PageFields or type(values) is not PageFields:
+        keys, values = PageFields(keys), PageFields(values)
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().contiguous()
+    if query.stride()[3] != 1:
+        query = query.contiguous()
+    options = call.softmax_scale, call.softcap, budget
+    block = take_block(kv.launches, _NAME, _FIELDS)
+    marks = keys.mark, values.mark
+    if not is_packed(block, query, kv, marks, options):
+        block.layout = ()
+        block.call = library().kv_hf_choose_pages
+        pack_sides(block, kv, (keys, values))
+        pack_shapes(block, kv, query, None, None, 0, (call.softmax_scale, call.softcap or 0.0))
+        summary, words = _summary(kv.spec)
+        _BUDGET.pack_into(
+            block.memory,
+            _BUDGET.at,
+            summary,
+            words,
+            budget.pages or 0,
+            budget.from_tokens,
+            budget.share or 0.0,
+            budget.top_p or 0.0,
+        )
+        strides = None if query.is_contiguous() else query.stride()
+        windows = kv.residual_keys, kv.residual_values
+        block.layout = (query.shape, strides, query.dtype, *marks, *windows, kv.spec, options)
+    table = kv.block_table
+    rows, columns = table.shape
+    width = budget.width(columns, kv.page_size)
+    chosen = torch.empty((rows, width), dtype=torch.int32)
+    counts = torch.empty(rows, dtype=torch.int32)
+    capacity = keys.room
+    _POINTERS.pack_into(
+        block.memory,
+        _POINTERS.at,
+        table.data_ptr(),
+        table.stride()[0],
+        kv.num_pages.data_ptr(),
+        kv.exact_lens.data_ptr(),
+        kv.padding.data_ptr(),
+        capacity,
+        query.data_ptr(),
+        0,
+        0,
+        0 if sink_logits is None else sink_logits.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _CHOICE.pack_into(block.memory, _CHOICE.at, chosen.data_ptr(), width, counts.data_ptr())
+    status = block.call(block.address)
+    if status:
+        raise_for(status, "block_table", capacity)
+    kv.launches[_NAME] = block
+    return chosen, counts
+
+
+def _summary(spec: PageSpec) -> tuple[int, int]:
+    """Return how C sums up the keys of these pages, and how many words of a token's codes it reads."""
+    summary, words = summary_of(spec.keys), summary_words(spec.keys)
+    fits = words <= MOST_WORDS and spec.keys.head_dim <= MOST_CHANNELS
+    return (summary, words) if fits else (Summary.ALL_CHANNELS, 0)

@@ -142,6 +142,8 @@ eval: $(VENV)/.eval $(patsubst recipe:%,%,$(FINER)) $(foreach model,smollm2-135m
 	$(GRID) --models smollm2-135m --caches $(OURS) $(MORE) $(call recipes,smollm2-135m) $(FINER) $(PEERS)
 	$(GRID) --models smollm2-135m --text $(HELD_OUT) --windows 1 --window 8192 --divergence 0 --caches $(LONG)
 	$(BIN)/python scripts/long_context.py --model smollm2-135m --lengths 8192 --tasks single copy --samples 20 --caches dynamic $(LONG) --record
+	$(BIN)/python scripts/reading_quality.py --models smollm2-135m --texts $(HELD_OUT) --record
+	$(BIN)/python scripts/reading_quality.py --models qwen2.5-coder-1.5b --texts lincoln_1862 code --scored 128 --record
 	$(GRID) --models qwen2.5-coder-1.5b --windows 1 --divergence 32 --caches $(OURS) $(call recipes,qwen2.5-coder-1.5b) $(PEERS)
 	if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then KV_HF_ACCEPT_GEMMA_TERMS=1 $(GRID) --models gemma-3-270m --windows 1 --caches $(OURS); fi
 	$(GRID) --models smollm2-135m --windows 0 --needle 1024 --depths 0 0.5 1 --samples 3 --caches paged_int8 paged_int4 paged_int2 quanto_int4 quanto_int2

@@ -1,5 +1,6 @@
 """Names of caches, as commands and tables write them: a kind, and options behind a colon; and names that users add."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -71,7 +72,7 @@ def unregister_cache(name: str) -> None:
 
 
 def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
-    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become integers.
+    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become int or float.
 
     "recipe:PATH" is a cache with the formats of that recipe.
     """
@@ -88,8 +89,15 @@ def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
         option, equals, value = item.partition("=")
         if not (option and equals and value):
             raise ValueError(f"options of a cache must be NAME=VALUE, got {item!r} in {name!r}")
-        options[option] = int(value) if value.lstrip("-").isdigit() else value
+        options[option] = _number(value)
     return base, options
+
+
+def _number(text: str) -> int | float | str:
+    """Return the number that a text is, "32" or "0.25", or the text."""
+    if re.fullmatch(r"-?[0-9]+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?[0-9]*\.[0-9]+(e-?[0-9]+)?", text) else text
 
 
 def cache_label(name: str) -> str:

@@ -10,6 +10,7 @@ import eval_tables
 import family_tables
 import gqa_tables
 import long_tables
+import reading_tables
 from captions import caption
 
 from kv_hf.evaluation.demo_command import CACHES
@@ -36,6 +37,7 @@ DOCUMENTS = [
     ("formats.md", "ablation", "ablation.jsonl accuracy.jsonl", eval_tables.ablation_table),
     ("evaluation.md", "drift", MEASURED, long_tables.drift_table),
     ("long_context.md", "needles", BOTH, long_tables.needle_table),
+    ("long_context.md", "reading", "reading.jsonl", reading_tables.reading_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
     ("memory.md", "resident", "resident.jsonl", docs_tables.resident_table),
     ("mla.md", "mla", "mla.jsonl", docs_tables.latent_table),

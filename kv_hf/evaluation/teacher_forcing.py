@@ -20,6 +20,7 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer
 
 from ..cache.paged_cache import PagedCache
+from ..config_reading import is_reading_part
 from ..geometry import Geometry
 from .prefill import Prefill, last_logits
 
@@ -35,14 +36,18 @@ PER_TOKEN = tuple(
 def next_chunk(cache: Cache, position: int) -> int:
     """Return how many tokens from `position` on may go into one forward without changing a result.
 
-    Pages are sealed when they are full. transformers' quanto and hqq caches encode everything anew when
+    Pages are sealed when they are full. A forward of several tokens makes one choice of pages for all of them, and one of many
+    reads every page: where a cache chooses pages, tokens go one by one, as they do in `generate`. transformers' quanto and hqq caches encode everything anew when
     `residual_length` exact tokens have gathered; its fp8 cache encodes each token as it comes, and exact caches
     none, so that any chunk will do there. A cache of another class is read token by token.
     """
     if isinstance(cache, PagedCache):
         options = cache.options
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
-        return places.slots - places.exact(position)
+        room = places.slots - places.exact(position)
+        if is_reading_part(options):
+            room = min(room, max(1, options.read_from - 1 - position))  # so far all is read
+        return room
     if type(cache) in (DynamicCache, StaticCache):
         return EXACT_CHUNK
     if type(cache) is QuantizedCache:

@@ -179,6 +179,16 @@ def test_cache_names_take_options():
         "paged_int4",
         {"keys": "int8", "recent_tokens": 32},
     )
+    part = parse_cache_name("paged_int4:read_share=0.25,read_top_p=.95,read_from=-1")[1]
+    assert part == {"read_share": 0.25, "read_top_p": 0.95, "read_from": -1}
+    assert parse_cache_name("paged_int4:max_bytes=1.5GiB,recipe=v1.2.json")[1] == {
+        "max_bytes": "1.5GiB",
+        "recipe": "v1.2.json",
+    }
+    for amount in ("read_tokens=2048", "read_share=0.25", "read_top_p=0.95"):
+        cache_kind(f"paged_int4:{amount}")
+    with pytest.raises(ValueError, match="read_share must be a number between 0 and 1"):
+        cache_kind("paged_int4:read_share=2.5")
     with pytest.raises(ValueError, match="must be NAME=VALUE, got 'keys'"):
         cache_kind("paged_int4:keys")
     with pytest.raises(ValueError, match="takes no options"):

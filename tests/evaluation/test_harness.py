@@ -116,6 +116,7 @@ CACHES = (
     "paged_int4:page_size=16",
     "paged_int2:page_size=16,sink_tokens=0",
     "paged_int8:page_size=16,recent_tokens=10",
+    "paged_int4:page_size=16,read_tokens=36,read_from=50",
     "hqq_int4:q_group_size=16,residual_length=20",
     "quanto_int4:q_group_size=16,residual_length=20",
     "quantized_fp8",

@@ -52,7 +52,10 @@ def reading(model, kind, prompt, **how):
     )
 
 
-@pytest.mark.parametrize("name", [f"paged_int4:{SMALL}", f"paged_int2:{SMALL}", PEERS[0]])
+READ = f"paged_int4:{SMALL},read_tokens=64,read_from=100"
+
+
+@pytest.mark.parametrize("name", [f"paged_int4:{SMALL}", f"paged_int2:{SMALL}", READ, PEERS[0]])
 def test_question_in_chunks_equals_token_by_token(name):
     if reason := why_not(name, torch.device("cpu")):
         pytest.skip(reason)

@@ -68,6 +68,31 @@ def test_chunk_that_crosses_a_page_is_not_the_same():
     assert (results[0] - results[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("amount", ["read_tokens=36", "read_share=0.5", "read_top_p=0.6"])
+def test_where_pages_are_chosen_tokens_go_one_by_one(amount):
+    """Each token has a choice of its own from read_from on; before that, chunks are as long as pages allow."""
+    model = make_model("llama", dtype=torch.float64)
+    model.set_attn_implementation("kv_hf")
+    ids = tokens(1, 120)[0]
+    name = f"paged_int4:page_size=16,read_from=60,{amount}"
+    results, steps = [], []
+
+    def noted(cache, position):
+        steps.append((position, next_chunk(cache, position)))
+        return steps[-1][1]
+
+    def by_pages(cache, position):
+        return 16 - (position - 4) % 16
+
+    for chunk in (noted, lambda cache, position: 1, by_pages):
+        cache = cache_kind(name).make(model.config, 120)
+        results.append(torch.cat([out for _, out in forced_logits(model, ids, cache, 21, chunk)]))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)  # fp32 logits
+    assert (results[2] - results[1]).abs().max() > 1e-4
+    assert steps[:4] == [(21, 15), (36, 16), (52, 7), (59, 1)]
+    assert {size for position, size in steps if position >= 59} == {1}
+
+
 def test_exact_pages_have_no_distance():
     model = make_model("llama")
     found = measure_accuracy(

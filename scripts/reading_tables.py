@@ -1,0 +1,66 @@
+"""The table of what reading a part of a long text loses, from rows of results/reading.jsonl."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from captions import caption
+from eval_tables import MODELS, digits, table
+
+Row = dict[str, Any]
+NOTHING = "No run has been recorded yet: `scripts/reading_quality.py --record` writes this table."
+# choosers that are simulated over exact keys, in words
+SIMULATED = {
+    "oracle": "the truth: each page's attention mass",
+    "quest": "smallest and largest key per channel (Quest)",
+    "quest_each_head": "the same, each kv head pages of its own",
+    "quest_16_each_head": "the same, pages of 16 tokens",
+    "mean": "mean key of a page",
+}
+
+
+def reading_table(rows: Sequence[Row]) -> str:
+    """Return the KL of each contender and budget, mean and worst text: a table per model, caches first."""
+    newest: dict[str, dict[tuple[str, int | None], dict[str, Row]]] = {}
+    for row in rows:
+        which = row["contender"], row["read_tokens"]
+        newest.setdefault(row["model"], {}).setdefault(which, {})[row["text"]] = row
+    return "\n\n".join(_block(found) for found in newest.values()) or NOTHING
+
+
+def _block(found: dict[tuple[str, int | None], dict[str, Row]]) -> str:
+    texts = sorted({text for of in found.values() for text in of})
+    # of fewer texts: cannot stand beside the others
+    whole = {which: list(of.values()) for which, of in found.items() if len(of) == len(texts)}
+    budgets = sorted({read for _, read in whole if read is not None})
+    names = sorted({name for name, _ in whole}, key=lambda name: _place(name, found))
+    heads = [f"{read:,}{'' if place else ' tokens read'}" for place, read in enumerate(budgets)]
+    lines = [["pages chosen by", *heads, "all"]]
+    for name in names:
+        cells = [_cell(whole.get((name, read))) for read in (*budgets, None)]
+        if name in SIMULATED:
+            cells[-1] = "0"
+        lines.append([SIMULATED.get(name, f"`{name}`"), *cells])
+    shown = [row for of in whole.values() for row in of]
+    first = shown[0]
+    of_texts = texts[0] if len(texts) == 1 else f"{len(texts)} texts ({', '.join(texts)})"
+    said = (
+        f"{MODELS.get(first['model'], first['model'])}, last {first['tokens']} of {first['window']:,} tokens of "
+        f"{of_texts}"
+    )
+    return f"{caption(shown, said)}\n\n{table(lines)}"
+
+
+def _place(name: str, found: dict[tuple[str, int | None], dict[str, Row]]) -> tuple[bool, int]:
+    """Return where a contender stands: caches first, in the order of their rows, then what is simulated."""
+    listed = list(SIMULATED) if name in SIMULATED else [one for one, _ in found]
+    return name in SIMULATED, listed.index(name)
+
+
+def _cell(rows: list[Row] | None) -> str:
+    if not rows:
+        return "-"
+    mean = sum(row["kl_mean"] for row in rows) / len(rows)
+    worst = max(rows, key=lambda row: row["kl_mean"])
+    if len(rows) == 1:
+        return digits(mean)
+    return f"{digits(mean)} ({digits(worst['kl_mean'])}, {worst['text']})"

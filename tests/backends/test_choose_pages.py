@@ -66,7 +66,9 @@ def assert_same_choice(call, choice):
 
 def test_mass_of_whole_keys_is_that_of_attention():
     """With pages whose keys are all read, masses are those of a softmax over the row's tokens."""
-    kv = long_kv("exact", dim=8)  # two words of eight channels are all that there is to read: a quarter is less than 2 words
+    kv = long_kv(
+        "exact", dim=8
+    )  # two words of eight channels are all that there is to read: a quarter is less than 2 words
     kv = replace(kv, spec=kv.spec)
     call = call_of(kv, q_len=2)
     whole = selection.page_mass(call)

@@ -1,6 +1,7 @@
 """Steps that read a part of a long text: what is read, that nothing is lost, and every operation on such a cache."""
 
 import copy
+import logging
 from dataclasses import replace
 
 import pytest
@@ -82,7 +83,9 @@ def test_a_step_reads_the_budget_and_the_newest_page(model, reads):
         assert queries == 1 and counts == [MOST]
         assert pages[0][-1] == int(kv.block_table[0, int(kv.num_pages[0]) - 1])
         assert counts[0] * PAGE + int(kv.exact_lens[0]) <= 100
-    assert len({tuple(pages[0]) for _, _, pages, _ in reads}) > 3  # layers and steps choose for themselves
+    assert (
+        len({tuple(pages[0]) for _, _, pages, _ in reads}) > 3
+    )  # layers and steps choose for themselves
 
 
 def test_a_text_below_read_from_is_read_as_a_whole(model, reads):
@@ -94,7 +97,9 @@ def test_a_text_below_read_from_is_read_as_a_whole(model, reads):
     assert not torch.equal(part[:, 20:], whole[:, 20:])
 
 
-@pytest.mark.parametrize("options", [{"read_tokens": 400}, {"read_top_p": 0.999999, "read_tokens": None}])
+@pytest.mark.parametrize(
+    "options", [{"read_tokens": 400}, {"read_top_p": 0.999999, "read_tokens": None}]
+)
 def test_a_budget_for_all_reads_all(model, options):
     ids = tokens(1, 330)
     exact = DynamicCache(config=model.config)
@@ -207,6 +212,9 @@ def test_beams_prefixes_and_assistance_read_parts(model, reads):
     assert torch.equal(first, model.generate(ids, cache_config=PART, **options))
     again = model.generate(ids, cache_config={**PART, "prefix_store": store}, **options)
     assert torch.equal(first, again) and reads
+    assert {queries for queries, *_ in reads} == {
+        1
+    }  # a prompt, what a prefix leaves of it too, reads everything
     reads.clear()
     model.generate(ids, prompt_lookup_num_tokens=5, cache_config=PART, **options)
     assert {queries for queries, *_ in reads} - {1}  # candidates choose together
@@ -236,7 +244,10 @@ def test_a_preallocated_cache_reads_as_one_that_grows(model, kernel):
 
 
 @needs_c
-def test_a_compiled_step_reads_as_an_eager_one(model):
+def test_a_compiled_step_reads_as_an_eager_one(model, monkeypatch):
+    # pytest listens to all loggers; torch writes out every guard for whoever listens to this one
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    torch._dynamo.reset()
     ids = tokens(1, 312)
     caches = [cache_of(model, "int4", max_length=400) for _ in range(2)]
     eager = steps(model, caches[0], ids, 304)
@@ -244,7 +255,8 @@ def test_a_compiled_step_reads_as_an_eager_one(model):
         model(ids[:, :304], past_key_values=caches[1])
         compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
         found = [
-            compiled(ids[:, at : at + 1], past_key_values=caches[1]).logits for at in range(304, 312)
+            compiled(ids[:, at : at + 1], past_key_values=caches[1]).logits
+            for at in range(304, 312)
         ]
     assert_alike(torch.cat(found, 1), eager)
     torch._dynamo.reset()
@@ -279,12 +291,18 @@ def test_a_plugin_backend_without_a_choice_takes_the_reference(model, reads):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"read_tokens": 131}, r"read_tokens must be at least 132: 4 sink_tokens, 0 recent_tokens, an open page .* got 131"),
+        (
+            {"read_tokens": 131},
+            r"read_tokens must be at least 132: 4 sink_tokens, 0 recent_tokens, an open page .* got 131",
+        ),
         ({"read_tokens": 0}, "read_tokens must be an integer of at least 1, got 0"),
         ({"read_tokens": 199, "recent_tokens": 68}, "at least 200"),
         ({"read_tokens": True}, "read_tokens must be an integer"),
         ({"read_tokens": "many"}, "read_tokens"),
-        ({"read_share": 0.0}, "read_share must be a number between 0 and 1, both left out, got 0.0"),
+        (
+            {"read_share": 0.0},
+            "read_share must be a number between 0 and 1, both left out, got 0.0",
+        ),
         ({"read_share": 1}, "read_share must be a number between 0 and 1"),
         ({"read_share": "half"}, "read_share must be a number"),
         ({"read_share": float("nan")}, "read_share must be a number"),
@@ -308,7 +326,10 @@ def test_texts_with_units_are_budgets():
 
 def test_models_without_layers_to_choose_for_are_errors():
     config = MistralConfig(**COMMON, sliding_window=80)
-    with pytest.raises(CacheOptionError, match="read_tokens=100: no layer of 'mistral' attends to the whole text.* 80 tokens"):
+    with pytest.raises(
+        CacheOptionError,
+        match="read_tokens=100: no layer of 'mistral' attends to the whole text.* 80 tokens",
+    ):
         kv_hf.PagedCache(config, **PART)
     latent = tiny_latent.shared_model("deepseek_v3")
     with pytest.raises(CacheOptionError, match="caches latents"):

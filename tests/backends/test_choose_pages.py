@@ -21,7 +21,9 @@ from kv_hf.spec import ROWS as ROWS_LAYOUT
 # pages and exact tokens: long rows, one below read_from, one without pages, one with fewer pages than are read
 ROWS = [(37, 11), (50, 20), (0, 17), (9, 16), (3, 19)]
 FORMATS = ("exact", "int8", "fp8", "int4", "int2", "int4_mixed", "int2_mixed")
-ROUNDING = 1e-5  # of a mass of a row, relative: sums of some hundred fp32 weights, each off by a few times 2^-23
+ROUNDING = (
+    2e-4  # relative, of the largest mass of a row: the C kernel's exponential is good to 1e-4
+)
 
 needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 

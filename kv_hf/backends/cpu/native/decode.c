@@ -55,26 +55,66 @@ static int by_mass(const void *a, const void *b) {
     return x->place < y->place ? -1 : 1;
 }
 
-static int by_place(const void *a, const void *b) { return ((const Ranked *)a)->place < ((const Ranked *)b)->place ? -1 : 1; }
+/* The number of place `at` of x [n] if x were sorted with the largest first; changes the order of x. */
+static float nth_largest(float *x, int64_t n, int64_t at) {
+    int64_t low = 0, high = n - 1;
+    while (low < high) {
+        float pivot = x[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > pivot) i++;
+            while (x[j] < pivot) j--;
+            if (i > j) break;
+            float other = x[i];
+            x[i++] = x[j], x[j--] = other;
+        }
+        if (at <= j)
+            high = j;
+        else if (at >= i)
+            low = i;
+        else
+            break;
+    }
+    return x[at];
+}
 
-static void sort_places(Ranked *ranked, int64_t count) { qsort(ranked, count, sizeof(Ranked), by_place); }
+/* Mark the `most` pages of most mass, the first of equals. Their masses are at least 0; `rest` has room for as many. */
+static void mark_best(const float *mass, int64_t pages, int64_t most, float *rest, uint8_t *marks) {
+    memset(marks, 0, pages);
+    if (most <= 0) return;
+    if (most >= pages) {
+        memset(marks, 1, pages);
+        return;
+    }
+    memcpy(rest, mass, pages * sizeof(float));
+    float least = nth_largest(rest, pages, most - 1);
+    for (int64_t i = 0; i < pages; i++)
+        if (mass[i] > least) marks[i] = 1, most--;
+    for (int64_t i = 0; i < pages && most > 0; i++)
+        if (mass[i] == least) marks[i] = 1, most--;
+}
 
-/* The `most` pages of most mass, in order of mass; returns how many there are. */
-static int64_t rank_pages(const float *mass, int64_t pages, int64_t most, Ranked *ranked) {
-    for (int64_t i = 0; i < pages; i++) ranked[i] = (Ranked){mass[i] == mass[i] ? mass[i] : 0, (int32_t)i}; /* a nan is no mass */
-    qsort(ranked, pages, sizeof(Ranked), by_mass);
-    return most < pages ? most : pages;
+/* Unmark pages beyond those of most mass with which `read` comes to `enough`. */
+static void unmark_beyond(const float *mass, int64_t pages, float read, float enough, Ranked *ranked, uint8_t *marks) {
+    int64_t count = 0, i = 0;
+    for (int64_t page = 0; page < pages; page++)
+        if (marks[page]) ranked[count++] = (Ranked){mass[page], (int32_t)page};
+    qsort(ranked, count, sizeof(Ranked), by_mass);
+    for (; i < count && read < enough; i++) read += ranked[i].mass;
+    for (; i < count; i++) marks[ranked[i].place] = 0;
 }
 
 #define MAX_CHANNELS 1024 /* of a head of keys of which a part is read; choose.py knows it too */
-#define CHOICE_PAGES 32 /* pages of a task that estimates what attention finds in them */
+#define CHOICE_PAGES 32 /* least pages of a task that estimates what attention finds in them */
+#define FETCH_AHEAD 3   /* pages from the one in work to the one that is fetched */
+#define LIFT 60         /* how far a score may lie above what weights are taken against */
 
 /* A choice of pages: what is found of each row lies in row_floats floats of call.partials.
- * largest scores and sums of weights [heads, queries, pages + 16], the window behind the pages; masses and places [pages]. */
+ * largest scores and sums of weights [heads, queries, pages + 16], the window behind the pages; masses, ranks and marks [pages]. */
 typedef struct {
     Call call;
     const Choose *s;
-    int64_t pages, row_floats;
+    int64_t pages, row_floats, per_task;
 } Choice;
 
 static int64_t pages_of(const Decode *a, int64_t row) { return ((const int32_t *)a->num_pages)[row]; }
@@ -234,9 +274,11 @@ int64_t kv_hf_choose_pages(const Choose *s) {
         }
     if (!pages) return 0;
     choice.pages = (pages + 15) / 16 * 16;
-    call->splits = (pages + CHOICE_PAGES - 1) / CHOICE_PAGES + 1; /* and the window */
+    /* some tasks per thread; what a page gets depends on no other page */
+    choice.per_task = largest_of(CHOICE_PAGES, pages * a->rows * a->heads / (4 * largest_of(1, a->threads)));
+    call->splits = (pages + choice.per_task - 1) / choice.per_task + 1; /* and the window */
     int64_t queries = a->heads * z->queries;
-    choice.row_floats = 2 * queries * (choice.pages + 16) + 3 * choice.pages;
+    choice.row_floats = 2 * queries * (choice.pages + 16) + 4 * choice.pages;
     call->partials = kv_hf_scratch(FOR_CALLS, a->rows * choice.row_floats + a->rows);
     if (!call->partials) return NO_MEMORY;
     call->done = (atomic_int *)(call->partials + a->rows * choice.row_floats);

@@ -1,18 +1,21 @@
 """Scores of whole pages from a part of their codes: what page_summary.py says, for several pages at once.
 
-Words are those of selection_meta_params.KeyWords. Their numbers are decoded to float32, the other channels of a page are
-replaced by their middles. Knows nothing of rows, splits and budgets.
+Words are those of selection_meta_params.KeyWords; the other channels of a page are replaced by their middles. Products are
+batches, a token group (or page) each, so that a warp has whole groups. Knows nothing of rows, splits and budgets.
 """
 
 import triton
 import triton.language as tl
 
+from .dequant import run_unit, tile_unit, unpack
 from .float8 import float8_to_float
+
+ROWS = tl.constexpr(16)  # of a product, at least
 
 
 @triton.jit
-def _numbers(x, r, KEYS: tl.constexpr):
-    """Return the codes of run `r` of bytes x as fp32, or exact numbers; any shape."""
+def _numbers(x, KEYS: tl.constexpr):
+    """Return codes of 8 bits, or exact numbers, as fp32; any shape."""
     if KEYS.code == "none":
         return x.to(tl.float32)
     else:
@@ -21,11 +24,8 @@ def _numbers(x, r, KEYS: tl.constexpr):
             return float8_to_float(wide)
         else:
             code = wide ^ 128
-            if KEYS.code == "unsigned":
-                code = (wide >> (r * KEYS.bits)) & ((1 << KEYS.bits) - 1)
             # the low bits of 2^23: quicker than a conversion
-            number = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-            return number - 128.0 if KEYS.code == "signed" else number
+            return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _ranges_of_codes(
             x = tl.load(
                 codes + block * (KEYS.page * KEYS.row) + at, mask=inside[None, :, :], other=0
             )
-            number = _numbers(x, 0, KEYS)
+            number = _numbers(x, KEYS)
             high = tl.maximum(high, tl.max(number, 0))
             low = tl.minimum(low, tl.min(number, 0))
         span = high - low
@@ -147,109 +147,140 @@ def _is_read(words, channel, KEYS: tl.constexpr):
 
 
 @triton.jit
-def load_page_query(queries, real, factor, words, order, KEYS: tl.constexpr):
-    """Load the query columns for scores of pages, times `factor`, in float32.
+def load_page_query(queries, real, shrink, words, order, KEYS: tl.constexpr, DTYPE: tl.constexpr):
+    """Load the query columns for scores of a tile of pages, times `shrink` [columns], as batches of products take them.
 
     Args:
         queries: [columns], pointers to channel 0; real: [columns], which exist.
-        order: pointer to the page's channels by place, where KEYS has an order.
-    Returns: for every run [slots * part, columns], the channels that are read; and [channels, columns], the others.
+        order: [1], or [units] pointers to the pages' channels by place, where KEYS has an order.
+    Returns: for every run [1 or units, slots * part, columns], the channels that are read; and [1 or units, channels,
+        columns], all, or where KEYS has exact numbers the others.
     """
     DEPTH: tl.constexpr = KEYS.slots * KEYS.part
+    UNITS: tl.constexpr = order.shape[0]
     place, inside = _places(words, KEYS)
+    held = tl.reshape(inside, [1, DEPTH, 1]) & real[None, None, :]
     parts = ()
     for r in tl.static_range(KEYS.runs):
-        channel = r * KEYS.width + place
+        channel = tl.broadcast_to(r * KEYS.width + place, [KEYS.slots, KEYS.part])
+        channel = tl.broadcast_to(tl.reshape(channel, [1, DEPTH]), [UNITS, DEPTH])
         if KEYS.kind == "order":
-            channel = tl.load(order + channel).to(tl.int32)
-        channel = tl.reshape(channel, [DEPTH])
-        held = tl.reshape(inside, [DEPTH])[:, None] & real[None, :]
-        x = tl.load(queries[None, :] + channel[:, None], mask=held, other=0.0)
-        parts = parts + (x.to(tl.float32) * factor,)
+            channel = tl.load(order[:, None] + channel).to(tl.int32)
+        x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
+        parts = parts + ((x.to(tl.float32) * shrink[None, None, :]).to(DTYPE),)
     channel = tl.arange(0, triton.next_power_of_2(KEYS.dim))
-    held = (channel < KEYS.dim) & (_is_read(words, channel, KEYS) == 0)
+    some = channel < KEYS.dim
+    if KEYS.kind == "tokens":
+        some = some & (_is_read(words, channel, KEYS) == 0)
+    channel = tl.broadcast_to(channel[None, :], [UNITS, channel.shape[0]])
     if KEYS.kind == "order":
-        channel = tl.load(order + channel, mask=channel < KEYS.dim, other=0).to(tl.int32)
-    x = tl.load(queries[None, :] + channel[:, None], mask=held[:, None] & real[None, :], other=0.0)
-    return parts, x.to(tl.float32) * factor
+        channel = tl.load(order[:, None] + channel, mask=some[None, :], other=0).to(tl.int32)
+    held = some[None, :, None] & real[None, None, :]
+    x = tl.load(queries[None, None, :] + channel[:, :, None], mask=held, other=0.0)
+    return parts, (x.to(tl.float32) * shrink[None, None, :]).to(DTYPE)
 
 
 @triton.jit
-def _middles(codes, scale, offset, block, KEYS: tl.constexpr):
-    """Return the middles of all channels (by place, where there is an order) of pages: [pages, channels], fp32."""
+def _bases(scale, offset, block, unit, words, DTYPE: tl.constexpr, KEYS: tl.constexpr):
+    """Return what the query is multiplied by once per token group: [units, channels].
+
+    Offsets, and in channels that are not read the middles of codes.
+    """
     GROUPS: tl.constexpr = KEYS.page // KEYS.group
+    UNITS: tl.constexpr = block.shape[0]
     PADDED: tl.constexpr = triton.next_power_of_2(KEYS.dim)
     channel = tl.arange(0, PADDED)
     inside = (channel < KEYS.dim)[None, :]
-    channel = channel[None, :]
-    block = block[:, None]
     if KEYS.kind == "codes":
-        return tl.load(offset + block * KEYS.dim + channel, mask=inside, other=0.0).to(tl.float32)
-    elif KEYS.kind == "tokens":
-        first = codes + block * (KEYS.page * KEYS.row) + channel
-        found = tl.zeros([block.shape[0], PADDED], tl.float32)
-        for i in tl.static_range(len(KEYS.middles)):
-            found += tl.load(first + KEYS.middles[i] * KEYS.row, mask=inside, other=0.0).to(
-                tl.float32
-            )
-        return found * (1.0 / len(KEYS.middles))
+        where = offset + (block * KEYS.dim)[:, None] + channel[None, :]
+        return tl.load(where, mask=inside, other=0.0).to(DTYPE)
     else:
-        found = tl.zeros([block.shape[0], PADDED], tl.float32)
-        for g in tl.static_range(GROUPS):
-            at = (block * GROUPS + g) * KEYS.dim + channel
-            s = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
-            found += tl.load(offset + at, mask=inside, other=0.0).to(tl.float32) + KEYS.middle * s
-        return found * (1.0 / GROUPS)
+        at = ((block * GROUPS + unit % GROUPS) * KEYS.dim)[:, None] + channel[None, :]
+        base = tl.load(offset + at, mask=inside, other=0.0)
+        steps = tl.load(scale + at, mask=inside, other=0.0)
+        read = _is_read(words, channel, KEYS)[None, :]
+        if GROUPS > 1:
+            middle = base.to(tl.float32) + KEYS.middle * steps.to(tl.float32)
+            middle = tl.reshape(middle, [UNITS // GROUPS, GROUPS, PADDED])
+            middle = tl.sum(middle, 1)[:, None, :] * (1.0 / GROUPS)
+            middle = tl.broadcast_to(middle, [UNITS // GROUPS, GROUPS, PADDED])
+            middle = tl.reshape(middle, [UNITS, PADDED])
+            return tl.where(read, base.to(tl.float32), middle).to(DTYPE)
+        else:
+            steps_to_middle = tl.where(read, 0.0, KEYS.middle).to(DTYPE)
+            return tl.fma(
+                steps.to(DTYPE), tl.broadcast_to(steps_to_middle, steps.shape), base.to(DTYPE)
+            )
+
+
+@triton.jit
+def _bias(
+    codes, scale, offset, block, unit, query, words, PRECISION: tl.constexpr, KEYS: tl.constexpr
+):
+    """Return the products of the query with what stands for all tokens of a unit: [units, columns], fp32.
+
+    As a product with rows that are all equal, or are the tokens that are averaged: sums stay in the warp that has the
+    scores, and nothing is computed before it.
+    """
+    UNITS: tl.constexpr = block.shape[0]
+    CHANNELS: tl.constexpr = query.shape[1]
+    query = tl.broadcast_to(query, [UNITS, CHANNELS, query.shape[2]])
+    if KEYS.kind == "tokens":
+        row = tl.arange(0, ROWS)
+        token = (2 * (row % KEYS.middles) + 1) * KEYS.page // (2 * KEYS.middles)
+        channel = tl.arange(0, CHANNELS)
+        where = codes + (block * (KEYS.page * KEYS.row))[:, None, None]
+        where = where + (token * KEYS.row)[None, :, None] + channel[None, None, :]
+        rows = tl.load(where, mask=(channel < KEYS.dim)[None, None, :], other=0.0).to(query.dtype)
+        return tl.sum(tl.dot(rows, query, input_precision=PRECISION), 1) * (1.0 / ROWS)
+    else:
+        bases = _bases(scale, offset, block, unit, words, query.dtype, KEYS)
+        rows = tl.broadcast_to(bases[:, None, :], [UNITS, ROWS, CHANNELS])
+        return tl.max(tl.dot(rows, query, input_precision=PRECISION), 1)
 
 
 @triton.jit
 def score_pages(
-    codes, scale, offset, table, first, end, head, query, rest, words, HEADS: tl.constexpr, ALL: tl.constexpr,
+    codes, scale, offset, block, unit, query, whole_query, words, ALL: tl.constexpr, ISA: tl.constexpr,
     PRECISION: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores [pages * page, columns] of the tokens of a tile of pages, and which of these exist, [pages].
+    """Return the raw scores of the tokens of some pages: products [units, tokens of a unit, columns], their factor and bias.
+
+    A unit is a token group. Scores are products * factor [units or 1] + bias [units, columns].
 
     Args:
-        table: pointer to the row's page ids, of which first, .. and those below `end` are scored; what stands for others
-            is any number.
-        query, rest: of `load_page_query`.
+        block: [units], page * heads + head; unit: [units], numbers whose remainders are the group in its page.
+        query, whole_query: of `load_page_query`.
     """
     GROUPS: tl.constexpr = KEYS.page // KEYS.group
-    UNITS: tl.constexpr = KEYS.pages * GROUPS  # token groups
+    UNITS: tl.constexpr = block.shape[0]
     DEPTH: tl.constexpr = KEYS.slots * KEYS.part
-    COLUMNS: tl.constexpr = rest.shape[1]
-    TOKENS: tl.constexpr = KEYS.pages * KEYS.page
-    unit = tl.arange(0, UNITS)
-    at = first + unit // GROUPS
-    # what is not held is read from page 0, which is there, and hidden afterwards
-    block = tl.load(table + at, mask=at < end, other=0).to(tl.int64) * HEADS + head
+    COLUMNS: tl.constexpr = whole_query.shape[2]
+    DTYPE: tl.constexpr = whole_query.dtype
     place, _ = _places(words, KEYS)
     token = tl.arange(0, KEYS.group)
     start = block * (KEYS.page * KEYS.row) + (unit % GROUPS) * (KEYS.group * KEYS.row)
     within = (token * KEYS.row)[:, None, None] + place[None, :, :]
     x = tl.load(codes + (start[:, None, None, None] + within[None, :, :, :]))
-    scores = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    x = tl.reshape(x, [UNITS, KEYS.group, DEPTH])
+    runs = unpack(x, KEYS.code, KEYS.bits, DTYPE, ISA)
+    scores = tl.zeros([UNITS, KEYS.group, COLUMNS], tl.float32)
     for r in tl.static_range(KEYS.runs):
-        number = _numbers(x, r, KEYS)
-        if KEYS.kind == "codes":
-            factor = tl.load(scale + block).to(tl.float32)[:, None, None, None]
-            base = (block * KEYS.dim)[:, None, None] + place[None, :, :]
-            number = number * factor + tl.load(offset + base).to(tl.float32)[:, None, :, :]
-        elif KEYS.kind != "tokens":
-            base = ((block * GROUPS + unit % GROUPS) * KEYS.dim)[:, None, None]
-            base = base + (r * KEYS.width + place)[None, :, :]
-            factor = tl.load(scale + base).to(tl.float32)[:, None, :, :]
-            number = number * factor + tl.load(offset + base).to(tl.float32)[:, None, :, :]
-        number = tl.reshape(number, [TOKENS, DEPTH])
-        scores = tl.dot(number, query[r], scores, input_precision=PRECISION)
-    page = first + tl.arange(0, KEYS.pages)
-    if not ALL:
-        block = tl.load(table + page, mask=page < end, other=0).to(tl.int64) * HEADS + head
-        middles = _middles(codes, scale, offset, block, KEYS)
-        if KEYS.pages == 1:
-            bias = tl.sum(tl.trans(middles) * rest, 0)[None, :]
-        else:
-            bias = tl.dot(middles, rest, input_precision=PRECISION)
-        bias = tl.broadcast_to(bias[:, None, :], [KEYS.pages, KEYS.page, COLUMNS])
-        scores += tl.reshape(bias, [TOKENS, COLUMNS])
-    return scores, page < end
+        q = query[r]
+        if KEYS.kind == "scales" or KEYS.kind == "order":
+            at = ((block * GROUPS + unit % GROUPS) * KEYS.dim)[:, None, None]
+            at = at + (r * KEYS.width + place)[None, :, :]
+            steps = tl.reshape(tl.load(scale + at), [UNITS, DEPTH]).to(DTYPE)
+            q = (q * (1.0 / run_unit(r, KEYS.bits, ISA))).to(DTYPE) * steps[:, :, None]
+        q = tl.broadcast_to(q, [UNITS, DEPTH, COLUMNS])
+        scores = tl.dot(runs[r], q, scores, input_precision=PRECISION)
+    if KEYS.kind == "codes":
+        factor = tl.load(scale + block).to(tl.float32)
+    elif KEYS.kind == "tokens":
+        factor = tl.full([1], 1.0, tl.float32)
+    else:  # codes of eight bits lie in the same subnormals as those of four and of two
+        factor = tl.full([1], 1.0 / tile_unit(4, ISA), tl.float32)
+    bias = tl.zeros([UNITS, COLUMNS], tl.float32)
+    if KEYS.kind != "tokens" or not ALL:
+        bias = _bias(codes, scale, offset, block, unit, whole_query, words, PRECISION, KEYS)
+    return scores, factor, bias

@@ -11,7 +11,7 @@ from .keys import score_exact
 from .merge import arrive_last
 from .page_choice import least_mass, page_masses, whole_columns, write_choice
 from .page_scores import choose_words, load_page_query, score_pages
-from .softmax import LOG2E, bend, weigh
+from .softmax import LOG2E, bend, near_one, weigh
 from .tiles import load_query
 from .visibility import Visibility
 
@@ -22,7 +22,7 @@ UNALIGNED = (
 
 
 @triton.jit
-def pages_to_choose(
+def _pages_to_choose(
     pages, exact, most, share, from_tokens, PAGE: tl.constexpr, NEWEST: tl.constexpr
 ):
     """Return how many pages of a row are read at most, and whether all are because the row is short (1, or 0).
@@ -37,13 +37,22 @@ def pages_to_choose(
 
 
 @triton.jit
+def _add_weights(score, best, total):
+    """Add scores in log2 to running maxima and sums of weights of the same shape."""
+    top = tl.maximum(best, score)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    return top, total * tl.exp2(best - shift) + tl.exp2(score - shift)
+
+
+@triton.jit
 def _window_sums(
     queries, real, keys, key_slot, exact, token_of, factor, softcap, q_len, K_DIM: tl.constexpr, W_CHUNKS: tl.constexpr,
     W_TILE: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Return maxima in log2 and sums of weights [columns] of the exact tokens; see reference.selection._window_scores."""
     one = tl.full([COLUMNS], 1.0, tl.float32)
-    query = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, one * factor, tl.float32)
+    query = load_query(queries, real, K_DIM, K_DIM, W_CHUNKS, one, DTYPE)
     visible = Visibility(exact - q_len + token_of, queries, 0, 0, 0, softcap)
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -51,8 +60,8 @@ def _window_sums(
         slot = first + tl.arange(0, W_TILE)
         held = slot < exact
         scores = score_exact(keys + slot * key_slot, held, query, K_DIM, W_CHUNKS, True, PRECISION)
-        scores = bend(scores, one, slot, held, visible, HIDING, True)
-        weights, keep, best = weigh(scores, one, best, True, True)
+        scores = bend(scores, factor, slot, held, visible, HIDING, True)
+        weights, keep, best = weigh(scores, factor, best, HIDING.bent, True)
         total = total * keep + tl.sum(weights, 0)
     return best, total
 
@@ -102,6 +111,9 @@ def choose_kernel(
     NEWEST: tl.constexpr,
     W_TILE: tl.constexpr,
     W_CHUNKS: tl.constexpr,
+    W_DTYPE: tl.constexpr,
+    K_DTYPE: tl.constexpr,
+    ISA: tl.constexpr,
     PRECISION: tl.constexpr,
     HIDING: tl.constexpr,
     PAGE_HIDING: tl.constexpr,
@@ -122,6 +134,7 @@ def choose_kernel(
     if not CHUNK:
         q_len = 1
     PAGE: tl.constexpr = KEYS.page
+    GROUPS: tl.constexpr = KEYS.page // KEYS.group
     used = GROUP * q_len  # columns
     blocks = (used + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0)
@@ -133,7 +146,7 @@ def choose_kernel(
     token_of = column // GROUP
     pages = tl.load(num_pages + row)
     exact = tl.load(exact_lens + row)
-    wanted, short = pages_to_choose(pages, exact, most, share, from_tokens, PAGE, NEWEST)
+    wanted, short = _pages_to_choose(pages, exact, most, share, from_tokens, PAGE, NEWEST)
     is_all = short
     if not TOP:
         is_all = (wanted == pages).to(tl.int32)
@@ -147,47 +160,76 @@ def choose_kernel(
     if is_all == 0:
         queries = query + wide_row * query_row + (head * GROUP + column % GROUP) * query_head
         queries += token_of * query_token
-        factor = softmax_scale * LOG2E
+        channel = tl.arange(0, triton.next_power_of_2(KEYS.dim))
+        inside = (channel < KEYS.dim)[:, None] & real[None, :]
+        x = tl.load(queries[None, :] + channel[:, None], mask=inside, other=0.0).to(tl.float32)
+        shrink, factor = near_one(tl.max(tl.abs(x), 0), softmax_scale, False)
         one = tl.full([COLUMNS], 1.0, tl.float32)
-        best = tl.full([COLUMNS], float("-inf"), tl.float32)
-        total = tl.zeros([COLUMNS], tl.float32)
+        best = tl.full([KEYS.pages, COLUMNS], float("-inf"), tl.float32)
+        total = tl.zeros([KEYS.pages, COLUMNS], tl.float32)
         tiles = (pages + KEYS.pages - 1) // KEYS.pages
         begin = tiles * split // splits
         end = tiles * (split + 1) // splits
         visible = Visibility(column, queries, 0, 0, 0, softcap)
         if begin < end:
+            unit = tl.arange(0, KEYS.pages * GROUPS)
             words = choose_words(key_codes, key_scale, table, pages, head, HEADS, RANGED, ALL, KEYS)
             if KEYS.kind != "order":
-                read, rest = load_page_query(queries, real, factor, words, key_order, KEYS)
+                order = key_order + tl.zeros([1], tl.int32)
+                read, all_channels = load_page_query(
+                    queries, real, shrink, words, order, KEYS, K_DTYPE
+                )
             for tile in tl.range(begin, end):
-                first = tile * KEYS.pages
+                at = tile * KEYS.pages + unit // GROUPS
+                # what is not there is read from page 0, and hidden afterwards
+                block = tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * HEADS + head
                 if KEYS.kind == "order":
-                    page = tl.load(table + first).to(tl.int64)
-                    order = key_order + (page * HEADS + head) * KEYS.dim
-                    read, rest = load_page_query(queries, real, factor, words, order, KEYS)
-                score, held = score_pages(
-                    key_codes, key_scale, key_offset, table, first, pages, head, read, rest, words, HEADS, ALL, PRECISION,
-                    KEYS,
+                    order = key_order + block * KEYS.dim
+                    read, all_channels = load_page_query(
+                        queries, real, shrink, words, order, KEYS, K_DTYPE
+                    )
+                products, unit_factor, bias = score_pages(
+                    key_codes, key_scale, key_offset, block, unit, read, all_channels, words, ALL, ISA, PRECISION, KEYS
                 )  # fmt: skip
                 if PAGE_HIDING.capped:
-                    score = bend(score, one, column, real, visible, PAGE_HIDING, False)
-                score = tl.reshape(score, [KEYS.pages, PAGE, COLUMNS])
+                    score = products * unit_factor[:, None, None] + bias[:, None, :]
+                    score = tl.reshape(score, [KEYS.pages * PAGE, COLUMNS])
+                    score = bend(score, factor, column, real, visible, PAGE_HIDING, False)
+                    score = tl.reshape(score, [KEYS.pages * GROUPS, KEYS.group, COLUMNS])
+                else:
+                    scaled = (unit_factor[:, None] * factor[None, :])[:, None, :]
+                    bias = (bias * factor[None, :])[:, None, :]
+                    score = tl.fma(
+                        products,
+                        tl.broadcast_to(scaled, products.shape),
+                        tl.broadcast_to(bias, products.shape),
+                    )
                 top = tl.max(score, 1)
                 sums = tl.sum(tl.exp2(score - top[:, None, :]), 1)
-                of_page = tl.where(held[:, None], top + tl.log2(sums), float("-inf"))
-                page = first + tl.arange(0, KEYS.pages)
+                of_page = top + tl.log2(sums)
+                if GROUPS > 1:
+                    of_page = tl.reshape(of_page, [KEYS.pages, GROUPS, COLUMNS])
+                    top = tl.max(of_page, 1)
+                    of_page = top + tl.log2(tl.sum(tl.exp2(of_page - top[:, None, :]), 1))
+                page = tile * KEYS.pages + tl.arange(0, KEYS.pages)
+                held = page < pages
+                of_page = tl.where(held[:, None], of_page, float("-inf"))
                 where = scores + (head * used + column).to(tl.int64)[None, :] * room + page[:, None]
                 tl.store(where, of_page, mask=held[:, None] & real[None, :])
-                weights, keep, best = weigh(of_page, one, best, True, True)
-                total = total * keep + tl.sum(weights, 0)
+                best, total = _add_weights(of_page, best, total)
+        # each place of a tile has its own sums so far: no exchange between warps in the loop
+        top = tl.max(best, 0)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(total * tl.exp2(best - shift[None, :]), 0)
+        best = top
         place = tl.program_id(1).to(tl.int64) * (splits + 1) * (2 * COLUMNS) + tl.arange(0, COLUMNS)
         tl.store(stats + place + split * (2 * COLUMNS), best)
         tl.store(stats + place + split * (2 * COLUMNS) + COLUMNS, total)
         if split == splits - 1:
             keys = window_keys + wide_row * wk_row + head * wk_head
             best, total = _window_sums(
-                queries, real, keys, wk_slot, exact, token_of, factor, softcap, q_len, KEYS.dim, W_CHUNKS, W_TILE,
-                PRECISION, HIDING, COLUMNS,
+                queries, real, keys, wk_slot, exact, token_of, one * (softmax_scale * LOG2E), softcap, q_len, KEYS.dim, W_CHUNKS, W_TILE,
+                PRECISION, HIDING, COLUMNS, W_DTYPE,
             )  # fmt: skip
             tl.store(stats + place + splits * (2 * COLUMNS), best)
             tl.store(stats + place + splits * (2 * COLUMNS) + COLUMNS, total)

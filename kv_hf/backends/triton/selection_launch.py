@@ -10,11 +10,11 @@ import torch
 
 from ...spec import PageSpec
 from ..base import AttentionCall
-from ..inputs import SHARED, PagedKV
+from ..inputs import SHARED
 from . import device, direct
 from .direct import ALIGNED, Compiled, address, as_bytes
 from .launch import refuse_cpu, workspace
-from .launch_plan import LayerPlan, keep
+from .launch_plan import LayerPlan, keep, triton_constants
 from .meta_params import column_block, power_of_two
 from .selection import choose_kernel
 from .selection_meta_params import NUM_WARPS, selection_constants, splits
@@ -125,7 +125,7 @@ def _choose(call: AttentionCall) -> Choice:
     stream = direct.current_stream(index)
     held = None if direct.is_capturing(index) else plan.workspaces.get(stream)
     held = held or workspace(plan, index, stream, query.device)  # alive until the launch
-    first, _, *after, _ = _starts(plan)
+    _, _, *after, _ = _starts(plan)
     scores, stats, counters = held[:3]
     room = (scores, stats, *(scores + 4 * start for start in after), counters)
     given = arguments(address, call, query, chosen, pages, room, plan.room)
@@ -208,7 +208,9 @@ def _prepare(call: AttentionCall) -> ChoicePlan:
         sinks=call.sink_logits is not None, top_p=kv.budget.top_p is not None,
     )  # fmt: skip
     stretch, most = splits(kv.spec, rows * blocks)
-    plan = ChoicePlan(kv.spec, constants, rows, blocks, num_heads * q_len, block, stretch, most)
+    plan = ChoicePlan(
+        kv.spec, triton_constants(constants), rows, blocks, num_heads * q_len, block, stretch, most
+    )
     # as for attention: a graph that captures this plan later need not set its counters
     if SHARED not in kv.launches and not direct.is_capturing(query.get_device()):
         plan.counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)

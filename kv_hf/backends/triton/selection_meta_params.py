@@ -13,14 +13,13 @@ from ...page_summary import (
     RANGED_PAGES,
     Summary,
     middle_code,
-    spread,
     summary_of,
     summary_words,
     word_channels,
 )
 from ...read_budget import NEWEST_PAGES
 from ...spec import PageSpec, SideSpec
-from .meta_params import HIP, Hiding, chunks, column_block, hiding, power_of_two
+from .meta_params import HIP, Hiding, chunks, column_block, compute_types, hiding, power_of_two
 from .side_layout import side_layout
 
 NUM_WARPS = 4
@@ -51,7 +50,7 @@ class KeyWords(NamedTuple):
         ranged: tokens of a page whose ranges are taken at once.
         pages: pages of a tile.
         wide: places in front that are read, where pages have an order.
-        middle: the code in the middle; middles: tokens whose mean is the middle of exact numbers.
+        middle: the code in the middle; middles: tokens, evenly spread, whose mean is the middle of exact numbers.
     """
 
     kind: str
@@ -72,7 +71,7 @@ class KeyWords(NamedTuple):
     pages: int
     wide: int
     middle: float
-    middles: tuple[int, ...]
+    middles: int
 
 
 @cache
@@ -110,10 +109,10 @@ def key_words(keys: SideSpec) -> KeyWords:
         read=read,
         slots=max(power_of_two(read), MIN_DEPTH // part),
         ranged=max(1, min(page, RANGED_NUMBERS // (padded * part))),
-        pages=1 if ordered else max(1, TILE_TOKENS // page),
+        pages=max(NUM_WARPS, TILE_TOKENS // page),
         wide=scheme.wide_channels,
         middle=0.0 if scheme.is_exact else middle_code(scheme),
-        middles=tuple(spread(MIDDLE_TOKENS, page)),
+        middles=min(MIDDLE_TOKENS, page),
     )
 
 
@@ -142,8 +141,6 @@ def selection_constants(
 ) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that chooses pages.
 
-    Products are in TF32 on NVIDIA where queries have 16 bits, else in float32.
-
     Args:
         group: query heads of a kv head; q_len: chunks of all lengths above 1 share a variant.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
@@ -151,12 +148,13 @@ def selection_constants(
     """
     keys = spec.keys
     columns = column_block(spec, group, q_len, isa)
-    tf32 = isa > 0 and torch.float32 not in (query_dtype, keys.dtype)
+    types = compute_types(spec, query_dtype)
     return {
         "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns, "KEYS": key_words(keys),
         "ALL": reads_all(keys), "RANGED": RANGED_PAGES, "NEWEST": NEWEST_PAGES, "W_TILE": 32 if keys.head_dim <= 128 else 16,
-        "W_CHUNKS": chunks(keys.head_dim), "PRECISION": "tf32" if tf32 else "ieee",
-        "HIDING": hiding(q_len, "none", softcap, False)._replace(bent=True),
+        "W_CHUNKS": chunks(keys.head_dim), "PRECISION": "ieee",
+        "K_DTYPE": types[0], "W_DTYPE": types[2], "ISA": 0 if types[0] == "fp32" else isa,
+        "HIDING": hiding(q_len, "none", softcap, False),
         "PAGE_HIDING": Hiding(False, False, softcap, "none", True, False), "SINKS": sinks, "TOP": top_p,
         "M_SPLITS": MERGED_SPLITS, "M_COLUMNS": MERGED_COLUMNS, "S_PAGES": SUMMED_PAGES, "S_COLUMNS": SUMMED_COLUMNS,
         "BLOCK": COUNTED_PAGES, "M_THREADS": 64 * NUM_WARPS if isa == HIP else 0,

@@ -228,8 +228,8 @@ def choose_kernel(
         if split == splits - 1:
             keys = window_keys + wide_row * wk_row + head * wk_head
             best, total = _window_sums(
-                queries, real, keys, wk_slot, exact, token_of, one * (softmax_scale * LOG2E), softcap, q_len, KEYS.dim, W_CHUNKS, W_TILE,
-                PRECISION, HIDING, COLUMNS, W_DTYPE,
+                queries, real, keys, wk_slot, exact, token_of, one * (softmax_scale * LOG2E), softcap, q_len, KEYS.dim,
+                W_CHUNKS, W_TILE, PRECISION, HIDING, COLUMNS, W_DTYPE,
             )  # fmt: skip
             tl.store(stats + place + splits * (2 * COLUMNS), best)
             tl.store(stats + place + splits * (2 * COLUMNS) + COLUMNS, total)
@@ -242,19 +242,8 @@ def choose_kernel(
         equals = pages * 0
         if is_all == 0:
             window = whole_columns(
-                stats,
-                totals,
-                sink_logits,
-                splits,
-                blocks,
-                used,
-                HEADS,
-                GROUP,
-                COLUMNS,
-                SINKS,
-                M_SPLITS,
-                M_COLUMNS,
-            )
+                stats, totals, sink_logits, splits, blocks, used, HEADS, GROUP, COLUMNS, SINKS, M_SPLITS, M_COLUMNS
+            )  # fmt: skip
             tl.store(totals + HEADS * used, window)
             tl.debug_barrier()
             whole = page_masses(
@@ -262,24 +251,12 @@ def choose_kernel(
             )
             tl.debug_barrier()
             newest = candidates + tl.arange(0, triton.next_power_of_2(NEWEST))
-            read_anyway = window + tl.sum(
-                tl.load(masses + newest, mask=newest < pages, other=0.0), 0
-            )
-            need = top_p * (window + whole) - read_anyway
-            high, low, equals = least_mass(
-                masses, candidates, wanted - (pages - candidates), need, TOP, BLOCK
-            )
+            newest_mass = tl.load(masses + newest, mask=newest < pages, other=0.0)
+            need = top_p * (window + whole) - (window + tl.sum(newest_mass, 0))
+            wanted = wanted - (pages - candidates)
+            high, low, equals = least_mass(masses, candidates, wanted, need, TOP, BLOCK)
+        chosen += wide_row * width
         count = write_choice(
-            masses,
-            table,
-            chosen + wide_row * width,
-            pages,
-            candidates,
-            width,
-            is_all,
-            high,
-            low,
-            equals,
-            BLOCK,
-        )
+            masses, table, chosen, pages, candidates, width, is_all, high, low, equals, BLOCK
+        )  # fmt: skip
         tl.store(chosen_pages + row, count)

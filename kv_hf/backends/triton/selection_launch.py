@@ -63,6 +63,12 @@ class ChoicePlan(LayerPlan):
         return a, b, c, self.rows * self.room
 
     @property
+    def starts(self) -> tuple[int, int, int, int]:
+        """Where the parts begin."""
+        a, b, c, _ = self.parts
+        return 0, a, a + b, a + b + c
+
+    @property
     def partial_results(self) -> int:
         """float32 numbers in front of the sums of splits."""
         return self.parts[0]
@@ -125,9 +131,8 @@ def _choose(call: AttentionCall) -> Choice:
     stream = direct.current_stream(index)
     held = None if direct.is_capturing(index) else plan.workspaces.get(stream)
     held = held or workspace(plan, index, stream, query.device)  # alive until the launch
-    _, _, *after, _ = _starts(plan)
-    scores, stats, counters = held[:3]
-    room = (scores, stats, *(scores + 4 * start for start in after), counters)
+    scores, _, counters = held[:3]
+    room = (*(scores + 4 * start for start in plan.starts), counters)
     given = arguments(address, call, query, chosen, pages, room, plan.room)
     odd = tuple(given[i] % ALIGNED == 0 for i in POINTERS)
     compiled = plan.compiled.get(odd)
@@ -217,33 +222,21 @@ def _prepare(call: AttentionCall) -> ChoicePlan:
     return plan
 
 
-def _starts(plan: ChoicePlan) -> tuple[int, int, int, int, int]:
-    """Return where the parts of the scratch begin, and where they end."""
-    a, b, c, d = plan.parts
-    return 0, a, a + b, a + b + c, a + b + c + d
-
-
 def _interpret(
     plan: ChoicePlan,
     call: AttentionCall,
     query: torch.Tensor,
     chosen: torch.Tensor,
     pages: torch.Tensor,
-) -> None:
-    """Run the kernel in Triton's interpreter: scratch begins as nan, results as -1, and the counters must end as zeros."""
+) -> torch.Tensor:
+    """Run the kernel in Triton's interpreter and return its scratch, which begins as nan; the counters must end as zeros."""
     numbers = torch.full((plan.numbers,), float("nan"))
     chosen.fill_(-1)
     pages.fill_(-1)
     counters = torch.zeros(plan.groups, dtype=torch.int32)
-    parts = tuple(numbers[start:] for start in _starts(plan)[:4])
+    parts = tuple(numbers[start:] for start in plan.starts)
     given = arguments(as_bytes, call, query, chosen, pages, (*parts, counters), plan.room)
     grid = plan.rows, plan.blocks, plan.splits(call.kv.block_table.shape[1])
     choose_kernel[grid](*given, **plan.constants, **OPTIONS)
     assert not counters.any()
-
-
-def estimated(plan: ChoicePlan, numbers: torch.Tensor) -> Choice:
-    """Return the masses of pages [rows, room] and of windows [rows] that a launch left in its scratch."""
-    _, _, totals, masses, end = _starts(plan)
-    windows = numbers[totals:masses][: plan.rows * (plan.columns + 1)]
-    return numbers[masses:end].view(plan.rows, plan.room), windows.view(plan.rows, -1)[:, -1]
+    return numbers

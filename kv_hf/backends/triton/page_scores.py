@@ -187,7 +187,6 @@ def _bases(scale, offset, block, unit, words, DTYPE: tl.constexpr, KEYS: tl.cons
     Offsets, and in channels that are not read the middles of codes.
     """
     GROUPS: tl.constexpr = KEYS.page // KEYS.group
-    UNITS: tl.constexpr = block.shape[0]
     PADDED: tl.constexpr = triton.next_power_of_2(KEYS.dim)
     channel = tl.arange(0, PADDED)
     inside = (channel < KEYS.dim)[None, :]
@@ -199,18 +198,8 @@ def _bases(scale, offset, block, unit, words, DTYPE: tl.constexpr, KEYS: tl.cons
         base = tl.load(offset + at, mask=inside, other=0.0)
         steps = tl.load(scale + at, mask=inside, other=0.0)
         read = _is_read(words, channel, KEYS)[None, :]
-        if GROUPS > 1:
-            middle = base.to(tl.float32) + KEYS.middle * steps.to(tl.float32)
-            middle = tl.reshape(middle, [UNITS // GROUPS, GROUPS, PADDED])
-            middle = tl.sum(middle, 1)[:, None, :] * (1.0 / GROUPS)
-            middle = tl.broadcast_to(middle, [UNITS // GROUPS, GROUPS, PADDED])
-            middle = tl.reshape(middle, [UNITS, PADDED])
-            return tl.where(read, base.to(tl.float32), middle).to(DTYPE)
-        else:
-            steps_to_middle = tl.where(read, 0.0, KEYS.middle).to(DTYPE)
-            return tl.fma(
-                steps.to(DTYPE), tl.broadcast_to(steps_to_middle, steps.shape), base.to(DTYPE)
-            )
+        to_middle = tl.where(read, 0.0, KEYS.middle).to(DTYPE)
+        return tl.fma(steps.to(DTYPE), tl.broadcast_to(to_middle, steps.shape), base.to(DTYPE))
 
 
 @triton.jit

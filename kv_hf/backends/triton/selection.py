@@ -125,6 +125,7 @@ def choose_kernel(
     S_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     M_THREADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Score one split of a row's pages for the query columns of one (kv head, block of columns); the last of a row chooses.
 
@@ -179,7 +180,7 @@ def choose_kernel(
                 read, all_channels = load_page_query(
                     queries, real, shrink, words, order, KEYS, K_DTYPE
                 )
-            for tile in tl.range(begin, end):
+            for tile in tl.range(begin, end, num_stages=STAGES):
                 at = tile * KEYS.pages + unit // GROUPS
                 # what is not there is read from page 0, and hidden afterwards
                 block = tl.load(table + at, mask=at < pages, other=0).to(tl.int64) * HEADS + head

@@ -158,4 +158,5 @@ def selection_constants(
         "PAGE_HIDING": Hiding(False, False, softcap, "none", True, False), "SINKS": sinks, "TOP": top_p,
         "M_SPLITS": MERGED_SPLITS, "M_COLUMNS": MERGED_COLUMNS, "S_PAGES": SUMMED_PAGES, "S_COLUMNS": SUMMED_COLUMNS,
         "BLOCK": COUNTED_PAGES, "M_THREADS": 64 * NUM_WARPS if isa == HIP else 0,
+        "STAGES": 2 if isa == HIP else 3,
     }  # fmt: skip

@@ -6,12 +6,25 @@ import torch
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.inputs import PagedKV
-from kv_hf.backends.reference.selection import page_mass
+from kv_hf.backends.reference.selection import choose_by_mass, page_mass
 from kv_hf.backends.registry import chooser
 from measure.speed.decode_contenders import Contender, Workload, paged
 from measure.speed.oracle import Verdict
 
 LEAST_PART = 0.99  # of the mass that the reference's choice has, where masses are nearly equal
+
+
+def _mass_of(
+    mass: torch.Tensor, kv: PagedKV, choice: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Return the mass [rows] of the pages of a choice, of masses [rows, columns of the block table]."""
+    table, counts = choice
+    found = []
+    for row in range(kv.rows):
+        ids = kv.block_table[row, : int(kv.num_pages[row])]
+        read = torch.isin(ids, table[row, : int(counts[row])])
+        found.append(mass[row, : len(ids)][read].sum())
+    return torch.stack(found)
 
 
 def reading(work: Workload, name: str, read_tokens: int) -> list[Contender]:
@@ -41,15 +54,12 @@ def reading(work: Workload, name: str, read_tokens: int) -> list[Contender]:
 
     def verdict() -> Verdict:
         prepare()
-        table, counts = choose(0)
-        best = page_mass(AttentionCall(work.queries[0], views[0], work.scale))[0]
-        missed = 0.0
-        for row in range(work.batch):
-            ids = views[0].block_table[row, : int(views[0].num_pages[row])]
-            read = torch.isin(ids, table[row, : int(counts[row])])
-            of_row = best[row, : len(ids)]
-            most = float(of_row.topk(int(read.sum())).values.sum())
-            missed = max(missed, 1 - float(of_row[read].sum()) / most)
+        mass, window = page_mass(AttentionCall(work.queries[0], views[0], work.scale))
+        ours, best = (
+            _mass_of(mass, views[0], choice)
+            for choice in (choose(0), choose_by_mass(mass, window, views[0]))
+        )
+        missed = float((1 - ours / best).max())
         return Verdict(missed, 1 - LEAST_PART)
 
     title = f"{name} read_tokens={read_tokens}"

@@ -357,3 +357,20 @@ def test_a_choice_reads_no_number_of_the_device(gpu, monkeypatch):
         table, counts = selection_launch.choose_pages(asked)
     assert (table.shape, counts.shape) == ((1, 5), (1,))
     assert (table.dtype, counts.dtype) == (torch.int32, torch.int32)
+
+
+@needs_triton
+def test_a_gpu_that_refuses_the_kernel_gets_the_references_choice():
+    from kv_hf.backends.triton import selection_launch
+    from kv_hf.backends.triton.fake_driver import pretend_gpu
+
+    kv = kv_of("int4", rows=[(30, 5)], dtype=BF16, poison=False)
+    asked = AttentionCall(make_query(kv, dtype=BF16), kv, SCALE)
+    wanted = reference.choose_pages(asked)
+    with pretend_gpu(shared_memory=1024) as gpu:
+        with pytest.warns(UserWarning, match="chosen by 'reference'.*shared memory"):
+            first = selection_launch.choose_pages(asked)
+        again = selection_launch.choose_pages(asked)
+    assert not gpu.launches
+    for found in (first, again):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

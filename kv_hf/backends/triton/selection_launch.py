@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
+from ...notices import warn_once
 from ...spec import PageSpec
+from .. import registry
 from ..base import AttentionCall
 from ..inputs import SHARED
 from . import device, direct
@@ -37,6 +40,7 @@ class ChoicePlan(LayerPlan):
         columns: query heads times queries of a row; block: columns of a program.
         stretch: tokens of a split at least; max_splits: splits at most.
         room: pages that there is scratch for.
+        refused: whether the device has too little for the kernel.
     """
 
     spec: PageSpec
@@ -48,6 +52,7 @@ class ChoicePlan(LayerPlan):
     stretch: int
     max_splits: int
     room: int = LEAST_ROOM
+    refused: bool = False
 
     @property
     def groups(self) -> int:
@@ -121,6 +126,8 @@ def _choose(call: AttentionCall) -> Choice:
         plan = _prepare(call)
         keep(kv.launches, key, plan)
     columns = kv.block_table.shape[1]
+    if plan.refused:
+        return _by_reference(call)
     plan.make_room(columns)
     width = budget.width(columns, kv.page_size)
     chosen = kv.block_table.new_empty((plan.rows, width))
@@ -141,10 +148,27 @@ def _choose(call: AttentionCall) -> Choice:
         shown = (*(some,) * 4, some.view(torch.int32))
         call = replace(call, softmax_scale=float(call.softmax_scale))
         tensors = arguments(as_bytes, call, query, chosen, pages, shown, plan.room)
-        compiled = Compiled(choose_kernel, tensors, plan.constants, **OPTIONS)
+        try:
+            compiled = Compiled(choose_kernel, tensors, plan.constants, **OPTIONS)
+        except OutOfResources as error:
+            plan.refused = True
+            return _by_reference(call, str(error))
         plan.compiled[odd] = compiled
     compiled(plan.rows, plan.blocks, plan.splits(columns), stream, *given)
     return chosen, pages
+
+
+def _by_reference(call: AttentionCall, reason: str = "") -> Choice:
+    """Choose in plain torch, which waits for the device; say so once, with the reason."""
+    if reason:
+        warn_once(
+            f"read_tokens: triton: {reason}",
+            "The pages that a step reads are chosen by 'reference', slower than by 'triton', and not in CUDA graphs: the GPU "
+            f"refuses the kernel ({reason})",
+        )
+    own = registry.load("reference").choose_pages
+    assert own is not None
+    return own(call)
 
 
 OPTIONS: dict[str, Any] = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}

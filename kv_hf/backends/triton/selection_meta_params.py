@@ -31,6 +31,7 @@ CODES_STRETCH = (
     2048  # the same where ranges come from codes, of which every program reads RANGED_PAGES pages
 )
 MAX_SPLITS = 64
+STAGED_BYTES = 48 * 1024  # of the tiles that are on their way
 PROGRAMS = 132 * 4  # that fill a large GPU
 MERGED_SPLITS, MERGED_COLUMNS = 16, 64  # whose sums the last program takes at once
 SUMMED_PAGES, SUMMED_COLUMNS = 128, 32  # whose masses it sums at once
@@ -128,6 +129,20 @@ def splits(spec: PageSpec, programs: int) -> tuple[int, int]:
     return (CODES_STRETCH if by_codes else MIN_STRETCH), most
 
 
+def _stages(keys: SideSpec, products: str, isa: int) -> int:
+    """Return the tiles that are on their way: fewer where one takes much shared memory."""
+    words = key_words(keys)
+    size = (
+        4
+        if products == "fp32"
+        else max(1, words.bits // 8, keys.dtype.itemsize if keys.scheme.is_exact else 1)
+    )
+    most = 2 if isa == HIP else 3
+    return max(
+        1, min(most, STAGED_BYTES // (words.pages * words.page * words.slots * words.part * size))
+    )
+
+
 def selection_constants(
     spec: PageSpec,
     *,
@@ -158,5 +173,5 @@ def selection_constants(
         "PAGE_HIDING": Hiding(False, False, softcap, "none", True, False), "SINKS": sinks, "TOP": top_p,
         "M_SPLITS": MERGED_SPLITS, "M_COLUMNS": MERGED_COLUMNS, "S_PAGES": SUMMED_PAGES, "S_COLUMNS": SUMMED_COLUMNS,
         "BLOCK": COUNTED_PAGES, "M_THREADS": 64 * NUM_WARPS if isa == HIP else 0,
-        "STAGES": 2 if isa == HIP else 3,
+        "STAGES": _stages(keys, types[0], isa),
     }  # fmt: skip

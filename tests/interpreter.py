@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -92,12 +93,12 @@ def attend(asked, *, splits=2):
     return launch.paged_attention(asked, Launch(1, 2, splits))
 
 
-def attend_with_ptx(asked, *, isa, splits=2):
-    """The decode kernel as compiled for an NVIDIA GPU, its PTX carried out by `ptx`."""
+@contextmanager
+def compiled_for(isa):
+    """Kernels as compiled for an NVIDIA GPU, their PTX carried out by `ptx`."""
     import triton.language as tl
 
-    from kv_hf.backends.triton import device, launch
-    from kv_hf.backends.triton.tuning import Launch
+    from kv_hf.backends.triton import device
 
     def inline_asm(text, constraints, args, dtype, is_pure, pack):
         words = [np.ascontiguousarray(x.handle.data).view(np.uint32).ravel() for x in args]
@@ -118,10 +119,44 @@ def attend_with_ptx(asked, *, isa, splits=2):
     tl.inline_asm_elementwise = inline_asm
     device.target_isa, real = (lambda where: isa), device.target_isa
     try:
-        return launch.paged_attention(asked, Launch(1, 2, splits))
+        yield
     finally:
         tl.inline_asm_elementwise = kept
         device.target_isa = real
+
+
+def attend_with_ptx(asked, *, isa, splits=2):
+    """The decode kernel as compiled for an NVIDIA GPU."""
+    with compiled_for(isa):
+        return attend(asked, splits=splits)
+
+
+def choose(asked, *, splits=3):
+    """The kernel that chooses pages: (block table, numbers of pages, masses of pages, masses of windows)."""
+    from kv_hf.backends.triton import selection_launch
+
+    kept = []
+
+    def interpret(plan, *args):
+        kept[:] = plan, real(plan, *args)
+
+    real, selection_launch._interpret = selection_launch._interpret, interpret
+    rule, selection_launch.splits = selection_launch.splits, lambda *args: (16, splits)
+    try:
+        table, counts = selection_launch.choose_pages(asked)
+    finally:
+        selection_launch._interpret, selection_launch.splits = real, rule
+    plan, numbers = kept
+    _, _, totals, masses = plan.starts
+    windows = numbers[totals:][: plan.rows * (plan.columns + 1)].view(plan.rows, -1)[:, -1]
+    mass = numbers[masses:].view(plan.rows, plan.room)[:, : asked.kv.block_table.shape[1]]
+    return table, counts, mass, windows
+
+
+def choose_with_ptx(asked, *, isa):
+    """The kernel that chooses pages as compiled for an NVIDIA GPU."""
+    with compiled_for(isa):
+        return choose(asked)
 
 
 def unpack_every_byte(bits):

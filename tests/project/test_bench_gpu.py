@@ -341,3 +341,18 @@ def test_wrong_kernel_is_not_timed(small_copies, monkeypatch):
     bad = [row for row in rows if not row["ok"]]
     assert [row["contender"] for row in bad] == ["kernel_int8"] and "ms_p50" not in bad[0]
     assert any(row["contender"] == "kernel_int4" and row["part_of_copy"] > 0 for row in rows)
+
+
+def test_a_step_that_reads_a_part_is_judged_by_what_it_reads(monkeypatch):
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "layers_for", lambda *of: 1)
+    rows = list(measure.reading("cpu", "bfloat16", "tiny", 4300, 1, 512))
+    assert [row["contender"] for row in rows] == [
+        f"{kind}_{name}"
+        for name in measure.READ_FORMATS
+        for kind, name in (
+            ("kernel", name),
+            *((k, f"{name} read_tokens=512") for k in ("kernel", "choose")),
+        )
+    ]
+    assert all(row["ok"] and row["ms_p50"] > 0 for row in rows)

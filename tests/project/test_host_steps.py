@@ -43,8 +43,16 @@ def counted(steps=70, **options):
         ({"reserve_tokens": 512, "batch": 5, "ragged": True}, 2, 3),
         ({"reserve_tokens": 512, "keys": "int8"}, 2, 3),
         ({"max_length": 512}, 3, 3),
+        ({"reserve_tokens": 8192, "context": 4200, "batch": 2, "read_tokens": 512}, 3, 4),
     ],
-    ids=["one row", "batch", "ragged", "int8", "preallocated"],
+    ids=[
+        "one row",
+        "batch",
+        "ragged",
+        "int8",
+        "preallocated",
+        "chosen pages",
+    ],
 )
 def test_a_step_launches_few_kernels_and_waits_for_nothing(options, plain, sealing):
     steps = counted(**options)

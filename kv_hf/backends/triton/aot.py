@@ -24,6 +24,10 @@ from .launch_plan import triton_constants
 from .meta_params import HIP, column_block, constants, element_type
 from .seal import seal_pair_kernel
 from .seal_meta_params import pair_constants
+from .selection import STEPWISE as SELECTION_STEPWISE
+from .selection import UNALIGNED as SELECTION_UNALIGNED
+from .selection import choose_kernel
+from .selection_meta_params import NUM_WARPS, selection_constants
 from .tuning import warps_and_stages
 from .write_pair import append_constants
 
@@ -92,6 +96,56 @@ def compile_decode(
     return compile_kernel(
         decode_kernel, types, triton_constants(plain), arch, aligned, num_warps or warps
     )
+
+
+def compile_selection(
+    spec: PageSpec,
+    arch: str,
+    *,
+    query_dtype: torch.dtype = torch.bfloat16,
+    group: int = 4,
+    q_len: int = 1,
+    softcap: bool = False,
+    sinks: bool = False,
+    top_p: bool = False,
+) -> Any:
+    """Compile one variant of the kernel that chooses pages for `arch`, as a launch would ask for it."""
+    isa = int(arch[3:]) if arch.startswith("sm_") else HIP
+    plain = selection_constants(
+        spec,
+        query_dtype=query_dtype,
+        group=group,
+        q_len=q_len,
+        isa=isa,
+        softcap=softcap,
+        sinks=sinks,
+        top_p=top_p,
+    )
+    keys = spec.keys
+    pointers = {
+        "query": query_dtype,
+        "key_codes": keys.code_dtype,
+        "window_keys": keys.dtype,
+        "sink_logits": query_dtype,
+    }
+    types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
+    types |= dict.fromkeys(("key_scale", "key_offset"), "*fp16") | {"key_order": "*u8"}
+    types |= dict.fromkeys(("scores", "stats", "totals", "masses"), "*fp32")
+    tables = ("block_table", "num_pages", "exact_lens", "chosen", "chosen_pages", "counters")
+    types |= dict.fromkeys(tables, "*i32")
+    strides = [name for name in STRIDES if not name.startswith("wv")]
+    types |= dict.fromkeys((*strides, "room", *SELECTION_STEPWISE), "i32") | {"share": "i64"}
+    types |= dict.fromkeys(("softmax_scale", "softcap", "top_p"), "fp32")
+    unaligned = (
+        *tables,
+        *SELECTION_UNALIGNED,
+        *SELECTION_STEPWISE,
+        "softmax_scale",
+        "softcap",
+        "top_p",
+    )
+    aligned = [name for name in types if name not in unaligned]
+    return compile_kernel(choose_kernel, types, triton_constants(plain), arch, aligned, NUM_WARPS)
 
 
 def compile_latent(

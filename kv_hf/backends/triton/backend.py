@@ -11,7 +11,7 @@ from . import support
 
 def load() -> Backend:
     """Return the backend; imports triton."""
-    from . import dense_launch, launch, write_pair
+    from . import dense_launch, launch, selection_launch, write_pair
 
     return Backend(
         "triton",
@@ -22,6 +22,7 @@ def load() -> Backend:
         max_queries=64,
         waits=False,
         keeps_tensors=False,
+        choose_pages=selection_launch.choose_pages,
     )
 
 

@@ -14,13 +14,12 @@ from . import decode_launch, device, direct, latent_launch
 from .decode import decode_kernel
 from .direct import ALIGNED, Compiled, Workspace, address, as_bytes
 from .launch_arguments import arguments
-from .launch_plan import Plan, Shapes
+from .launch_plan import LayerPlan, Plan, Shapes, keep
 from .tuning import Launch
 
 INTERPRETED = direct.interpreted(decode_kernel)
 Tensors = Callable[[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], tuple[Any, ...]]
 MASKS = {torch.bool: "bool"}
-MOST = 64  # plans of a layer: shapes that change all the time are not remembered forever
 NO_MASK: tuple[int, ...] = (0, 0, 0)  # its strides
 
 
@@ -69,10 +68,7 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
             sinks=sink_logits is not None,
         )
         plan = _prepare(query, kv, shapes, launch)
-        if len(kv.launches) >= MOST:
-            for old in [known for known, value in kv.launches.items() if isinstance(value, Plan)]:
-                del kv.launches[old]
-        kv.launches[key] = plan
+        keep(kv.launches, key, plan)
     out = query.new_empty_strided(plan.shape, plan.strides)
     if INTERPRETED:
         _interpret(plan, _tensors(call, query, mask, mask_strides, out), call, out)
@@ -83,7 +79,7 @@ def paged_attention(call: AttentionCall, launch: Launch | None = None) -> torch.
     room: tuple[Any, Any, Any] = (there, there, there)
     if splits > 1:
         held = None if direct.is_capturing(index) else plan.workspaces.get(stream)
-        held = held or _workspace(plan, index, stream, query.device)  # alive until the launch
+        held = held or workspace(plan, index, stream, query.device)  # alive until the launch
         room = held[:3]
     sinks = there if sink_logits is None else address(sink_logits)
     shown = there if mask is None else address(mask)
@@ -133,27 +129,27 @@ def _prepare(query: torch.Tensor, kv: PagedKV, shapes: Shapes, launch: Launch | 
     return plan
 
 
-def _workspace(
-    plan: Plan, index: int, stream: int, where: torch.device
+def workspace(
+    plan: LayerPlan, index: int, stream: int, where: torch.device
 ) -> tuple[int, int, int, Any]:
     """Return addresses of partial results, of their maxima and sums, and of counters that are zero; and the memory.
 
     Kernels of one stream share all. What a CUDA graph captures is replayed on any stream: its partial results lie in
     the graph's own memory, and its counters are the plan's.
     """
-    workspace = None
+    shared = None
     if direct.is_capturing(index):
         numbers = torch.empty(plan.numbers, dtype=torch.float32, device=where)
         counters = plan.counters
         if counters is None:
             counters = torch.zeros(plan.groups, dtype=torch.int32, device=where)
     else:
-        workspace = Workspace.of(index, stream, where)
-        numbers, counters = workspace.reserve(plan.numbers, plan.groups)
+        shared = Workspace.of(index, stream, where)
+        numbers, counters = shared.reserve(plan.numbers, plan.groups)
     start = address(numbers)
-    kept = numbers, counters, workspace
+    kept = numbers, counters, shared
     found = start, start + 4 * plan.partial_results, address(counters), kept
-    if workspace is not None:
+    if shared is not None:
         plan.workspaces[stream] = found
     return found
 

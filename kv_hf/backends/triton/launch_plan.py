@@ -3,6 +3,7 @@
 Made once for a layer and kept in `PagedKV.launches`; knows nothing of tensors.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,8 +47,49 @@ class Shapes:
         return (self.rows, self.heads, self.q_len, dim), (self.q_len * token, dim, token, 1)
 
 
+@dataclass(slots=True, kw_only=True)
+class LayerPlan(ABC):
+    """What a layer keeps for one kind of call in `PagedKV.launches`.
+
+    Attributes:
+        compiled: by which pointers are no multiples of 16; empty in the interpreter.
+        counters: zeros for launches captured in a CUDA graph; None: a graph has to make its own.
+        workspaces: by stream: addresses of partial results, of their maxima and sums and of counters; and the memory.
+    """
+
+    compiled: dict[Any, Compiled] = field(default_factory=dict)
+    counters: torch.Tensor | None = None
+    workspaces: dict[int, tuple[int, int, int, Any]] = field(default_factory=dict)
+
+    @property
+    @abstractmethod
+    def groups(self) -> int:
+        """Counters."""
+
+    @property
+    @abstractmethod
+    def partial_results(self) -> int:
+        """float32 numbers in front of the maxima and sums."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> int:
+        """float32 numbers of partial results, maxima and sums."""
+
+
+MOST = 64  # plans of a layer: shapes that change all the time are not remembered forever
+
+
+def keep(launches: dict[Any, Any], key: Any, plan: LayerPlan) -> None:
+    """Keep a plan among what a layer keeps; where these are many, without the other plans."""
+    if len(launches) >= MOST:
+        for old in [known for known, value in launches.items() if isinstance(value, LayerPlan)]:
+            del launches[old]
+    launches[key] = plan
+
+
 @dataclass(slots=True)
-class Plan:
+class Plan(LayerPlan):
     """How to launch one kind of call.
 
     Attributes:
@@ -60,9 +102,7 @@ class Plan:
         tiles_per_page, min_tiles, max_splits: what `splits` goes by; fixed_splits: what it gives if more than 0.
         combine: (kernel, constants, programs, blocks of channels) that merges the splits, or None where the last
             program does.
-        compiled: by which pointers are no multiples of 16 (0: none); empty in the interpreter.
-        counters: zeros for launches captured in a CUDA graph; None: a graph has to make its own.
-        workspaces: by stream: addresses of partial results, of their maxima and sums and of counters; and the memory.
+        compiled: by which pointers are no multiples of 16, 0: none.
     """
 
     spec: PageSpec
@@ -81,10 +121,7 @@ class Plan:
     max_splits: int
     fixed_splits: int = 0
     combine: tuple[Any, dict[str, Any], int, int] | None = None
-    compiled: dict[Any, Compiled] = field(default_factory=dict)
     combined: Compiled | None = None
-    counters: torch.Tensor | None = None
-    workspaces: dict[int, tuple[int, int, int, Any]] = field(default_factory=dict)
 
     def splits(self, width: int) -> int:
         """Return the programs that share a row's pages, of which there are at most `width`."""

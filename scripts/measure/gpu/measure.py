@@ -17,11 +17,13 @@ from kv_hf.evaluation.shapes import SHAPES, random_model
 from kv_hf.evaluation.timing import captured, copy_bandwidth, interleave, spread, timed
 from kv_hf.formats import is_cache_name
 from kv_hf.hf.latent import prepare_latents
+from measure.speed import decode_reading
 from measure.speed.decode_contenders import Contender, Workload, layers_for, paged, stock
 from measure.speed.decode_gate import gate
 
 Fields = dict[str, Any]
 ROUNDS = 20
+READ_FORMATS = ("int4", "exact")  # whose steps are timed that read a part of the text
 WARMUP = 3
 
 
@@ -81,6 +83,23 @@ def kernels(device: str, dtype: str, shape: str, context: int, batch: int) -> It
                 **_timed_kernel(contender, layers, place, copy),
             }  # fmt: skip
             _forget()
+
+
+def reading(
+    device: str, dtype: str, shape: str, context: int, batch: int, read_tokens: int
+) -> Iterator[Fields]:
+    """Time a step's attention that reads `read_tokens` tokens of each row, its choice of pages, and one that reads all."""
+    place = torch.device(device)
+    copy = _copy_speed(device)
+    layers = layers_for(SHAPES[shape], batch, context, place)
+    work = _workload(device, dtype, shape, context, batch, layers)
+    for name in READ_FORMATS:
+        for contender in (paged(work, name)[1], *decode_reading.reading(work, name, read_tokens)):
+            yield {
+                "contender": contender.name, "kernel": contender.kernel, "layers": layers, "copy_gb_per_s": copy,
+                **_timed_kernel(contender, layers, place, copy),
+            }  # fmt: skip
+        _forget()
 
 
 def _timed_kernel(contender: Contender, layers: int, device: torch.device, copy: float) -> Fields:
@@ -212,5 +231,5 @@ def _forget() -> None:
 
 
 KINDS: dict[str, Callable[..., Iterator[Fields]]] = {
-    "trials": trials, "judge": judge, "gate": small_gate, "kernels": kernels, "steps": steps, "warm": warm,
+    "trials": trials, "judge": judge, "gate": small_gate, "kernels": kernels, "reading": reading, "steps": steps, "warm": warm,
 }  # fmt: skip

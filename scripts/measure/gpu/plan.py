@@ -11,6 +11,7 @@ from typing import Any
 
 from kv_hf.doctor.kernels import paged_names
 from kv_hf.formats import is_cache_name, native_names
+from kv_hf.read_budget import READ_FROM
 
 Size = tuple[int, int]  # (context in tokens, rows)
 
@@ -58,6 +59,7 @@ class Sizes:
     Attributes:
         shapes: attention shapes (shapes.SHAPES) whose kernels are timed at `kernel_sizes`, and judged there and at
             `judged` with all of `judged_shapes`.
+        read_tokens: tokens that steps read of the texts of `kernel_sizes` that are long enough.
         heads: (head_dim, page size, dtype) of the trials of sealing and attending, in all formats.
         latents: (rank, RoPE channels, dtype) of those of latents.
         model, model_sizes, latent_models: random models (shapes.RANDOM_MODELS) whose whole steps are timed.
@@ -68,6 +70,7 @@ class Sizes:
     dtype: str = "bfloat16"
     shapes: tuple[str, ...] = ("llama-8b",)
     kernel_sizes: tuple[Size, ...] = ((2048, 1), (32768, 1), (32768, 16))
+    read_tokens: int = 2048
     judged_shapes: tuple[str, ...] = ("llama-8b", "qwen2.5-7b", "llama-70b-layer", "smollm2")
     judged: tuple[Size, ...] = ((1000, 2), (4096, 1))
     heads: tuple[tuple[int, int, str], ...] = (
@@ -144,6 +147,18 @@ def _kernels(sizes: Sizes) -> Iterator[Job]:
         for context, batch in sizes.kernel_sizes:
             of = {"shape": shape, "context": context, "batch": batch}
             yield _job(sizes, "kernels", f"{shape} {context}x{batch}", of, 40)
+    # behind all others: it compiles what it times
+    for shape in sizes.shapes:
+        for context, batch in sizes.kernel_sizes:
+            if context > sizes.read_tokens and context >= READ_FROM:
+                of = {
+                    "shape": shape,
+                    "context": context,
+                    "batch": batch,
+                    "read_tokens": sizes.read_tokens,
+                }
+                title = f"{shape} {context}x{batch} read_tokens={sizes.read_tokens}"
+                yield _job(sizes, "reading", title, of, 60)
 
 
 def _models(sizes: Sizes) -> Iterator[Job]:

@@ -15,10 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.base import AttentionCall, Backend
 from kv_hf.backends.cpu.decode import paged_attention as c_attention
 from kv_hf.backends.cpu.write import write_pair
 from kv_hf.backends.dispatch import paged_attention
+from kv_hf.backends.inputs import PagedKV
+from kv_hf.backends.registry import chooser
 from kv_hf.bridge.lazy_kv import view_behind
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.evaluation.shapes import AttentionShape
@@ -161,11 +163,15 @@ def dynamic(work: Workload) -> Contender:
 
 
 def paged(
-    work: Workload, name: str, kernel: str = "auto", page_size: int = 64
+    work: Workload, name: str, kernel: str = "auto", page_size: int = 64, **options: Any
 ) -> tuple[Contender, Contender]:
-    """Return the whole path through the cache "paged_" + `name`, and the bare kernel on the same pages."""
+    """Return the whole path through the cache "paged_" + `name`, and the bare kernel on the same pages.
+
+    Args:
+        options: of the cache; where steps read a part of it, the bare kernel is judged by what it chose to read.
+    """
     config = work.shape.config(work.layers)
-    options = {"kernel": kernel, "page_size": page_size}
+    options |= {"kernel": kernel, "page_size": page_size}
     cache = PagedCache.from_implementation(config, f"paged_{name}", options)
     whole = _cache_contender(work, f"paged_{name}", cache, kv_hf_attention)
     whole.kernel = cache.paged_layers[0].store.kernel.name  # type: ignore[union-attr]
@@ -176,7 +182,12 @@ def paged(
     def prepare() -> None:
         # own dicts: a CUDA graph reads these very tensors, also after the cache has grown into larger ones
         views[:] = [
-            replace(kv, key_pages=dict(kv.key_pages), value_pages=dict(kv.value_pages))
+            replace(
+                kv,
+                key_pages=dict(kv.key_pages),
+                value_pages=dict(kv.value_pages),
+                budget=cache.group.budget,
+            )
             for kv in (layer.current_kv() for layer in cache.paged_layers)
         ]
 
@@ -188,10 +199,22 @@ def paged(
 
     def verdict() -> Verdict:
         prepare()
-        return _verdict_of(work, run(), views)
+        read = [
+            _as_read(AttentionCall(query, kv, work.scale), layer.store.kernel)  # type: ignore[union-attr]
+            for query, kv, layer in zip(work.queries, views, cache.paged_layers, strict=True)
+        ]
+        return _verdict_of(work, run(), read)
 
     bare = Contender(f"kernel_{name}", "kernel", run, verdict, whole.nbytes, whole.kernel, prepare)
     return whole, bare
+
+
+def _as_read(call: AttentionCall, kernel: Backend) -> PagedKV:
+    """Return the pages that a step reads."""
+    kv = call.kv
+    if kv.budget is None or not kv.budget.chooses(kv.block_table.shape[1], kv.seen):
+        return kv
+    return kv.with_pages(*chooser(kernel)(call))
 
 
 def _verdict_of(work: Workload, outs: list[torch.Tensor], views: list[Any]) -> Verdict:

@@ -1,0 +1,376 @@
+"""The choice of pages in Triton: in the interpreter against the reference, and compiled."""
+
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+from interpreter import call, choose, choose_with_ptx, needs_interpreter
+from paged_inputs import make_kv, make_query
+
+from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.error_bound import WALK
+from kv_hf.backends.reference import selection as reference
+from kv_hf.formats import key_scheme, value_scheme
+from kv_hf.quant.codec import decode
+from kv_hf.read_budget import ReadBudget
+from kv_hf.spec import PageSpec
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
+)
+FORMATS = ("exact", "fp8", "int8", "int4", "int2", "int4_mixed", "int2_mixed")
+ROWS = [(21, 7), (9, 20), (0, 3), (0, 0), (2, 6)]
+SOME = ReadBudget(pages=5, from_tokens=64)
+SCALE = 0.2
+BF16 = torch.bfloat16
+
+
+def kv_of(keys, budget=SOME, rows=ROWS, **options):
+    options = {"value_dim": 16, "poison": True, "shuffle": 1} | options
+    return replace(make_kv(keys, "exact", rows=rows, **options), budget=budget)
+
+
+def score_error(asked):
+    """How far rounding may move any score of pages."""
+    kv, query = asked.kv, asked.query.float()
+    spec = kv.spec.keys
+    held = torch.cat([kv.block_table[row, :count] for row, count in enumerate(kv.num_pages)]).long()
+    fields = {name: tensor[held] for name, tensor in kv.key_pages.items()}
+    size = decode(fields, spec, torch.float32).abs().amax((0, 2))  # [heads, channels]
+    if "offset" in fields:  # codes and offsets are summed apart
+        size = size + 2 * fields["offset"].float().abs().amax((0, 2, 3))[:, None]
+    heads, group = size.shape[0], query.shape[1] // size.shape[0]
+    terms = query.abs() * size.repeat_interleave(group, 0)[None, :, None]
+    assert heads * group == query.shape[1]
+    # sums are in float32. Queries of 16 bits are multiplied by codes in float16: their products with scales, and the
+    # middles, are rounded to it
+    unit = 2.0**-24 * (WALK * spec.head_dim**0.5 + 8)
+    if asked.query.dtype != torch.float32 and not spec.scheme.is_exact:
+        unit += 2 * 2.0**-11
+    return float(terms.sum(-1).max()) * abs(asked.softmax_scale) * unit
+
+
+def check(asked, kernel=choose):
+    """Masses are the reference's within rounding, and the choice follows from them. Returns the choice."""
+    kv = asked.kv
+    table, counts, mass, window = call(kernel, asked)
+    wanted, wanted_window = reference.page_mass(asked)
+    weighed = torch.isfinite(window)
+    columns = torch.arange(kv.block_table.shape[1])
+    held = (columns < kv.num_pages[:, None]) & weighed[:, None]
+    # a page's mass errs as its score does, and as the sum of all does
+    error = torch.expm1(torch.tensor(4 * score_error(asked)))
+    assert error < 0.5
+    allowed = error * wanted + 2.0**-40
+    assert ((mass - wanted).abs() <= allowed)[held].all()
+    assert ((window - wanted_window).abs() <= error * wanted_window + 2.0**-40)[weighed].all()
+
+    chosen = reference.choose_by_mass(torch.where(held, mass, 0.0), window.nan_to_num(nan=0.0), kv)
+    assert torch.equal(counts, chosen[1])
+    assert torch.equal(table, chosen[0])
+    columns, counted = reference.choose_pages(asked)
+    for row in range(kv.rows):
+        if distinct(wanted[row], allowed[row], int(kv.num_pages[row]), kv.budget):
+            assert counts[row] == counted[row]
+            assert torch.equal(table[row], columns[row])
+    return table, counts
+
+
+def distinct(mass, allowed, pages, budget):
+    """Whether no rounding changes which pages of a row are the best `budget.most` of it."""
+    if budget.top_p is not None:
+        return False
+    some, limit = mass[: max(0, pages - 1)], budget.most(pages) - 1
+    if limit < 0 or limit >= len(some):
+        return True
+    order = some.argsort(descending=True)
+    first, second = order[:limit], order[limit:]
+    return limit == 0 or float((some - allowed[: len(some)])[first].min()) > float(
+        (some + allowed[: len(some)])[second].max()
+    )
+
+
+SIZES = [(keys, 64) for keys in FORMATS] + [("exact", 128), ("int4", 80), ("int2_mixed", 128)]
+OTHER_SIZES = [
+    (keys, dim) for keys in FORMATS for dim in (16, 80, 96, 128, 256) if (keys, dim) not in SIZES
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("keys", "dim"),
+    [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in OTHER_SIZES)],
+)
+def test_choice_is_the_references(keys, dim):
+    """Pages that no row holds, and slots without a token, hold nan."""
+    kv = kv_of(keys, key_dim=dim)
+    _, counts = check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
+    assert counts.tolist() == [5, 5, 0, 0, 2]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ("int4", {"page": 64, "slots": 80}), ("int8", {"page": 128, "slots": 140}), ("exact", {"page": 32, "slots": 50}),
+        ("int4", {"page": 32, "slots": 50, "key_group": 16}), ("int2", {"page": 64, "slots": 80}),
+        ("int2", {"page": 16, "key_group": 8}), ("int2_mixed", {"page": 32, "slots": 50, "key_group": 16}),
+        ("int4_mixed", {"page": 32, "slots": 50, "key_group": 8}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_choice_of_every_page_size_and_group(keys, options):
+    kv = kv_of(keys, rows=[(19, 3), (7, 9)], heads=1, **options)
+    check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("keys", ["exact", "int4", "int4_mixed"])
+def test_choice_for_queries_of_16_bits(keys):
+    """Not in bfloat16, of which the interpreter multiplies the bits."""
+    kv = kv_of(keys, dtype=torch.float16)
+    check(AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("isa", [80, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keys", ["fp8", "int8", "int4", "int2", "int4_mixed", "int2_mixed"])
+def test_choice_with_ptx(keys, isa):
+    if (keys, isa) == ("fp8", 90):
+        pytest.skip("the interpreter has no conversion from fp8")
+    kv = kv_of(keys, dtype=torch.float16)
+    check(
+        AttentionCall(make_query(kv, dtype=torch.float16), kv, 0.05),
+        partial(choose_with_ptx, isa=isa),
+    )
+
+
+OPTIONS = {
+    "chunk": {"q_len": 3}, "longest-chunk": {"q_len": 16, "group": 4}, "groups": {"group": 7}, "many": {"group": 20},
+    "softcap": {"softcap": 3.0}, "sinks": {"sinks": True},
+    "softcap-sinks-chunk": {"softcap": 5.0, "sinks": True, "q_len": 2},
+}  # fmt: skip
+
+
+@needs_interpreter
+@pytest.mark.parametrize("splits", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_choice_with_every_option(options, splits):
+    kv = kv_of("int4")
+    query = make_query(
+        kv, options.get("q_len", 1), group=options.get("group", 2), dtype=torch.float32
+    )
+    logits = torch.linspace(-2, 6, query.shape[1]) if "sinks" in options else None
+    asked = AttentionCall(query, kv, SCALE, softcap=options.get("softcap"), sink_logits=logits)
+    check(asked, partial(choose, splits=splits))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ReadBudget(pages=1), ReadBudget(pages=100), ReadBudget(share=0.29), ReadBudget(share=1 / 3, pages=6),
+        ReadBudget(share=0.01), ReadBudget(top_p=0.5), ReadBudget(top_p=0.9, pages=4), ReadBudget(top_p=1.0),
+        ReadBudget(top_p=0.05), ReadBudget(top_p=0.7, share=0.5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_budget(budget):
+    kv = kv_of("int4", replace(budget, from_tokens=0))
+    check(AttentionCall(make_query(kv, dtype=torch.float32), kv, 1.0))
+
+
+@needs_interpreter
+def test_shares_are_rounded_as_float64():
+    """0.29 * 100 is 28.999.. in float64 and 29 in float32."""
+    kv = kv_of("int4", ReadBudget(share=0.29, from_tokens=0), rows=[(100, 1), (50, 0)], heads=1)
+    _, counts = check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
+    assert counts.tolist() == [int(0.29 * 100), int(0.29 * 50)]
+
+
+@needs_interpreter
+def test_short_rows_are_read_whole():
+    kv = kv_of(
+        "int4", ReadBudget(pages=3, from_tokens=21 * 16 + 7), rows=[(21, 7), (21, 6), (4, 0)]
+    )
+    table, counts = check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
+    assert counts.tolist() == [3, 21, 4]
+    assert table.shape == (3, 21)
+
+
+@needs_interpreter
+def test_a_preallocated_table_is_wider_than_the_pages():
+    kv = kv_of("int4", ReadBudget(share=0.5, from_tokens=0), rows=[(9, 7), (1, 2)])
+    kv = replace(
+        kv, block_table=torch.cat([kv.block_table, kv.block_table[:, :1].repeat(1, 91)], 1)
+    )
+    table, counts = check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
+    assert table.shape == (2, 50)
+    assert counts.tolist() == [4, 1]
+
+
+@needs_interpreter
+def test_of_equal_pages_the_first_are_read():
+    """One page stands in every place: all masses are equal."""
+    kv = kv_of("int4", rows=[(21, 7), (9, 20)])
+    kv.block_table[0] = kv.block_table[0, :1].clone()
+    kv = replace(kv, block_table=kv.block_table + 0)
+    asked = AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE)
+    other = replace(kv, key_pages={k: torch.cat([v, v]) for k, v in kv.key_pages.items()})
+    table = other.block_table
+    # the same bytes under other ids, so that the table tells which places were chosen
+    for place in range(0, 21, 2):
+        table[0, place] += len(kv.key_pages["codes"])
+    table, counts = check(replace(asked, kv=replace(other, launches={})))
+    assert counts[0] == 5
+    assert torch.equal(table[0, :5], other.block_table[0, [0, 1, 2, 3, 20]])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("budget", [SOME, ReadBudget(top_p=0.999999, from_tokens=0)], ids=str)
+def test_pages_without_mass(budget):
+    """Most masses vanish in float32: the first of these fill up what the budget leaves."""
+    kv = kv_of("int4", budget, rows=[(40, 7), (9, 20)])
+    table, counts, mass, window = call(
+        choose, AttentionCall(make_query(kv, dtype=torch.float32), kv, 60.0)
+    )
+    assert (mass[0] == 0).sum() > 20
+    mass = torch.where(torch.isfinite(mass), mass, 0.0)
+    expected = reference.choose_by_mass(mass, window, kv)
+    assert torch.equal(counts, expected[1])
+    assert torch.equal(table, expected[0])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("budget", [ReadBudget(pages=900), ReadBudget(top_p=0.8)], ids=str)
+def test_more_pages_than_are_counted_at_once(budget):
+    kv = kv_of("int4", replace(budget, from_tokens=0), rows=[(2100, 3)], heads=1, key_dim=32)
+    check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE), partial(choose, splits=5))
+
+
+# -- compiled --------------------------------------------------------------------------------------------------
+
+
+def spec_of(keys, dim=128, page=64, dtype=BF16):
+    return PageSpec.build(
+        key_scheme(keys), value_scheme("exact"), num_kv_heads=8, key_dim=dim, value_dim=dim, page_size=page, dtype=dtype
+    )  # fmt: skip
+
+
+def compiled(keys, arch, **options):
+    from kv_hf.backends.triton import aot, sass
+
+    return sass.read_cubin(aot.compile_selection(spec_of(keys), arch, **options))
+
+
+# instructions of a warp for a tile of its 64 tokens, rounded up; attention takes 896 for int4 (docs/kernels_gpu.md)
+BUDGETS = {"int4": 560, "exact": 480, "int4_mixed": 930}
+
+
+@needs_triton
+@pytest.mark.parametrize("keys", ["int4", "exact", "int4_mixed"])
+def test_kernel_keeps_its_budget(keys):
+    code = compiled(keys, "sm_90")
+    assert code.count("LDL", "STL") == 0
+    assert code.spills <= 8
+    assert code.shared <= 64 * 1024
+    assert code.count("HMMA") > 0
+    assert code.count("I2F.") == 0
+    assert len(code.loop) <= BUDGETS[keys]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("keys", "arch", "options"),
+    [
+        ("int4", "sm_80", {"top_p": True, "q_len": 3, "softcap": True, "sinks": True}),
+        *(
+            pytest.param(keys, arch, options, marks=pytest.mark.slow)
+            for keys in FORMATS
+            for arch in ("sm_80", "sm_90", "sm_100")
+            for options in ({}, {"q_len": 4, "top_p": True})
+        ),
+    ],
+    ids=str,
+)
+def test_kernel_compiles_without_spilling(keys, arch, options):
+    code = compiled(keys, arch, **options)
+    assert code.count("LDL", "STL") == 0
+    assert code.shared <= 99 * 1024
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "keys", ["int4", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS)]
+)
+def test_kernel_compiles_for_amd(keys):
+    from kv_hf.backends.triton import aot
+
+    kernel = aot.compile_selection(spec_of(keys), "gfx942", top_p=True)
+    assert kernel.metadata.shared <= 64 * 1024
+
+
+# -- launches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    from kv_hf.backends.triton.fake_driver import pretend_gpu
+
+    with pretend_gpu() as fake:
+        yield fake
+
+
+@needs_triton
+def test_a_step_launches_one_kernel_more_and_compiles_it_once(gpu):
+    """While a sequence grows from 4k to 32k tokens."""
+    from kv_hf.backends.dispatch import paged_attention
+
+    kv = kv_of("int4", ReadBudget(pages=30), rows=[(3, 5)], dtype=BF16, poison=False)
+    query = make_query(kv, dtype=BF16)
+    for width in (*range(256, 900, 61), 1024, 2048):
+        table = kv.block_table[:, :1].repeat(1, width)
+        grown = replace(kv, block_table=table, seen=16 * width)
+        paged_attention(AttentionCall(query, grown, SCALE), "triton")
+        paged_attention(AttentionCall(query, replace(grown, seen=4095), SCALE), "triton")
+    both = ["choose_kernel", "decode_kernel", "decode_kernel"]
+    assert gpu.names() == both * (len(gpu.launches) // 3)
+    assert gpu.variants == {"choose_kernel": 1, "decode_kernel": 1}
+
+
+@needs_triton
+def test_a_choice_reads_no_number_of_the_device(gpu, monkeypatch):
+    """Not even once: it may be captured in a graph."""
+    from kv_hf.backends.triton import selection_launch
+
+    kv = kv_of("int4", rows=[(30, 5)], dtype=BF16, poison=False)
+    asked = AttentionCall(make_query(kv, dtype=BF16), kv, SCALE)
+
+    def refuse(*args):
+        raise AssertionError("a step waits for the device")
+
+    for name in ("item", "tolist", "__int__", "__bool__", "__float__", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    for _ in range(2):
+        table, counts = selection_launch.choose_pages(asked)
+    assert (table.shape, counts.shape) == ((1, 5), (1,))
+    assert (table.dtype, counts.dtype) == (torch.int32, torch.int32)
+
+
+@needs_triton
+def test_a_gpu_that_refuses_the_kernel_gets_the_references_choice():
+    from kv_hf.backends.triton import selection_launch
+    from kv_hf.backends.triton.fake_driver import pretend_gpu
+
+    kv = kv_of("int4", rows=[(30, 5)], dtype=BF16, poison=False)
+    asked = AttentionCall(make_query(kv, dtype=BF16), kv, SCALE)
+    wanted = reference.choose_pages(asked)
+    with pretend_gpu(shared_memory=1024) as gpu:
+        with pytest.warns(UserWarning, match="chosen by 'reference'.*shared memory"):
+            first = selection_launch.choose_pages(asked)
+        again = selection_launch.choose_pages(asked)
+    assert not gpu.launches
+    for found in (first, again):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

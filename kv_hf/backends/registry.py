@@ -113,7 +113,10 @@ def load(name: str) -> Backend:
 
 
 def chooser(backend: Backend) -> Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]:
-    """Return what chooses the pages that a step of `backend` reads: its own function, or the reference's."""
+    """Return what chooses the pages that a step of `backend` reads: its own function, or the reference's.
+
+    It takes an AttentionCall, and returns a block table [rows, width] and the pages of each row [rows], both int32.
+    """
     own = backend.choose_pages or load("reference").choose_pages
     assert own is not None
     return own

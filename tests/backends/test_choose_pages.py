@@ -87,7 +87,7 @@ def test_mass_against_a_softmax_over_decoded_tokens(softcap):
     assert summary_of(spec) is Summary.TOKENS
     call = call_of(kv, q_len=2, softcap=softcap, sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0]))
     mass, window = selection.page_mass(call)
-    row, (pages, exact) = 0, ROWS[0]
+    row, (pages, _) = 0, ROWS[0]
     keys = tokens_of(kv, "keys", row, torch.float64)  # [heads, tokens, dim]
     first, page = kv.sink_tokens, kv.page_size
     paged = keys[:, first : first + pages * page].unflatten(1, (pages, page))

@@ -5,8 +5,8 @@ import logging
 from dataclasses import replace
 
 import pytest
-import torch
 import tiny_latent
+import torch
 from tiny_models import COMMON, left_padded, make_model, tokens
 from transformers import DynamicCache, Gemma3TextConfig, MistralConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM

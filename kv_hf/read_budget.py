@@ -1,6 +1,8 @@
 """How much of a row a decode step reads where it chooses pages: a budget. Knows no cache, no kernel and no page."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 NEWEST_PAGES = 1  # of each row, which are read whatever their summaries say
@@ -58,3 +60,29 @@ def pages_for(read_tokens: int, kept_tokens: int, page_size: int) -> int:
         kept_tokens: sinks and recent tokens; the window holds an open page besides.
     """
     return (read_tokens - kept_tokens) // page_size - 1
+
+
+class Reading:
+    """What the steps of one group of layers read: its budget, but everything while a prompt is read.
+
+    Args:
+        budget: None for everything.
+    """
+
+    def __init__(self, budget: ReadBudget | None) -> None:
+        self._budget = budget
+        self._whole = 0
+
+    @property
+    def budget(self) -> ReadBudget | None:
+        """What the next forward may read; None: everything."""
+        return None if self._whole else self._budget
+
+    @contextmanager
+    def of_everything(self) -> Iterator[None]:
+        """Have the forwards within read everything, however few queries they have."""
+        self._whole += 1
+        try:
+            yield
+        finally:
+            self._whole -= 1

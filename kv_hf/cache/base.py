@@ -4,7 +4,8 @@ Decides nothing about storage: growing.py and static_cache.py do, which are sibl
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, Unpack
 
 import torch
@@ -180,6 +181,14 @@ class CacheBase(Portable, DynamicCache):
 
     def end_recording(self) -> None:
         """Turn past recording off."""
+
+    @contextmanager
+    def reading_everything(self) -> Iterator[None]:
+        """Have forwards within read all pages, whatever read_tokens, read_share and read_top_p say: a prompt reads everything."""
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(group.reading.of_everything())
+            yield
 
     def end_prefill(self) -> None:
         """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/memory.md).

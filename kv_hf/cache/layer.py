@@ -113,7 +113,7 @@ class PagedLayer(DynamicLayer):
         if key_states.requires_grad and torch.is_grad_enabled():
             warn_gradients()
         assert step.view is not None
-        kv = store.kv(step.view, *runs, step.seen_after, self.group.budget)
+        kv = store.kv(step.view, *runs, step.seen_after, self.group.reading.budget)
         handles = LazyKV.pair(KVView(kv, self, self.revision, store.kernel, self.window))
         self._joined(step)
         return handles

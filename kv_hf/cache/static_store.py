@@ -148,7 +148,7 @@ class StaticStore:
             seen=self.table.max_length,
             sink_tokens=self.table.sink_tokens,
             launches=self.base.launches,
-            budget=self.table.budget,
+            budget=self.table.reading.budget,
         )
 
     def traced(self, kv: PagedKV) -> TracedView:

@@ -252,13 +252,15 @@ def _attend_dense(
 def _knows_mask(view: Any, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Say whether a preallocated cache knows by itself what `mask` hides from a single query.
 
-    On a device that has to be waited for, a mask without heads is taken to hide left padding and columns without a token
+    On a device that has to be waited for, and where a step reads a part of the pages, a mask without heads is taken to hide left padding and columns without a token
     yet; that is compared there, once per step, and a wrong one is reported by a later forward.
     """
     if mask is None or query.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
         return False
-    if moved.is_host(mask.device) or mask.shape[-1] != view.table.max_length:
+    if mask.shape[-1] != view.table.max_length:
         return False
+    if moved.is_host(mask.device) and view.kv.budget is None:
+        return False  # nothing waits: the mask itself is read. A choice of pages has no place for its columns
     if view.is_first:
         view.table.note_mask(mask)
     return True

@@ -85,9 +85,18 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         note_origin(self, own)
         text.note()
         try:
-            return fill(
-                self, cache, own, text, input_ids, generation_config, model_kwargs, *args, **kwargs
-            )
+            with own.reading_everything():
+                return fill(
+                    self,
+                    cache,
+                    own,
+                    text,
+                    input_ids,
+                    generation_config,
+                    model_kwargs,
+                    *args,
+                    **kwargs,
+                )
         except BaseException:
             own.note_prompt(None)  # which columns of it the cache holds is not known
             raise

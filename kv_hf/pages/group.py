@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import CacheMismatchError, KVCacheError
-from ..read_budget import ReadBudget
+from ..read_budget import ReadBudget, Reading
 from ..spec import reserved_pages, sealed_pages
 from .ahead import RoomAhead
 from .append_plan import AppendPlan, RowSizes, crop_fits, plan_append, plan_crop, plan_rows
@@ -55,6 +55,7 @@ class PageGroup(PaddedRows):
         pool: page ids shared with other caches, in place of a pool of its own with `max_pages`.
         budget: how much of a row a step of few queries reads, None for everything.
     Attributes:
+        reading: how much of a row the next forward reads.
         stores: layer -> its tensors, of the layers that have any.
         ahead: how far storage grows beyond need.
     """
@@ -80,7 +81,7 @@ class PageGroup(PaddedRows):
         self.reserve = sealed_pages(reserve_tokens, **sizes)
         if window is not None:
             self.reserve = min(self.reserve, window // page_size + 2)
-        self.budget = budget
+        self.reading = Reading(budget)
         self.tracker = StepTracker()
         self.ahead = RoomAhead(self.pool)
         self._clear()

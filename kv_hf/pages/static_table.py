@@ -13,7 +13,7 @@ import torch
 
 from ..errors import CacheMismatchError, InterruptedForwardError
 from ..geometry import full_pages, page_start
-from ..read_budget import ReadBudget
+from ..read_budget import ReadBudget, Reading
 from ..spec import TABLE_DTYPE, sealed_pages, window_slots
 from .device_flag import DeviceFlag
 from .group_state import GroupState, held_pages, renumbered
@@ -66,6 +66,7 @@ class StaticTable:
         step: the step in progress, from the first layer's begin() to the last layer's finish().
         turn: the layer that takes part next; 0 between steps, WORKING while one takes part, or after it was stopped there.
         known_columns: `seen` as a number, or None where compiled steps have moved it on.
+        reading: how much of a row the next forward reads.
         flag: set on the device by steps that nobody waits for: OVERFULL, WRONG_MASK.
     """
 
@@ -87,7 +88,7 @@ class StaticTable:
         self.page_size = page_size
         self.sink_tokens = sink_tokens
         self.max_length = max_length
-        self.budget = budget
+        self.reading = Reading(budget)
         self.pages_per_row = sealed_pages(
             max_length, page_size=page_size, sink_tokens=sink_tokens, recent_tokens=0
         )

@@ -77,7 +77,8 @@ def _read(
         )  # fmt: skip
         return *new, mask
     assert step.view is not None
-    kv = store.kv(step.view, *runs, step.seen_after)
+    # the tokens of a prompt read everything, however many of them came into this forward
+    kv = store.kv(step.view, *runs, step.seen_after, store.budget if q_len == 1 else None)
     keys, values = LazyKV.pair(KVView(kv, store, store.revision, store.kernel, window))
     shape = (part.rows, 1, q_len, kv.seen)
     mask = LazyMask(

@@ -108,7 +108,7 @@ class BatchCache:
         pages.keeps = KEPT
         store = BatchStore(
             layer.layer_idx, layer.formats, self.arena, pages, group.sink_tokens, layer.kernel, window,
-            self.room.rows, group.slots,
+            self.room.rows, group.slots, layer.group.reading.budget,
         )  # fmt: skip
         store.make_room(0, self.room.pages[window])
         return store

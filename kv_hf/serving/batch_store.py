@@ -14,6 +14,7 @@ from ..pages.page_memory import LEAST_BYTES, mapped_like, page_bytes
 from ..pages.persistent import persistent_tensors
 from ..pages.step import Step
 from ..pages.storage import PageStorage, Pair
+from ..read_budget import ReadBudget
 
 Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
 
@@ -29,6 +30,7 @@ class BatchStore(LayerStore):
         kernel: CacheConfig.kernel.
         window: sliding window, None for full attention.
         rows, slots: windows, and exact tokens that each has room for.
+        budget: how much of a row a decode step reads, None for everything.
     """
 
     revision = 0  # attention reads a part before the layer changes again (KVView)
@@ -44,11 +46,13 @@ class BatchStore(LayerStore):
         window: int | None,
         rows: int,
         slots: int,
+        budget: ReadBudget | None = None,
     ) -> None:
         watch = Widening.of(layer_idx, formats, arena)
         super().__init__(layer_idx, pages, sink_tokens, kernel, watch)
         self.window = window
         self.slots = slots
+        self.budget = budget
         with persistent_tensors():
             for residual in self.residuals:
                 residual.tokens = _windows(residual, rows, slots)

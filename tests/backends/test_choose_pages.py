@@ -1,0 +1,266 @@
+"""The choice of the pages that a step reads: the definition against brute force, and the C kernel against the definition."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_inputs import make_kv, make_query, tokens_of
+
+from kv_hf.backends.base import AttentionCall
+from kv_hf.backends.cpu import library
+from kv_hf.backends.cpu.choose import choose_pages as choose_in_c
+from kv_hf.backends.dispatch import paged_attention
+from kv_hf.backends.reference import selection
+from kv_hf.errors import CacheMismatchError
+from kv_hf.page_summary import Summary, spread, summary_of, summary_words, word_channels
+from kv_hf.read_budget import NEWEST_PAGES, ReadBudget
+from kv_hf.spec import LANES
+from kv_hf.spec import ROWS as ROWS_LAYOUT
+
+# pages and exact tokens: long rows, one below read_from, one without pages, one with fewer pages than are read
+ROWS = [(37, 11), (50, 20), (0, 17), (9, 16), (3, 19)]
+FORMATS = ("exact", "int8", "fp8", "int4", "int2", "int4_mixed", "int2_mixed")
+ROUNDING = 1e-5  # of a mass of a row, relative: sums of some hundred fp32 weights, each off by a few times 2^-23
+
+needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+
+
+def long_kv(keys="int4", *, layout=LANES, budget=None, dim=64, **options):
+    options = {"rows": ROWS, "page": 16, "slots": 40, "shuffle": 3, "poison": True, **options}
+    values = "int4" if "mixed" in keys else keys
+    kv = make_kv(keys, values, key_dim=dim, layout=layout, **options)
+    return replace(kv, budget=budget or ReadBudget(pages=8, from_tokens=200))
+
+
+def call_of(kv, q_len=1, group=2, dtype=torch.float32, **options):
+    query = 2 * make_query(kv, q_len=q_len, group=group, dtype=dtype)
+    return AttentionCall(query, kv, kv.spec.query_dim**-0.5, **options)
+
+
+def places(kv, choice):
+    """The places of the pages that were chosen of each row."""
+    table, counts = choice
+    found = []
+    for row, count in enumerate(counts.tolist()):
+        held = kv.block_table[row, : int(kv.num_pages[row])].tolist()
+        found.append([held.index(page) for page in table[row, :count].tolist()])
+    return found
+
+
+def assert_same_choice(call, choice):
+    """The choice is the reference's, up to pages whose masses rounding may exchange."""
+    expected = places(call.kv, selection.choose_pages(call))
+    mass, _ = selection.page_mass(call)
+    for row, (ours, theirs) in enumerate(zip(places(call.kv, choice), expected, strict=True)):
+        assert len(ours) == len(theirs) and ours == sorted(ours)
+        only_ours, only_theirs = sorted({*ours} - {*theirs}), sorted({*theirs} - {*ours})
+        for one, other in zip(only_ours, only_theirs, strict=True):
+            assert abs(float(mass[row, one] - mass[row, other])) <= ROUNDING * float(
+                mass[row, :50].max()
+            )
+
+
+# -- the definition --------------------------------------------------------------------------------------------------
+
+
+def test_mass_of_whole_keys_is_that_of_attention():
+    """With pages whose keys are all read, masses are those of a softmax over the row's tokens."""
+    kv = long_kv(
+        "exact", dim=8
+    )  # two words of eight channels are all that there is to read: a quarter is less than 2 words
+    kv = replace(kv, spec=kv.spec)
+    call = call_of(kv, q_len=2)
+    whole = selection.page_mass(call)
+    assert whole[0].shape == (5, 50)
+    for row, (pages, exact) in enumerate(ROWS):
+        total = float(whole[0][row, :pages].sum() + whole[1][row])
+        assert total == pytest.approx(call.query.shape[1] * 2 if pages + exact else 0, rel=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_mass_against_a_softmax_over_decoded_tokens(softcap):
+    kv = long_kv("exact", layout=ROWS_LAYOUT)
+    spec = kv.spec.keys
+    assert summary_of(spec) is Summary.TOKENS
+    call = call_of(kv, q_len=2, softcap=softcap, sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    mass, window = selection.page_mass(call)
+    row, (pages, exact) = 0, ROWS[0]
+    keys = tokens_of(kv, "keys", row, torch.float64)  # [heads, tokens, dim]
+    first, page = kv.sink_tokens, kv.page_size
+    paged = keys[:, first : first + pages * page].unflatten(1, (pages, page))
+    # what a page's unread channels are taken for
+    middle = paged[:, :, spread(4, page)].mean(2, keepdim=True)
+    ranges = paged[:, spread(8, pages)]
+    ranges = (ranges.amax(2) - ranges.amin(2)).sum(1)
+    words = torch.tensor(word_channels(spec))
+    best = ranges[:, words].sum(-1).topk(summary_words(spec)).indices
+    read = torch.zeros_like(ranges).scatter(-1, words[best].flatten(1), 1.0).bool()
+    paged = torch.where(read[:, None, None], paged, middle)
+    keys = torch.cat(
+        [keys[:, :first], paged.flatten(1, 2), keys[:, first + pages * page :]], 1
+    ).repeat_interleave(2, 0)
+    scores = torch.einsum("hqd,htd->hqt", call.query[row].double(), keys) * call.softmax_scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    count = keys.shape[1]
+    hidden = torch.arange(count) > torch.arange(count - 2, count)[:, None]
+    scores = scores.masked_fill(hidden, -math.inf)
+    logits = call.sink_logits.double()[:, None, None].expand(-1, 2, 1)
+    weights = torch.cat([scores, logits], -1).softmax(-1).sum((0, 1))
+    expected = weights[first : first + pages * page].unflatten(0, (pages, page)).sum(-1)
+    torch.testing.assert_close(mass[row, :pages].double(), expected, rtol=1e-4, atol=1e-7)
+    assert float(window[row]) == pytest.approx(float(weights.sum() - expected.sum()), rel=1e-4)
+
+
+def test_rows_below_read_from_are_read_whole_and_the_newest_page_always():
+    kv = long_kv(budget=ReadBudget(pages=8, from_tokens=200))
+    found = places(kv, selection.choose_pages(call_of(kv)))
+    assert [len(row) for row in found] == [8, 8, 0, 9, 3]  # the row of 9 pages has 160 tokens
+    for row, (pages, _) in enumerate(ROWS):
+        assert set(range(max(0, pages - NEWEST_PAGES), pages)) <= set(found[row])
+
+
+def test_pages_of_most_mass_are_read():
+    kv = long_kv()
+    mass = torch.zeros(5, 50)
+    mass[0, [3, 5, 30]] = torch.tensor([1.0, 3.0, 2.0])
+    kv = replace(kv, budget=ReadBudget(pages=3, from_tokens=1))
+    choice = selection.choose_by_mass(mass, torch.zeros(5), kv)
+    found = places(kv, choice)
+    assert found[0] == [5, 30, 36]
+    assert found[1] == [0, 1, 49]  # of equals the first
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"), [(0.4, [36]), (0.7, [5, 36]), (0.9, [5, 30, 36]), (0.99, [3, 5, 30, 36])]
+)
+def test_top_p_stops_where_the_mass_is_reached(top_p, expected):
+    kv = replace(long_kv(), budget=ReadBudget(top_p=top_p, from_tokens=1))
+    mass = torch.zeros(5, 50)
+    mass[0, [3, 5, 30]] = torch.tensor([1.0, 3.0, 2.0])
+    window = torch.tensor([4.0, 0, 0, 0, 0])
+    assert places(kv, selection.choose_by_mass(mass, window, kv))[0] == expected
+
+
+def test_share_and_bound_of_top_p():
+    budget = ReadBudget(share=0.25, from_tokens=1)
+    assert [budget.most(pages) for pages in (1, 3, 8, 37)] == [1, 1, 2, 9]
+    assert ReadBudget(pages=4, top_p=0.5).most(100) == 4
+    assert ReadBudget(pages=4, from_tokens=4096).width(1000, 64) == 63
+    assert ReadBudget(pages=100, from_tokens=4096).width(1000, 64) == 100
+    assert ReadBudget(pages=100).width(20, 64) == 20
+    assert not ReadBudget(pages=100).chooses(100, 10_000)
+    assert not ReadBudget(pages=10).chooses(100, 4095)
+
+
+@pytest.mark.parametrize("keys", FORMATS)
+def test_words_hold_each_channel_once(keys):
+    for dim in (64, 80, 128):
+        spec = long_kv(keys, dim=dim).spec.keys
+        words = word_channels(spec)
+        assert sorted(channel for word in words for channel in word) == list(range(dim))
+        assert len(words) * 4 * 8 == spec.token_bits or spec.layout != LANES
+
+
+# -- the C kernel ----------------------------------------------------------------------------------------------------
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("keys", FORMATS)
+def test_c_chooses_as_the_reference(keys, dim, dtype):
+    for page in (16, 64):
+        kv = long_kv(keys, dim=dim, dtype=dtype, page=page, slots=page + 24)
+        if kv.spec.keys.layout != LANES:
+            pytest.skip("codes of this head_dim do not fill words")
+        for options in (
+            {"q_len": 1},
+            {"q_len": 3, "group": 3, "softcap": 20.0},
+            {"q_len": 16, "group": 1, "sink_logits": torch.linspace(-2, 3, 2)},
+        ):
+            call = call_of(kv, dtype=dtype, **options)
+            assert_same_choice(call, choose_in_c(call))
+
+
+@needs_c
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ReadBudget(share=0.3, from_tokens=1),
+        ReadBudget(top_p=0.5, from_tokens=1),
+        ReadBudget(pages=5, top_p=0.9, from_tokens=1),
+        ReadBudget(pages=1, from_tokens=1),
+        ReadBudget(pages=8, from_tokens=10**6),
+    ],
+    ids=repr,
+)
+def test_c_follows_every_budget(budget):
+    call = call_of(long_kv("int4", budget=budget))
+    assert_same_choice(call, choose_in_c(call))
+
+
+@needs_c
+@pytest.mark.parametrize("group", [16, 32])
+def test_c_reads_groups_of_tokens(group):
+    for keys in ("int4", "int2", "int2_mixed"):
+        call = call_of(long_kv(keys, page=64, slots=88, key_group=group))
+        assert_same_choice(call, choose_in_c(call))
+
+
+@needs_c
+def test_c_keeps_its_arguments_and_sees_new_tables():
+    kv = long_kv("int4")
+    first = call_of(kv)
+    one = choose_in_c(first)
+    shifted = replace(kv, num_pages=kv.num_pages.clone().clamp(max=20))
+    second = replace(first, kv=shifted)
+    assert_same_choice(second, choose_in_c(second))
+    assert all(torch.equal(a, b) for a, b in zip(one, choose_in_c(first), strict=True))
+
+
+@needs_c
+def test_c_refuses_pages_that_do_not_exist():
+    kv = long_kv("int4")
+    table = kv.block_table.clone()
+    table[1, 7] = 10**6
+    with pytest.raises(CacheMismatchError, match="block_table"):
+        choose_in_c(call_of(replace(kv, block_table=table)))
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_c)])
+def test_attention_reads_the_chosen_pages_and_no_others(kernel):
+    """The result is that of a softmax over the tokens of the chosen pages, sinks and tail."""
+    kv = long_kv("int4")
+    call = call_of(kv, q_len=2)
+    choice = selection.choose_pages(call)
+    out = paged_attention(call, kernel)
+    parts = replace(call, kv=replace(kv, block_table=choice[0], num_pages=choice[1], budget=None))
+    torch.testing.assert_close(out, paged_attention(parts, "reference"), rtol=1e-4, atol=1e-5)
+    whole = paged_attention(replace(call, kv=replace(kv, budget=None)), kernel)
+    assert not torch.allclose(out[0], whole[0], atol=1e-4)  # a row of which a part is read
+    assert torch.equal(out[2:], whole[2:])  # rows that are read as a whole
+
+
+def test_queries_of_a_prompt_and_sliding_windows_read_everything():
+    kv = long_kv("int4", rows=[(37, 24), (50, 24)], layout=ROWS_LAYOUT)
+    for options in ({"q_len": 17}, {"sliding_window": 300}):
+        call = call_of(kv, **options)
+        whole = replace(call, kv=replace(kv, budget=None))
+        assert torch.equal(paged_attention(call, "reference"), paged_attention(whole, "reference"))
+
+
+def test_a_mask_makes_a_step_read_everything_and_says_so(recwarn):
+    from kv_hf.notices import forget
+
+    forget()
+    kv = long_kv("int4", rows=[(37, 24), (50, 24)], layout=ROWS_LAYOUT)
+    mask = torch.zeros(1, 1, 1, kv.seen)
+    call = call_of(kv, mask=mask)
+    whole = replace(call, kv=replace(kv, budget=None))
+    assert torch.equal(paged_attention(call, "reference"), paged_attention(whole, "reference"))
+    assert "read_tokens" in str(recwarn.pop(UserWarning).message)

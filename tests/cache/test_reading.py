@@ -1,0 +1,336 @@
+"""Steps that read a part of a long text: what is read, that nothing is lost, and every operation on such a cache."""
+
+import copy
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import tiny_latent
+from tiny_models import COMMON, left_padded, make_model, tokens
+from transformers import DynamicCache, Gemma3TextConfig, MistralConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
+
+import kv_hf
+from kv_hf.backends import dispatch, registry
+from kv_hf.backends.cpu import library
+from kv_hf.errors import CacheOptionError
+from kv_hf.evaluation.teacher_forcing import next_chunk
+from kv_hf.read_budget import pages_for
+
+PAGE, SINKS = 16, 4
+PART = {"page_size": PAGE, "read_tokens": 100, "read_from": 64}
+MOST = pages_for(100, SINKS, PAGE)  # 5 pages
+needs_c = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model whose attention is far from even, so that a choice of pages matters."""
+    made = make_model("llama", num_hidden_layers=3)
+    for layer in made.model.layers:
+        layer.self_attn.q_proj.weight.data *= 3
+    made.set_attn_implementation("kv_hf")
+    return made
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """What each call of attention read: (queries, pages of each row, ids of each row)."""
+    seen = []
+    own = dispatch._of_chosen_pages
+
+    def record(call, kernel):
+        chosen = own(call, kernel)
+        kv = chosen.kv
+        counts = kv.num_pages.tolist()
+        ids = [kv.block_table[row, :count].tolist() for row, count in enumerate(counts)]
+        seen.append((call.query.shape[2], counts, ids, call.kv))
+        return chosen
+
+    monkeypatch.setattr(dispatch, "_of_chosen_pages", record)
+    return seen
+
+
+def cache_of(model, keys="exact", **options):
+    return kv_hf.PagedCache(model.config, keys=keys, **{**PART, **options})
+
+
+@torch.no_grad()
+def steps(model, cache, ids, first=None):
+    """Logits [rows, tokens behind the prompt, vocab] of ids[:, first:], token by token; the prompt at once where first is given."""
+    if first is not None:
+        model(ids[:, :first], past_key_values=cache)
+    found = [
+        model(ids[:, at : at + 1], past_key_values=cache).logits
+        for at in range(first or 0, ids.shape[1])
+    ]
+    return torch.cat(found, 1)
+
+
+def assert_alike(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+# -- what is read ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_reads_the_budget_and_the_newest_page(model, reads):
+    ids = tokens(1, 330)
+    steps(model, cache_of(model), ids, 300)
+    assert len(reads) == 30 * 3
+    for queries, counts, pages, kv in reads:
+        assert queries == 1 and counts == [MOST]
+        assert pages[0][-1] == int(kv.block_table[0, int(kv.num_pages[0]) - 1])
+        assert counts[0] * PAGE + int(kv.exact_lens[0]) <= 100
+    assert (
+        len({tuple(pages[0]) for _, _, pages, _ in reads}) > 3
+    )  # layers and steps choose for themselves
+
+
+def test_a_text_below_read_from_is_read_as_a_whole(model, reads):
+    ids = tokens(1, 330)
+    cache = cache_of(model, read_from=320)
+    whole = steps(model, cache_of(model, read_tokens=None, read_from=4096), ids, 300)
+    part = steps(model, cache, ids, 300)
+    assert torch.equal(part[:, :19], whole[:, :19])
+    assert not torch.equal(part[:, 20:], whole[:, 20:])
+
+
+@pytest.mark.parametrize(
+    "options", [{"read_tokens": 400}, {"read_top_p": 0.999999, "read_tokens": None}]
+)
+def test_a_budget_for_all_reads_all(model, options):
+    ids = tokens(1, 330)
+    exact = DynamicCache(config=model.config)
+    assert_alike(steps(model, cache_of(model, **options), ids, 300), steps(model, exact, ids, 300))
+
+
+def test_a_share_and_a_threshold(model, reads):
+    ids = tokens(1, 310)
+    steps(model, cache_of(model, read_tokens=None, read_share=0.5), ids, 300)
+    assert {counts[0] for _, counts, _, _ in reads} == {18 // 2}
+    reads.clear()
+    steps(model, cache_of(model, read_tokens=None, read_top_p=0.8), ids, 300)
+    found = {counts[0] for _, counts, _, _ in reads}
+    assert len(found) > 1 and max(found) < 19  # as many as the text needs
+    reads.clear()
+    steps(model, cache_of(model, read_top_p=0.8), ids, 300)
+    assert max(counts[0] for _, counts, _, _ in reads) <= MOST
+
+
+def test_another_step_may_read_what_one_left_out(model, reads):
+    ids = tokens(1, 420)
+    steps(model, cache_of(model), ids, 300)
+    by_step = [set(pages[0]) for _, _, pages, _ in reads[::3]]
+    gone = by_step[0] - by_step[1]
+    assert any(gone & later for later in by_step[2:]) or not gone
+
+
+@pytest.mark.parametrize("keys", ["int8", "fp8", "int4", "int2", "int4_mixed"])
+@needs_c
+def test_kernels_read_the_same_pages(model, keys, reads):
+    values = "int4" if "mixed" in keys else keys
+    ids = tokens(1, 310)
+    found = []
+    for kernel in ("c", "reference"):
+        cache = cache_of(model, keys, values=values, kernel=kernel, widen="never")
+        found.append((steps(model, cache, ids, 300), [pages for _, _, pages, _ in reads]))
+        reads.clear()
+    (c, c_pages), (reference, reference_pages) = found
+    assert c_pages == reference_pages
+    assert_alike(c, reference)
+
+
+def test_nothing_is_stored_besides(model):
+    caches = [cache_of(model, "int4"), cache_of(model, "int4", read_tokens=None, read_from=4096)]
+    for cache in caches:
+        steps(model, cache, tokens(1, 305), 300)
+    part, whole = (cache.memory() for cache in caches)
+    assert part == whole
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", ["exact", "int4"])
+def test_a_crop_leaves_a_cache_that_never_had_the_tokens(model, keys):
+    ids = tokens(1, 340)
+    cropped, fresh = cache_of(model, keys), cache_of(model, keys)
+    cropped.activate_past_recording()
+    fresh.activate_past_recording()
+    with torch.no_grad():
+        for cache in (cropped, fresh):
+            model(ids[:, :300], past_key_values=cache)
+            cache.crop(0)
+        model(tokens(1, 7, seed=5), past_key_values=cropped)
+    cropped.crop(-7)
+    assert torch.equal(steps(model, cropped, ids[:, 300:]), steps(model, fresh, ids[:, 300:]))
+
+
+def test_copies_reordered_rows_and_states_go_on_alike(model, tmp_path):
+    ids = torch.cat([tokens(1, 340, seed=1), tokens(1, 340, seed=2)])
+    cache = cache_of(model, "int4")
+    with torch.no_grad():
+        model(ids[:, :300], past_key_values=cache)
+    copied = copy.deepcopy(cache)
+    cache.save(tmp_path / "held.safetensors", model)
+    loaded = kv_hf.PagedCache.load(tmp_path / "held.safetensors", model)
+    turned = copy.deepcopy(cache)
+    turned.reorder_cache(torch.tensor([1, 0]))
+    expected = steps(model, cache, ids[:, 300:])
+    assert torch.equal(steps(model, copied, ids[:, 300:]), expected)
+    assert loaded.options.read_tokens == 100
+    assert torch.equal(steps(model, loaded, ids[:, 300:]), expected)
+    assert torch.equal(steps(model, turned, ids[:, 300:].flip(0)).flip(0), expected)
+
+
+def test_rows_of_a_padded_batch_read_as_they_do_alone(model):
+    lengths = [320, 300, 40]
+    batch = left_padded(lengths)
+    options = {
+        "max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True,
+        "eos_token_id": None, "cache_implementation": "paged_int4",
+    }  # fmt: skip
+    together = model.generate(**batch, **options, cache_config=PART)
+    for row, length in enumerate(lengths):
+        ids = batch["input_ids"][row : row + 1, -length:]
+        alone = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **options, cache_config=PART
+        )
+        assert torch.equal(alone.sequences[0, length:], together.sequences[row, 320:])
+
+
+def test_beams_prefixes_and_assistance_read_parts(model, reads):
+    ids = tokens(1, 320)
+    options = {"max_new_tokens": 20, "cache_implementation": "paged_exact", "do_sample": False}
+    beams = model.generate(ids, num_beams=3, cache_config=PART, **options)
+    assert beams.shape[1] <= 340 and {len(counts) for _, counts, _, _ in reads} == {3}
+    reads.clear()
+    store = kv_hf.PrefixStore()
+    first = model.generate(ids, cache_config={**PART, "prefix_store": store}, **options)
+    assert torch.equal(first, model.generate(ids, cache_config=PART, **options))
+    again = model.generate(ids, cache_config={**PART, "prefix_store": store}, **options)
+    assert torch.equal(first, again) and reads
+    assert {queries for queries, *_ in reads} == {
+        1
+    }  # a prompt, what a prefix leaves of it too, reads everything
+    reads.clear()
+    model.generate(ids, prompt_lookup_num_tokens=5, cache_config=PART, **options)
+    assert {queries for queries, *_ in reads} - {1}  # candidates choose together
+
+
+def test_a_forward_of_many_queries_reads_everything(model, reads):
+    ids = tokens(1, 340)
+    cache, exact = cache_of(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for one in (cache, exact):
+            model(ids[:, :300], past_key_values=one)
+        found = [model(ids[:, 300:], past_key_values=one).logits for one in (cache, exact)]
+    assert_alike(*found)
+    assert not reads
+    assert next_chunk(cache, 310) == 1  # what is scored is what steps read
+
+
+# -- other caches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_c)])
+def test_a_preallocated_cache_reads_as_one_that_grows(model, kernel):
+    ids = tokens(2, 320)
+    grows = steps(model, cache_of(model, "int4", kernel=kernel), ids, 300)
+    held = cache_of(model, "int4", kernel=kernel, max_length=400)
+    assert torch.equal(steps(model, held, ids, 300), grows)
+
+
+@needs_c
+def test_a_compiled_step_reads_as_an_eager_one(model, monkeypatch):
+    # pytest listens to all loggers; torch writes out every guard for whoever listens to this one
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    torch._dynamo.reset()
+    ids = tokens(1, 312)
+    caches = [cache_of(model, "int4", max_length=400) for _ in range(2)]
+    eager = steps(model, caches[0], ids, 304)
+    with torch.no_grad():
+        model(ids[:, :304], past_key_values=caches[1])
+        compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+        found = [
+            compiled(ids[:, at : at + 1], past_key_values=caches[1]).logits
+            for at in range(304, 312)
+        ]
+    assert_alike(torch.cat(found, 1), eager)
+    torch._dynamo.reset()
+
+
+def test_sliding_layers_beside_full_ones_read_their_windows(reads):
+    config = Gemma3TextConfig(
+        **{**COMMON, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 50},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    made = Gemma3ForCausalLM(config).eval()
+    made.set_attn_implementation("kv_hf")
+    steps(made, cache_of(made), tokens(1, 310), 300)
+    assert len(reads) == 2 * 10 and {counts[0] for _, counts, _, _ in reads} == {MOST}
+
+
+def test_a_plugin_backend_without_a_choice_takes_the_reference(model, reads):
+    made = replace(registry.load("reference"), name="mine", choose_pages=None)
+    registry.register_backend("mine", lambda: made)
+    try:
+        ids = tokens(1, 310)
+        mine = steps(model, cache_of(model, kernel="mine"), ids, 300)
+        assert torch.equal(mine, steps(model, cache_of(model, kernel="reference"), ids, 300))
+    finally:
+        registry.unregister_backend("mine")
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"read_tokens": 131},
+            r"read_tokens must be at least 132: 4 sink_tokens, 0 recent_tokens, an open page .* got 131",
+        ),
+        ({"read_tokens": 0}, "read_tokens must be an integer of at least 1, got 0"),
+        ({"read_tokens": 199, "recent_tokens": 68}, "at least 200"),
+        ({"read_tokens": True}, "read_tokens must be an integer"),
+        ({"read_tokens": "many"}, "read_tokens"),
+        (
+            {"read_share": 0.0},
+            "read_share must be a number between 0 and 1, both left out, got 0.0",
+        ),
+        ({"read_share": 1}, "read_share must be a number between 0 and 1"),
+        ({"read_share": "half"}, "read_share must be a number"),
+        ({"read_share": float("nan")}, "read_share must be a number"),
+        ({"read_top_p": 1.0}, "read_top_p must be a number between 0 and 1"),
+        ({"read_top_p": -0.5}, "read_top_p must be a number between 0 and 1"),
+        ({"read_tokens": 2048, "read_share": 0.5}, "two ways to bound"),
+        ({"read_from": 100}, "read_from=100 has nothing to do"),
+        ({"read_tokens": 2048, "read_from": 0}, "read_from must be an integer of at least 1"),
+    ],
+)
+def test_bad_budgets_are_errors_that_say_what_works(options, message):
+    with pytest.raises(CacheOptionError, match=message):
+        kv_hf.CacheConfig(**options)
+
+
+def test_texts_with_units_are_budgets():
+    options = kv_hf.CacheConfig(read_tokens="2k", read_from="8k")
+    assert (options.read_tokens, options.read_from) == (2048, 8192)
+    assert kv_hf.CacheConfig(**options.to_dict()) == options
+
+
+def test_models_without_layers_to_choose_for_are_errors():
+    config = MistralConfig(**COMMON, sliding_window=80)
+    with pytest.raises(
+        CacheOptionError,
+        match="read_tokens=100: no layer of 'mistral' attends to the whole text.* 80 tokens",
+    ):
+        kv_hf.PagedCache(config, **PART)
+    latent = tiny_latent.shared_model("deepseek_v3")
+    with pytest.raises(CacheOptionError, match="caches latents"):
+        kv_hf.PagedCache(latent.config, **PART)

@@ -20,17 +20,20 @@ SIMULATED = {
 
 def reading_table(rows: Sequence[Row]) -> str:
     """Return the KL of each contender and budget, mean and worst text: a table per model, caches first."""
-    newest: dict[str, dict[tuple[str, int | None], dict[str, Row]]] = {}
+    newest: dict[tuple[Any, ...], dict[tuple[str, int | None], dict[str, Row]]] = {}
     for row in rows:
+        run = tuple(row[name] for name in ("model", "window", "tokens", "read_from", "dtype"))
         which = row["contender"], row["read_tokens"]
-        newest.setdefault(row["model"], {}).setdefault(which, {})[row["text"]] = row
-    return "\n\n".join(_block(found) for found in newest.values()) or NOTHING
+        newest.setdefault(run, {}).setdefault(which, {})[row["text"]] = row
+    return "\n\n".join(filter(None, map(_block, newest.values()))) or NOTHING
 
 
 def _block(found: dict[tuple[str, int | None], dict[str, Row]]) -> str:
-    texts = sorted({text for of in found.values() for text in of})
-    # of fewer texts: cannot stand beside the others
-    whole = {which: list(of.values()) for which, of in found.items() if len(of) == len(texts)}
+    # those that all have, so that means are of the same texts
+    texts = sorted(set.intersection(*(set(of) for of in found.values())))
+    if not texts:
+        return ""
+    whole = {which: [of[text] for text in texts] for which, of in found.items()}
     budgets = sorted({read for _, read in whole if read is not None})
     names = sorted({name for name, _ in whole}, key=lambda name: _place(name, found))
     heads = [f"{read:,}{'' if place else ' tokens read'}" for place, read in enumerate(budgets)]

@@ -189,7 +189,7 @@ def test_table_has_the_mean_and_the_worst_text_of_each_budget(monkeypatch):
     rows += [row("oracle", 1024, "code", 0.02), row("oracle", 1024, "novel", 0.04)]
     rows += [row("oracle", 2048, "code", 0.01), row("oracle", 2048, "novel", 0.01)]
     rows += [row("paged_int4", None, "code", 0.001), row("paged_int4", None, "novel", 0.003)]
-    rows += [row("paged_int4", 1024, "code", 0.06)]  # one text is missing
+    rows += [row("paged_int4", None, "german", 0.5)]  # the others have none of this text
     text = reading_table(rows)
     lines = text.splitlines()
     assert lines[0].startswith(
@@ -202,4 +202,7 @@ def test_table_has_the_mean_and_the_worst_text_of_each_budget(monkeypatch):
     assert lines[5].startswith("| the truth")
     other = reading_table([*rows, row("mean", 1024, "code", 0.5, model="qwen2.5-coder-1.5b")])
     assert "Qwen2.5-Coder-1.5B, last 256 of 8,192 tokens of code; weights: " in other
+    assert "| mean key of a page | 0.50 | 0 |" in other
+    rows = [row("oracle", 1024, "code", 0.1), row("mean", 1024, "novel", 0.1)]
+    assert reading_table(rows).startswith("No run has been recorded yet")
     assert reading_table([]).startswith("No run has been recorded yet")

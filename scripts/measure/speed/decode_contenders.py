@@ -186,7 +186,7 @@ def paged(
                 kv,
                 key_pages=dict(kv.key_pages),
                 value_pages=dict(kv.value_pages),
-                budget=cache.group.budget,
+                budget=cache.group.reading.budget,
             )
             for kv in (layer.current_kv() for layer in cache.paged_layers)
         ]

@@ -41,7 +41,7 @@ def reading(work: Workload, name: str, read_tokens: int) -> list[Contender]:
     def prepare() -> None:
         # own dicts: a CUDA graph reads these very tensors, also after the cache has grown into larger ones
         views[:] = [
-            replace(kv, key_pages=dict(kv.key_pages), budget=cache.group.budget)
+            replace(kv, key_pages=dict(kv.key_pages), budget=cache.group.reading.budget)
             for kv in (layer.current_kv() for layer in layers)
         ]
 

@@ -39,7 +39,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of `attention`")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--no-model", action="store_true", help="leave whole steps of the model out")
+    parser.add_argument(
+        "--no-model", action="store_true", help="leave whole steps of the model out"
+    )
     parser.add_argument("--record", action="store_true", help=f"append rows to {RESULTS.name}")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args(argv)
@@ -79,10 +81,17 @@ def attention_rows(context: int, name: str, args: argparse.Namespace) -> list[di
     for one in (whole, part, choice):
         verdict = one.verdict()
         if not verdict.ok:
-            raise SystemExit(f"{one.name} is wrong: {verdict.error:.3g}, allowed {verdict.budget:.3g}")
+            raise SystemExit(
+                f"{one.name} is wrong: {verdict.error:.3g}, allowed {verdict.budget:.3g}"
+            )
         one.prepare()
     runs = {"everything": whole.run, "part": part.run, "choice": choice.run}
-    facts = {"cache": f"paged_{name}", "context": context, "read_tokens": args.read, "layers": args.layers}
+    facts = {
+        "cache": f"paged_{name}",
+        "context": context,
+        "read_tokens": args.read,
+        "layers": args.layers,
+    }
     return timed_rows("attention", runs, args.rounds, **facts)
 
 

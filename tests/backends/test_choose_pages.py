@@ -51,16 +51,20 @@ def places(kv, choice):
 
 
 def assert_same_choice(call, choice):
-    """The choice is the reference's, up to pages whose masses rounding may exchange."""
+    """The choice is the reference's, up to pages whose masses rounding may exchange, and finds as much mass."""
     expected = places(call.kv, selection.choose_pages(call))
     mass, _ = selection.page_mass(call)
+    # AVX-512 VNNI rounds coefficients of int4 codes to 8 bits where queries have 16: 4 sigma of 0.5 / 127 * sqrt(1 / 12) nats
+    # per code, codes of 9 on average, 32 channels
+    coarse = call.query.dtype != torch.float32 and call.kv.spec.keys.scheme.name == "int4"
+    rounding = 0.2 if coarse and library.isa() == 3 else ROUNDING
     for row, (ours, theirs) in enumerate(zip(places(call.kv, choice), expected, strict=True)):
         assert len(ours) == len(theirs) and ours == sorted(ours)
         only_ours, only_theirs = sorted({*ours} - {*theirs}), sorted({*theirs} - {*ours})
         for one, other in zip(only_ours, only_theirs, strict=True):
-            assert abs(float(mass[row, one] - mass[row, other])) <= ROUNDING * float(
-                mass[row, :50].max()
-            )
+            apart = abs(float(mass[row, one] - mass[row, other]))
+            assert apart <= rounding * float(mass[row, :50].max())
+        assert float(mass[row, ours].sum()) >= 0.99 * float(mass[row, theirs].sum())
 
 
 # -- the definition --------------------------------------------------------------------------------------------------

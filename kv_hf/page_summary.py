@@ -16,9 +16,8 @@ from .spec import SideSpec
 PART = 4  # one channel of so many is read token by token
 LEAST_WORDS = 2
 RANGED_PAGES = 8  # of a row, evenly spread, whose ranges decide which words are read
-MIDDLE_TOKENS = (
-    4  # of a page, evenly spread, whose mean is the middle of a channel where the page stores none
-)
+# of a page, evenly spread: their mean is the middle of a channel where the page stores none
+MIDDLE_TOKENS = 4
 
 
 class Summary(IntEnum):

@@ -251,8 +251,7 @@ class Staging:
         if self.lane.buffers > 1:
             self._filled(layer, plan)
             return
-        for _, page, count in plan.runs:
-            layer.home.expect(page, count)
+        layer.home.expect_runs(plan.runs)
 
     def _filled(self, layer: Outsider, plan: SlotPlan) -> StagingBuffer:
         """Return a buffer into which the pages of `plan` have been, or are being, copied."""
@@ -269,8 +268,7 @@ class Staging:
 
         def copy() -> None:
             with persistent_tensors():
-                for slot, page, count in todo:
-                    home.fetch(page, count, fields, slot, (0, 1))
+                home.fetch_runs(todo, fields, (0, 1))
 
         buffer.fill(plan.ids, lambda: self.lane.run(copy, (buffer.used, layer.written)))
         return buffer

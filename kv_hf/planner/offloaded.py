@@ -12,9 +12,9 @@ import torch
 from ..config import CacheConfig
 from ..config_reading import read_budget
 from ..errors import CacheOptionError
+from ..page_summary import part_bytes
 from ..pages.device_budget import Demand, DeviceBudget, Split
 from ..pages.host_pages import SMALLEST_EXTENT
-from ..page_summary import part_bytes
 from ..pages.slab import carved_bytes
 from ..read_budget import ReadBudget
 from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks, page_use

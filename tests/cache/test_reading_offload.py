@@ -91,7 +91,17 @@ def fetched(monkeypatch):
         seen.append((self, list(range(page, page + count)), tuple(sides)))
         own(self, page, count, targets, at, sides)
 
+    def fetch_runs(self, places, targets, sides):
+        before = len(seen)
+        runs(self, places, targets, sides)
+        if len(seen) == before:  # gathered
+            seen.extend(
+                (self, list(range(page, page + count)), tuple(sides)) for _, page, count in places
+            )
+
+    runs = HostPages.fetch_runs
     monkeypatch.setattr(HostPages, "fetch", fetch)
+    monkeypatch.setattr(HostPages, "fetch_runs", fetch_runs)
     return seen
 
 

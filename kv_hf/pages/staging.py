@@ -130,6 +130,7 @@ class StagingBuffer:
     Attributes:
         owner: the layer whose pages it holds.
         ids: page in each slot, None where a newer one was written outside since.
+        plan: whose pages it holds, every one; None where that is to be looked at.
         ready, used: events behind the last copy into it, and behind the last kernel that read it.
     """
 
@@ -138,6 +139,7 @@ class StagingBuffer:
             self.raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.owner: Outsider | None = None
         self.ids: list[int | None] = []
+        self.plan: SlotPlan | None = None
         self.ready: Any = None
         self.used: Any = None
         self._fields: tuple[Fields, Fields] = ({}, {})
@@ -145,25 +147,28 @@ class StagingBuffer:
     def give(self, owner: Outsider, slots: int) -> None:
         """Let the buffer be `owner`'s, with so many slots; what it held is forgotten where that is new."""
         if self.owner is not owner or len(self.ids) != slots:
-            self.owner = None  # of nobody, should this be stopped half-way
+            self.owner = self.plan = None  # of nobody, should this be stopped half-way
             self.ids = [None] * slots
             with persistent_tensors():
                 used = self.raw[: carved_bytes(owner.spec, slots)]
                 self._fields = carve(used, owner.spec, slots)
             self.owner = owner
 
-    def fill(self, ids: Sequence[int], copy: Callable[[], Any]) -> None:
-        """Have `copy` fill the slots with the pages `ids`; where it fails, they hold nothing.
+    def fill(self, plan: SlotPlan, copy: Callable[[], Any] | None) -> None:
+        """Have `copy` fill the slots with the pages of `plan`; where it fails, they hold nothing. None: they are there.
 
         Slots of NO_PAGE keep what they hold.
         """
-        before, self.ids = self.ids, [None] * len(ids)
-        self.ready = copy()
+        ids = plan.ids
+        before, self.ids, self.plan = self.ids, [None] * len(ids), None
+        if copy is not None:
+            self.ready = copy()
         self.ids = [old if page == NO_PAGE else page for old, page in zip(before, ids, strict=True)]
 
     def outdate(self, pages: Iterable[int]) -> None:
         """Note that newer ones of these pages were written outside."""
         stale = set(pages)
+        self.plan = None
         self.ids = [None if page in stale else page for page in self.ids]
 
     def note_use(self, event: Any) -> None:
@@ -257,11 +262,15 @@ class Staging:
         """Return a buffer into which the pages of `plan` have been, or are being, copied."""
         buffer = self._buffer(layer)
         buffer.give(layer, len(plan.ids))
-        todo = plan.runs
+        if buffer.plan is plan:
+            return buffer
         if any(page is not None for page in buffer.ids):
             slots = enumerate(zip(buffer.ids, plan.ids, strict=True))
             todo = _pieces((slot, new) for slot, (old, new) in slots if new not in (old, NO_PAGE))
+        else:
+            todo = plan.runs
         if not todo:
+            buffer.fill(plan, None)
             return buffer
         home, fields = layer.home, buffer.fields
         assert home is not None
@@ -270,7 +279,7 @@ class Staging:
             with persistent_tensors():
                 home.fetch_runs(todo, fields, (0, 1))
 
-        buffer.fill(plan.ids, lambda: self.lane.run(copy, (buffer.used, layer.written)))
+        buffer.fill(plan, lambda: self.lane.run(copy, (buffer.used, layer.written)))
         return buffer
 
     def _buffer(self, layer: Outsider) -> StagingBuffer:

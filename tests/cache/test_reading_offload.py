@@ -365,6 +365,18 @@ def test_the_budget_holds_at_every_step(model):
     cache.check_integrity()
 
 
+def test_a_forward_that_reads_more_than_fits_is_refused_with_the_cache_unchanged(model, same_words):
+    cache = offloaded(model, "exact", offload="disk", device_bytes=20 * 2 * 2 * 16 * 64 * 4)
+    plain, ids = offloaded(model, "exact"), tokens(1, 310)
+    found = [steps(model, one, ids, 300) for one in (cache, plain)]
+    assert torch.equal(*found)
+    for more in (17, 18):  # with and without a page that the forward seals
+        with pytest.raises(kv_hf.DeviceBudgetError), torch.no_grad():
+            model(tokens(1, more), past_key_values=cache)
+        assert cache.get_seq_length() == 310
+    assert torch.equal(*(steps(model, one, ids[:, :9]) for one in (cache, plain)))
+
+
 def test_a_reset_drops_the_index(model):
     cache = offloaded(model, offload="disk")
     steps(model, cache, tokens(1, 302), 300)

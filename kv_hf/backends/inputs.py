@@ -18,7 +18,10 @@ class OutsidePages(Protocol):
     """Pages of one layer that live outside of the device, of which some can be chosen and read."""
 
     def index(self) -> tuple[Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
-        """Return what a choice reads: fields of all keys (page_summary.part_fields), block table and `PagedKV.words`."""
+        """Return what a choice reads.
+
+        Returns: fields of all keys (page_summary.part_fields), block table [rows, width], and `PagedKV.words`.
+        """
         ...
 
     def read(

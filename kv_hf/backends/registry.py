@@ -119,6 +119,7 @@ def chooser(
 
     Args:
         by_index: whether the pages live outside, so that a part of their keys alone is there.
+    Returns: a function that returns a block table [rows, width] and the pages of each row [rows].
     """
     own = backend.choose_pages
     if by_index and own is not None and not backend.reads_index:

@@ -94,7 +94,7 @@ class OffloadedSide(SideStorage):
     def covering(
         self, table: torch.Tensor, pages: Sequence[int], capacity: int, device: torch.device
     ) -> PageIndex:
-        """Return the index of these pages outside, with room for `capacity`; see PageIndex.cover."""
+        """Return the index of the pages of `table` [rows, width], with room for `capacity`; see PageIndex.cover."""
         if self.page_index is None:
             self.page_index = PageIndex(self.spec, device)
         self.page_index.cover(table, pages, capacity, self.take)
@@ -149,7 +149,7 @@ class ChosenPages:
         self._storage, self._view, self._plan = storage, view, plan
 
     def index(self) -> tuple[PageFields, torch.Tensor, torch.Tensor | None]:
-        """Return what a choice reads: fields of the keys' index, the block table that orders them, and the words that it holds."""
+        """Return what a choice reads: fields of the keys' index, their block table [rows, width], and the words that are there."""
         fields, words = self._storage.indexed(self._view, self._plan)
         return fields, self._view.on(self._storage.device).block_table, words
 
@@ -309,14 +309,14 @@ class OffloadedStorage(PageStorage):
         return ReadablePages(keys, values, plan.table, partial(self._reading, plan))
 
     def indexed(self, view: TableView, plan: SlotPlan) -> tuple[PageFields, torch.Tensor | None]:
-        """Return fields and words of the index of the pages of `view`, which `plan` lists."""
+        """Return fields, and words [heads, words], of the index of the pages of `view`, which `plan` lists."""
         with self.lock:
             pages = max(self.arena.room_for(self.layer_idx), max(plan.ids, default=-1) + 1)
             index = self.keys.covering(view.block_table, plan.ids, pages, self.device)
             return index.fields, index.words
 
     def chosen(self, table: torch.Tensor, num_pages: torch.Tensor, most: int) -> ReadablePages:
-        """Return what kernels read of some pages, at most `most` of them; see `ChosenPages.read`."""
+        """Return what kernels read of the pages of `table` [rows, width], at most `most`; see `ChosenPages.read`."""
         with self.lock:
             staging = self.arena.staging(self.device)
             plan = SlotPlan.choose(table, num_pages, most, staging.held(self), self.device)

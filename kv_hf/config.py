@@ -72,8 +72,8 @@ class CacheConfig:
             does, "same" stores them in pages of the formats above.
         offload: "cpu" keeps sealed pages beyond the device budget in pinned host memory, "disk" in a temporary
             file; None keeps all on the device.
-        device_bytes: bytes of sealed pages, a number or "2GiB", that may lie on the device, staging buffers included. With offload and
-            without a budget as little as possible lies there.
+        device_bytes: bytes of sealed pages, a number or "2GiB", that may lie on the device, staging buffers (and, where steps read a
+            part, indexes) included. With offload and without a budget as little as possible lies there.
         device_pages: the same budget in pages: one page of one layer counts as one, so that a page of the text
             counts once for every layer.
         offload_dir: folder of the file of offload="disk"; None takes the system's folder for temporary files.

@@ -10,8 +10,10 @@ are chosen, once for all pages of a row and head, by the ranges of some of its p
 
 from enum import IntEnum
 
+import torch
+
 from .formats import Scheme
-from .spec import SideSpec
+from .spec import LANES, SideSpec
 
 PART = 4  # one channel of so many is read token by token
 LEAST_WORDS = 2
@@ -83,6 +85,43 @@ def summary_words(keys: SideSpec) -> int:
         return sum(word[0] < keys.scheme.wide_channels for word in words)
     quarter = -(-keys.head_dim // PART)
     return max(LEAST_WORDS, -(-quarter // len(words[0])))
+
+
+def word_starts(keys: SideSpec) -> list[int]:
+    """Return where each word of a token's codes begins, in bytes of the token; the words are those of `word_channels`."""
+    starts: list[int] = []
+    first = 0
+    for bits, channels in keys.runs:
+        nbytes = channels * bits // 8
+        starts += range(first, first + nbytes, 4)
+        first += nbytes
+    return starts
+
+
+def part_fields(keys: SideSpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> (shape of one page, dtype) of what a choice reads of keys, and no more.
+
+    As `SideSpec.fields`, but that codes are those of the words that are read, int32 [heads, words, page_size] in layout
+    "lanes" and uint8 [heads, page_size, 4 * words] in layout "rows"; and exact keys have the middle of each channel
+    besides, [heads, 1, head_dim] in the model's dtype, as the tokens that it comes from are not there.
+    """
+    fields, kind = dict(keys.fields), summary_of(keys)
+    if kind == Summary.ALL_CHANNELS:
+        return fields
+    heads, page, words = keys.num_kv_heads, keys.page_size, summary_words(keys)
+    fields["codes"] = ((heads, page, 4 * words), torch.uint8)
+    if keys.layout == LANES:
+        fields["codes"] = ((heads, words, page), torch.int32)
+    if kind == Summary.TOKENS:
+        fields["middle"] = ((heads, 1, keys.head_dim), keys.dtype)
+    return fields
+
+
+def part_bytes(keys: SideSpec) -> int:
+    """Return the bytes of `part_fields` of one page."""
+    return sum(
+        torch.Size(shape).numel() * dtype.itemsize for shape, dtype in part_fields(keys).values()
+    )
 
 
 def middle_code(scheme: Scheme) -> float:

@@ -43,6 +43,10 @@ class ReadBudget:
         short = min(pages, max(0, self.from_tokens - 1) // page_size)
         return max(self.most(pages), short)
 
+    def batch_width(self, pages: int, rows: int, page_size: int) -> int:
+        """Return how many pages are read at most of a batch that has `pages` in all, and none of which is read as a whole."""
+        return min(pages, rows * self.width(pages, page_size))
+
     def chooses(self, pages: int, seen: int) -> bool:
         """Say whether any row of up to `pages` pages and `seen` columns may be read in part."""
         return seen >= self.from_tokens and (self.top_p is not None or self.most(pages) < pages)
@@ -77,6 +81,11 @@ class Reading:
     def budget(self) -> ReadBudget | None:
         """What the next forward may read; None: everything."""
         return None if self._whole else self._budget
+
+    @property
+    def usual(self) -> ReadBudget | None:
+        """What steps may read, whatever a prompt reads just now; None: everything."""
+        return self._budget
 
     @contextmanager
     def of_everything(self) -> Iterator[None]:

@@ -316,7 +316,7 @@ class MemoryReport:
         other: layers that transformers' own classes hold (sliding windows, states of linear attention).
         pages_held, pages_allocated: pages in use, and pages that storage has room for.
         tokens: real tokens over all rows (padding is not counted).
-        staging: buffers on the device through which offloaded pages are read.
+        staging: buffers on the device through which offloaded pages are read, and indexes by which some are chosen.
         offloaded: pages that live outside of the device; not a part of `total`.
     """
 

@@ -53,6 +53,7 @@ class Backend:
         keeps_tensors: whether what it keeps in `PagedKV.launches` refers to tensors of the cache.
         choose_pages: takes an AttentionCall whose kv has a budget, and returns the block table and the numbers of the pages
             that the step reads, as reference.selection.choose_pages does.
+        reads_index: whether `choose_pages` knows pages of which a part of the keys is there (`PagedKV.words`).
     """
 
     name: str
@@ -64,3 +65,4 @@ class Backend:
     waits: bool = True
     keeps_tensors: bool = True
     choose_pages: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]] | None = None
+    reads_index: bool = False

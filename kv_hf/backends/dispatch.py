@@ -80,7 +80,10 @@ def _of_chosen_pages(call: AttentionCall, kernel: Backend) -> AttentionCall:
             "whatever read_tokens, read_share and read_top_p say",
         )
         return call
-    return replace(call, kv=kv.with_pages(*chooser(kernel)(call)))
+    if kv.outside is None:
+        return replace(call, kv=kv.with_pages(*chooser(kernel)(call)))
+    choose_pages = chooser(kernel, by_index=True)
+    return replace(call, kv=kv.with_pages(*choose_pages(replace(call, kv=kv.to_choose_from()))))
 
 
 def _expanded_mask(mask: torch.Tensor, query: torch.Tensor, seen: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,28 @@ from ..read_budget import ReadBudget
 from ..spec import PageSpec
 
 SHARED = "shared"  # a key of `launches` that serve layers of several caches, as those of operators of torch do
+
+
+class OutsidePages(Protocol):
+    """Pages of one layer that live outside of the device, of which some can be chosen and read."""
+
+    def index(self) -> tuple[Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
+        """Return what a choice reads.
+
+        Returns: fields of all keys (page_summary.part_fields), block table [rows, width], and `PagedKV.words`.
+        """
+        ...
+
+    def read(
+        self, block_table: torch.Tensor, num_pages: torch.Tensor
+    ) -> tuple[
+        Mapping[str, torch.Tensor],
+        Mapping[str, torch.Tensor],
+        torch.Tensor,
+        Callable[[], AbstractContextManager[Any]],
+    ]:
+        """Return keys, values, block table and `PagedKV.hold` of these pages [rows, width] of the index's table alone."""
+        ...
 
 
 # not frozen, which would make it slower to make: there is one per layer and step
@@ -39,6 +61,9 @@ class PagedKV:
         launches: what a backend keeps between calls for this layer (compiled launches, packed arguments), under keys
             that name all it depends on.
         budget: how much of a row a step of few queries reads; None: everything.
+        outside: the pages outside of the device that a part of can be read; None: all are to be read, or lie here.
+        words: [num_kv_heads, words], int32: the words of a token's codes that `key_pages` hold, which are then those of
+            page_summary.part_fields and good for a choice alone; None: all words.
 
     In a sliding layer that has given pages back, columns begin with the first that a query may see, the pages
     given back are left out, and the sinks are stale: a kernel hides them, as they lie before the sliding window.
@@ -58,6 +83,13 @@ class PagedKV:
     hold: Callable[[], AbstractContextManager[Any]] = nullcontext
     launches: dict[Any, Any] = field(default_factory=dict, compare=False)
     budget: ReadBudget | None = None
+    outside: OutsidePages | None = None
+    words: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where kernels read it."""
+        return self.residual_keys.device
 
     @property
     def page_size(self) -> int:
@@ -72,15 +104,20 @@ class PagedKV:
     def with_pages(self, block_table: torch.Tensor, num_pages: torch.Tensor) -> "PagedKV":
         """Return what a kernel reads of some pages of each row, for queries behind all of them and without a mask.
 
+        Of pages outside of the device these alone are fetched, when they are read.
+
         `padding` stays as it is: columns have no meaning without a mask.
 
         Args:
             block_table: [rows, width], int32, the pages in their order.
             num_pages: [rows], int32.
         """
+        keys, values, hold = self.key_pages, self.value_pages, self.hold
+        if self.outside is not None:
+            keys, values, block_table, hold = self.outside.read(block_table, num_pages)
         return PagedKV(
-            self.key_pages,
-            self.value_pages,
+            keys,
+            values,
             self.spec,
             block_table,
             num_pages,
@@ -90,8 +127,27 @@ class PagedKV:
             self.padding,
             self.seen,
             self.sink_tokens,
-            self.hold,
+            hold,
             self.launches,
+        )
+
+    def to_choose_from(self) -> "PagedKV":
+        """Return what a choice of pages reads: this, or the index of pages that live outside; its `value_pages` are empty."""
+        if self.outside is None:
+            return self
+        keys, table, words = self.outside.index()
+        nothing = {
+            name: keys["codes"].new_empty((0, *shape), dtype=dtype)
+            for name, (shape, dtype) in self.spec.values.fields.items()
+        }
+        return replace(
+            self,
+            key_pages=keys,
+            value_pages=nothing,
+            block_table=table,
+            hold=nullcontext,
+            outside=None,
+            words=words,
         )
 
     def page_start(self, page: int) -> int:

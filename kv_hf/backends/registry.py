@@ -112,12 +112,24 @@ def load(name: str) -> Backend:
     return _entries[name].load()
 
 
-def chooser(backend: Backend) -> Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]:
+def chooser(
+    backend: Backend, by_index: bool = False
+) -> Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor]]:
     """Return what chooses the pages that a step of `backend` reads: its own function, or the reference's.
 
-    It takes an AttentionCall, and returns a block table [rows, width] and the pages of each row [rows], both int32.
+    Args:
+        by_index: whether the pages live outside, so that a part of their keys alone is there.
+    Returns: a function that returns a block table [rows, width] and the pages of each row [rows].
     """
-    own = backend.choose_pages or load("reference").choose_pages
+    own = backend.choose_pages
+    if by_index and own is not None and not backend.reads_index:
+        warn_once(
+            f"choice by index {backend.name}",
+            f"{backend.name!r} does not choose among pages that live outside of the device: 'reference' does it for read_tokens, "
+            "read_share and read_top_p, slower",
+        )
+        own = None
+    own = own or load("reference").choose_pages
     assert own is not None
     return own
 

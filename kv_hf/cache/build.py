@@ -10,6 +10,7 @@ from ..config_reading import check_readable
 from ..errors import CacheOptionError
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
+from ..pages.offload import OffloadArena
 from ..read_budget import ReadBudget
 from .compat import is_dummy
 from .hybrid_layer import HybridLayer
@@ -75,6 +76,8 @@ def page_layers(
             indexed = type(layers[index]) is DynamicIndexedLayer
             latent_class = IndexedLatentLayer if indexed else LatentLayer
             made[index] = latent_class(index, *rest, options=options, config=config)
+    if isinstance(arena, OffloadArena):
+        arena.choose_from(index for index in paged if made[index].group.reading.usual is not None)
     arena.grow_together(_alike(made[index] for index in paged))
     ordered = tuple(groups[w] for w in sorted(groups, key=lambda w: (w is not None, w)))
     for group in ordered:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..config import CacheConfig
 from ..pages.arena import PageArena
 from ..pages.device_budget import DeviceBudget
@@ -38,20 +39,23 @@ def make_room(
     arena.check_process()
     capacities: dict[int, int] = {}
     slots: dict[int, int] = {}
+    batch, q_len = keys.shape[0], keys.shape[2]
     for group in groups:
-        batch, q_len = keys.shape[0], keys.shape[2]
         count = group.check_append(batch, q_len)
         reserved = reserved_pages(batch, group.reserve, group.pool.max_pages)
-        if not count and group.rows:
+        whole = bool(group.rows) and _reads_everything(group, q_len)
+        if not count and group.rows and not whole:
             continue
         held = {page for row in group.rows for page in row.pages}
         capacity = max(page_capacity(group.pool.ids_after(count)), reserved)
+        most = max(page_capacity(len(held) + count), min(reserved, capacity))
+        budget = group.reading.usual
+        if budget is not None and not whole:
+            most = budget.batch_width(most, batch, group.page_size)
         for layer in layers:
             if layer.group is group:
                 capacities[layer.layer_idx] = capacity
-                slots[layer.layer_idx] = max(
-                    page_capacity(len(held) + count), min(reserved, capacity)
-                )
+                slots[layer.layer_idx] = most
     if not capacities:
         return
     expected = {
@@ -60,3 +64,10 @@ def make_room(
         if layer.store is None
     }
     arena.settle(capacities, slots, expected)
+
+
+def _reads_everything(group: PageGroup, q_len: int) -> bool:
+    """Say whether a forward reads all pages of a group whose steps read a part of them, if they can be told."""
+    if group.reading.usual is None or not any(row.pages or row.exact for row in group.rows):
+        return False  # as every step, or a first forward, which reads no pages
+    return q_len > MAX_DECODE_QUERIES or group.reading.budget is None

@@ -272,6 +272,7 @@ class LayerStore:
             pages.hold,
             self.launches,
             budget,
+            pages.outside,
         )
 
     def to(self, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import DeviceBudgetError
+from ..page_summary import part_bytes
 from ..spec import PageSpec
 from .slab import carved_bytes
 
@@ -24,17 +25,24 @@ class Demand:
     Attributes:
         capacity: pages that storage has room for.
         slots: most pages that one batch reads.
+        index: whether steps choose among the pages, by an index that stays on the device while they live outside.
     """
 
     spec: PageSpec
     device: torch.device
     capacity: int
     slots: int
+    index: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return self.capacity * self.spec.page_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes on the device for pages that live outside."""
+        return self.capacity * part_bytes(self.spec.keys) if self.index else 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,8 @@ class DeviceBudget:
         """Choose who leaves; layers that are `already` outside stay there.
 
         Counted are the pages that stay, the largest layer among them once more (it exists twice while it grows),
-        `buffers` staging buffers for the largest layer outside, and the pages that are being sealed.
+        `buffers` staging buffers for the largest layer outside, the indexes of the layers outside (the largest once more
+        as well), and the pages that are being sealed.
 
         Raises: DeviceBudgetError when not even one layer at a time fits.
         """
@@ -96,13 +105,19 @@ class DeviceBudget:
         needed = _on_device(demands, split, buffers)
         mean = sum(demand.spec.page_bytes for demand in demands.values()) / len(demands)
         slots = max(demand.slots for demand in demands.values())
+        indexes = sum(demand.index_bytes for demand in demands.values())
+        index = (
+            f", the index of all pages that a step chooses from, {indexes:,} bytes"
+            if indexes
+            else ""
+        )
         given = f"device_bytes={self.nbytes}"
         least = f"device_bytes={needed}"
         if self.pages is not None:
             given, least = f"device_pages={self.pages}", f"device_pages={int(-(-needed // mean))}"
         return DeviceBudgetError(
             f"{given} ({limit:,} bytes) is too small for this text: reading one layer at a time needs {least} "
-            f"({needed:,} bytes: {buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages, and {SEAL_PAGES} "
+            f"({needed:,} bytes: {buffers} staging buffer{'s' * (buffers > 1)} of {slots} pages{index}, and {SEAL_PAGES} "
             "pages that are being sealed); the cache is unchanged. Raise it, or use a smaller batch, a shorter text "
             "or a smaller format"
         )
@@ -129,9 +144,10 @@ def _on_device(demands: Mapping[int, Demand], split: Split, buffers: int) -> int
     """Return the bytes on devices at most, the transient ones included."""
     staying = [demand for layer, demand in demands.items() if layer not in split.outside]
     leaving = [demand for layer, demand in demands.items() if layer in split.outside]
-    growing = max((one.nbytes for one in staying), default=0)
+    indexes = [one.index_bytes for one in leaving]
+    growing = max([*(one.nbytes for one in staying), *indexes], default=0)
     sealing = max((SEAL_PAGES * _largest_side(one.spec) for one in leaving), default=0)
-    held = sum(one.nbytes for one in staying)
+    held = sum(one.nbytes for one in staying) + sum(indexes)
     return held + max(growing, sealing) + buffers * sum(split.staging.values())
 
 

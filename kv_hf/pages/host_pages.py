@@ -17,6 +17,8 @@ from .host_memory import HostMemory
 from .slab import Fields, carve, carved_bytes
 
 SMALLEST_EXTENT = 8  # pages
+MANY_RUNS = 5  # of pages, which are gathered field by field in place of copied one by one
+NEAR_BYTES = 128 << 10  # between two pages that are read ahead as one
 
 
 def runs(pages: Iterable[int]) -> list[tuple[int, int, int]]:
@@ -84,6 +86,50 @@ class HostPages:
                 here.copy_(out, non_blocking=self.outside.pinned)
                 self.outside.forget(out)
 
+    def fetch_runs(
+        self,
+        places: Sequence[tuple[int, int, int]],
+        targets: Sequence[Fields],
+        sides: Sequence[int],
+    ) -> None:
+        """Copy runs of pages of `sides`, each (place in `targets`, first id, count).
+
+        Raises: as `fetch`.
+        """
+        if self.outside.pinned or len(places) < MANY_RUNS:
+            for place, page, count in places:
+                self.fetch(page, count, targets, place, sides)
+            return
+        self.outside.check_process()
+        for extent in self.extents:
+            here: list[int] = []
+            there: list[int] = []
+            for place, page, count in places:
+                for _, start, number, done in self._parts(page, count, (extent,)):
+                    there += range(start, start + number)
+                    here += range(place + done, place + done + number)
+            for side, target in zip(sides, targets, strict=True):
+                for name, field in target.items():
+                    self._gather(extent.sides[side][name], there, field, here)
+
+    def _gather(
+        self, out: torch.Tensor, there: list[int], field: torch.Tensor, here: list[int]
+    ) -> None:
+        """Copy pages `there` of one field outside to the places `here`; one by one, most of the time went to the calls."""
+        if not here or not out[0].nbytes:
+            return
+        rows, target = _in_units(out), _in_units(field)
+        for at, size in self._pieces(len(here), out[0].nbytes):
+            some, places = there[at : at + size], here[at : at + size]
+            ids = torch.tensor(some)
+            first, last = places[0], places[-1] + 1
+            if target.device == rows.device and places == list(range(first, last)):
+                torch.index_select(rows, 0, ids, out=target[first:last])
+            else:
+                moved = rows.index_select(0, ids).to(target.device)
+                target.index_copy_(0, torch.tensor(places, device=target.device), moved)
+            self.outside.forget(out[min(some) : max(some) + 1])
+
     def store(self, side: int, page: int, count: int, source: Fields, place: int) -> None:
         """Copy `count` pages of one side from `source`, from `place` on, to ids page .. page + count - 1.
 
@@ -93,6 +139,19 @@ class HostPages:
         for out, here in self._pairs(side, page, count, source, place):
             out.copy_(here, non_blocking=self.outside.pinned)
             self.outside.forget(out)
+
+    def expect_runs(self, places: Iterable[tuple[int, int, int]]) -> None:
+        """Say that runs of pages (any place, first id, count) will be fetched soon, and with them what lies between near ones."""
+        near = NEAR_BYTES // max(1, self.spec.page_bytes)
+        first = last = 0
+        for page, count in sorted((page, count) for _, page, count in places):
+            if page > last + near and last > first:
+                self.expect(first, last - first)
+            if page > last + near or last == first:
+                first = page
+            last = page + count
+        if last > first:
+            self.expect(first, last - first)
 
     def expect(self, page: int, count: int) -> None:
         """Say that these pages will be fetched soon."""
@@ -121,12 +180,22 @@ class HostPages:
         for at in range(0, number, step):
             yield at, min(step, number - at)
 
-    def _parts(self, page: int, count: int) -> Iterator[tuple[Extent, int, int, int]]:
-        """Yield (extent, first page in it, pages, pages before) of a run of ids."""
-        for extent in self.extents:
+    def _parts(
+        self, page: int, count: int, extents: Iterable[Extent] | None = None
+    ) -> Iterator[tuple[Extent, int, int, int]]:
+        """Yield (extent, first page in it, pages, pages before) of a run of ids, of all or of some extents."""
+        for extent in self.extents if extents is None else extents:
             first, last = max(page, extent.first), min(page + count, extent.first + extent.count)
             if first < last:
                 yield extent, first - extent.first, last - first, first - page
+
+
+def _in_units(field: torch.Tensor) -> torch.Tensor:
+    """Return a field [pages, ..] as [pages, units] of eight bytes, or as many as divide a page: of any dtype, copied fast."""
+    flat = field.flatten(1).view(torch.uint8)
+    units = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    unit = next((dtype for size, dtype in units.items() if flat.shape[1] % size == 0), torch.uint8)
+    return flat.view(unit)
 
 
 def scratch_fields(spec: SideSpec, pages: int, device: torch.device) -> PageFields:

@@ -6,7 +6,7 @@ and read through staging buffers (staging.py), which all caches of an arena shar
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,11 @@ class OffloadArena(PageArena):
         place: "cpu" (host memory) or "disk" (a mapped file).
         budget: what may lie on the device.
         folder: where the file is made; None takes the system's folder for temporary files.
+    Attributes:
+        chosen_from: layers of whose pages a step may choose some: their index counts as memory of the device.
     """
+
+    chosen_from: frozenset[int] = frozenset()
 
     def __new__(cls, *args: Any, **options: Any) -> "OffloadArena":
         """Make the lock first: storages that are read from a pickle need it before the arena is whole."""
@@ -64,12 +68,25 @@ class OffloadArena(PageArena):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but memory, buffers and the lock: they are made anew where the pickle is read."""
-        names = ("max_pages", "place", "budget", "folder", "pools", "storages", "neighbours")
+        names = (
+            "max_pages",
+            "place",
+            "budget",
+            "folder",
+            "pools",
+            "storages",
+            "neighbours",
+            "chosen_from",
+        )
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._prepare()
+
+    def choose_from(self, layers: Iterable[int]) -> None:
+        """Note that steps may read a part of the pages of these layers."""
+        self.chosen_from = frozenset(layers)
 
     def check_process(self) -> None:
         """Raise OffloadError in a process that was forked from the one whose file the pages lie in."""
@@ -122,6 +139,10 @@ class OffloadArena(PageArena):
         """Say whether room was made for so many pages of a layer."""
         return self._capacities.get(layer, 0) >= capacity
 
+    def room_for(self, layer: int) -> int:
+        """Return the pages of a layer that room was made for."""
+        return self._capacities.get(layer, 0)
+
     def is_outside(self, layer: int) -> bool:
         """Say whether the pages of a layer live outside."""
         return layer in self._split.outside
@@ -147,7 +168,12 @@ class OffloadArena(PageArena):
             for known, more in ((room, capacities), (most, slots or {})):
                 known.update({layer: max(n, known.get(layer, 0)) for layer, n in more.items()})
             demands = {
-                layer: Demand(*found, room.get(layer, 0), most.get(layer, room.get(layer, 0)))
+                layer: Demand(
+                    *found,
+                    room.get(layer, 0),
+                    most.get(layer, room.get(layer, 0)),
+                    layer in self.chosen_from,
+                )
                 for layer, found in specs.items()
             }
             lanes = [self.staging(device).lane for device in {found[1] for found in specs.values()}]
@@ -176,8 +202,11 @@ class OffloadArena(PageArena):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the staging buffers."""
-        return sum(staging.nbytes for staging in self._staging.values())
+        """Bytes of the staging buffers, and of the indexes by which pages to be fetched are chosen."""
+        indexes = sum(
+            one.index_bytes for one in self.storages.values() if isinstance(one, OffloadedStorage)
+        )
+        return indexes + sum(staging.nbytes for staging in self._staging.values())
 
     def clear(self) -> None:
         """Give all memory back where nobody holds a page, the file too."""

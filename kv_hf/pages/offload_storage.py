@@ -1,17 +1,18 @@
 """One layer's pages, on the device or outside, behind the same methods as PageStorage."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from ..quant.codec import decode
-from ..spec import PageSpec, SideSpec
+from ..spec import PageFields, PageSpec, SideSpec
 from .device_budget import SEAL_PAGES
 from .host_memory import HostMemory
 from .host_pages import HostPages, runs, scratch_fields
+from .page_index import PageIndex
 from .persistent import persistent_tensors
 from .slab import Fields
 from .staging import SlotPlan, Staging
@@ -34,6 +35,10 @@ class OutsidePool(Protocol):
 
     def is_outside(self, layer: int) -> bool:
         """Say whether the pages of a layer live outside."""
+        ...
+
+    def room_for(self, layer: int) -> int:
+        """Return the pages of a layer that room was made for."""
         ...
 
     def outside(self) -> HostMemory:
@@ -69,12 +74,31 @@ class StagedFields(Mapping[str, torch.Tensor]):
 
 
 class OffloadedSide(SideStorage):
-    """One side of an OffloadedStorage: its own tensors are empty while the pages live outside."""
+    """One side of an OffloadedStorage: its own tensors are empty while the pages live outside.
+
+    Attributes:
+        page_index: what choices among the pages outside read, from the first choice on; of keys alone.
+    """
 
     def __init__(self, spec: SideSpec, device: torch.device, index: int) -> None:
         super().__init__(spec, device)
         self.index = index
         self.home: HostPages | None = None
+        self.page_index: PageIndex | None = None
+
+    def rewritten(self, pages: Iterable[int]) -> None:
+        """Note that other tokens lie in these pages outside now."""
+        if self.page_index is not None:
+            self.page_index.forget(pages)
+
+    def covering(
+        self, table: torch.Tensor, pages: Sequence[int], capacity: int, device: torch.device
+    ) -> PageIndex:
+        """Return the index of the pages of `table` [rows, width], with room for `capacity`; see PageIndex.cover."""
+        if self.page_index is None:
+            self.page_index = PageIndex(self.spec, device)
+        self.page_index.cover(table, pages, capacity, self.take)
+        return self.page_index
 
     @property
     def capacity(self) -> int:
@@ -104,6 +128,7 @@ class OffloadedSide(SideStorage):
             super().put(first, field, pages)
         else:
             self.home.store(self.index, first, len(pages), {field: pages}, 0)
+            self.rewritten(range(first, first + len(pages)))
 
     def read(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode the pages of these ids (any shape [..]) to [.., num_kv_heads, page_size, head_dim]."""
@@ -111,6 +136,40 @@ class OffloadedSide(SideStorage):
             return super().read(pages, dtype)
         tokens = decode(self.take(pages.reshape(-1).tolist()), self.spec, dtype)
         return tokens.reshape(*pages.shape, *tokens.shape[1:])
+
+
+class ChosenPages:
+    """The pages of one forward outside, of which a step may choose some; what PagedKV.outside offers.
+
+    Args:
+        plan: lists all pages of `view`.
+    """
+
+    def __init__(self, storage: "OffloadedStorage", view: TableView, plan: SlotPlan) -> None:
+        self._storage, self._view, self._plan = storage, view, plan
+
+    def index(self) -> tuple[PageFields, torch.Tensor, torch.Tensor | None]:
+        """Return what a choice reads: fields of the keys' index, their block table [rows, width], and the words that are there."""
+        fields, words = self._storage.indexed(self._view, self._plan)
+        return fields, self._view.on(self._storage.device).block_table, words
+
+    def read(
+        self, block_table: torch.Tensor, num_pages: torch.Tensor
+    ) -> tuple[
+        Mapping[str, torch.Tensor],
+        Mapping[str, torch.Tensor],
+        torch.Tensor,
+        Callable[[], AbstractContextManager[Any]],
+    ]:
+        """Return keys, values, block table and hold of chosen pages; the host waits for the choice, as it starts the copies.
+
+        Args:
+            block_table: [rows, width], int32, pages of the index's table.
+            num_pages: [rows], int32, pages of each row.
+        """
+        most = min(len(self._plan.ids), block_table.numel())
+        some = self._storage.chosen(block_table.cpu(), num_pages.cpu(), most)
+        return some.keys, some.values, some.block_table, some.hold
 
 
 class OffloadedStorage(PageStorage):
@@ -158,6 +217,12 @@ class OffloadedStorage(PageStorage):
     def home(self) -> HostPages | None:
         """Return the host pages; None while the pages are on the device."""
         return self.keys.home
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes on the device of what choices among pages outside read."""
+        index = self.keys.page_index
+        return 0 if index is None else index.nbytes
 
     @property
     def why_not_wider(self) -> str | None:
@@ -221,6 +286,7 @@ class OffloadedStorage(PageStorage):
                 for index, own in enumerate(fields):
                     home.store(index, page, count, own, place)
         staging.forget(self, pages)
+        self.keys.rewritten(pages)
         self.written = staging.lane.mark()
 
     def read_by(self, plan: SlotPlan) -> None:
@@ -233,11 +299,28 @@ class OffloadedStorage(PageStorage):
             if self.home is None:
                 return super().readable(view)
             plan = self.arena.plan(view, self.device)
+        return self._through(plan)._replace(outside=ChosenPages(self, view, plan))
+
+    def _through(self, plan: SlotPlan) -> ReadablePages:
         keys, values = (
             StagedFields(side.spec, partial(self._staged, plan, index))
             for index, side in enumerate(self.sides)
         )
         return ReadablePages(keys, values, plan.table, partial(self._reading, plan))
+
+    def indexed(self, view: TableView, plan: SlotPlan) -> tuple[PageFields, torch.Tensor | None]:
+        """Return fields, and words [heads, words], of the index of the pages of `view`, which `plan` lists."""
+        with self.lock:
+            pages = max(self.arena.room_for(self.layer_idx), max(plan.ids, default=-1) + 1)
+            index = self.keys.covering(view.block_table, plan.ids, pages, self.device)
+            return index.fields, index.words
+
+    def chosen(self, table: torch.Tensor, num_pages: torch.Tensor, most: int) -> ReadablePages:
+        """Return what kernels read of the pages of `table` [rows, width], at most `most`; see `ChosenPages.read`."""
+        with self.lock:
+            staging = self.arena.staging(self.device)
+            plan = SlotPlan.choose(table, num_pages, most, staging.held(self), self.device)
+        return self._through(plan)
 
     def _staged(self, plan: SlotPlan, side: int) -> Fields:
         with self.lock:

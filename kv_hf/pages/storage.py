@@ -34,12 +34,13 @@ class PairWriter(Protocol):
 
 
 class ReadablePages(NamedTuple):
-    """Pages as kernels read them; see PagedKV for the fields."""
+    """Pages as kernels read them; see PagedKV for the fields, and for what `outside` offers."""
 
     keys: Mapping[str, torch.Tensor]
     values: Mapping[str, torch.Tensor]
     block_table: torch.Tensor
     hold: Callable[[], AbstractContextManager[Any]]
+    outside: Any = None
 
 
 class SideStorage:

@@ -8,6 +8,7 @@ from ..cache_names import cache_label, parse_cache_name
 from ..checks import check_int
 from ..config import CacheConfig
 from ..config_given import given_options
+from ..config_reading import is_reading_part
 from ..errors import CacheOptionError
 from ..formats import cache_names, is_cache_name
 from ..spec import MemoryReport
@@ -134,6 +135,10 @@ class Choice:
             )
             grown = replace(grown, options=free)
         widest = max((layer.window or 0 for layer in inventory.layers), default=0)
+        if self.options is not None and is_reading_part(self.options):
+            widest = max(
+                widest, self.options.read_from
+            )  # from where on staging buffers stop to grow
         pages = FAR_PAGES
         while pages * self.page_size <= 2 * widest:
             pages *= 2

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..config import CacheConfig
+from ..config_reading import read_budget
 from ..errors import CacheOptionError
+from ..page_summary import part_bytes
 from ..pages.device_budget import Demand, DeviceBudget, Split
 from ..pages.host_pages import SMALLEST_EXTENT
 from ..pages.slab import carved_bytes
+from ..read_budget import ReadBudget
 from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks, page_use
 from ..spec import LANES, PageSpec, counted, pages_report
 from .figures import EMPTY, Figures
@@ -40,12 +43,17 @@ class _Room:
     """The room that the arena of an offload has made so far.
 
     Attributes:
+        rows: of the batch.
+        reading: what a step reads of the layers `chosen_from`; None: everything.
         homes: layer -> pages that there is room for outside.
         capacities: layer -> pages that room was made for.
     """
 
     budget: DeviceBudget
     device: torch.device
+    rows: int
+    reading: ReadBudget | None
+    chosen_from: frozenset[int]
     split: Split = field(default_factory=Split)
     homes: dict[int, int] = field(default_factory=dict)
     capacities: dict[int, int] = field(default_factory=dict)
@@ -59,7 +67,13 @@ class _Room:
         """Make room for pages of these layers, as OffloadArena.settle."""
         self.capacities.update(capacities)
         demands = {
-            layer: Demand(spec, self.device, self.capacities[layer], self.capacities[layer])
+            layer: Demand(
+                spec,
+                self.device,
+                self.capacities[layer],
+                self.slots(layer, self.capacities[layer], spec),
+                layer in self.chosen_from,
+            )
             for layer, spec in specs.items()
         }
         self.split = self.budget.split(demands, self.buffers, self.split.outside)
@@ -67,6 +81,22 @@ class _Room:
             first, wanted = self.homes.get(layer, 0), self.capacities[layer]
             if wanted > first:
                 self.homes[layer] = first + max(wanted - first, first // 4, SMALLEST_EXTENT)
+
+    def slots(self, layer: int, pages: int, spec: PageSpec) -> int:
+        """Return how many of so many pages of a layer a step reads at most."""
+        if self.reading is None or layer not in self.chosen_from:
+            return pages
+        return self.reading.batch_width(pages, self.rows, spec.keys.page_size)
+
+    def index_bytes(self, specs: Mapping[int, PageSpec], pages: int, columns: int) -> int:
+        """Return the bytes of the indexes of layers outside, where a step over rows of so many pages and columns chooses."""
+        if self.reading is None or not self.reading.chooses(pages, columns):
+            return 0
+        return sum(
+            self.capacities[layer] * part_bytes(spec.keys)
+            for layer, spec in specs.items()
+            if layer in self.chosen_from & self.split.outside
+        )
 
     def read(
         self,
@@ -79,7 +109,8 @@ class _Room:
         for window, own in groups.items():
             pages = sum(map(row_sizes(options, window).held, row_tokens))
             for layer in self.split.outside & set(own):
-                if carved_bytes(own[layer], pages) > self.split.staging[self.device]:
+                slots = self.slots(layer, pages, own[layer])
+                if carved_bytes(own[layer], slots) > self.split.staging[self.device]:
                     self.settle(specs, {})
 
 
@@ -109,7 +140,15 @@ def offloaded(
             f"prompt={prompt}: behind it come {new:,} tokens one by one, and an offload is followed through {MOST_STEPS:,} "
             "steps at most; leave prompt out, or plan for a shorter context"
         )
-    room = _Room(DeviceBudget(options.device_pages, options.device_bytes), device)
+    full = groups.get(None, {})
+    reading = read_budget(options)
+    room = _Room(
+        DeviceBudget(options.device_pages, options.device_bytes),
+        device,
+        len(row_tokens),
+        reading,
+        frozenset(index for index in formats if reading and inventory.layers[index].window is None),
+    )
     steps = _steps(groups, options, row_tokens, new)
     held = {layer: spec for specs in groups.values() for layer, spec in specs.items()}
     # until a layer has seen keys, it is taken to have heads like those of the first
@@ -137,6 +176,8 @@ def offloaded(
         total += _group(room, specs, row_sizes(options, window), options, row_tokens, longest - new)
     if new:  # the prompt's forward reads no pages
         size = room.buffers * sum(room.split.staging.values())
+        pages = row_sizes(options, None).held(longest - 1)  # that the last step found
+        size += room.index_bytes(full, pages, longest)
         total += Figures(replace(EMPTY, staging=size))
     return total + all_beside_pages(inventory, formats, row_tokens, longest - new, dtype)
 

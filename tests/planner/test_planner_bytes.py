@@ -382,6 +382,22 @@ def test_pages_outside_of_the_device_at_random(seed):
             predict(inventory, "paged", CacheConfig(**options), **given)
 
 
+@pytest.mark.parametrize("keys", ["exact", "int8", "int4", "int4_mixed"])
+@pytest.mark.parametrize("new", [1, 2, 40])
+def test_pages_outside_of_which_a_part_is_read(keys, new):
+    """The index of the pages and buffers for the chosen ones; of a short text neither is less than all."""
+    part = {"keys": keys, "values": "int4", "page_size": 16, "offload": "disk", "widen": "never"}
+    part |= {"read_tokens": 52, "read_from": 96}
+    for name, lengths in (("gemma3", (150, 9, 90)), ("gemma4_text", (200,)), ("gemma3", (80,))):
+        model = planned(name)
+        inventory = check_transformers_caches(model, (40, 9), 4)
+        for budget in ({}, {"device_bytes": 120_000}):
+            check_paged_cache(model, inventory, lengths, new, **part, **budget)
+    inventory = check_transformers_caches(planned("gemma3"), (40, 9), 4)
+    options = {**part, "read_tokens": None, "read_share": 0.3}
+    check_paged_cache(planned("gemma3"), inventory, (150, 150), new, **options)
+
+
 # -- worked examples --------------------------------------------------------------------------------------------
 
 

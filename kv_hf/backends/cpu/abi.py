@@ -259,6 +259,16 @@ CHOOSE = Struct(
             Fields("from_tokens", "tokens of a row from which on pages are chosen"),
             Fields("share top_p", "0: none", "double"),
         ),
+        "index": (
+            Fields(
+                "held",
+                "int32 [heads, words]: the words of a token's codes that are there, the keys being an index; 0: all",
+            ),
+            Fields(
+                "middles",
+                "of the channels of an index of exact keys, [pages, heads, dim] in the window's dtype, or 0",
+            ),
+        ),
         "choice": (
             Fields("table width", "int32 [rows, width], written"),
             Fields("counts", "int32 [rows], written"),

@@ -23,6 +23,7 @@ def load() -> Backend:
         dense_side,
         max_queries=sys.maxsize,
         choose_pages=choose.choose_pages,
+        reads_index=True,
     )
 
 

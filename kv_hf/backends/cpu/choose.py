@@ -1,19 +1,22 @@
 """The choice of the pages that a step reads, by the compiled CPU kernel; `reference.selection` defines it."""
 
+from functools import cache
+
 import torch
 
 from ...page_summary import Summary, summary_of, summary_words
 from ...spec import PageFields, PageSpec
 from ..base import AttentionCall
+from ..reference.selection import choose_pages as choose_by_definition
 from .abi import CHOOSE, DECODE
 from .arguments import raise_for, take_block
 from .decode import is_packed, pack_shapes, pack_sides
 from .library import library
 
-_BUDGET, _CHOICE = CHOOSE.parts["budget"], CHOOSE.parts["choice"]
+_BUDGET, _INDEX, _CHOICE = (CHOOSE.parts[name] for name in ("budget", "index", "choice"))
 _POINTERS = DECODE.parts["pointers"]
 _FIELDS = CHOOSE.count
-_NAME = "c choose"
+_NAME, _BY_INDEX = "c choose", "c choose by index"
 MOST_WORDS, MOST_CHANNELS = 256, 1024  # that C has room for where it reads a part of the keys
 
 
@@ -23,7 +26,8 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     Of two pages whose masses differ by less than the rounding of fp32, either may be read.
 
     Args:
-        call: with a query in fp32, bf16 or fp16, over pages in layout "lanes", without mask and sliding window.
+        call: with a query in fp32, bf16 or fp16, over pages in layout "lanes", without mask and sliding window. Its keys
+            may be an index (PagedKV.words).
     Returns: block table [rows, kv.budget.width(..)] and pages of each row [rows], int32.
     Raises: CacheMismatchError where a page that is read does not exist; MemoryError.
     """
@@ -36,8 +40,16 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         sink_logits = sink_logits.float().contiguous()
     if query.stride()[3] != 1:
         query = query.contiguous()
-    options = call.softmax_scale, call.softcap, budget
-    block = take_block(kv.launches, _NAME, _FIELDS)
+    options = (
+        call.softmax_scale,
+        call.softcap,
+        budget,
+        None if kv.words is None else kv.words.data_ptr(),
+    )
+    if kv.words is not None and _summary(kv.spec)[0] == Summary.ALL_CHANNELS:
+        return choose_by_definition(call)  # so wide a head is read as a whole, which is not there
+    name = _NAME if kv.words is None else _BY_INDEX
+    block = take_block(kv.launches, name, _FIELDS)
     marks = keys.mark, values.mark
     if not is_packed(block, query, kv, marks, options):
         block.layout = ()
@@ -54,6 +66,13 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             budget.from_tokens,
             budget.share or 0.0,
             budget.top_p or 0.0,
+        )
+        middle = keys.get("middle")
+        _INDEX.pack_into(
+            block.memory,
+            _INDEX.at,
+            0 if kv.words is None else kv.words.data_ptr(),
+            0 if middle is None else middle.data_ptr(),
         )
         strides = None if query.is_contiguous() else query.stride()
         windows = kv.residual_keys, kv.residual_values
@@ -83,10 +102,11 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     status = block.call(block.address)
     if status:
         raise_for(status, "block_table", capacity)
-    kv.launches[_NAME] = block
+    kv.launches[name] = block
     return chosen, counts
 
 
+@cache
 def _summary(spec: PageSpec) -> tuple[int, int]:
     """Return how C sums up the keys of these pages, and how many words of a token's codes it reads."""
     summary, words = summary_of(spec.keys), summary_words(spec.keys)

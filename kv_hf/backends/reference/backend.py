@@ -11,8 +11,8 @@ from .selection import choose_pages
 def load() -> Backend:
     """Return the backend."""
     return Backend(
-        "reference", paged_attention, write_pair, seal_pair, dense_side, choose_pages=choose_pages
-    )
+        "reference", paged_attention, write_pair, seal_pair, dense_side, choose_pages=choose_pages, reads_index=True,
+    )  # fmt: skip
 
 
 def register() -> None:

@@ -2,17 +2,9 @@
 
 import torch
 
-from ...page_summary import (
-    MIDDLE_TOKENS,
-    RANGED_PAGES,
-    Summary,
-    middle_code,
-    spread,
-    summary_of,
-    summary_words,
-    word_channels,
-)
+from ...page_summary import RANGED_PAGES, Summary, spread, summary_of
 from ...quant.codec import decode
+from ...quant.page_parts import channels_of, middles, with_all_words, words_to_read
 from ...read_budget import NEWEST_PAGES, ReadBudget
 from ..base import AttentionCall
 from ..inputs import PagedKV
@@ -105,16 +97,17 @@ def _page_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None) -> torch.T
         q: [rows, heads, queries, head_dim], fp32, times the softmax scale.
     """
     rows, heads, queries, _ = q.shape
+    spec = kv.spec.keys
     found = q.new_full((rows, heads, queries, kv.block_table.shape[1]), float("-inf"))
     for row, pages in enumerate(kv.num_pages.tolist()):
         if not pages:
             continue
         ids = kv.block_table[row, :pages].long()
         fields = {name: tensor[ids] for name, tensor in kv.key_pages.items()}
-        keys = decode(fields, kv.spec.keys, torch.float32)  # [pages, heads, page_size, head_dim]
-        middles = _middles(fields, keys, kv)
-        read = _read_channels(fields, keys, kv)
-        summed = torch.where(read[:, :, None], keys, middles)
+        read = _read_channels(fields, kv)
+        whole = with_all_words(fields, kv.words, spec)
+        keys = decode(whole, spec, torch.float32)  # [pages, heads, page_size, head_dim]
+        summed = torch.where(read[:, :, None], keys, middles(fields, keys, spec))
         scores = torch.einsum("hnd,phtd->hnpt", q[row], summed)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -122,44 +115,25 @@ def _page_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None) -> torch.T
     return found
 
 
-def _read_channels(
-    fields: dict[str, torch.Tensor], keys: torch.Tensor, kv: PagedKV
-) -> torch.Tensor:
-    """Return which channels are read token by token: bool [pages, heads, head_dim]."""
-    spec, scheme = kv.spec.keys, kv.spec.keys.scheme
+def _read_channels(fields: dict[str, torch.Tensor], kv: PagedKV) -> torch.Tensor:
+    """Return which channels are read token by token: bool [pages or 1, heads, head_dim].
+
+    Args:
+        fields: of a row's pages, whole or the part of them that kv.words names.
+    """
+    spec = kv.spec.keys
     kind = summary_of(spec)
-    read = torch.zeros_like(keys[:, :, 0], dtype=torch.bool)
     if kind == Summary.ALL_CHANNELS:
-        return ~read
+        return torch.ones(1, spec.num_kv_heads, spec.head_dim, dtype=torch.bool, device=kv.device)
     if kind == Summary.ORDER:
-        return read.scatter(-1, fields["order"][..., : scheme.wide_channels].long(), True)
-    sample = spread(RANGED_PAGES, keys.shape[0])
-    if kind == Summary.SCALES:
-        ranges = fields["scale"][sample].double().sum((0, 2))  # [heads, head_dim]
-    else:
-        numbers = keys[sample]
-        ranges = (numbers.amax(2).double() - numbers.amin(2).double()).sum(0)
-    words = torch.tensor(word_channels(spec), device=keys.device)
-    ranked = ranges[:, words].sum(-1).sort(dim=-1, descending=True, stable=True).indices
-    best = ranked[:, : summary_words(spec)]  # [heads, words read]
-    one = torch.zeros_like(ranges, dtype=torch.bool).scatter(-1, words[best].flatten(1), True)
-    return one.expand_as(read)
-
-
-def _middles(fields: dict[str, torch.Tensor], keys: torch.Tensor, kv: PagedKV) -> torch.Tensor:
-    """Return what stands for the channels that are not read token by token: [pages, heads, page_size or 1, head_dim]."""
-    spec, scheme = kv.spec.keys, kv.spec.keys.scheme
-    kind = summary_of(spec)
-    if kind == Summary.OFFSETS:
-        return fields["offset"].float()
-    if kind in (Summary.SCALES, Summary.ORDER):
-        # the middle of the codes, in each group of tokens
-        middle = fields["offset"].float() + middle_code(scheme) * fields["scale"].float()
-        if kind == Summary.ORDER:
-            order = fields["order"].long()[:, :, None].expand_as(middle)
-            middle = torch.zeros_like(middle).scatter(-1, order, middle)
-        return middle.repeat_interleave(spec.page_size // middle.shape[2], 2)
-    return keys[:, :, spread(MIDDLE_TOKENS, spec.page_size)].mean(2, keepdim=True)
+        wide = fields["order"][..., : spec.scheme.wide_channels].long()
+        read = torch.zeros(*wide.shape[:2], spec.head_dim, dtype=torch.bool, device=kv.device)
+        return read.scatter(-1, wide, True)
+    words = kv.words
+    if words is None:
+        sample = spread(RANGED_PAGES, len(fields["codes"]))
+        words = words_to_read({name: one[sample] for name, one in fields.items()}, spec)
+    return channels_of(words, spec)[None]
 
 
 def _window_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None, q_len: int) -> torch.Tensor:

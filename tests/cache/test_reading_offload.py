@@ -1,0 +1,385 @@
+"""Steps that read a part of a text whose pages live outside: what is chosen, what is fetched, and what lies on the device."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from test_offload import EagerLane, FakeLayer, LateLane, make_spec
+from test_reading import MOST, PART, cache_of, needs_c, steps
+from tiny_models import left_padded, make_model, tokens
+
+import kv_hf
+from kv_hf import notices
+from kv_hf.backends import dispatch, registry
+from kv_hf.backends.reference import selection
+from kv_hf.page_summary import part_bytes, summary_words
+from kv_hf.pages import offload, page_index
+from kv_hf.pages.host_pages import HostPages
+from kv_hf.pages.staging import NO_PAGE, SlotPlan, Staging
+
+LAYERS = 3
+FORMATS = ("exact", "int8", "int4", "int4_mixed", "int2")
+
+
+def sharp(layers):
+    """A model whose attention is far from even, with heads of which every format reads a part."""
+    made = make_model("llama", num_hidden_layers=layers, head_dim=64)
+    for layer in made.model.layers:
+        layer.self_attn.q_proj.weight.data *= 3
+    made.set_attn_implementation("kv_hf")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model():
+    return sharp(LAYERS)
+
+
+@pytest.fixture(params=["disk", "eager", "late"])
+def place(request, monkeypatch):
+    """Options that put pages outside: into a file, or through two buffers as on a GPU (with host memory as both)."""
+    if request.param == "disk":
+        return {"offload": "disk"}
+    lane = {"eager": EagerLane, "late": LateLane}[request.param]
+    monkeypatch.setattr(offload.OffloadArena, "make_lane", lambda self, device: lane())
+    monkeypatch.setattr(offload.OffloadArena, "check_device", lambda self, device: None)
+    return {"offload": "cpu"}
+
+
+@pytest.fixture
+def same_words(monkeypatch):
+    """Every choice reads the same words: an index fixes them once, a choice over whole pages anew for every row and step."""
+
+    def words_to_read(fields, spec):
+        count = summary_words(spec)
+        return torch.arange(count, dtype=torch.int32).repeat(spec.num_kv_heads, 1)
+
+    for module in (selection, page_index):
+        monkeypatch.setattr(module, "words_to_read", words_to_read)
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """The pages that each choice among pages outside led to: a list for each row."""
+    seen = []
+    own = dispatch.chooser
+
+    def chooser(*given, **options):
+        choose_pages = own(*given, **options)
+
+        def record(call):
+            table, counts = choose_pages(call)
+            rows = zip(table.tolist(), counts.tolist(), strict=True)
+            seen.append([row[:count] for row, count in rows])
+            return table, counts
+
+        return record
+
+    monkeypatch.setattr(dispatch, "chooser", chooser)
+    return seen
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """What was copied from outside: (host pages, pages, sides)."""
+    seen = []
+    own = HostPages.fetch
+
+    def fetch(self, page, count, targets, at, sides):
+        seen.append((self, list(range(page, page + count)), tuple(sides)))
+        own(self, page, count, targets, at, sides)
+
+    def fetch_runs(self, places, targets, sides):
+        before = len(seen)
+        runs(self, places, targets, sides)
+        if len(seen) == before:  # gathered
+            seen.extend(
+                (self, list(range(page, page + count)), tuple(sides)) for _, page, count in places
+            )
+
+    runs = HostPages.fetch_runs
+    monkeypatch.setattr(HostPages, "fetch", fetch)
+    monkeypatch.setattr(HostPages, "fetch_runs", fetch_runs)
+    return seen
+
+
+def offloaded(model, keys="int4", kernel="reference", **options):
+    values = "int4" if "mixed" in keys else keys
+    return cache_of(model, keys, values=values, kernel=kernel, widen="never", **options)
+
+
+def pages_of(copies):
+    return [page for _, pages, sides in copies if sides == (0, 1) for page in pages]
+
+
+# -- the same results ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", FORMATS)
+def test_steps_are_those_of_a_cache_without_offload(model, keys, place, same_words):
+    ids = torch.cat([tokens(1, 350, seed=1), tokens(1, 350, seed=2)])
+    plain = steps(model, offloaded(model, keys), ids, 300)
+    assert torch.equal(steps(model, offloaded(model, keys, **place), ids, 300), plain)
+
+
+@pytest.mark.parametrize("keys", FORMATS)
+def test_words_of_one_row_are_those_of_a_choice_over_whole_pages(model, keys):
+    """Until a page is sealed that would change them."""
+    ids = tokens(1, 317)
+    plain = steps(model, offloaded(model, keys), ids, 309)
+    assert torch.equal(steps(model, offloaded(model, keys, offload="disk"), ids, 309), plain)
+
+
+@needs_c
+@pytest.mark.parametrize("keys", FORMATS)
+def test_the_c_kernel_chooses_the_same_pages(model, keys, choices):
+    ids, found = torch.cat([tokens(1, 330, seed=1), tokens(1, 330, seed=2)]), []
+    for kernel in ("c", "reference"):
+        choices.clear()
+        logits = steps(model, offloaded(model, keys, kernel, offload="disk"), ids, 300)
+        found.append((logits, list(choices)))
+    (c, ours), (reference, theirs) = found
+    assert ours == theirs and len(ours) == 30 * LAYERS
+    torch.testing.assert_close(c, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"read_tokens": None, "read_share": 0.4},
+        {"read_tokens": None, "read_top_p": 0.7},
+        {"read_top_p": 0.7},
+    ],
+    ids=str,
+)
+def test_every_budget_is_followed(model, options, place, same_words):
+    ids = tokens(2, 330)
+    plain = steps(model, offloaded(model, **options), ids, 300)
+    assert torch.equal(steps(model, offloaded(model, **options, **place), ids, 300), plain)
+
+
+def test_a_padded_batch_and_beams(model, place, same_words):
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options |= {"max_new_tokens": 24, "eos_token_id": None, "cache_implementation": "paged_int4"}
+    config = {**PART, "kernel": "reference"}
+    for batch, beams in ((left_padded([320, 300, 40]), 1), ({"input_ids": tokens(1, 320)}, 3)):
+        given = {**batch, **options, "num_beams": beams}
+        plain = model.generate(**given, cache_config=config)
+        found = model.generate(**given, cache_config={**config, **place})
+        assert torch.equal(plain.sequences, found.sequences)
+        assert all(map(torch.equal, plain.logits, found.logits))
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+def test_ids_that_are_used_again_are_read_anew(model, place, same_words):
+    """A crop gives pages back, and other tokens are sealed into them: the index must not tell of the former."""
+    caches = [offloaded(model), offloaded(model, **place)]
+    ids = tokens(1, 330)
+    for seed in (3, 4):
+        found = [steps(model, cache, ids, 300 if seed == 3 else None)[:, -20:] for cache in caches]
+        assert torch.equal(*found)
+        for cache in caches:
+            cache.crop(-200)
+        ids = tokens(1, 200, seed=seed)
+        with torch.no_grad():
+            more = [model(ids, past_key_values=cache).logits for cache in caches]
+        assert torch.equal(*more)
+        ids = tokens(1, 25, seed=seed + 10)
+    caches[1].check_integrity()
+
+
+@pytest.mark.parametrize("keys", ["exact", "int4"])
+def test_copies_reordered_rows_states_and_resets_go_on_alike(
+    model, keys, place, same_words, tmp_path
+):
+    ids = torch.cat([tokens(1, 340, seed=1), tokens(1, 340, seed=2)])
+    cache, plain = offloaded(model, keys, **place), offloaded(model, keys)
+    for one in (cache, plain):
+        steps(model, one, ids[:, :310], 300)
+    copied, turned = copy.deepcopy(cache), copy.deepcopy(cache)
+    unpickled = pickle.loads(pickle.dumps(cache))
+    cache.save(tmp_path / "held.safetensors", model)
+    loaded = kv_hf.PagedCache.load(tmp_path / "held.safetensors", model)
+    turned.reorder_cache(torch.tensor([1, 0]))
+    rest = ids[:, 310:]
+    expected = steps(model, plain, rest)
+    assert torch.equal(steps(model, cache, rest), expected)
+    assert torch.equal(steps(model, copied, rest), expected)
+    assert torch.equal(steps(model, turned, rest.flip(0)).flip(0), expected)
+    assert torch.equal(steps(model, unpickled, rest), expected)
+    assert torch.equal(steps(model, loaded, rest), expected)
+    cache.reset()
+    plain.reset()
+    del copied, turned
+    ids = tokens(3, 330, seed=9)
+    assert torch.equal(steps(model, cache, ids, 300), steps(model, plain, ids, 300))
+
+
+def test_a_backend_that_knows_no_index_takes_the_reference(model, choices, recwarn):
+    def nothing(call):
+        raise AssertionError("asked to choose by an index")
+
+    own = replace(registry.load("reference"), name="mine", choose_pages=nothing, reads_index=False)
+    registry.register_backend("mine", lambda: own)
+    notices.forget()
+    try:
+        ids = tokens(1, 310)
+        found = steps(model, offloaded(model, kernel="mine", offload="disk"), ids, 300)
+    finally:
+        registry.unregister_backend("mine")
+    assert torch.equal(found, steps(model, offloaded(model, offload="disk"), ids, 300))
+    assert "'mine' does not choose among pages" in str(recwarn.pop(UserWarning).message)
+
+
+# -- fetching --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_fetches_the_pages_that_it_chose_and_no_others(model, choices, fetched):
+    ids = tokens(1, 330)
+    cache = offloaded(model, offload="disk")
+    steps(model, cache, ids[:, :301], 300)
+    summed_up = [copy for copy in fetched if copy[2] == (0,)]
+    for (
+        layer
+    ) in cache.paged_layers:  # each page once, and those twice that say which words are read
+        own = [page for home, pages, _ in summed_up if home is layer.storage.home for page in pages]
+        assert set(own) == set(range(18)) and len(own) == 18 + 8
+    for at in range(301, 329):
+        sealed = len(cache.group.rows[0].pages)
+        choices.clear()
+        fetched.clear()
+        steps(model, cache, ids[:, at : at + 1])
+        assert len(choices) == LAYERS
+        # one buffer for all layers: each fetches all that it chose
+        assert pages_of(fetched) == [page for choice in choices for page in choice[0]]
+        assert all(len(choice[0]) == MOST for choice in choices)
+        new = [pages for _, pages, sides in fetched if sides == (0,)]
+        assert len(new) in (0, LAYERS)  # a page that was sealed behind the last step
+        assert all(pages == [sealed - 1] for pages in new)
+
+
+def test_a_layer_that_keeps_the_buffer_fetches_new_pages_alone(choices, fetched):
+    ids, model = tokens(1, 330), sharp(1)
+    cache = offloaded(model, offload="disk")
+    steps(model, cache, ids[:, :320], 300)
+    last, kept = set(choices[-1][0]), 0
+    for at in range(320, 330):
+        choices.clear()
+        fetched.clear()
+        steps(model, cache, ids[:, at : at + 1])
+        now = set(choices[0][0])
+        assert sorted(pages_of(fetched)) == sorted(now - last)
+        last, kept = now, kept + len(now & last)
+    assert kept
+
+
+def test_what_a_layer_chose_last_is_fetched_ahead():
+    spec, lane = make_spec(), EagerLane()
+    staging, layers = Staging(torch.device("cpu"), lane), [FakeLayer(i, spec) for i in range(3)]
+    staging.resize(4 * spec.page_bytes)
+    copied = []
+    for layer in layers:
+        own = layer.home.fetch
+
+        def fetch(page, count, *rest, own=own, layer=layer):
+            copied.append((layer.layer_idx, list(range(page, page + count))))
+            own(page, count, *rest)
+
+        layer.home.fetch = fetch
+
+    def read(layer, pages):
+        table = torch.tensor([pages], dtype=torch.int32)
+        plan = SlotPlan.choose(
+            table, torch.tensor([len(pages)]), 4, staging.held(layer), torch.device("cpu")
+        )
+        copied.clear()
+        with staging.reading(layer, plan):
+            late = [page for idx, some in copied for page in some if idx == layer.layer_idx]
+            copied.clear()
+            codes = staging.read(layer, plan)[0]["codes"].flatten(1)[:, 0]
+            found = codes[plan.table[0].long()].tolist()
+            assert found == [1000 * layer.layer_idx + page for page in pages]
+        return late, list(copied)
+
+    for _ in range(2):
+        for layer in layers:
+            read(layer, [0, 1, 5, 9])
+    assert read(layers[0], [0, 1, 5, 9]) == ([], [(1, [0, 1]), (1, [5]), (1, [9])])
+    late, ahead = read(layers[1], [1, 2, 5, 9])
+    assert late == [2] and {idx for idx, _ in ahead} == {2}
+    assert read(layers[2], [9, 10])[0] == [10]
+
+
+def test_pages_stay_in_their_slots():
+    def plan(table, counts, slots, held):
+        given = torch.tensor(table, dtype=torch.int32), torch.tensor(counts)
+        return SlotPlan.choose(*given, slots, held, torch.device("cpu"))
+
+    first = plan([[3, 4, 9], [4, 0, 0]], [3, 1], 4, ())
+    assert first.ids == (3, 4, 9, NO_PAGE)
+    assert first.table.tolist() == [[0, 1, 2], [1, 0, 0]] and first.table.dtype == torch.int32
+    assert first.runs == [(0, 3, 2), (2, 9, 1)]
+    second = plan([[4, 5, 7], [9, 9, 9]], [3, 1], 4, [3, 4, 9, None])
+    assert second.ids == (5, 4, 9, 7)
+    assert second.table.tolist() == [[1, 0, 3], [2, 1, 1]]
+    assert plan([[5, 6]], [2], 2, [6, 5, 1]).ids == (5, 6)  # of a buffer of other slots
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_device_holds_the_index_and_room_for_what_is_chosen(model):
+    whole, part = (
+        offloaded(model, offload="disk", **options)
+        for options in ({"read_tokens": None, "read_from": 4096}, {})
+    )
+    for cache in (whole, part):
+        steps(model, cache, tokens(1, 302), 300)
+    spec = part.paged_layers[0].spec
+    assert whole.memory().staging == 18 * spec.page_bytes
+    assert part.memory().staging == MOST * spec.page_bytes + LAYERS * 18 * part_bytes(spec.keys)
+    with torch.no_grad():  # more queries than a step has read everything
+        model(tokens(1, 30), past_key_values=part)
+    assert part.memory().staging == 20 * spec.page_bytes + LAYERS * 18 * part_bytes(spec.keys)
+
+
+def test_the_budget_holds_at_every_step(model):
+    budget = 20 * 2 * 2 * 16 * 64 * 4  # pages of one layer: sides, heads, tokens, head_dim, fp32
+    cache = offloaded(model, "exact", offload="disk", device_bytes=budget)
+    ids = tokens(1, 330)
+    with torch.no_grad():
+        model(ids[:, :200], past_key_values=cache)
+        for at in range(200, 330):
+            model(ids[:, at : at + 1], past_key_values=cache)
+            memory = cache.memory()
+            assert memory.payload + memory.scales + memory.staging <= budget
+    with pytest.raises(
+        kv_hf.DeviceBudgetError, match="index of all pages that a step chooses from"
+    ):
+        model(tokens(1, 600), past_key_values=cache)
+    assert cache.get_seq_length() == 330
+    cache.check_integrity()
+
+
+def test_a_forward_that_reads_more_than_fits_is_refused_with_the_cache_unchanged(model, same_words):
+    cache = offloaded(model, "exact", offload="disk", device_bytes=20 * 2 * 2 * 16 * 64 * 4)
+    plain, ids = offloaded(model, "exact"), tokens(1, 310)
+    found = [steps(model, one, ids, 300) for one in (cache, plain)]
+    assert torch.equal(*found)
+    for more in (17, 18):  # with and without a page that the forward seals
+        with pytest.raises(kv_hf.DeviceBudgetError), torch.no_grad():
+            model(tokens(1, more), past_key_values=cache)
+        assert cache.get_seq_length() == 310
+    assert torch.equal(*(steps(model, one, ids[:, :9]) for one in (cache, plain)))
+
+
+def test_a_reset_drops_the_index(model):
+    cache = offloaded(model, offload="disk")
+    steps(model, cache, tokens(1, 302), 300)
+    assert cache.memory().staging
+    cache.reset()
+    assert (cache.memory().total, cache.memory().offloaded) == (0, 0)

@@ -8,7 +8,6 @@ A real step of SmolLM2-135M: the attention mass that its pages have, what their 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -31,6 +30,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", default="novel")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--layer", type=int, default=10)
+    parser.add_argument("--keys", default="int4")
     parser.add_argument("--read", type=int, default=2048)
     parser.add_argument("--out", type=Path, default=IMAGE)
     return parser.parse_args(argv)
@@ -45,7 +45,7 @@ def step_of(args: argparse.Namespace) -> AttentionCall:
     model.set_attn_implementation("kv_hf")
     ids = torch.tensor(text_windows(tokenizer, args.text, args.length, 1))
     cache = kv_hf.PagedCache(
-        model.config, keys="exact", read_tokens=args.read, kernel="reference"
+        model.config, keys=args.keys, read_tokens=args.read, kernel="reference"
     )
     model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
     calls: list[AttentionCall] = []
@@ -63,16 +63,6 @@ def step_of(args: argparse.Namespace) -> AttentionCall:
     return calls[args.layer]
 
 
-def true_mass(call: AttentionCall) -> torch.Tensor:
-    """Return the attention mass of each page of a row, summed over heads: [pages]."""
-    kinds = selection.summary_of
-    selection.summary_of = lambda keys: selection.Summary.ALL_CHANNELS  # type: ignore[assignment]
-    try:
-        return selection.page_mass(call)[0][0]
-    finally:
-        selection.summary_of = kinds
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the picture."""
     args = arguments(argv)
@@ -80,15 +70,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     kv, heads = call.kv, call.query.shape[1]
     pages = int(kv.num_pages[0])
     guessed = selection.page_mass(call)[0][0, :pages] / heads
-    mass = true_mass(replace(call))[:pages] / heads
+    mass = selection.page_mass(call, whole_keys=True)[0][0, :pages] / heads
     table, counts = selection.choose_pages(call)
     held = kv.block_table[0, :pages].tolist()
     read = [held.index(page) for page in table[0, : int(counts[0])].tolist()]
     colours = [READ if page in set(read) else LEFT for page in range(pages)]
     figure, axes = plt.subplots(2, 1, figsize=(9, 4.2), sharex=True, layout="constrained")
     for axis, bars, title in (
-        (axes[0], guessed, "1. What a quarter of the keys' channels tells: estimated attention to each page, all heads together"),
-        (axes[1], mass, "2. What is read: the newest page and the largest estimates (blue). Height: the attention that a page really has"),
+        (
+            axes[0],
+            guessed,
+            "1. What a quarter of the keys' channels tells: estimated attention to each page, all heads together",
+        ),
+        (
+            axes[1],
+            mass,
+            "2. What is read: the newest page and the largest estimates (blue). Height: the attention that a page really has",
+        ),
     ):
         axis.bar(range(pages), (100 * bars).tolist(), width=0.9, color=colours)
         axis.set_title(title, fontsize=9, loc="left")
@@ -98,8 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         axis.spines[["top", "right"]].set_visible(False)
     part = float(mass[read].sum() / mass.sum())
     axes[1].set_xlabel(
-        f"page of {kv.page_size} tokens (SmolLM2-135M, {args.text}, {args.length:,} tokens, layer {args.layer}): "
-        f"{len(read)} of {pages} pages are read, which have {part:.1%} of the attention to pages"
+        f"page of {kv.page_size} tokens. SmolLM2-135M, {args.keys}, layer {args.layer}, {args.text} of {args.length:,} tokens: "
+        f"{len(read)} of {pages} pages\nare read, which have {part:.1%} of the attention to pages",
+        fontsize=8,
     )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)

@@ -28,6 +28,44 @@ def reading_table(rows: Sequence[Row]) -> str:
     return "\n\n".join(filter(None, map(_block, newest.values()))) or NOTHING
 
 
+def speed_table(rows: Sequence[Row]) -> str:
+    """Return steps that read a part beside steps that read everything, of the newest run: a line per cache and context."""
+    newest: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        newest[row["kind"], row["cache"], row["context"], row["contender"], row["threads"]] = row
+    if not newest:
+        return (
+            "No run has been recorded yet: `scripts/bench_reading.py --record` writes this table."
+        )
+    parts = []
+    for threads in sorted({key[-1] for key in newest}):
+        own = [row for key, row in newest.items() if key[-1] == threads]
+        ms = (
+            "thread_ms_min" if threads == 1 else "ms_min"
+        )  # other programs do not add to processor time
+        parts.append(_speed(own, ms))
+    return "\n\n".join(parts)
+
+
+def _speed(rows: list[Row], ms: str) -> str:
+    lines = [["what", "cache", "tokens", "everything", "a part", "ratio", "the choice alone"]]
+    for kind, title in (("attention", "attention of 30 layers"), ("model", "whole step")):
+        for cache in dict.fromkeys(row["cache"] for row in rows):
+            of = [row for row in rows if (row["kind"], row["cache"]) == (kind, cache)]
+            for context in sorted({row["context"] for row in of}):
+                by = {row["contender"]: row[ms] for row in of if row["context"] == context}
+                choice = digits(by["choice"]) if "choice" in by else "-"
+                cells = [
+                    digits(by["everything"]),
+                    digits(by["part"]),
+                    f"{by['part'] / by['everything']:.2f}",
+                    choice,
+                ]
+                lines.append([title, f"`{cache}`", f"{context:,}", *cells])
+    said = f"Steps of SmolLM2-135M that read {rows[0]['read_tokens']:,} tokens, least times of {rows[0]['n']} rounds"
+    return f"{caption(rows, said)}\n\n{table(lines)}"
+
+
 def _block(found: dict[tuple[str, int | None], dict[str, Row]]) -> str:
     # those that all have, so that means are of the same texts
     texts = sorted(set.intersection(*(set(of) for of in found.values())))

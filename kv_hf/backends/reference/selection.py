@@ -27,9 +27,13 @@ def choose_pages(call: AttentionCall) -> Choice:
     return choose_by_mass(mass, window, call.kv)
 
 
-def page_mass(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+def page_mass(
+    call: AttentionCall, *, whole_keys: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention mass of each page, and of what is read anyway, summed over query heads and queries.
 
+    Args:
+        whole_keys: take the pages' keys as they are stored, not what stands for them: the true masses.
     Returns: [rows, columns of the block table] and [rows], fp32; their sum over a row is num_heads * q_len (0 of a row
         without tokens).
     """
@@ -37,7 +41,7 @@ def page_mass(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     rows, num_heads, q_len, _ = query.shape
     heads = kv.spec.keys.num_kv_heads
     q = query.float().reshape(rows, heads, -1, query.shape[3]) * call.softmax_scale
-    pages = _page_scores(q, kv, call.softcap)  # [rows, heads, queries, pages]
+    pages = _page_scores(q, kv, call.softcap, whole_keys)  # [rows, heads, queries, pages]
     window = _window_scores(q, kv, call.softcap, q_len)
     rest = torch.logsumexp(window, -1, keepdim=True)
     if call.sink_logits is not None:
@@ -90,7 +94,9 @@ def _best(mass: list[float], window: float, budget: ReadBudget) -> list[int]:
     return sorted(order)
 
 
-def _page_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None) -> torch.Tensor:
+def _page_scores(
+    q: torch.Tensor, kv: PagedKV, softcap: float | None, whole_keys: bool
+) -> torch.Tensor:
     """Return the log of each page's summed weights [rows, heads, queries, pages]; -inf where a row has no such page.
 
     Args:
@@ -107,7 +113,9 @@ def _page_scores(q: torch.Tensor, kv: PagedKV, softcap: float | None) -> torch.T
         read = _read_channels(fields, kv)
         whole = with_all_words(fields, kv.words, spec)
         keys = decode(whole, spec, torch.float32)  # [pages, heads, page_size, head_dim]
-        summed = torch.where(read[:, :, None], keys, middles(fields, keys, spec))
+        summed = keys
+        if not whole_keys:
+            summed = torch.where(read[:, :, None], keys, middles(fields, keys, spec))
         scores = torch.einsum("hnd,phtd->hnpt", q[row], summed)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

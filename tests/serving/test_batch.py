@@ -511,3 +511,23 @@ def test_managers_run_in_two_threads_at_once():
         thread.join(60)
     assert found[0] == answers(make_model("llama"), prompts(), config(new=8), batching())
     assert found[1] == answers(make_model("qwen2"), prompts(), config("paged_exact", 8), batching())
+
+
+def test_requests_read_parts_of_long_texts_as_generate_does():
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 3
+    part = {"page_size": 16, "read_tokens": 100, "read_from": 64}
+    texts = prompts((300, 40, 280, 150))
+    batch = batching(blocks=200, page_size=16, max_batch_tokens=600)  # prompts are not chunked
+    found = answers(model, texts, config("paged_exact", options=part), batch)
+    whole = answers(model, texts, config("paged_exact", options={"page_size": 16}), batch)
+    assert found != whole
+    for text, answer in zip(texts, found, strict=True):
+        ids = torch.tensor([text])
+        alone = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config("paged_exact", options=part),
+        )
+        assert answer == alone[0, len(text) :].tolist()

@@ -49,7 +49,9 @@ class ReadBudget:
 
     def chooses(self, pages: int, seen: int) -> bool:
         """Say whether any row of up to `pages` pages and `seen` columns may be read in part."""
-        return seen >= self.from_tokens and (self.top_p is not None or self.most(pages) < pages)
+        if not pages or seen < self.from_tokens:
+            return False
+        return self.top_p is not None or self.most(pages) < pages
 
 
 def share_of(share: float, pages: int) -> int:
@@ -58,7 +60,9 @@ def share_of(share: float, pages: int) -> int:
 
 
 def pages_for(read_tokens: int, kept_tokens: int, page_size: int) -> int:
-    """Return the pages that can be read so that never more than `read_tokens` tokens are, with a full exact window beside them.
+    """Return the pages that can be read so that a step of one token reads at most `read_tokens`, with a full exact window beside them.
+
+    Candidates of assisted decoding, and pages that are not sealed before they stand, come on top.
 
     Args:
         kept_tokens: sinks and recent tokens; the window holds an open page besides.

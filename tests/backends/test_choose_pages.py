@@ -227,6 +227,21 @@ def test_c_keeps_its_arguments_and_sees_new_tables():
 
 
 @needs_c
+@pytest.mark.parametrize(
+    "rows", [[(0, 17)], [(0, 17), (0, 9)], [(0, 30), (3, 10), (0, 0)]], ids=repr
+)
+def test_c_writes_the_counts_of_rows_without_pages(rows):
+    budget = ReadBudget(top_p=0.9, from_tokens=12)
+    kv = long_kv("int4", rows=rows, budget=budget)
+    junk = torch.full((64,), 2**30, dtype=torch.int32)  # what fresh memory may hold
+    del junk
+    call = call_of(kv)
+    for ours, theirs in zip(choose_in_c(call), selection.choose_pages(call), strict=True):
+        assert torch.equal(ours, theirs)
+    assert ReadBudget(top_p=0.9, from_tokens=1).chooses(0, 100) is False
+
+
+@needs_c
 def test_c_refuses_pages_that_do_not_exist():
     kv = long_kv("int4")
     table = kv.block_table.clone()

@@ -185,6 +185,36 @@ def test_copies_reordered_rows_and_states_go_on_alike(model, tmp_path):
     assert torch.equal(steps(model, turned, ids[:, 300:].flip(0)).flip(0), expected)
 
 
+@pytest.mark.parametrize(
+    "options", [{"read_share": 0.5}, {"read_top_p": 0.9, "read_tokens": 100}], ids=repr
+)
+def test_every_budget_is_saved_and_loaded(model, tmp_path, options):
+    cache = cache_of(model, "int4", **{"read_tokens": None, **options})
+    with torch.no_grad():
+        model(tokens(1, 300), past_key_values=cache)
+    cache.save(tmp_path / "held.safetensors", model)
+    loaded = kv_hf.PagedCache.load(tmp_path / "held.safetensors", model)
+    assert all(getattr(loaded.options, name) == value for name, value in options.items())
+    ids = tokens(1, 4, seed=3)
+    assert torch.equal(steps(model, loaded, ids), steps(model, cache, ids))
+
+
+def test_a_row_without_pages_is_read_as_it_is(model):
+    ids = tokens(1, 13)
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": None,
+        "cache_implementation": "paged_int4",
+    }
+    part = {"read_top_p": 0.9, "read_from": 8}
+    found = [
+        model.generate(ids, cache_config=one, **options)
+        for one in (part, {**part, "kernel": "reference"}, {})
+    ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_rows_of_a_padded_batch_read_as_they_do_alone(model):
     lengths = [320, 300, 40]
     batch = left_padded(lengths)

@@ -210,11 +210,19 @@ def _list(value: Any, what: str) -> list[Any]:
     return value
 
 
+PARTS = (
+    "read_share",
+    "read_top_p",
+)  # options that are parts of a whole; all other numbers are counts
+
+
 def _parse_options(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RefusedError(f"its options are {short(value)}")
     check_option_names(value)
     for name, option in value.items():
+        if name in PARTS and isinstance(option, float) and 0 < option < 1:
+            continue
         most = MOST_PAGE_SIZE if name == "page_size" else MOST
         if isinstance(option, (int, float)) and not is_count(option, most):
             raise RefusedError(f"its option {name} is {short(option)}")

@@ -130,7 +130,7 @@ static int64_t most_pages(const Choose *s, int64_t pages) {
 static int is_chosen_from(const Choose *s, int64_t row) {
     const Decode *a = &s->call;
     int64_t pages = pages_of(a, row), tokens = pages * a->page_size + ((const int32_t *)a->exact_lens)[row];
-    return tokens >= s->from_tokens && (s->top_p != 0 || most_pages(s, pages) < pages);
+    return pages && tokens >= s->from_tokens && (s->top_p != 0 || most_pages(s, pages) < pages);
 }
 
 /* Let a row be read as a whole; 0 where the table of choices has no room for it. */

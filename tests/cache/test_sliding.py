@@ -102,7 +102,7 @@ def test_giving_pages_back_changes_no_bit_of_a_step(kernel, keys, monkeypatch):
     monkeypatch.setattr(
         build,
         "_new_group",
-        lambda window, options, arena: PageGroup(PAGE, 4, 0, None, pool=arena.pool(window)),
+        lambda window, options, arena, budget: PageGroup(PAGE, 4, 0, None, pool=arena.pool(window)),
     )
     expected, keeping = logits()
     assert sliding_group(giving).rows[0].dropped == 5 and not keeping.group.rows[0].dropped

@@ -184,8 +184,8 @@ def paged(
         views[:] = [
             replace(
                 kv,
-                key_pages=dict(kv.key_pages),
-                value_pages=dict(kv.value_pages),
+                key_pages=pages_of(kv.key_pages, work.device),
+                value_pages=pages_of(kv.value_pages, work.device),
                 budget=cache.group.reading.budget,
             )
             for kv in (layer.current_kv() for layer in cache.paged_layers)
@@ -207,6 +207,11 @@ def paged(
 
     bare = Contender(f"kernel_{name}", "kernel", run, verdict, whole.nbytes, whole.kernel, prepare)
     return whole, bare
+
+
+def pages_of(fields: Any, device: torch.device) -> Any:
+    """Return the fields of pages [pages, ..] as a kernel gets them: on a GPU a copy of the mapping, which no growth changes."""
+    return fields if device.type == "cpu" else dict(fields)
 
 
 def _as_read(call: AttentionCall, kernel: Backend) -> PagedKV:

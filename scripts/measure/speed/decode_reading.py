@@ -8,7 +8,7 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference.selection import choose_by_mass, page_mass
 from kv_hf.backends.registry import chooser
-from measure.speed.decode_contenders import Contender, Workload, paged
+from measure.speed.decode_contenders import Contender, Workload, paged, pages_of
 from measure.speed.oracle import Verdict
 
 LEAST_PART = 0.99  # of the mass that the reference's choice has, where masses are nearly equal
@@ -41,7 +41,9 @@ def reading(work: Workload, name: str, read_tokens: int) -> list[Contender]:
     def prepare() -> None:
         # own dicts: a CUDA graph reads these very tensors, also after the cache has grown into larger ones
         views[:] = [
-            replace(kv, key_pages=dict(kv.key_pages), budget=cache.group.reading.budget)
+            replace(
+                kv, key_pages=pages_of(kv.key_pages, work.device), budget=cache.group.reading.budget
+            )
             for kv in (layer.current_kv() for layer in layers)
         ]
 

@@ -106,7 +106,7 @@ static void unmark_beyond(const float *mass, int64_t pages, float read, float en
 
 #define MAX_CHANNELS 1024 /* of a head of keys of which a part is read; choose.py knows it too */
 #define CHOICE_PAGES 32 /* least pages of a task that estimates what attention finds in them */
-#define FETCH_AHEAD 3   /* pages from the one in work to the one that is fetched */
+#define FETCH_AHEAD 8    /* pages from the one in work to the one that is fetched */
 #define LIFT 60         /* how far a score may lie above what weights are taken against */
 
 /* A choice of pages: what is found of each row lies in row_floats floats of call.partials.

@@ -101,8 +101,10 @@ def filled(config: Any, context: int, options: dict[str, Any]) -> kv_hf.PagedCac
     numbers = torch.Generator().manual_seed(0)
     shape = (1, config.num_key_value_heads, context, config.head_dim)
     for layer in range(config.num_hidden_layers):
-        pair = [torch.randn(shape, generator=numbers, dtype=torch.bfloat16) for _ in range(2)]
-        cache.update(*pair, layer)
+        keys, values = (
+            torch.randn(shape, generator=numbers, dtype=torch.bfloat16) for _ in range(2)
+        )
+        cache.update(keys, values, layer)
     return cache
 
 

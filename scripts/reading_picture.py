@@ -55,7 +55,7 @@ def step_of(args: argparse.Namespace) -> AttentionCall:
         calls.append(call)
         return own(call, kernel)  # type: ignore[arg-type]
 
-    dispatch._of_chosen_pages = keep  # type: ignore[assignment]
+    dispatch._of_chosen_pages = keep
     try:
         model(ids[:, -1:], past_key_values=cache)
     finally:

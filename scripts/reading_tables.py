@@ -62,7 +62,7 @@ def _speed(rows: list[Row], ms: str) -> str:
                     choice,
                 ]
                 lines.append([title, f"`{cache}`", f"{context:,}", *cells])
-    said = f"Steps of SmolLM2-135M that read {rows[0]['read_tokens']:,} tokens, least times of {rows[0]['n']} rounds"
+    said = f"Steps of SmolLM2-135M that read {rows[0]['read_tokens']:,} tokens, least times"
     return f"{caption(rows, said)}\n\n{table(lines)}"
 
 

@@ -17,6 +17,7 @@ from .spec import LANES, SideSpec
 
 PART = 4  # one channel of so many is read token by token
 LEAST_WORDS = 2
+MOST_CHANNELS = 1024  # of a head that is read in part; kernels have room for as many
 RANGED_PAGES = 8  # of a row, evenly spread, whose ranges decide which words are read
 # of a page, evenly spread: their mean is the middle of a channel where the page stores none
 MIDDLE_TOKENS = 4
@@ -25,7 +26,7 @@ MIDDLE_TOKENS = 4
 class Summary(IntEnum):
     """Where the range and the middle of a channel come from.
 
-    ALL_CHANNELS: no part is read alone: scores are those of whole keys.
+    ALL_CHANNELS: no part is read alone: scores are those of whole keys. Also for more than MOST_CHANNELS.
     SCALES: range and middle from the channel's scales and offsets (unsigned codes per channel).
     OFFSETS: the offset is the middle, the range that of the codes (8 bits).
     TOKENS: exact numbers; the middle is the mean of MIDDLE_TOKENS tokens.
@@ -42,7 +43,7 @@ class Summary(IntEnum):
 def summary_of(keys: SideSpec) -> Summary:
     """Return how pages of such keys are summed up."""
     scheme = keys.scheme
-    if summary_words(keys) >= words_of(keys):
+    if keys.head_dim > MOST_CHANNELS or summary_words(keys) >= words_of(keys):
         return Summary.ALL_CHANNELS
     if scheme.is_exact:
         return Summary.TOKENS

@@ -164,6 +164,7 @@ class StagingBuffer:
         if copy is not None:
             self.ready = copy()
         self.ids = [old if page == NO_PAGE else page for old, page in zip(before, ids, strict=True)]
+        self.plan = plan
 
     def outdate(self, pages: Iterable[int]) -> None:
         """Note that newer ones of these pages were written outside."""

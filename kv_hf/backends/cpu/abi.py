@@ -16,7 +16,7 @@ import torch
 
 from ...formats.linear import SCALE_MAX, Float8Format, SignedFormat
 from ...formats.registry import native_formats, wide_codes
-from ...page_summary import MIDDLE_TOKENS, RANGED_PAGES, Summary
+from ...page_summary import MIDDLE_TOKENS, MOST_CHANNELS, PART, RANGED_PAGES, Summary
 from ...read_budget import NEWEST_PAGES
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of exact formats
@@ -297,6 +297,8 @@ def _constants() -> list[str]:
         "/* the float whose spacing is FLOAT8's smallest number: adding it rounds to multiples of that */",
         f"#define FLOAT8_ROUNDER 0x1p{24 - e4m3.exponent_bias - e4m3.mantissa_bits}f",
         "/* of page_summary.py and read_budget.py */",
+        f"#define MOST_CHANNELS {MOST_CHANNELS} /* of a head that is read in part */",
+        f"#define MOST_WORDS {MOST_CHANNELS // PART} /* that are read of a token's codes */",
         f"#define RANGED_PAGES {RANGED_PAGES}",
         f"#define MIDDLE_TOKENS {MIDDLE_TOKENS}",
         f"#define NEWEST_PAGES {NEWEST_PAGES}",

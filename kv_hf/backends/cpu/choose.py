@@ -4,10 +4,9 @@ from functools import cache
 
 import torch
 
-from ...page_summary import Summary, summary_of, summary_words
+from ...page_summary import summary_of, summary_words
 from ...spec import PageFields, PageSpec
 from ..base import AttentionCall
-from ..reference.selection import choose_pages as choose_by_definition
 from .abi import CHOOSE, DECODE
 from .arguments import raise_for, take_block
 from .decode import is_packed, pack_shapes, pack_sides
@@ -17,7 +16,6 @@ _BUDGET, _INDEX, _CHOICE = (CHOOSE.parts[name] for name in ("budget", "index", "
 _POINTERS = DECODE.parts["pointers"]
 _FIELDS = CHOOSE.count
 _NAME, _BY_INDEX = "c choose", "c choose by index"
-MOST_WORDS, MOST_CHANNELS = 256, 1024  # that C has room for where it reads a part of the keys
 
 
 def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,8 +44,6 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         budget,
         None if kv.words is None else kv.words.data_ptr(),
     )
-    if kv.words is not None and _summary(kv.spec)[0] == Summary.ALL_CHANNELS:
-        return choose_by_definition(call)  # so wide a head is read as a whole, which is not there
     name = _NAME if kv.words is None else _BY_INDEX
     block = take_block(kv.launches, name, _FIELDS)
     marks = keys.mark, values.mark
@@ -109,6 +105,4 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def _summary(spec: PageSpec) -> tuple[int, int]:
     """Return how C sums up the keys of these pages, and how many words of a token's codes it reads."""
-    summary, words = summary_of(spec.keys), summary_words(spec.keys)
-    fits = words <= MOST_WORDS and spec.keys.head_dim <= MOST_CHANNELS
-    return (summary, words) if fits else (Summary.ALL_CHANNELS, 0)
+    return summary_of(spec.keys), summary_words(spec.keys)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -47,31 +48,25 @@ class FakeGpu:
 def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Iterator[FakeGpu]:
     """Take the CPU for an NVIDIA GPU within the context: its tensors, its kernels (compiled for real) and its pages.
 
-    Modules that have imported `registry.layout_for` by name by then are changed as well. Neither for threads nor for
-    Triton's interpreter.
+    Modules that have imported one of the functions that it replaces by name are changed as well, and back. Neither for
+    threads nor for Triton's interpreter.
 
     Args:
         capability: compute capability * 10; shared_memory: bytes that one program may take.
     """
     gpu = FakeGpu()
-    replaced: list[tuple[Any, str, Any]] = [
+    replaced: list[tuple[ModuleType, str, Any]] = [
         (device, "target_isa", lambda where: capability),
         (device, "shared_memory", lambda where: shared_memory),
         (launch, "refuse_cpu", lambda: None),
         (support, "why_not", lambda *args, **options: None),
+        (registry, "layout_for", lambda where: ROWS),
     ]
-    layout = registry.layout_for
-    for module in list(sys.modules.values()):
-        if (
-            getattr(module, "__name__", "").startswith("kv_hf")
-            and vars(module).get("layout_for") is layout
-        ):
-            replaced.append((module, "layout_for", lambda where: ROWS))
-    kept = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    kept = [(name, getattr(module, name), value) for module, name, value in replaced]
     active = triton_driver._active
     _forget_compiled()
-    for module, name, value in replaced:
-        setattr(module, name, value)
+    for name, own, value in kept:
+        _replace(name, own, value)
     triton_driver.set_active(_Driver(gpu, capability, shared_memory))
     try:
         yield gpu
@@ -79,20 +74,31 @@ def pretend_gpu(capability: int = 90, shared_memory: int = H200_SHARED) -> Itera
         for compiled in _forget_compiled():
             compiled.module = None  # nothing was loaded that Triton could unload
         triton_driver._active = active
-        for module, name, value in kept:
-            setattr(module, name, value)
+        for name, own, value in kept:
+            _replace(name, value, own)
+
+
+def _replace(name: str, old: Any, new: Any) -> None:
+    """Give `new` that name wherever the package's modules, as loaded by now, have `old` under it."""
+    for module in _own_modules():
+        if vars(module).get(name) is old:
+            setattr(module, name, new)
+
+
+def _own_modules() -> list[Any]:
+    loaded = list(sys.modules.values())
+    return [module for module in loaded if getattr(module, "__name__", "").startswith("kv_hf.")]
 
 
 def _forget_compiled() -> list[Any]:
     """Forget what the kernels were compiled for, and return it; other packages' kernels are left alone."""
     found: list[Any] = []
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("kv_hf."):
-            for function in vars(module).values():
-                if isinstance(function, JITFunction):
-                    for known, *_ in function.device_caches.values():
-                        found += known.values()
-                    function.device_caches.clear()
+    for module in _own_modules():
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                for known, *_ in function.device_caches.values():
+                    found += known.values()
+                function.device_caches.clear()
     compiler.max_shared_mem.cache_clear()
     return found
 

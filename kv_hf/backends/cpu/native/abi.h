@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 1371404140
+#define KV_HF_ABI 111220376
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, NUM_FORMATS = 9 };
 
@@ -23,6 +23,8 @@ enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8
 /* the float whose spacing is FLOAT8's smallest number: adding it rounds to multiples of that */
 #define FLOAT8_ROUNDER 0x1p14f
 /* of page_summary.py and read_budget.py */
+#define MOST_CHANNELS 1024 /* of a head that is read in part */
+#define MOST_WORDS 256 /* that are read of a token's codes */
 #define RANGED_PAGES 8
 #define MIDDLE_TOKENS 4
 #define NEWEST_PAGES 1

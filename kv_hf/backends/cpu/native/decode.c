@@ -104,7 +104,6 @@ static void unmark_beyond(const float *mass, int64_t pages, float read, float en
     for (; i < count; i++) marks[ranked[i].place] = 0;
 }
 
-#define MAX_CHANNELS 1024 /* of a head of keys of which a part is read; choose.py knows it too */
 #define CHOICE_PAGES 32 /* least pages of a task that estimates what attention finds in them */
 #define FETCH_AHEAD 8    /* pages from the one in work to the one that is fetched */
 #define LIFT 60         /* how far a score may lie above what weights are taken against */

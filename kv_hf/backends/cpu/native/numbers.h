@@ -105,9 +105,14 @@ INLINE int places_of(int format) { return format == UINT4 ? 2 : format == UINT2 
 /* Neighbouring codes in a word (codes of other places lie a run further on). */
 INLINE int codes_in_word(int format) { return format == F32 ? 1 : format <= F16 ? 2 : 4; }
 
-INLINE int64_t words_in(int format, int64_t codes) {
+INLINE int bits_of(int format) {
     static const int bits[NUM_FORMATS] = FORMAT_BITS;
-    return codes * bits[format] / 32;
+    return bits[format];
 }
+
+INLINE int64_t words_in(int format, int64_t codes) { return codes * bits_of(format) / 32; }
+
+/* The code in the middle of a format's codes without a sign; page_summary.middle_code. */
+INLINE float middle_code(int format) { return (float)(1u << (bits_of(format) - 1)) - 0.5f; }
 
 #endif

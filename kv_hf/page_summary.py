@@ -1,11 +1,13 @@
-"""What stands for a page when a step chooses which pages to read: some of its channels token by token, the middle of the rest.
+"""What stands for a page when a step chooses which to read: some channels token by token, the middle of the rest.
 
 All of it is read from what the page stores. Knows shapes and schemes; computes nothing.
 
 The channels whose keys differ most within a page tell its tokens apart; the others differ from page to page, and their
-middle says as much. A quarter of the channels is read. Codes lie in words of 32 bits (four bytes of layout "rows", a word of
-layout "lanes"), which hold one token's codes of neighbouring channels, and of those that RoPE turns with them: so whole words
-are chosen, once for all pages of a row and head, by the ranges of some of its pages.
+middle says as much. A quarter of the channels is read. Codes lie in words of 32 bits (four bytes of layout "rows", a word
+of layout "lanes"), which hold one token's codes of neighbouring channels: so whole words are chosen, once for all pages
+of a row and head, by the ranges of some of its pages. RoPE turns a channel and the one half a head further on into each
+other. Read together they tell how far a key has turned, and one without the other little: they lie in one word of 4 bits
+or fewer, and of wider codes in two words, which are chosen together.
 """
 
 from enum import IntEnum
@@ -86,6 +88,14 @@ def summary_words(keys: SideSpec) -> int:
         return sum(word[0] < keys.scheme.wide_channels for word in words)
     quarter = -(-keys.head_dim // PART)
     return max(LEAST_WORDS, -(-quarter // len(words[0])))
+
+
+def turned_by(keys: SideSpec) -> int:
+    """Return how many words on the channels half a head from a word's lie, counted round; 0: not in one other word."""
+    words = word_channels(keys)
+    first, half = words[0], keys.head_dim // 2
+    apart = half % len(first) == 0 and half not in first and not keys.scheme.wide_channels
+    return len(words) // 2 if apart and keys.head_dim % 2 == 0 else 0
 
 
 def word_starts(keys: SideSpec) -> list[int]:

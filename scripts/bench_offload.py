@@ -1,6 +1,7 @@
 """Measure pages outside of the device: resident memory against the budget, and step time against no offload.
 
     python scripts/bench_offload.py --context 8192 32768 --record
+    python scripts/bench_offload.py --context 8192 16384 --share 0 --read-tokens 2048 --record
     python scripts/bench_offload.py --random llama-3.1-8b --device cuda --context 32768
 
 Before anything is measured, logits with and without offload are compared bit by bit; when they differ, nothing is
@@ -49,6 +50,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keys", nargs="+", default=["exact", "int4"], choices=format_names())
     parser.add_argument(
         "--share", nargs="+", type=float, default=[0, 0.25, 0.5], help="budgets, 0 for the least"
+    )
+    parser.add_argument(
+        "--read-tokens", type=int, help="one cache more whose steps read so many tokens"
     )
     parser.add_argument("--steps", type=int, default=24, help="timed steps per cache")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -108,12 +112,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 console.print(f"the budget is spent: {context} tokens of {keys} are left out")
                 continue
             results = offload_steps(
-                model, keys, context, places, args.share, steps=args.steps, budget=budget
+                model,
+                keys,
+                context,
+                places,
+                args.share,
+                steps=args.steps,
+                budget=budget,
+                read_tokens=args.read_tokens,
             )
             show(f"{args.random or args.model}, {context} tokens, {keys}, {args.dtype}", results)
             rows += [
                 make_row(
-                    kind="offload",
+                    kind="offload" if args.read_tokens is None else "offload_reading",
                     model=args.random or args.model,
                     weights="random" if args.random else "real",
                     device=model.device.type,

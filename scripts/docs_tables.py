@@ -166,6 +166,34 @@ def offload_table(rows: Rows) -> str:
     return f"{caption(found, title)}\n\n{table(lines)}"
 
 
+def offload_reading_table(rows: Rows) -> str:
+    """Return what a step and the device's memory cost outside, with all pages read and with a part of them."""
+    found = latest_run(rows, kind="offload_reading")
+    if not found:
+        return "No run has been recorded yet."
+    read = next(row["read_tokens"] for row in found if row["read_tokens"])
+    part = f"`read_tokens={read}`"
+    lines = [
+        ["pages", "tokens", "no offload, ms", "offload", f"offload, {part}", "on the device: offload, MiB", f"with {part}"]
+    ]  # fmt: skip
+    for keys, context in dict.fromkeys((row["keys"], row["context"]) for row in found):
+        rows_of = [row for row in found if (row["keys"], row["context"]) == (keys, context)]
+        plain = next(row for row in rows_of if row["offload"] is None)
+        whole = next(row for row in rows_of if row["offload"] and not row["read_tokens"])
+        some = next(row for row in rows_of if row["read_tokens"])
+        lines.append(
+            [
+                keys,
+                f"{context:,}",
+                f"{plain['step_ms_p50']:.0f}",
+                *(f"{row['step_ms_p50']:.0f} ({row['ratio_to_none']:.2f})" for row in (whole, some)),
+                *(f"{row['page_bytes'] / 2**20:.1f}" for row in (whole, some)),
+            ]
+        )  # fmt: skip
+    title = f"{model_title(found[0])}, steps of one run, the file in the page cache"
+    return f"{caption(found, title)}\n\n{table(lines)}"
+
+
 def suites_table(rows: Rows) -> str:
     """Return, per file of transformers' tests, how many pass with pages and with DynamicCache."""
     head = [

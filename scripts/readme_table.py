@@ -46,6 +46,7 @@ DOCUMENTS = [
     ("model_families.md", "families", "model_families.jsonl", family_tables.families_table),
     ("kernels_gpu.md", "host", "host.jsonl", docs_tables.host_table),
     ("offload.md", "offload", "offload.jsonl", docs_tables.offload_table),
+    ("offload.md", "offload_reading", "offload.jsonl", docs_tables.offload_reading_table),
     ("transformers_suites.md", "suites", "transformers_suites.jsonl", docs_tables.suites_table),
 ]
 

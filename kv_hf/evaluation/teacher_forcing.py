@@ -36,10 +36,11 @@ PER_TOKEN = tuple(
 def next_chunk(cache: Cache, position: int) -> int:
     """Return how many tokens from `position` on may go into one forward without changing a result.
 
-    Pages are sealed when they are full. A forward of several tokens makes one choice of pages for all of them, and one of many
-    reads every page: where a cache chooses pages, tokens go one by one, as they do in `generate`. transformers' quanto and hqq caches encode everything anew when
-    `residual_length` exact tokens have gathered; its fp8 cache encodes each token as it comes, and exact caches
-    none, so that any chunk will do there. A cache of another class is read token by token.
+    Pages are sealed when they are full. A forward of several tokens makes one choice of pages for all of them, and one
+    of many reads every page: where a cache chooses pages, tokens go one by one, as they do in `generate`. transformers'
+    quanto and hqq caches encode everything anew when `residual_length` exact tokens have gathered; its fp8 cache encodes
+    each token as it comes, and exact caches none, so that any chunk will do there. A cache of another class is read token
+    by token.
     """
     if isinstance(cache, PagedCache):
         options = cache.options

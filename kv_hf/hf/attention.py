@@ -252,8 +252,9 @@ def _attend_dense(
 def _knows_mask(view: Any, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Say whether a preallocated cache knows by itself what `mask` hides from a single query.
 
-    On a device that has to be waited for, and where a step reads a part of the pages, a mask without heads is taken to hide left padding and columns without a token
-    yet; that is compared there, once per step, and a wrong one is reported by a later forward.
+    On a device that has to be waited for, and where a step reads a part of the pages, a mask without heads is taken to
+    hide left padding and columns without a token yet; that is compared there, once per step, and a wrong one is reported
+    by a later forward.
     """
     if mask is None or query.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
         return False

@@ -136,9 +136,8 @@ class Choice:
             grown = replace(grown, options=free)
         widest = max((layer.window or 0 for layer in inventory.layers), default=0)
         if self.options is not None and is_reading_part(self.options):
-            widest = max(
-                widest, self.options.read_from
-            )  # from where on staging buffers stop to grow
+            # from where on staging buffers stop to grow
+            widest = max(widest, self.options.read_from)
         pages = FAR_PAGES
         while pages * self.page_size <= 2 * widest:
             pages *= 2

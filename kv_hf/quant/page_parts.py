@@ -15,6 +15,7 @@ from ..page_summary import (
     spread,
     summary_of,
     summary_words,
+    turned_by,
     word_channels,
     word_starts,
 )
@@ -26,6 +27,8 @@ Fields = Mapping[str, torch.Tensor]
 
 def words_to_read(fields: Fields, spec: SideSpec) -> torch.Tensor:
     """Return the words whose channels have the largest ranges in some pages, the largest first; of equals the first.
+
+    The range of a word is its own and that of the word that RoPE turns with it (page_summary.turned_by).
 
     Args:
         fields: of up to RANGED_PAGES pages of keys, with a leading [pages]; not of kind ALL_CHANNELS.
@@ -42,6 +45,9 @@ def words_to_read(fields: Fields, spec: SideSpec) -> torch.Tensor:
         numbers = decode(dict(fields), spec, torch.float32)
         ranges = (numbers.amax(2).double() - numbers.amin(2).double()).sum(0)
     sums = torch.stack([ranges[:, channels].sum(-1) for channels in word_channels(spec)], -1)
+    turn = turned_by(spec)
+    if turn:
+        sums = sums + sums.roll(turn, -1)
     ranked = sums.sort(dim=-1, descending=True, stable=True).indices
     return ranked[:, :count].to(torch.int32)
 

@@ -13,7 +13,7 @@ from kv_hf.backends.cpu.choose import choose_pages as choose_in_c
 from kv_hf.backends.dispatch import paged_attention
 from kv_hf.backends.reference import selection
 from kv_hf.errors import CacheMismatchError
-from kv_hf.page_summary import Summary, spread, summary_of, summary_words, word_channels
+from kv_hf.page_summary import Summary, spread, summary_of, summary_words, turned_by, word_channels
 from kv_hf.read_budget import NEWEST_PAGES, ReadBudget
 from kv_hf.spec import LANES
 from kv_hf.spec import ROWS as ROWS_LAYOUT
@@ -99,6 +99,7 @@ def test_mass_against_a_softmax_over_decoded_tokens(softcap):
     middle = paged[:, :, spread(4, page)].mean(2, keepdim=True)
     ranges = paged[:, spread(8, pages)]
     ranges = (ranges.amax(2) - ranges.amin(2)).sum(1)
+    ranges = ranges + ranges.roll(spec.head_dim // 2, -1)  # of the two channels that RoPE turns
     words = torch.tensor(word_channels(spec))
     best = ranges[:, words].sum(-1).topk(summary_words(spec)).indices
     read = torch.zeros_like(ranges).scatter(-1, words[best].flatten(1), 1.0).bool()
@@ -167,6 +168,20 @@ def test_words_hold_each_channel_once(keys):
         words = word_channels(spec)
         assert sorted(channel for word in words for channel in word) == list(range(dim))
         assert len(words) * 4 * 8 == spec.token_bits or spec.layout != LANES
+
+
+@pytest.mark.parametrize("keys", FORMATS)
+def test_words_that_rope_turns_into_each_other(keys):
+    for dim in (48, 64, 80, 128):
+        spec = long_kv(keys, dim=dim).spec.keys
+        words, turn = word_channels(spec), turned_by(spec)
+        for at, word in enumerate(words):
+            turned = {(channel + dim // 2) % dim for channel in word}
+            if turn:
+                assert turned == set(words[(at + turn) % len(words)])
+            elif not spec.scheme.wide_channels:  # whose places are of any channel
+                assert turned == set(word) or turned not in map(set, words)
+    assert bool(turn) == (keys in ("exact", "int8", "fp8"))
 
 
 # -- the C kernel ----------------------------------------------------------------------------------------------------

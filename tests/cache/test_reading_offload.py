@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_offload import EagerLane, FakeLayer, LateLane, make_spec
+from outside_pages import EagerLane, FakeLayer, place_outside
+from test_offload import make_spec
 from test_reading import MOST, PART, cache_of, needs_c, steps
 from tiny_models import left_padded, make_model, tokens
 
@@ -15,7 +16,7 @@ from kv_hf import notices
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.reference import selection
 from kv_hf.page_summary import part_bytes, summary_words
-from kv_hf.pages import offload, page_index
+from kv_hf.pages import page_index
 from kv_hf.pages.host_pages import HostPages
 from kv_hf.pages.staging import NO_PAGE, SlotPlan, Staging
 
@@ -39,13 +40,8 @@ def model():
 
 @pytest.fixture(params=["disk", "eager", "late"])
 def place(request, monkeypatch):
-    """Options that put pages outside: into a file, or through two buffers as on a GPU (with host memory as both)."""
-    if request.param == "disk":
-        return {"offload": "disk"}
-    lane = {"eager": EagerLane, "late": LateLane}[request.param]
-    monkeypatch.setattr(offload.OffloadArena, "make_lane", lambda self, device: lane())
-    monkeypatch.setattr(offload.OffloadArena, "check_device", lambda self, device: None)
-    return {"offload": "cpu"}
+    """Options that put pages outside."""
+    return place_outside(request.param, monkeypatch)
 
 
 @pytest.fixture

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from outside_pages import EagerLane, FakeLayer, LateLane, place_outside
 from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, tokens
 
 import kv_hf
-from kv_hf.pages import offload
 from kv_hf.pages.copy_stream import InOrder
 from kv_hf.pages.device_budget import SEAL_PAGES, Demand, DeviceBudget
-from kv_hf.pages.host_memory import HostMemory
-from kv_hf.pages.host_pages import HostPages, runs
+from kv_hf.pages.host_pages import runs
 from kv_hf.pages.staging import SlotPlan, Staging
 from kv_hf.pages.step import TableView
 
@@ -32,54 +31,10 @@ LAYERS = 5
 PAGE_BYTES = 2 * 2 * PAGE * 16 * 4  # both sides, kv heads, tokens, head_dim, fp32
 
 
-class LateLane(InOrder):
-    """Two buffers, and copies that run as late as they may: when a kernel waits for them."""
-
-    buffers = 2
-    late = True
-
-    def __init__(self):
-        self.waiting, self.marks, self.log, self.kept = [], 0, [], []
-
-    def mark(self):
-        self.marks += 1
-        return self.marks
-
-    def run(self, copy, after):
-        self.log.append(("run", tuple(after)))
-        self.waiting.append(copy)
-        if not self.late:
-            self.wait()
-        return len(self.log)
-
-    def keep(self, target):
-        self.kept.append(target.data_ptr())
-
-    def join(self, event):
-        self.log.append(("join", event))
-        if event is not None:
-            self.wait()
-
-    def wait(self):
-        while self.waiting:
-            self.waiting.pop(0)()
-
-
-class EagerLane(LateLane):
-    """Two buffers, and copies that run as early as they may."""
-
-    late = False
-
-
 @pytest.fixture(params=["disk", "eager", "late"])
 def place(request, monkeypatch):
     """Options that put pages outside: into a file, or through two buffers as on a GPU (with host memory as both)."""
-    if request.param == "disk":
-        return {"offload": "disk"}
-    lane = {"eager": EagerLane, "late": LateLane}[request.param]
-    monkeypatch.setattr(offload.OffloadArena, "make_lane", lambda self, device: lane())
-    monkeypatch.setattr(offload.OffloadArena, "check_device", lambda self, device: None)
-    return {"offload": "cpu"}
+    return place_outside(request.param, monkeypatch)
 
 
 @functools.cache
@@ -440,23 +395,6 @@ def make_spec():
     return cache.layers[0].spec
 
 
-class FakeLayer:
-    """A layer of a few pages outside, each filled with its own number."""
-
-    def __init__(self, layer_idx, spec, pages=12):
-        self.layer_idx, self.spec, self.written, self.plan = layer_idx, spec, None, None
-        self.home = HostPages(spec, HostMemory(pinned=False))
-        for page in range(pages):
-            self.home.grow(page + 1)
-        for extent in self.home.extents:
-            for fields in extent.sides:
-                for at in range(extent.count):
-                    fields["codes"][at] = 1000 * layer_idx + extent.first + at
-
-    def read_by(self, plan):
-        self.plan = plan
-
-
 def view_of(*rows):
     width = max(map(len, rows))
     table = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int32)
@@ -558,10 +496,13 @@ def test_pages_written_since_are_fetched_again_and_only_those():
         fetch(page, count, *rest),
     )
     staging.read(layer, plan)
+    (buffer,) = (one for one in staging._buffers if one.owner is layer)
+    assert buffer.plan is plan  # by which another read of it finds everything there
     for extent in layer.home.extents[:1]:
         for fields in extent.sides:
             fields["codes"][2] = 77
     staging.forget(layer, [2, 11])
+    assert buffer.plan is None
     fields = staging.read(layer, plan)
     assert fields[0]["codes"][2].unique().tolist() == [77]
     assert fetched == [(0, 3), (7, 1), (2, 1)]

@@ -255,6 +255,10 @@ CHOOSE = Struct(
         "budget": (
             Fields("summary", "of the keys: enum Summary"),
             Fields("words", "of a token's codes that are read, ALL_CHANNELS and ORDER apart"),
+            Fields(
+                "turn",
+                "words from one to the one that RoPE turns with it, counted round; 0: none",
+            ),
             Fields("most", "pages that are read of a row; 0: no bound"),
             Fields("from_tokens", "tokens of a row from which on pages are chosen"),
             Fields("share top_p", "0: none", "double"),

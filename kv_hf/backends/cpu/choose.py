@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from ...page_summary import summary_of, summary_words
+from ...page_summary import summary_of, summary_words, turned_by
 from ...spec import PageFields, PageSpec
 from ..base import AttentionCall
 from .abi import CHOOSE, DECODE
@@ -52,12 +52,10 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         block.call = library().kv_hf_choose_pages
         pack_sides(block, kv, (keys, values))
         pack_shapes(block, kv, query, None, None, 0, (call.softmax_scale, call.softcap or 0.0))
-        summary, words = _summary(kv.spec)
         _BUDGET.pack_into(
             block.memory,
             _BUDGET.at,
-            summary,
-            words,
+            *_summary(kv.spec),
             budget.pages or 0,
             budget.from_tokens,
             budget.share or 0.0,
@@ -103,6 +101,6 @@ def choose_pages(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def _summary(spec: PageSpec) -> tuple[int, int]:
-    """Return how C sums up the keys of these pages, and how many words of a token's codes it reads."""
-    return summary_of(spec.keys), summary_words(spec.keys)
+def _summary(spec: PageSpec) -> tuple[int, int, int]:
+    """Return how C sums up the keys of these pages, how many words of a token's codes it reads, and `turned_by`."""
+    return summary_of(spec.keys), summary_words(spec.keys), turned_by(spec.keys)

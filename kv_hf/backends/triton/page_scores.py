@@ -118,7 +118,11 @@ def choose_words(
                 codes, scale, table, pages, head, inside, place, HEADS, RANGED, KEYS
             )
         ranges = tl.where(inside, ranges, 0.0)
-        size = tl.where(word < KEYS.words, tl.sum(ranges, 1), -1.0)
+        size = tl.sum(ranges, 1)
+        if KEYS.turn:
+            other = (word + KEYS.turn) % KEYS.words
+            size += tl.sum(tl.where(other[:, None] == word[None, :], size[None, :], 0.0), 1)
+        size = tl.where(word < KEYS.words, size, -1.0)
         above = size[None, :] > size[:, None]
         above = above | ((size[None, :] == size[:, None]) & (word[None, :] < word[:, None]))
         rank = tl.sum(above.to(tl.int32), 1)

@@ -15,6 +15,7 @@ from ...page_summary import (
     middle_code,
     summary_of,
     summary_words,
+    turned_by,
     word_channels,
 )
 from ...read_budget import NEWEST_PAGES
@@ -47,6 +48,7 @@ class KeyWords(NamedTuple):
         page, dim, group: tokens of a page, channels, tokens that share a scale.
         row: bytes or numbers of a token; width: those of a run that is read; runs: codes of a byte.
         part: bytes or numbers of a word; words: words of a run; padded: their next power of two.
+        turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
         read: words that are read; slots: places for them, a power of two.
         ranged: tokens of a page whose ranges are taken at once.
         pages: pages of a tile.
@@ -66,6 +68,7 @@ class KeyWords(NamedTuple):
     part: int
     words: int
     padded: int
+    turn: int
     read: int
     slots: int
     ranged: int
@@ -107,6 +110,7 @@ def key_words(keys: SideSpec) -> KeyWords:
         part=part,
         words=len(words),
         padded=padded,
+        turn=turned_by(keys),
         read=read,
         slots=max(power_of_two(read), MIN_DEPTH // part),
         ranged=max(1, min(page, RANGED_NUMBERS // (padded * part))),

@@ -210,10 +210,8 @@ def _list(value: Any, what: str) -> list[Any]:
     return value
 
 
-PARTS = (
-    "read_share",
-    "read_top_p",
-)  # options that are parts of a whole; all other numbers are counts
+# options that are parts of a whole; all other numbers are counts
+PARTS = ("read_share", "read_top_p")
 
 
 def _parse_options(value: Any) -> dict[str, Any]:

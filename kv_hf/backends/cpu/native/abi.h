@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 111220376
+#define KV_HF_ABI 271524154
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, NUM_FORMATS = 9 };
 
@@ -102,6 +102,7 @@ typedef struct {
     Decode call;
     int64_t summary; /* of the keys: enum Summary */
     int64_t words; /* of a token's codes that are read, ALL_CHANNELS and ORDER apart */
+    int64_t turn; /* words from one to the one that RoPE turns with it, counted round; 0: none */
     int64_t most; /* pages that are read of a row; 0: no bound */
     int64_t from_tokens; /* tokens of a row from which on pages are chosen */
     double share, top_p; /* 0: none */
@@ -110,6 +111,6 @@ typedef struct {
     int64_t table, width; /* int32 [rows, width], written */
     int64_t counts; /* int32 [rows], written */
 } Choose;
-_Static_assert(sizeof(Choose) == 688, "fields of 64 bits");
+_Static_assert(sizeof(Choose) == 696, "fields of 64 bits");
 
 #endif

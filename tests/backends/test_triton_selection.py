@@ -8,6 +8,7 @@ import pytest
 import torch
 from interpreter import call, choose, choose_with_ptx, needs_interpreter
 from paged_inputs import make_kv, make_query
+from test_choose_by_index import by_index, words_of
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.error_bound import WALK
@@ -52,8 +53,11 @@ def score_error(asked):
     return float(terms.sum(-1).max()) * abs(asked.softmax_scale) * unit
 
 
-def check(asked, kernel=choose):
-    """Masses are the reference's within rounding, and the choice follows from them. Returns the choice."""
+def check(asked, kernel=choose, whole=None):
+    """Masses are the reference's within rounding, and the choice follows from them. Returns the choice.
+
+    whole: the call over whole pages, where `asked` has an index of them.
+    """
     kv = asked.kv
     table, counts, mass, window = call(kernel, asked)
     wanted, wanted_window = reference.page_mass(asked)
@@ -61,7 +65,7 @@ def check(asked, kernel=choose):
     columns = torch.arange(kv.block_table.shape[1])
     held = (columns < kv.num_pages[:, None]) & weighed[:, None]
     # a page's mass errs as its score does, and as the sum of all does
-    error = torch.expm1(torch.tensor(4 * score_error(asked)))
+    error = torch.expm1(torch.tensor(4 * score_error(whole or asked)))
     assert error < 0.5
     allowed = error * wanted + 2.0**-40
     assert ((mass - wanted).abs() <= allowed)[held].all()
@@ -124,6 +128,21 @@ def test_choice_is_the_references(keys, dim):
 def test_choice_of_every_page_size_and_group(keys, options):
     kv = kv_of(keys, rows=[(19, 3), (7, 9)], heads=1, **options)
     check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("keys", "dim"),
+    [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in OTHER_SIZES)],
+)
+def test_choice_by_an_index_is_the_references(keys, dim):
+    """Of pages that live outside, of which the device holds the words that are read, and middles."""
+    kv = kv_of(keys, key_dim=dim)
+    query = make_query(kv, dtype=torch.float32)
+    asked = AttentionCall(query, by_index(kv, words_of(kv)), SCALE)
+    table, _ = check(asked, whole=AttentionCall(query, kv, SCALE))
+    again, _ = check(AttentionCall(query, kv, SCALE))  # plans of both are kept apart
+    assert table.shape == again.shape
 
 
 @needs_interpreter
@@ -279,6 +298,17 @@ def test_kernel_keeps_its_budget(keys):
     assert code.count("HMMA") > 0
     assert code.count("I2F.") == 0
     assert len(code.loop) <= BUDGETS[keys]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "keys",
+    ["int4", *(pytest.param(n, marks=pytest.mark.slow) for n in FORMATS if n != "int4")],
+)
+def test_kernel_of_an_index_compiles_to_no_more(keys):
+    code, whole = compiled(keys, "sm_90", indexed=True), compiled(keys, "sm_90")
+    assert code.count("LDL", "STL") == 0
+    assert len(code.loop) <= 1.05 * len(whole.loop)
 
 
 @needs_triton

@@ -108,6 +108,7 @@ def compile_selection(
     softcap: bool = False,
     sinks: bool = False,
     top_p: bool = False,
+    indexed: bool = False,
 ) -> Any:
     """Compile one variant of the kernel that chooses pages for `arch`, as a launch would ask for it."""
     isa = int(arch[3:]) if arch.startswith("sm_") else HIP
@@ -120,6 +121,7 @@ def compile_selection(
         softcap=softcap,
         sinks=sinks,
         top_p=top_p,
+        indexed=indexed,
     )
     keys = spec.keys
     pointers = {
@@ -130,8 +132,18 @@ def compile_selection(
     }
     types = {name: "*" + _pointee(dtype) for name, dtype in pointers.items()}
     types |= dict.fromkeys(("key_scale", "key_offset"), "*fp16") | {"key_order": "*u8"}
+    if keys.scheme.is_exact:  # scales are its codes, and offsets those or an index's middles
+        types |= dict.fromkeys(("key_scale", "key_offset"), types["key_codes"])
     types |= dict.fromkeys(("scores", "stats", "totals", "masses"), "*fp32")
-    tables = ("block_table", "num_pages", "exact_lens", "chosen", "chosen_pages", "counters")
+    tables = (
+        "held_words",
+        "block_table",
+        "num_pages",
+        "exact_lens",
+        "chosen",
+        "chosen_pages",
+        "counters",
+    )
     types |= dict.fromkeys(tables, "*i32")
     strides = [name for name in STRIDES if not name.startswith("wv")]
     types |= dict.fromkeys((*strides, "room", *SELECTION_STEPWISE), "i32") | {"share": "i64"}

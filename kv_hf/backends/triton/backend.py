@@ -23,6 +23,7 @@ def load() -> Backend:
         waits=False,
         keeps_tensors=False,
         choose_pages=selection_launch.choose_pages,
+        reads_index=True,
     )
 
 

@@ -95,16 +95,20 @@ def _ranges_of_codes(
 
 @triton.jit
 def choose_words(
-    codes, scale, table, pages, head, HEADS: tl.constexpr, RANGED: tl.constexpr, ALL: tl.constexpr, KEYS: tl.constexpr
+    codes, scale, held, table, pages, head, HEADS: tl.constexpr, RANGED: tl.constexpr, ALL: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Return the numbers of the words of a row and head that are read, [slots], int32; -1 in slots without one.
 
     Args:
+        held: pointer to the words that an index holds, [heads, words]; of nothing where pages are whole.
         table: pointer to the row's page ids, of which there are `pages`.
     """
     slot = tl.arange(0, KEYS.slots)
     if ALL or KEYS.kind == "order":
         return tl.where(slot < KEYS.read, slot, -1)
+    elif KEYS.indexed:
+        return tl.load(held + head * KEYS.read + slot, mask=slot < KEYS.read, other=-1)
     else:
         word = tl.arange(0, KEYS.padded)
         place = word[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
@@ -188,13 +192,13 @@ def load_page_query(queries, real, shrink, words, order, KEYS: tl.constexpr, DTY
 def _bases(scale, offset, block, unit, words, DTYPE: tl.constexpr, KEYS: tl.constexpr):
     """Return what the query is multiplied by once per token group: [units, channels].
 
-    Offsets, and in channels that are not read the middles of codes.
+    Offsets, and in channels that are not read the middles of codes; the middles of an index of exact numbers.
     """
     GROUPS: tl.constexpr = KEYS.page // KEYS.group
     PADDED: tl.constexpr = triton.next_power_of_2(KEYS.dim)
     channel = tl.arange(0, PADDED)
     inside = (channel < KEYS.dim)[None, :]
-    if KEYS.kind == "codes":
+    if KEYS.kind == "codes" or KEYS.kind == "tokens":
         where = offset + (block * KEYS.dim)[:, None] + channel[None, :]
         return tl.load(where, mask=inside, other=0.0).to(DTYPE)
     else:
@@ -218,7 +222,7 @@ def _bias(
     UNITS: tl.constexpr = block.shape[0]
     CHANNELS: tl.constexpr = query.shape[1]
     query = tl.broadcast_to(query, [UNITS, CHANNELS, query.shape[2]])
-    if KEYS.kind == "tokens":
+    if KEYS.kind == "tokens" and not KEYS.indexed:
         row = tl.arange(0, ROWS)
         token = (2 * (row % KEYS.middles) + 1) * KEYS.page // (2 * KEYS.middles)
         channel = tl.arange(0, CHANNELS)
@@ -251,9 +255,13 @@ def score_pages(
     COLUMNS: tl.constexpr = whole_query.shape[2]
     DTYPE: tl.constexpr = whole_query.dtype
     place, _ = _places(words, KEYS)
+    stored = place
+    if KEYS.indexed:
+        slot = tl.minimum(tl.arange(0, KEYS.slots), KEYS.read - 1)
+        stored = slot[:, None] * KEYS.part + tl.arange(0, KEYS.part)[None, :]
     token = tl.arange(0, KEYS.group)
     start = block * (KEYS.page * KEYS.row) + (unit % GROUPS) * (KEYS.group * KEYS.row)
-    within = (token * KEYS.row)[:, None, None] + place[None, :, :]
+    within = (token * KEYS.row)[:, None, None] + stored[None, :, :]
     x = tl.load(codes + (start[:, None, None, None] + within[None, :, :, :]))
     x = tl.reshape(x, [UNITS, KEYS.group, DEPTH])
     runs = unpack(x, KEYS.code, KEYS.bits, DTYPE, ISA)

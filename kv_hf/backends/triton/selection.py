@@ -17,7 +17,7 @@ from .visibility import Visibility
 
 STEPWISE = ("table_row", "width", "most", "share", "from_tokens", "q_len")
 UNALIGNED = (
-    "key_order", "block_table", "num_pages", "exact_lens", "sink_logits", "chosen", "chosen_pages", "counters"
+    "key_order", "held_words", "block_table", "num_pages", "exact_lens", "sink_logits", "chosen", "chosen_pages", "counters"
 )  # fmt: skip
 
 
@@ -74,8 +74,9 @@ def choose_kernel(
     query_token,
     key_codes,  # [pages, heads, page, bytes]
     key_scale,
-    key_offset,
+    key_offset,  # of an index of exact keys: their middles, [pages, heads, 1, dim]
     key_order,  # [pages, heads, dim], of keys of two widths
+    held_words,  # [heads, words], int32, of an index
     block_table,  # [rows, table_row]
     table_row,
     num_pages,  # [rows]
@@ -174,7 +175,9 @@ def choose_kernel(
         visible = Visibility(column, queries, 0, 0, 0, softcap)
         if begin < end:
             unit = tl.arange(0, KEYS.pages * GROUPS)
-            words = choose_words(key_codes, key_scale, table, pages, head, HEADS, RANGED, ALL, KEYS)
+            words = choose_words(
+                key_codes, key_scale, held_words, table, pages, head, HEADS, RANGED, ALL, KEYS
+            )  # fmt: skip
             if KEYS.kind != "order":
                 order = key_order + tl.zeros([1], tl.int32)
                 read, all_channels = load_page_query(

@@ -98,7 +98,8 @@ def choose_pages(call: AttentionCall) -> Choice:
     """Choose as `reference.selection.choose_pages` does, in one launch on the device of the query, without waiting for it.
 
     Args:
-        call: over keys and values, with a budget; `call.kv.launches` keeps the plan.
+        call: over keys and values, with a budget; its keys may be an index (PagedKV.words). `call.kv.launches` keeps
+            the plan.
     Returns: a block table [rows, kv.budget.width(..)] and the pages of each row [rows], both int32.
     """
     if call.kv.hold is nullcontext:
@@ -119,7 +120,7 @@ def _choose(call: AttentionCall) -> Choice:
     assert budget is not None
     key = (
         "choose", id(kv.spec), query.shape, query.stride(), query.dtype, kv.residual_keys.stride(), call.softcap is None,
-        None if sinks is None else sinks.dtype, budget.top_p is None, index,
+        None if sinks is None else sinks.dtype, budget.top_p is None, kv.words is None, index,
     )  # fmt: skip
     plan = kv.launches.get(key)
     if plan is None:
@@ -177,7 +178,7 @@ POINTERS = (
     4,
     5,
     6,
-    11,
+    12,
 )  # query, codes, scales, offsets, window: what kernels are compiled for the alignment of
 
 
@@ -201,12 +202,15 @@ def arguments(
     kv, budget, sinks = call.kv, call.kv.budget, call.sink_logits
     assert budget is not None
     keys, window, absent = kv.key_pages, kv.residual_keys, at(kv.num_pages)
-    codes = at(keys["codes"])
+    # an index holds bytes, which are read as what they are of
+    codes = at(keys["codes"] if kv.words is None else keys["codes"].view(kv.spec.keys.code_dtype))
     scale, offset, order = (keys.get(name) for name in ("scale", "offset", "order"))
+    if "middle" in keys:
+        offset = keys["middle"]
     return (
         at(query), *query.stride()[:3], codes,
         codes if scale is None else at(scale), codes if offset is None else at(offset),
-        absent if order is None else at(order),
+        absent if order is None else at(order), absent if kv.words is None else at(kv.words),
         at(kv.block_table), kv.block_table.stride(0), absent, at(window), *window.stride()[:3], at(kv.exact_lens),
         absent if sinks is None else at(sinks), at(chosen), at(pages), *room, room_pages, chosen.shape[1],
         NO_LIMIT if budget.pages is None else budget.pages, _bits_of(1.0 if budget.share is None else budget.share),
@@ -234,9 +238,9 @@ def _prepare(call: AttentionCall) -> ChoicePlan:
     assert kv.budget is not None
     constants = selection_constants(
         kv.spec, query_dtype=query.dtype, group=group, q_len=q_len, isa=isa, softcap=call.softcap is not None,
-        sinks=call.sink_logits is not None, top_p=kv.budget.top_p is not None,
+        sinks=call.sink_logits is not None, top_p=kv.budget.top_p is not None, indexed=kv.words is not None,
     )  # fmt: skip
-    stretch, most = splits(kv.spec, rows * blocks)
+    stretch, most = splits(kv.spec, rows * blocks, kv.words is not None)
     plan = ChoicePlan(
         kv.spec, triton_constants(constants), rows, blocks, num_heads * q_len, block, stretch, most
     )

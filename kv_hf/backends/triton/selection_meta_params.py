@@ -46,7 +46,8 @@ class KeyWords(NamedTuple):
         kind: "scales", "codes" (ranges from codes, an offset is the middle), "tokens" (exact numbers) or "order" (of
             two widths); code, bits: as in formats.Scheme, bits of what is read token by token.
         page, dim, group: tokens of a page, channels, tokens that share a scale.
-        row: bytes or numbers of a token; width: those of a run that is read; runs: codes of a byte.
+        indexed: whether the pages are an index, which holds the words that are read one after the other.
+        row: bytes or numbers of a token, as far as they are there; width: those of a run that is read; runs: codes of a byte.
         part: bytes or numbers of a word; words: words of a run; padded: their next power of two.
         turn: words from one to the one that RoPE turns with it (page_summary.turned_by), or 0.
         read: words that are read; slots: places for them, a power of two.
@@ -62,6 +63,7 @@ class KeyWords(NamedTuple):
     page: int
     dim: int
     group: int
+    indexed: bool
     row: int
     width: int
     runs: int
@@ -79,8 +81,8 @@ class KeyWords(NamedTuple):
 
 
 @cache
-def key_words(keys: SideSpec) -> KeyWords:
-    """Return what is read of such keys (layout "rows")."""
+def key_words(keys: SideSpec, indexed: bool = False) -> KeyWords:
+    """Return what is read of such keys (layout "rows"), or of an index of them (page_summary.part_fields)."""
     scheme, side, page = keys.scheme, side_layout(keys), keys.page_size
     ordered = scheme.wide_channels > 0
     words = [word for word in word_channels(keys) if not ordered or word[0] < scheme.wide_channels]
@@ -97,6 +99,8 @@ def key_words(keys: SideSpec) -> KeyWords:
     group = scheme.scale_group[0] if scheme.scale_group and scheme.code == "unsigned" else page
     read = min(summary_words(keys), len(words))
     padded = power_of_two(len(words))
+    if indexed:
+        row = read * part
     return KeyWords(
         kind=kind,
         code=scheme.code,
@@ -104,6 +108,7 @@ def key_words(keys: SideSpec) -> KeyWords:
         page=page,
         dim=keys.head_dim,
         group=group,
+        indexed=indexed,
         row=row,
         width=width,
         runs=runs,
@@ -126,9 +131,10 @@ def reads_all(keys: SideSpec) -> bool:
     return summary_of(keys) == Summary.ALL_CHANNELS
 
 
-def splits(spec: PageSpec, programs: int) -> tuple[int, int]:
+def splits(spec: PageSpec, programs: int, indexed: bool = False) -> tuple[int, int]:
     """Return (tokens of a split at least, splits at most) where one split takes `programs` programs."""
     by_codes = key_words(spec.keys).kind in ("codes", "tokens") and not reads_all(spec.keys)
+    by_codes = by_codes and not indexed
     most = max(1, min(MAX_SPLITS, PROGRAMS // programs))
     return (CODES_STRETCH if by_codes else MIN_STRETCH), most
 
@@ -157,6 +163,7 @@ def selection_constants(
     softcap: bool = False,
     sinks: bool = False,
     top_p: bool = False,
+    indexed: bool = False,
 ) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that chooses pages.
 
@@ -164,13 +171,14 @@ def selection_constants(
         group: query heads of a kv head; q_len: chunks of all lengths above 1 share a variant.
         isa: compute capability * 10 on NVIDIA, HIP on AMD, 0 in the interpreter.
         top_p: whether the budget has a part of the mass.
+        indexed: whether the pages are an index (PagedKV.words).
     """
     keys = spec.keys
     columns = column_block(spec, group, q_len, isa)
     types = compute_types(spec, query_dtype)
     return {
-        "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns, "KEYS": key_words(keys),
-        "ALL": reads_all(keys), "RANGED": RANGED_PAGES, "NEWEST": NEWEST_PAGES, "W_TILE": 32 if keys.head_dim <= 128 else 16,
+        "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
+        "KEYS": key_words(keys, indexed), "ALL": reads_all(keys), "RANGED": RANGED_PAGES, "NEWEST": NEWEST_PAGES, "W_TILE": 32 if keys.head_dim <= 128 else 16,
         "W_CHUNKS": chunks(keys.head_dim), "PRECISION": "ieee",
         "K_DTYPE": types[0], "W_DTYPE": types[2], "ISA": 0 if types[0] == "fp32" else isa,
         "HIDING": hiding(q_len, "none", softcap, False),

@@ -1,5 +1,6 @@
 """Whole generation with the Triton kernels in the interpreter: the cache hands them what they expect."""
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -73,6 +74,47 @@ def long_turn(name, lengths, kernel):
         dense_launch.dense_kernel = launch
 
 
+def read_in_part(options, kernel):
+    """Greedy tokens of a padded batch that reads a part of its pages, how often what chose, and warnings (in the worker)."""
+    from kv_hf.backends import dispatch, registry
+
+    chosen, chooser = [], registry.chooser
+
+    def noted(backend, by_index=False):
+        chosen.append((backend.name, by_index))
+        return chooser(backend, by_index)
+
+    dispatch.chooser = noted
+    try:
+        with pages_of_a_gpu(kernel), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.manual_seed(0)
+            model = make_model("llama", head_dim=64)
+            for layer in model.model.layers:  # whose attention is far from even
+                layer.self_attn.q_proj.weight.data *= 3
+            config = {
+                "page_size": 16,
+                "kernel": kernel,
+                "read_tokens": 96,
+                "read_from": 100,
+                **options,
+            }
+            found = model.generate(
+                **left_padded([170, 130]),
+                past_key_values=kv_hf.PagedCache(model.config, **config),
+                max_new_tokens=4,
+                min_new_tokens=4,
+                do_sample=False,
+            )
+            return (
+                found,
+                chosen,
+                [str(one.message) for one in said if "read_tokens" in str(one.message)],
+            )
+    finally:
+        dispatch.chooser = chooser
+
+
 class _Noted:
     def __init__(self, kernel, written):
         self.kernel, self.written = kernel, written
@@ -99,6 +141,19 @@ def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
     assert torch.equal(tokens, expected)
     assert len(codes) > 3
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("outside", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keys", ["int4", pytest.param("exact", marks=pytest.mark.slow)])
+def test_steps_that_read_a_part_with_triton_give_the_tokens_of_the_reference(keys, outside):
+    """Also where pages live outside: then it chooses by an index."""
+    options = {"keys": keys} | ({"offload": "disk"} if outside else {})
+    found, chosen, said = call(read_in_part, options, "triton")
+    expected, by_reference, _ = read_in_part(options, "reference")
+    assert torch.equal(found, expected)
+    assert set(chosen) == {("triton", outside)}
+    assert len(chosen) == len(by_reference) == 3 * 2  # steps behind the prompt's, and layers
+    assert not said
 
 
 @pytest.mark.parametrize(("name", "lengths"), [("llama", [37, 20]), ("gemma3", [60])])

@@ -48,6 +48,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=8192, help="tokens of a text")
     parser.add_argument("--scored", type=int, default=256, help="tokens at its end that are scored")
     parser.add_argument("--read", nargs="*", type=int, default=[1024, 2048, 4096], metavar="TOKENS")
+    parser.add_argument("--top-p", nargs="*", type=float, default=[], help="masses, for caches")
     parser.add_argument("--read-from", type=int, default=READ_FROM, help="option of that name")
     parser.add_argument("--choosers", nargs="*", default=list(CHOOSERS), choices=list(CHOOSERS))
     parser.add_argument("--caches", nargs="*", default=list(CACHES), metavar="NAME[:OPTION=VALUE]")
@@ -59,7 +60,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield rows as they are measured, with those of earlier runs; with --record new ones are appended."""
-    asked = contenders(args.choosers, args.caches, args.read, args.read_from)
+    asked = contenders(args.choosers, args.caches, args.read, args.read_from, args.top_p)
     known = read_rows(args.out) if args.record else []
     for name in args.models:
         loaded = PackagedModel(name, getattr(torch, args.dtype))
@@ -95,6 +96,7 @@ def recorded(
         "contender": contender.name,
         "read_tokens": contender.read_tokens,
         "read_from": contender.read_from,
+        "read_top_p": contender.read_top_p,
     }
     found = [row for row in rows if all(row.get(name) == wanted[name] for name in wanted)]
     return found[-1] if found else None
@@ -107,12 +109,15 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for name in ("tokens read", "KL", "95 %", "same top token"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        read = row["read_tokens"]
+        read = row["read_tokens"] or row.get("tokens_read_mean")
+        mass = row.get("read_top_p")
         table.add_row(
             row["model"],
             row["text"],
-            row["contender"] + (", simulated" if row["simulated"] else ""),
-            "all" if read is None else f"{read:,}",
+            row["contender"]
+            + (", simulated" if row["simulated"] else "")
+            + (f", read_top_p={mass:g}" if mass else ""),
+            "all" if read is None else f"{read:,.0f}",
             f"{row['kl_mean']:.5f}",
             f"{row['kl_low']:.5f} to {row['kl_high']:.5f}",
             f"{100 * row['top1']:.1f} %",

@@ -8,6 +8,7 @@ from eval_tables import MODELS, digits, table
 
 Row = dict[str, Any]
 NOTHING = "No run has been recorded yet: `scripts/reading_quality.py --record` writes this table."
+RUN = ("model", "window", "tokens", "read_from", "dtype")
 # choosers that are simulated over exact keys, in words
 SIMULATED = {
     "oracle": "the truth: each page's attention mass",
@@ -22,10 +23,40 @@ def reading_table(rows: Sequence[Row]) -> str:
     """Return the KL of each contender and budget, mean and worst text: a table per model, caches first."""
     newest: dict[tuple[Any, ...], dict[tuple[str, int | None], dict[str, Row]]] = {}
     for row in rows:
-        run = tuple(row[name] for name in ("model", "window", "tokens", "read_from", "dtype"))
+        if row.get("read_top_p") is not None:
+            continue
+        run = tuple(row[name] for name in RUN)
         which = row["contender"], row["read_tokens"]
         newest.setdefault(run, {}).setdefault(which, {})[row["text"]] = row
     return "\n\n".join(filter(None, map(_block, newest.values()))) or NOTHING
+
+
+def top_p_table(rows: Sequence[Row]) -> str:
+    """Return what steps lose that read up to a part of the attention mass, and how much they read: a line per part."""
+    newest: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row.get("read_top_p") is not None:
+            run = (*(row[name] for name in RUN), row["contender"], row["read_top_p"])
+            newest.setdefault(run, {})[row["text"]] = row
+    if not newest:
+        return NOTHING
+    lines = [["pages chosen by", "`read_top_p`", "tokens read, mean", "a tenth of the steps less than", "a tenth more than", "KL"]]  # fmt: skip
+    shown = []
+    for run in sorted(newest, key=lambda run: (*run[:-2], run[-2], run[-1])):
+        of = [newest[run][text] for text in sorted(newest[run])]
+        shown += of
+        means = [
+            sum(row[name] for row in of) / len(of)
+            for name in ("tokens_read_mean", "tokens_read_p10", "tokens_read_p90")
+        ]
+        cells = (f"{mean:,.0f}" for mean in means)
+        lines.append([f"`{run[-2]}`", f"{run[-1]:g}", *cells, _cell(of)])
+    first = shown[0]
+    said = (
+        f"{MODELS.get(first['model'], first['model'])}, last {first['tokens']} of {first['window']:,} tokens of "
+        f"{len({row['text'] for row in shown})} texts, steps counted layer by layer"
+    )
+    return f"{caption(shown, said)}\n\n{table(lines)}"
 
 
 def speed_table(rows: Sequence[Row]) -> str:

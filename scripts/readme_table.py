@@ -38,6 +38,7 @@ DOCUMENTS = [
     ("evaluation.md", "drift", MEASURED, long_tables.drift_table),
     ("long_context.md", "needles", BOTH, long_tables.needle_table),
     ("long_context.md", "reading", "reading.jsonl", reading_tables.reading_table),
+    ("long_context.md", "top_p", "reading.jsonl", reading_tables.top_p_table),
     ("long_context.md", "reading_speed", "reading_speed.jsonl", reading_tables.speed_table),
     ("memory.md", "memory", "memory.jsonl", docs_tables.memory_table),
     ("memory.md", "resident", "resident.jsonl", docs_tables.resident_table),

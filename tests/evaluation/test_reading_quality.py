@@ -15,6 +15,8 @@ from tiny_models import make_model, tokens
 from tiny_tokenizer import make_tokenizer
 from transformers import AttentionInterface, DynamicCache
 
+from kv_hf.backends import registry
+from kv_hf.backends.cpu import library
 from kv_hf.backends.reference import selection
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.loaded_model import LoadedModel
@@ -131,6 +133,17 @@ def test_bench_measures_from_the_exact_cache(folder):
     assert part["pages_read"] == oracle["pages_read"] == 2
     assert oracle["kl_mean"] > 1e-6 and part["kl_mean"] > 1e-6
     assert part["kl_blocks"] == [pytest.approx(part["kl_mean"], rel=1e-6)]
+
+
+@pytest.mark.skipif(library.missing() is not None, reason="the C kernel is not there")
+def test_steps_up_to_a_mass_are_counted(folder):
+    bench = ReadingBench(LoadedModel(folder), "code", 600, 64)
+    half, most = (bench.measure(Contender("paged_exact", None, 300, mass)) for mass in (0.5, 0.999))
+    assert half["kl_mean"] > most["kl_mean"]
+    assert 64 + 4 <= half["tokens_read_p10"] <= half["tokens_read_mean"] <= half["tokens_read_p90"]
+    assert half["tokens_read_mean"] < most["tokens_read_mean"] <= 600
+    assert "tokens_read_mean" not in bench.measure(Contender("paged_exact", 200, 300))
+    assert "c_counted" not in registry.backend_names()
 
 
 def test_script_measures_what_has_no_row(folder, tmp_path, monkeypatch, capsys):

@@ -19,11 +19,13 @@ class Contender:
         name: of CHOOSERS, or a paged cache.
         read_tokens: most tokens that a step reads; None: all.
         read_from: tokens from which on pages are chosen.
+        read_top_p: part of the attention mass that a step reads; None: no such bound. Of caches alone.
     """
 
     name: str
     read_tokens: int | None
     read_from: int
+    read_top_p: float | None = None
 
     @property
     def simulated(self) -> bool:
@@ -36,8 +38,10 @@ class Contender:
         base, given = ("paged_exact", {}) if self.simulated else parse_cache_name(self.name)
         if self.simulated and (page_size := CHOOSERS[self.name].page_size):
             given = {"page_size": page_size}
-        if self.read_tokens is not None:
-            given = {**given, "read_tokens": self.read_tokens, "read_from": self.read_from}
+        bounds = {"read_tokens": self.read_tokens, "read_top_p": self.read_top_p}
+        bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+        if bounds:
+            given = {**given, **bounds, "read_from": self.read_from}
         return ":".join(filter(None, [base, ",".join(f"{k}={v}" for k, v in given.items())]))
 
     @property
@@ -62,14 +66,19 @@ class Contender:
 
 
 def contenders(
-    choosers: Sequence[str], caches: Sequence[str], read: Sequence[int], read_from: int
+    choosers: Sequence[str],
+    caches: Sequence[str],
+    read: Sequence[int],
+    read_from: int,
+    top_p: Sequence[float] = (),
 ) -> list[Contender]:
-    """Return every chooser and cache with every budget, and each cache that reads everything.
+    """Return every chooser and cache with every number of tokens, each cache with every mass, and with everything.
 
     Raises: CacheOptionError as `Contender.check` does.
     """
     found = [Contender(name, tokens, read_from) for name in choosers for tokens in read]
     found += [Contender(name, tokens, read_from) for name in caches for tokens in (None, *read)]
+    found += [Contender(name, None, read_from, mass) for name in caches for mass in top_p]
     for one in found:
         one.check()
     return found

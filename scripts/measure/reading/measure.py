@@ -1,24 +1,53 @@
 """The distance of a contender's next-token distributions at the end of a long text from those of dense exact reading."""
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from kv_hf.backends import registry
+from kv_hf.backends.base import AttentionCall
 from kv_hf.evaluation.accuracy import PROTOCOL, summary
 from kv_hf.evaluation.by_text import block_means
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.distances import Tally
 from kv_hf.evaluation.loaded_model import LoadedModel, TextSettings, digest_of
 from kv_hf.evaluation.teacher_forcing import forced_logits
+from kv_hf.spec import LANES
 from measure.reading.choosers import CHOOSERS
 from measure.reading.contender import Contender
 from measure.reading.simulation import Simulation, reads_by
 
+COUNTED = "c_counted"
 SIMULATED = "every query a choice of its own, exact keys and values"
 Logits = Iterator[tuple[int, torch.Tensor]]
+
+
+@contextmanager
+def counted_pages() -> Iterator[list[int]]:
+    """Register a backend COUNTED, which is the C kernel, and give a list of the pages that its choices take."""
+    own, found = registry.load("c"), list[int]()
+    assert own.choose_pages is not None
+    choose = own.choose_pages
+
+    def counted(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        table, counts = choose(call)
+        found.extend(counts.tolist())
+        return table, counts
+
+    backend = replace(own, name=COUNTED, choose_pages=counted)
+    why_not = functools.partial(registry.why_not, "c")
+    registry.register_backend(
+        COUNTED, lambda: backend, why_not=why_not, runs_on="cpu", layout=LANES
+    )
+    try:
+        yield found
+    finally:
+        registry.unregister_backend(COUNTED)
 
 
 class ReadingBench:
@@ -60,14 +89,16 @@ class ReadingBench:
         reference = self.loaded.reference(self.settings)
         exact, tally = reference.log_probs(0), Tally()
         targets = self.ids[prompt + 1 :]
-        for position, logits in self._logits(contender):
+        counts: list[int] = []
+        for position, logits in self._logits(contender, counts):
             if not torch.isfinite(logits).all():
                 raise ValueError(f"{contender} gives logits that are not finite at {position}")
             part = slice(position - prompt, position - prompt + len(logits))
             tally.add(exact[part], torch.log_softmax(logits, -1), targets[part])
             progress(len(logits))
         tally.end_text()
-        pages = contender.places.sealed(self.settings.window)
+        places = contender.places
+        pages = places.sealed(self.settings.window)
         budget = contender.budget
         return {
             "kind": "reading",
@@ -75,19 +106,40 @@ class ReadingBench:
             "contender": contender.name,
             "simulated": contender.simulated,
             "read_tokens": contender.read_tokens,
+            "read_top_p": contender.read_top_p,
             "read_from": contender.read_from,
-            "page_size": contender.places.page_size,
+            "page_size": places.page_size,
             "pages": pages,
             "pages_read": pages if budget is None else budget.most(pages),
+            **self._tokens_read(contender, counts),
             "protocol": SIMULATED if contender.simulated else PROTOCOL,
             **asdict(summary(tally, 0.0)),
             "kl_blocks": block_means(tally.kl[0]),
         }
 
-    def _logits(self, contender: Contender) -> Logits:
-        """Yield (position, logits [tokens, vocab]) of the scored tokens."""
+    def _tokens_read(self, contender: Contender, counts: list[int]) -> dict[str, float]:
+        """Return how many tokens a step read, the exact window included: mean over steps and layers, and quantiles."""
+        if not counts:
+            return {}
+        places, own = contender.places, self.settings
+        exact = [places.exact(at) for at in range(own.prompt + 1, own.window + 1)]
+        window = sum(exact) / len(exact)
+        tokens = torch.tensor(counts, dtype=torch.float64) * places.page_size + window
+        parts = {f"tokens_read_p{q}": float(tokens.quantile(q / 100)) for q in (10, 50, 90)}
+        return {"tokens_read_mean": float(tokens.mean()), **parts}
+
+    def _logits(self, contender: Contender, counts: list[int]) -> Logits:
+        """Yield (position, logits [tokens, vocab]) of the scored tokens; pages of choices up to a mass go into `counts`."""
         model, own = self.loaded.model, self.settings
         prefill = self.loaded.reference(own).prefill(0)
+        if contender.read_top_p is not None:
+            with counted_pages() as found:
+                cache = cache_kind(f"{contender.cache},kernel={COUNTED}").make(
+                    model.config, own.window
+                )
+                yield from forced_logits(model, self.ids, cache, own.prompt, prefill=prefill)
+                counts += found
+            return
         if not contender.simulated:
             cache = cache_kind(contender.cache).make(model.config, own.window)
             yield from forced_logits(model, self.ids, cache, own.prompt, prefill=prefill)

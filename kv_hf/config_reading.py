@@ -1,10 +1,11 @@
 """Options about how much of a long text a decode step reads: their checks, and the budget that they make."""
 
+from dataclasses import replace
 from typing import Any
 
 from .checks import check_int
 from .errors import CacheOptionError
-from .read_budget import ReadBudget, pages_for
+from .read_budget import READ_FROM, ReadBudget, pages_for
 
 LIMITS = ("read_tokens", "read_share", "read_top_p")
 
@@ -12,6 +13,11 @@ LIMITS = ("read_tokens", "read_share", "read_top_p")
 def is_reading_part(config: Any) -> bool:
     """Say whether the options let steps read less than everything."""
     return any(getattr(config, name) is not None for name in LIMITS)
+
+
+def reading_everything(config: Any) -> Any:
+    """Return the options without what they say of a part to read."""
+    return replace(config, **dict.fromkeys(LIMITS), read_from=READ_FROM)
 
 
 def check_reading(config: Any) -> None:

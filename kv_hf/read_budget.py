@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 
 NEWEST_PAGES = 1  # of each row, which are read whatever their summaries say
 READ_FROM = 4096  # tokens of a row from which on pages are chosen, unless an option says otherwise
@@ -70,6 +71,14 @@ def pages_for(read_tokens: int, kept_tokens: int, page_size: int) -> int:
     return (read_tokens - kept_tokens) // page_size - 1
 
 
+class _Next(Enum):
+    """Whether a forward that is to read everything is none, yet to come, or the last one that began."""
+
+    NONE = 0
+    TO_COME = 1
+    BEGUN = 2
+
+
 class Reading:
     """What the steps of one group of layers read: its budget, but everything while a prompt is read.
 
@@ -80,11 +89,26 @@ class Reading:
     def __init__(self, budget: ReadBudget | None) -> None:
         self._budget = budget
         self._whole = 0
+        self._next = _Next.NONE
 
     @property
     def budget(self) -> ReadBudget | None:
-        """What the next forward may read; None: everything."""
-        return None if self._whole else self._budget
+        """What the next forward, or the one in progress, may read; None: everything."""
+        return None if self._whole or self._next is not _Next.NONE else self._budget
+
+    def next_of_everything(self) -> None:
+        """Have the next forward read everything, however few queries it has."""
+        self._next = _Next.TO_COME
+
+    def note_forward(self) -> None:
+        """Note that a forward begins."""
+        if self._next is not _Next.NONE:
+            self._next = _Next.BEGUN if self._next is _Next.TO_COME else _Next.NONE
+
+    def note_end(self) -> None:
+        """Note that the last forward is over: other steps follow."""
+        if self._next is _Next.BEGUN:
+            self._next = _Next.NONE
 
     @property
     def usual(self) -> ReadBudget | None:

@@ -205,8 +205,10 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
                 f"{func} writes to keys or values that a paged cache handed out. They are read-only: pages would not take the "
                 "change over. Change a copy (keys = keys.clone()), or use a DynamicCache for this model"
             )
-    if any(isinstance(one, LazyKV) for one in tree_leaves((args, kwargs))):
+    handles = [one for one in tree_leaves((args, kwargs)) if isinstance(one, LazyKV)]
+    if handles:
         warn_dense(str(func))
+        warn_read_whole(handles[0].view_of_pages, "their attention does not read pages")
     args, kwargs = tree_map_only(LazyKV, LazyKV.dense, (args, kwargs))
     args, kwargs = tree_map_only(KVPart, plain_tensor, (args, kwargs))
     found = func(*args, **kwargs)
@@ -230,6 +232,18 @@ def warn_dense(reader: str) -> None:
         "time and the transient memory that pages save. Use model.set_attn_implementation('kv_hf') where "
         "the model supports it",
     )
+
+
+def warn_read_whole(view: KVView, reason: str) -> None:
+    """Say once that steps read everything, and why, where the forward that got `view` was to read a part."""
+    if type(view) is not KVView:
+        return  # of a layer that somebody looks at
+    budget = view.kv.budget
+    if budget is not None and budget.chooses(view.kv.block_table.shape[1], view.kv.seen):
+        warn_once(
+            "read_tokens: dense",
+            f"Steps read everything, whatever read_tokens, read_share and read_top_p say: {reason}",
+        )
 
 
 def warn_gradients() -> None:

@@ -190,6 +190,11 @@ class CacheBase(Portable, DynamicCache):
                 stack.enter_context(group.reading.of_everything())
             yield
 
+    def read_next_as_prompt(self) -> None:
+        """Have the next forward read all pages, as `reading_everything` does: the first of assisted decoding is the prompt's."""
+        for group in self.groups:
+            group.reading.next_of_everything()
+
     def end_prefill(self) -> None:
         """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/memory.md).
 

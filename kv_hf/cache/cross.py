@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import CacheConfig
+from ..config_reading import reading_everything
 from .growing import GrowingCache
 from .handle_layer import HandleLayer
 from .model_shape import attention_config, cross_config
@@ -17,13 +18,14 @@ class CrossCache(GrowingCache):
     Models call `update()` once per text, in its first forward, which attends to the exact tensors that it gave;
     later steps read the `keys` and `values` of a layer, which are handles here. Every column of the encoder is
     stored, its padding too, which the model masks. Arguments and errors are those of PagedCache;
-    `reserve_tokens` and `recent_tokens`, which are about text that grows, are not used.
+    `reserve_tokens`, `recent_tokens` and what a step reads (`read_tokens` and its kin), which are about text that grows, are
+    not used.
     """
 
     layer_class = HandleLayer
 
     def _build(self, config: Any, options: CacheConfig) -> None:
-        exact = replace(options, reserve_tokens=0, recent_tokens=0)
+        exact = replace(reading_everything(options), reserve_tokens=0, recent_tokens=0)
         super()._build(cross_config(config), exact)
         self._attention_config = attention_config(config)
         for layer in self.layers:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..config import CacheConfig
+from ..config_reading import LIMITS, is_reading_part
 from ..errors import CacheMismatchError, CacheOptionError
 from ..formats import Format, get_format
 from ..geometry import page_start
@@ -155,12 +156,15 @@ class PrefixStore:
                 )
         return self.arena
 
-    def bind_model(self, model: Any) -> str:
+    def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Remember the model, and return the space of prefixes that its state has now.
 
         Each state of adapters (active, scaling, merged, disabled), hooks and autocast has a space of its own. All pages
         are let go of when the weights of a space have changed since it was last used (said once).
 
+        Args:
+            options: of a cache whose answers are kept too. Steps that read a part of the text before them compute other
+                keys than a prompt that reads everything: those of equal read_* options have a space of their own.
         Raises: CacheMismatchError for another model: equal tokens have other keys there.
         """
         state = model_state(model)
@@ -174,7 +178,7 @@ class PrefixStore:
             self._check_weights(state)
             self._weights[state.space] = state.weights
         # pages of other weights that a live cache still brings (`add`) are never found
-        return f"{state.space} {state.weights.hex()}"
+        return f"{state.space} {state.weights.hex()}{_reads(options)}"
 
     def _check_weights(self, state: ModelState) -> None:
         if self._weights.get(state.space, state.weights) != state.weights:
@@ -429,9 +433,16 @@ class _TenantStore(PrefixStore):
         self.__dict__ = store.__dict__
         self._salt = salt
 
-    def bind_model(self, model: Any) -> str:
+    def bind_model(self, model: Any, options: CacheConfig | None = None) -> str:
         """Return the tenant's own space of prefixes for the model's state now; see PrefixStore.bind_model."""
-        return salted(super().bind_model(model), self._salt)
+        return salted(super().bind_model(model, options), self._salt)
+
+
+def _reads(options: CacheConfig | None) -> str:
+    """Return what tells apart caches whose steps read different parts of a text; "" where they read everything."""
+    if options is None or not is_reading_part(options):
+        return ""
+    return " reads " + " ".join(str(getattr(options, name)) for name in (*LIMITS, "read_from"))
 
 
 def salted(space: str, salt: str) -> str:

@@ -10,7 +10,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..backends.base import AttentionCall, Backend
 from ..backends.dispatch import paged_attention
-from ..bridge.lazy_kv import KVView, view_behind
+from ..bridge.lazy_kv import KVView, view_behind, warn_read_whole
 from ..bridge.lazy_mask import LazyMask, unless_changed
 from ..bridge.mask_length import MaskLength
 from ..bridge.shown_padding import check_shown, vouch
@@ -221,6 +221,7 @@ def _written_out(
             f"dense attention: {reason}",
             f"This decode step writes out each layer's whole cache densely because {reason}",
         )
+        warn_read_whole(view, reason)
     key, value = view.dense("keys"), view.dense("values")
     if view.kv.spec.is_latent and is_latent_attention(module):
         key, value = expanded(module, key, value)
@@ -252,16 +253,21 @@ def _attend_dense(
 def _knows_mask(view: Any, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Say whether a preallocated cache knows by itself what `mask` hides from a single query.
 
-    On a device that has to be waited for, and where a step reads a part of the pages, a mask without heads is taken to
-    hide left padding and columns without a token yet; that is compared there, once per step, and a wrong one is reported
-    by a later forward.
+    On a device that has to be waited for, and in a compiled step that reads a part of the pages, a mask without heads is
+    taken to hide left padding and columns without a token yet; that is compared there, once per step, and a wrong one is
+    reported by a later forward.
     """
     if mask is None or query.shape[2] != 1 or mask.dtype != torch.bool or mask.shape[1] != 1:
         return False
     if mask.shape[-1] != view.table.max_length:
         return False
-    if moved.is_host(mask.device) and view.kv.budget is None:
-        return False  # nothing waits: the mask itself is read. A choice of pages has no place for its columns
+    if moved.is_host(mask.device):
+        if view.kv.budget is None:
+            return False  # nothing waits: the mask itself is read. A choice of pages has no place for its columns
+        if not torch.compiler.is_compiling():
+            if view.is_first:
+                view.table.compare_mask(mask)
+            return bool(view.table.is_mask_known)
     if view.is_first:
         view.table.note_mask(mask)
     return True

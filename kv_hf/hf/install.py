@@ -29,6 +29,7 @@ from ..cache.static_cache import StaticPagedCache
 from ..cache.two_bits import warn_of_two_bits
 from ..config import CacheConfig
 from ..config_given import given_options
+from ..config_reading import LIMITS
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, cache_names, is_cache_name, named
 from ..notices import forget, warn_once
@@ -51,8 +52,17 @@ from .static_generation import check_static_generation, is_assisted
 from .step_graph import call_graphs, want_graphs
 from .whole_call import around_generate
 
-# options about layers and latents of one model, which mean nothing to its assistant
-OF_A_MODEL = ("layers", "recipe", "latent", "latent_group_size", "k_rope", "mla")
+# options about one model's layers, latents and long texts, which its assistant does not take over
+OF_A_MODEL = (
+    "layers",
+    "recipe",
+    "latent",
+    "latent_group_size",
+    "k_rope",
+    "mla",
+    *LIMITS,
+    "read_from",
+)
 
 _originals: dict[str, Callable[..., Any]] = {}
 _added: set[str] = set()  # names that were put beside transformers' own, gone ones included
@@ -181,7 +191,10 @@ def _before_drafts(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Prepare for assisted decoding, if it is that: a prefix store does nothing there, which is said once."""
+    """Prepare for assisted decoding, if it is that, which has no prefill of its own.
+
+    A prefix store does nothing there, which is said once, and the first forward is the prompt's.
+    """
     own, _ = paged_halves(cache)
     if own is None or not is_assisted(generation_mode):
         return
@@ -190,6 +203,7 @@ def _before_drafts(
             "prefix_store assisted",
             "prefix_store is not used: assisted decoding has no prefill of its own that could be skipped",
         )
+    own.read_next_as_prompt()
     expect_drafts(model, cache, own, model_kwargs)
 
 

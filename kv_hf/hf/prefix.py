@@ -12,6 +12,7 @@ from ..cache.encoder_decoder import paged_halves
 from ..cache.model_shape import rotates_by_length
 from ..cache.model_state import drops_numbers
 from ..cache.paged_cache import PagedCache
+from ..cache.prefix_store import PrefixStore
 from ..geometry import full_pages, page_start
 from ..notices import warn_once
 from .history import Text
@@ -116,7 +117,7 @@ def share_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
             _end_prefill(cache)
             text.check_columns()
             return outputs
-        space = store.bind_model(self)
+        space = _space_of(self, own, store)
         own.note_space(space)
         chunk = getattr(generation_config, "prefill_chunk_size", None)
         skipped = attach_prefix(self, own, prompt, space, chunk)
@@ -176,8 +177,9 @@ def attach_prefix(
         alone = Prompt([[*common, prompt.rows[0][len(common)]]], [0])
         store.attach(lead, space, alone.rows, alone.padding, counted=False)
         ids = torch.tensor([common[lead.get_seq_length() :]], device=model.device)
-        for part in ids.split(chunk or ids.shape[1], dim=1):
-            model(input_ids=part, past_key_values=lead, use_cache=True, **_last_logit(model))
+        with lead.reading_everything():
+            for part in ids.split(chunk or ids.shape[1], dim=1):
+                model(input_ids=part, past_key_values=lead, use_cache=True, **_last_logit(model))
         store.add(lead, [common], space)
         lead.end_prefill()
         store.count_computed(ids.shape[1])
@@ -210,7 +212,13 @@ def note_origin(model: Any, cache: PagedCache) -> None:
     cache.note_adapters(adapters_of(model))
     if started and cache.prefix_store is not None:
         tokens_alone = more_than_tokens(model) is None
-        cache.note_space(cache.prefix_store.bind_model(model) if tokens_alone else None)
+        store = cache.prefix_store
+        cache.note_space(_space_of(model, cache, store) if tokens_alone else None)
+
+
+def _space_of(model: Any, cache: PagedCache, store: PrefixStore) -> str:
+    """Return the space of prefixes of `model` now; answers of steps that read a part are kept apart from all others."""
+    return store.bind_model(model, cache.options if store.keep_answers else None)
 
 
 def more_than_tokens(model: Any) -> str | None:

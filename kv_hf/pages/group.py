@@ -117,6 +117,7 @@ class PageGroup(PaddedRows):
     def confirm(self) -> None:
         """Declare all columns seen so far final (a crop that removes nothing)."""
         self.confirmed = self.seen
+        self.reading.note_end()
 
     def reset(self) -> None:
         """Give back all pages and forget rows, lengths and padding."""
@@ -200,6 +201,10 @@ class PageGroup(PaddedRows):
                 self._padding_seen = None  # of a forward that never was
                 self.pool.recount()
                 raise
+            if op[0] == "append":
+                self.reading.note_forward()
+            else:
+                self.reading.note_end()
             self.tracker.begin_opening()
             self.tracker.open(step)
             self.batch, self.seen, self._leaving = batch, step.seen_after, leaving

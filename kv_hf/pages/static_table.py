@@ -67,6 +67,7 @@ class StaticTable:
         turn: the layer that takes part next; 0 between steps, WORKING while one takes part, or after it was stopped there.
         known_columns: `seen` as a number, or None where compiled steps have moved it on.
         reading: how much of a row the next forward reads.
+        is_mask_known: whether the mask of the step in progress hides what the rows say, where `compare_mask` was asked.
         flag: set on the device by steps that nobody waits for: OVERFULL, WRONG_MASK.
     """
 
@@ -95,7 +96,7 @@ class StaticTable:
         self.rows = 0
         self.turn = 0
         self.step: StaticStep | None = None
-        self.started = self.was_empty = False
+        self.started = self.was_empty = self.is_mask_known = False
         self._known_padding: torch.Tensor | None = None
         self.known_columns: int | None = 0
 
@@ -243,11 +244,17 @@ class StaticTable:
             )
 
     def note_mask(self, mask: torch.Tensor) -> None:
-        """Compare the mask [rows or 1, 1, 1, max_length] (bool) of the step in progress with what the rows hold."""
+        """Compare the mask [rows or 1, 1, 1, max_length] (bool) of the step in progress with what the rows hold, later."""
+        self.flag.tensor.bitwise_or_(self._is_wrong(mask).to(torch.int32) * WRONG_MASK)
+
+    def compare_mask(self, mask: torch.Tensor) -> None:
+        """Do as `note_mask` does, but at once: `is_mask_known` says what came out."""
+        self.is_mask_known = not bool(self._is_wrong(mask))
+
+    def _is_wrong(self, mask: torch.Tensor) -> torch.Tensor:
         columns = torch.arange(self.max_length, device=mask.device)
         held = (columns >= self.padding[:, None]) & (columns < self.seen)
-        wrong = (mask[:, 0, 0] != held).any()
-        self.flag.tensor.bitwise_or_(wrong.to(torch.int32) * WRONG_MASK)
+        return (mask[:, 0, 0] != held).any()
 
     def columns(self) -> int:
         """Return the columns seen as a number; waits for the device where compiled steps have moved on."""

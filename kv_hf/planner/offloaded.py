@@ -107,9 +107,12 @@ class _Room:
     ) -> None:
         """Let a first decode step read rows of these tokens: where a staging buffer is too small, room is made again."""
         for window, own in groups.items():
-            pages = sum(map(row_sizes(options, window).held, row_tokens))
+            held = list(map(row_sizes(options, window).held, row_tokens))
             for layer in self.split.outside & set(own):
-                slots = self.slots(layer, pages, own[layer])
+                slots = sum(held)
+                if self.reading is not None and layer in self.chosen_from:
+                    width = self.reading.width(max(held), own[layer].keys.page_size)
+                    slots = min(slots, len(held) * width)
                 if carved_bytes(own[layer], slots) > self.split.staging[self.device]:
                     self.settle(specs, {})
 

@@ -9,6 +9,7 @@ import torch
 from ..cache.layer_choice import INDEXED, paged_formats
 from ..cache.layer_formats import LayerFormats
 from ..config import CacheConfig
+from ..config_reading import check_readable
 from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..row_pages import RowPages, page_use, reserved_pages
 from ..spec import PageSpec, counted, pages_report
@@ -58,7 +59,10 @@ def layer_formats(inventory: Inventory, options: CacheConfig) -> dict[int, Layer
     classes = [layer.cache_class for layer in inventory.layers]
     ranks, windows = _ranks(inventory.layers), [layer.window for layer in inventory.layers]
     sizes = _recipe_sizes(inventory.layers)
-    return paged_formats(classes, ranks, options, inventory.model_type, sizes, windows)
+    found = paged_formats(classes, ranks, options, inventory.model_type, sizes, windows)
+    seen, latent = [windows[index] for index in found], any(ranks[i] is not None for i in found)
+    check_readable(options, inventory.model_type, seen, latent)
+    return found
 
 
 def _recipe_sizes(layers: Sequence[CachedLayer]) -> dict[str, int]:

@@ -5,6 +5,8 @@ A bound, not a forecast: computing, writing, launching kernels and talking betwe
 
 from dataclasses import dataclass
 
+from ..config_reading import read_budget
+from ..page_summary import part_bytes
 from ..spec import ROWS, MemoryReport
 from .choices import Choice
 from .growing import index_bytes, state_bytes
@@ -74,7 +76,9 @@ def cache_read(
     """Return the bytes of a cache that a step reads, and how many of them lie outside of the device.
 
     A layer with a window reads the tokens in it. Sealed tokens are read as stored, with their scales; the others exact.
-    Of a static cache transformers reads all columns, those too that hold no token yet.
+    Of a static cache transformers reads all columns, those too that hold no token yet. Where steps read a part of the pages, a
+    choice reads of every page what page_summary.part_fields lists, which lies on the device, and attention the pages that it
+    takes, at most.
 
     Args:
         report: of the cache, for the part of its pages that lies outside.
@@ -85,18 +89,23 @@ def cache_read(
         groups = page_groups(inventory, layer_formats(inventory, options), dtype, ROWS)
         specs = {index: spec for group in groups.values() for index, spec in group.items()}
     columns = context if choice.length is None else choice.length
-    stored = exact = 0.0
+    stored = chosen_by = exact = 0.0
+    budget = None if options is None else read_budget(options)
     for index, layer in enumerate(inventory.layers):
         tokens = columns if layer.window is None else min(columns, layer.window)
         plain = tokens
         if options is not None and index in specs:
-            plain = min(tokens, row_sizes(options, layer.window).exact(context))
-            per_token = specs[index].page_bytes / options.page_size
-            stored += layer.readers * (tokens - plain) * per_token
+            sizes, spec = row_sizes(options, layer.window), specs[index]
+            plain, pages = min(tokens, sizes.exact(context)), sizes.sealed(context)
+            sealed = float(tokens - plain)
+            if budget is not None and layer.window is None and budget.chooses(pages, context):
+                sealed = budget.most(pages) * options.page_size
+                chosen_by += layer.readers * pages * part_bytes(spec.keys)
+            stored += layer.readers * sealed * spec.page_bytes / options.page_size
         exact += layer.readers * plain * layer.elements * dtype.itemsize
         positions = index_bytes(layer, dtype) - layer.index_bytes(dtype)  # these grow in any cache
         index = columns * layer.index_bytes(dtype) + context * positions
         exact += layer.readers * index + state_bytes(layer, 1, dtype)
-    pages = report.payload + report.scales + report.offloaded
-    outside = stored * report.offloaded / pages if pages else 0.0
-    return round((stored + exact) * batch), round(outside * batch)
+    held = report.payload + report.scales + report.offloaded
+    outside = stored * report.offloaded / held if held else 0.0
+    return round((stored + chosen_by + exact) * batch), round(outside * batch)

@@ -9,6 +9,7 @@ from ..cache.growing import GrowingCache
 from ..cache.layer import PagedLayer
 from ..cache.prefix_store import PrefixStore, salted
 from ..config import CacheConfig
+from ..config_reading import is_reading_part
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.arena import PageArena
 from ..pages.step import Row
@@ -85,6 +86,7 @@ class BatchCache:
         self.requests = RequestRows(self.groups, self.stores, self.device)
         self._promised: dict[str, int] = {}  # pages of requests that the next forward takes
         self._asked: dict[str, tuple[int, int]] = {}  # request -> tokens held, tokens to come
+        self._prompts: dict[str, int] = {}  # tokens of each request's prompt
         self._away: dict[str, HeldRequest] = {}
         self._salts: dict[str, str] = {}
         self._unknown: dict[str, int] = {}  # tokens of prompts that the store knows nothing of
@@ -172,6 +174,7 @@ class BatchCache:
         if dry_run:
             return tokens <= self.most_tokens
         self._promised.pop(request_id, None)
+        self._prompts[request_id] = len(state.initial_tokens)
         known = request_id in self.requests
         needed = self._needed(request_id, tokens)
         if (not known and len(self.requests) >= self.room.rows) or not self._make_free(needed):
@@ -227,6 +230,7 @@ class BatchCache:
             self._salts,
             self._spaces,
             self._unknown,
+            self._prompts,
         ):
             kept.pop(request_id, None)
         if request_id in self.requests:
@@ -251,6 +255,7 @@ class BatchCache:
             self.salt(new_id, self.salt_of(state.request_id))
             if len(self.requests) < self.room.rows:
                 self.requests.copy(state.request_id, new_id)
+                self._prompts[new_id] = len(state.initial_tokens)
                 if state.request_id in self._spaces:
                     self._spaces[new_id] = self._spaces[state.request_id]
                 forked.append(new_id)
@@ -301,7 +306,8 @@ class BatchCache:
     def _space_now(self) -> str:
         """Return the space of prefixes of the model's state; pages of other weights are let go of."""
         if not self._looked and self.prefix_store is not None:
-            self._space = self.prefix_store.bind_model(self.model)
+            # requests keep what they have written, too
+            self._space = self.prefix_store.bind_model(self.model, self.options)
             self._looked = True
         return self._space
 
@@ -381,7 +387,11 @@ class BatchCache:
         self._check(asked, tokens)
         for group in self.groups.values():
             group.settle()
-        one = [request_id for request_id, (held, count) in asked.items() if held and count == 1]
+        one = [
+            request_id
+            for request_id, (held, count) in asked.items()
+            if count == 1 and held and not self._in_prompt(request_id, held)
+        ]
         self.requests.side_by_side(one)
         places: dict[str, int] = {}
         first = 0
@@ -390,19 +400,23 @@ class BatchCache:
         parts = []
         if one:
             in_order = [places[request_id] for request_id in self.requests.names[: len(one)]]
-            parts.append(Part(0, len(one), 1, run_of(in_order, self.device)))
+            parts.append(Part(0, len(one), 1, run_of(in_order, self.device), prompt=False))
         decoding = set(one)
         for request_id, (_, count) in asked.items():
             if count and request_id not in decoding:
                 first = places[request_id]
                 row = self.requests.index_of(request_id)
-                parts.append(Part(row, 1, count, slice(first, first + count)))
+                parts.append(Part(row, 1, count, slice(first, first + count), prompt=True))
         self.layers_reached = set()
         steps = {
             window: [group.plan(part.first, part.first + part.rows, part.q_len) for part in parts]
             for window, group in self.groups.items()
         }
         self._forward = Forward(parts, steps, tokens)
+
+    def _in_prompt(self, request_id: str, held: int) -> bool:
+        """Say whether the token behind `held` ones is of the prompt, which reads everything where steps read a part."""
+        return is_reading_part(self.options) and held < self._prompts.get(request_id, 0)
 
     def _check(self, asked: Mapping[str, tuple[int, int]], tokens: int) -> None:
         """Raise InterruptedForwardError unless the requests hold what transformers takes them to hold."""

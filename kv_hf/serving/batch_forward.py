@@ -17,12 +17,14 @@ class Part:
         rows: how many.
         q_len: tokens of each row.
         tokens: where they lie in the forward, [rows * q_len], int64, on the device; or a slice.
+        prompt: whether they may be of a prompt, and read everything.
     """
 
     first: int
     rows: int
     q_len: int
     tokens: torch.Tensor | slice
+    prompt: bool
 
     def cut(self, states: torch.Tensor) -> torch.Tensor:
         """Return the part of queries, keys or values [1, heads, tokens, head_dim] as [rows, heads, q_len, head_dim]."""

@@ -18,8 +18,8 @@ _MOST_OTHERS = 0.2  # half precision rounds in another order
 class _Trial:
     """A request, as far as the cache asks for one."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str, tokens: list[int]) -> None:
+        self.request_id, self.initial_tokens = request_id, tokens
         self.held = 0
 
     def current_len(self) -> int:
@@ -36,7 +36,7 @@ def try_model(model: Any, cache: BatchCache) -> None:
     most = model.config.get_text_config(decoder=True).vocab_size - 1
     some = list(_REQUESTS.items())[: cache.room.rows]
     texts = {one: [min(token, most) for token in tokens] for one, tokens in some}
-    states = [_Trial(request_id) for request_id in texts]
+    states = [_Trial(request_id, tokens) for request_id, tokens in texts.items()]
     found: list[torch.Tensor] = []
     reached: set[int] = set()
     try:

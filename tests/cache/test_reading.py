@@ -2,16 +2,18 @@
 
 import copy
 import logging
+import warnings
 from dataclasses import replace
 
 import pytest
 import tiny_latent
 import torch
 from tiny_models import COMMON, left_padded, make_model, tokens
-from transformers import DynamicCache, Gemma3TextConfig, MistralConfig
+from transformers import DynamicCache, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 
 import kv_hf
+from kv_hf import notices
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.cpu import library
 from kv_hf.errors import CacheOptionError
@@ -248,6 +250,117 @@ def test_beams_prefixes_and_assistance_read_parts(model, reads):
     reads.clear()
     model.generate(ids, prompt_lookup_num_tokens=5, cache_config=PART, **options)
     assert {queries for queries, *_ in reads} - {1}  # candidates choose together
+
+
+def answer(model, ids, config, new=1, **options):
+    """What generate() gives, its logits included; nothing is padding."""
+    options = {"attention_mask": torch.ones_like(ids), **options}
+    return model.generate(
+        ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, cache_implementation="paged_exact", cache_config=config,
+        return_dict_in_generate=True, output_logits=True, **options,
+    )  # fmt: skip
+
+
+def test_a_prefix_that_a_batch_shares_is_read_as_a_whole(model, reads):
+    """It goes through the model as a row of its own, in forwards of few queries."""
+    ids = tokens(1, 230)
+    two = torch.cat([ids, ids])
+    two[1, -9:] = 5
+    whole = {"page_size": PAGE}
+    expected = answer(model, two, whole).logits[0]
+    for first, chunk in ((200, None), (30, 8)):
+        store = kv_hf.PrefixStore()
+        answer(model, ids[:, :first], {**PART, "prefix_store": store})
+        found = answer(model, two, {**PART, "prefix_store": store}, prefill_chunk_size=chunk)
+        assert_alike(found.logits[0], expected)
+        assert not reads
+        again = answer(model, two[:1], {**whole, "prefix_store": store})
+        assert_alike(again.logits[0], expected[:1])  # the store holds what a prompt computes
+
+
+def test_answers_read_in_part_are_found_by_calls_that_read_alike(model):
+    ids, more = tokens(1, 200), tokens(1, 20, seed=9)
+    store = kv_hf.PrefixStore(keep_answers=True)
+    part, whole = {**PART, "prefix_store": store}, {"page_size": PAGE, "prefix_store": store}
+    text = torch.cat([answer(model, ids, part, 60).sequences, more], 1)
+    found = answer(model, text, whole).logits[0]
+    assert_alike(found, answer(model, text, {"page_size": PAGE}).logits[0])
+    other = answer(model, text, {**part, "read_tokens": 120}).logits[0]
+    assert_alike(other, found)  # a prompt, of which another call's answers are not taken
+    computed = store.stats().tokens_computed
+    answer(model, text, part)
+    assert store.stats().tokens_computed - computed < 60
+
+
+@pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}])
+def test_a_later_turn_of_assisted_decoding_reads_everything(model, reads, drafts):
+    ids = tokens(1, 300)
+    if "assistant_model" in drafts:
+        drafts = {"assistant_model": make_model("llama", num_hidden_layers=1)}
+    caches = [cache_of(model), kv_hf.PagedCache(model.config, page_size=PAGE)]
+    found = []
+    for cache in caches:
+        options = {"past_key_values": cache, "do_sample": False, **drafts}
+        mask = torch.ones_like(ids)
+        first = model.generate(
+            ids, attention_mask=mask, max_new_tokens=1, min_new_tokens=1, **options
+        )
+        held = cache.get_seq_length()
+        text = torch.cat([first[:, held:], tokens(1, 6, seed=7)], 1)  # what is new
+        reads.clear()
+        mask = torch.ones(1, held + text.shape[1], dtype=torch.long)
+        out = model.generate(
+            text, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True, output_logits=True, **options
+        )  # fmt: skip
+        found.append((out.logits[0], list(reads)))
+    assert_alike(found[0][0], found[1][0])  # of the forward that has the new prompt
+    assert found[0][1] and not found[1][1]  # steps behind it read a part
+    assert max(queries for queries, *_ in found[0][1]) < 7
+
+
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("c", marks=needs_c)])
+def test_a_preallocated_cache_reads_everything_where_the_mask_has_holes(model, reads, kernel):
+    """Not only of long texts: a mask that the cache does not know is read as it is."""
+    ids = tokens(1, 200)
+    holes, padded = torch.ones_like(ids), torch.ones_like(ids)
+    holes[0, 50:120] = padded[0, :40] = 0
+    for part in (PART, {**PART, "read_from": 4096}):
+        found, expected = (
+            answer(model, ids, {**config, "kernel": kernel}, 4, attention_mask=holes).logits
+            for config in ({**part, "max_length": 300}, {"page_size": PAGE, "max_length": 300})
+        )
+        assert_alike(torch.stack(found), torch.stack(expected))
+    reads.clear()
+    found, expected = (
+        answer(model, ids, {**config, "kernel": kernel}, 4, attention_mask=padded).logits
+        for config in ({**PART, "max_length": 300}, PART)
+    )
+    assert_alike(torch.stack(found), torch.stack(expected))
+    assert {counts[0] for _, counts, *_ in reads} == {MOST}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("bloom", {}), ("llama", {"attention": "keep"}), ("llama", {"output_attentions": True})],
+)
+def test_attention_that_reads_no_pages_says_so(family, options):
+    ids = tokens(1, 150)
+    part = {**PART} | {name: options[name] for name in options if name == "attention"}
+    given = {name: options[name] for name in options if name != "attention"}
+    for config, said in (({"page_size": PAGE}, False), (part, True)):
+        notices.forget()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            answer(make_model(family), ids, config, 3, **given)
+        assert any("whatever read_tokens" in str(one.message) for one in found) == said
+
+
+def test_a_draft_model_that_cannot_read_a_part_drafts_all_the_same(model):
+    sizes = {**COMMON, "vocab_size": model.config.vocab_size}
+    assistant = MistralForCausalLM(MistralConfig(**sizes, sliding_window=32)).eval()
+    ids = tokens(1, 150)
+    found = answer(model, ids, PART, 5, assistant_model=assistant).sequences
+    assert found.shape == (1, 155)
 
 
 def test_a_forward_of_many_queries_reads_everything(model, reads):

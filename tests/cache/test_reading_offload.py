@@ -5,6 +5,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
+import tiny_encoder_decoders
 import torch
 from outside_pages import EagerLane, FakeLayer, place_outside
 from test_offload import make_spec
@@ -234,6 +235,21 @@ def test_a_backend_that_knows_no_index_takes_the_reference(model, choices, recwa
         registry.unregister_backend("mine")
     assert torch.equal(found, steps(model, offloaded(model, offload="disk"), ids, 300))
     assert "'mine' does not choose among pages" in str(recwarn.pop(UserWarning).message)
+
+
+def test_cross_attention_takes_no_room_for_choices():
+    """It is written once and always read as a whole, in an encoder-decoder cache whose text is read in part."""
+    model = tiny_encoder_decoders.make_model("bart")
+    sources = tiny_encoder_decoders.sources([300])
+    found = []
+    for part in ({}, {"read_tokens": 84, "read_from": 16}):
+        options = {"keys": "int8", "page_size": 16, "cross_attention": "same", "offload": "disk"}
+        cache = kv_hf.PagedEncoderDecoderCache(
+            model.config, **options, device_bytes=52 * 1024, **part
+        )
+        out = model.generate(**sources, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        found.append((out.tolist(), cache.memory()))
+    assert found[0] == found[1]
 
 
 # -- fetching --------------------------------------------------------------------------------------------------------

@@ -396,6 +396,10 @@ def test_pages_outside_of_which_a_part_is_read(keys, new):
     inventory = check_transformers_caches(planned("gemma3"), (40, 9), 4)
     options = {**part, "read_tokens": None, "read_share": 0.3}
     check_paged_cache(planned("gemma3"), inventory, (150, 150), new, **options)
+    # layers that differ in size, and rows that differ in length
+    inventory = check_transformers_caches(planned("gemma4_text"), (40, 9), 4)
+    options |= {"read_from": 20}
+    check_paged_cache(planned("gemma4_text"), inventory, (300, 140, 190), new, **options)
 
 
 # -- worked examples --------------------------------------------------------------------------------------------

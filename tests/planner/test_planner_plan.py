@@ -16,6 +16,7 @@ from kv_hf.errors import (
     PagePoolExhaustedError,
     UnsupportedModelError,
 )
+from kv_hf.page_summary import part_bytes
 from kv_hf.planner import choices
 from kv_hf.planner.choices import Choice, default_caches
 from kv_hf.planner.devices import DEVICES
@@ -524,6 +525,35 @@ def test_a_step_reads_sealed_pages_as_stored_and_other_tokens_exact():
     read = kv_hf.plan(inventory, caches=[options], context=103).rows[0].decode.cache
     exact, sealed = 2 * 32 * 2, spec.page_bytes / 16
     assert read == round(3 * 7 * exact + (96 + 2 * 33) * sealed)
+
+
+def test_a_step_reads_of_other_pages_what_a_choice_reads():
+    inventory = SMALL["windows"]
+    options = {"keys": "int4", "values": "int4", "page_size": 16}
+    part = kv_hf.CacheConfig(**options, read_tokens=52, read_from=90)
+    whole = kv_hf.CacheConfig(**options)
+    spec = kv_hf.PageSpec.build(
+        *part.schemes(0, 3), num_kv_heads=2, key_dim=16, value_dim=16, page_size=16, dtype=torch.bfloat16
+    )  # fmt: skip
+    all_of_it, some = (
+        kv_hf.plan(inventory, caches=[one], context=103).rows[0].decode.cache
+        for one in (whole, part)
+    )
+    # of the one full layer 2 of 6 pages, and of each page what tells whether to read it
+    assert some == all_of_it - 4 * spec.page_bytes + 6 * part_bytes(spec.keys)
+    short = [
+        kv_hf.plan(inventory, caches=[one], context=80).rows[0].decode for one in (whole, part)
+    ]
+    assert short[0] == short[1]
+
+
+@pytest.mark.parametrize(
+    ("preset", "match"),
+    [("deepseek-v3", "caches latents"), ("mistral-7b-v0.1", "4096 tokens at most")],
+)
+def test_models_that_no_step_reads_in_part_are_refused(preset, match):
+    with pytest.raises(CacheOptionError, match=match):
+        kv_hf.plan(preset, caches=["paged_int4:read_tokens=2048"], context="32k")
 
 
 def test_pages_are_read_once_by_every_layer_that_shares_them():

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kv_hf
+from kv_hf.backends import dispatch
 from kv_hf.errors import CacheOptionError, UnsupportedModelError
 from kv_hf.serving import batch_manager
 
@@ -511,6 +512,26 @@ def test_managers_run_in_two_threads_at_once():
         thread.join(60)
     assert found[0] == answers(make_model("llama"), prompts(), config(new=8), batching())
     assert found[1] == answers(make_model("qwen2"), prompts(), config("paged_exact", 8), batching())
+
+
+@pytest.mark.parametrize("length", [257, 258, 384])
+def test_the_last_tokens_of_a_chunked_prompt_read_everything(length, monkeypatch):
+    """Also a single one: the first token of an answer comes from the whole text."""
+    model = make_model("llama")
+    part = {"page_size": 16, "read_tokens": 100, "read_from": 64}
+    batch = batching(blocks=200, page_size=16, max_batch_tokens=128)
+    choices, own = [], dispatch._of_chosen_pages
+
+    def record(call, kernel):
+        choices.append(call.kv.rows)
+        return own(call, kernel)
+
+    monkeypatch.setattr(dispatch, "_of_chosen_pages", record)
+    texts = prompts((length, 70))
+    answers(model, texts, config("paged_exact", new=1, options=part), batch)
+    assert not choices
+    answers(model, texts, config("paged_exact", new=3, options=part), batch)
+    assert choices
 
 
 def test_requests_read_parts_of_long_texts_as_generate_does():

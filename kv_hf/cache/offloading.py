@@ -44,7 +44,7 @@ def make_room(
         count = group.check_append(batch, q_len)
         reserved = reserved_pages(batch, group.reserve, group.pool.max_pages)
         whole = bool(group.rows) and _reads_everything(group, q_len)
-        if not count and group.rows and not whole:
+        if not count and group.rows and not whole and _is_settled(arena, layers, group):
             continue
         held = {page for row in group.rows for page in row.pages}
         capacity = max(page_capacity(group.pool.ids_after(count)), reserved)
@@ -64,6 +64,12 @@ def make_room(
         if layer.store is None
     }
     arena.settle(capacities, slots, expected)
+
+
+def _is_settled(arena: OffloadArena, layers: Sequence[Any], group: PageGroup) -> bool:
+    """Say whether room was made for the pages that a group holds: not so where they came out of a pickle."""
+    known = any(arena.room_for(layer.layer_idx) for layer in layers if layer.group is group)
+    return known or not any(row.pages for row in group.rows)
 
 
 def _reads_everything(group: PageGroup, q_len: int) -> bool:

@@ -200,6 +200,10 @@ def test_pickle_is_equal_and_offloads_again(place):
     for one in (cache, plain):
         forward(model, one, tokens(1, 150))
     read = pickle.loads(pickle.dumps(cache))
+    assert outside(cache) == list(range(LAYERS))
+    logits = [forward(model, one, tokens(1, 1)) for one in (read, plain, cache)]
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[2], logits[1])
+    assert outside(read) == outside(cache)  # before it seals a page of its own
     for seed in range(3):
         logits = [forward(model, one, tokens(1, 9, seed=seed)) for one in (read, plain, cache)]
         assert torch.equal(logits[0], logits[1])

@@ -178,8 +178,8 @@ def selection_constants(
     types = compute_types(spec, query_dtype)
     return {
         "HEADS": keys.num_kv_heads, "GROUP": group, "CHUNK": q_len > 1, "COLUMNS": columns,
-        "KEYS": key_words(keys, indexed), "ALL": reads_all(keys), "RANGED": RANGED_PAGES, "NEWEST": NEWEST_PAGES, "W_TILE": 32 if keys.head_dim <= 128 else 16,
-        "W_CHUNKS": chunks(keys.head_dim), "PRECISION": "ieee",
+        "KEYS": key_words(keys, indexed), "ALL": reads_all(keys), "RANGED": RANGED_PAGES, "NEWEST": NEWEST_PAGES,
+        "W_TILE": 32 if keys.head_dim <= 128 else 16, "W_CHUNKS": chunks(keys.head_dim), "PRECISION": "ieee",
         "K_DTYPE": types[0], "W_DTYPE": types[2], "ISA": 0 if types[0] == "fp32" else isa,
         "HIDING": hiding(q_len, "none", softcap, False),
         "PAGE_HIDING": Hiding(False, False, softcap, "none", True, False), "SINKS": sinks, "TOP": top_p,

@@ -248,7 +248,7 @@ class StaticTable:
         self.flag.tensor.bitwise_or_(self._is_wrong(mask).to(torch.int32) * WRONG_MASK)
 
     def compare_mask(self, mask: torch.Tensor) -> None:
-        """Do as `note_mask` does, but at once: `is_mask_known` says what came out."""
+        """Do as `note_mask` does with a mask [rows or 1, 1, 1, max_length], but at once: `is_mask_known` says what came out."""
         self.is_mask_known = not bool(self._is_wrong(mask))
 
     def _is_wrong(self, mask: torch.Tensor) -> torch.Tensor:

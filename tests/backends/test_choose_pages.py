@@ -189,7 +189,7 @@ def test_words_that_rope_turns_into_each_other(keys):
 
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 128, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("keys", FORMATS)
 def test_c_chooses_as_the_reference(keys, dim, dtype):
     for page in (16, 64):

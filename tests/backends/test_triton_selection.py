@@ -263,7 +263,11 @@ def test_pages_without_mass(budget):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("budget", [ReadBudget(pages=900), ReadBudget(top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    "budget",
+    [ReadBudget(pages=900), pytest.param(ReadBudget(top_p=0.8), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_more_pages_than_are_counted_at_once(budget):
     kv = kv_of("int4", replace(budget, from_tokens=0), rows=[(2100, 3)], heads=1, key_dim=32)
     check(AttentionCall(make_query(kv, dtype=torch.float32), kv, SCALE), partial(choose, splits=5))

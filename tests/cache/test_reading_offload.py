@@ -114,9 +114,17 @@ def pages_of(copies):
 # -- the same results ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", FORMATS)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "exact",
+        "int4",
+        "int4_mixed",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("int8", "int2")),
+    ],
+)
 def test_steps_are_those_of_a_cache_without_offload(model, keys, place, same_words):
-    ids = torch.cat([tokens(1, 350, seed=1), tokens(1, 350, seed=2)])
+    ids = torch.cat([tokens(1, 330, seed=1), tokens(1, 330, seed=2)])
     plain = steps(model, offloaded(model, keys), ids, 300)
     assert torch.equal(steps(model, offloaded(model, keys, **place), ids, 300), plain)
 
@@ -194,11 +202,11 @@ def test_ids_that_are_used_again_are_read_anew(model, place, same_words):
     caches[1].check_integrity()
 
 
-@pytest.mark.parametrize("keys", ["exact", "int4"])
+@pytest.mark.parametrize("keys", [pytest.param("exact", marks=pytest.mark.slow), "int4"])
 def test_copies_reordered_rows_states_and_resets_go_on_alike(
     model, keys, place, same_words, tmp_path
 ):
-    ids = torch.cat([tokens(1, 340, seed=1), tokens(1, 340, seed=2)])
+    ids = torch.cat([tokens(1, 328, seed=1), tokens(1, 328, seed=2)])
     cache, plain = offloaded(model, keys, **place), offloaded(model, keys)
     for one in (cache, plain):
         steps(model, one, ids[:, :310], 300)

@@ -19,7 +19,7 @@ from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
 from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
-from .model_shape import latent_rank, page_sizes, recipe_sizes
+from .model_shape import kept_layers, latent_rank, page_sizes, recipe_sizes
 from .report import LayerReport, held_formats, in_lines, one_line
 from .state import CacheState, LayerPages, LayerState, LiveTensors, portable, with_wider
 from .static_layer import StaticPagedLayer, refused
@@ -41,8 +41,10 @@ class StaticPagedCache(CacheBase):
         self.arena = PageArena()  # of nobody's use: each layer has storage of its own
         self.captured = False  # whether generate() runs its decode steps as a CUDA graph
         others = sorted({type(layer).__name__ for layer in self.layers} - {DynamicLayer.__name__})
-        if others or not self.layers or latent_rank(decoder) is not None:
-            kind = ", ".join(others) or "latent attention"
+        kept = kept_layers(decoder)  # their tokens are not the text's, nor as many
+        if others or kept or not self.layers or latent_rank(decoder) is not None:
+            inside = "cross-attention to images" if kept else "latent attention"
+            kind = ", ".join(others) or inside
             raise UnsupportedModelError(
                 f"max_length={options.max_length}: {getattr(config, 'model_type', config)!r} has layers ({kind}) that a "
                 "preallocated cache cannot hold; leave max_length out"

@@ -5,6 +5,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
+import tiny_vision
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -360,6 +361,14 @@ def test_models_with_other_layers_are_refused():
     config = make_config("mistral", sliding_window=8)
     with pytest.raises(kv_hf.UnsupportedModelError, match="'mistral' has layers"):
         kv_hf.PagedCache(config, max_length=64)
+    made, inputs = tiny_vision.make("mllama")
+    with pytest.raises(kv_hf.UnsupportedModelError, match="cross-attention to images"):
+        made.generate(
+            **inputs,
+            max_new_tokens=4,
+            cache_implementation="paged_exact",
+            cache_config={"max_length": 140},
+        )
 
 
 CHANGES = {

@@ -42,7 +42,7 @@ def top_p_table(rows: Sequence[Row]) -> str:
         return NOTHING
     lines = [["pages chosen by", "`read_top_p`", "tokens read, mean", "a tenth of the steps less than", "a tenth more than", "KL"]]  # fmt: skip
     shown = []
-    for run in sorted(newest, key=lambda run: (*run[:-2], run[-2], run[-1])):
+    for run in sorted(newest):
         of = [newest[run][text] for text in sorted(newest[run])]
         shown += of
         means = [

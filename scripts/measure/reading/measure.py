@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,9 +28,9 @@ Logits = Iterator[tuple[int, torch.Tensor]]
 
 
 @contextmanager
-def counted_pages() -> Iterator[list[int]]:
-    """Register a backend COUNTED, which is the C kernel, and give a list of the pages that its choices take."""
-    own, found = registry.load("c"), list[int]()
+def counted_pages(found: list[int]) -> Iterator[None]:
+    """Register a backend COUNTED, which is the C kernel and appends to `found` how many pages each of its choices takes."""
+    own = registry.load("c")
     assert own.choose_pages is not None
     choose = own.choose_pages
 
@@ -45,7 +45,7 @@ def counted_pages() -> Iterator[list[int]]:
         COUNTED, lambda: backend, why_not=why_not, runs_on="cpu", layout=LANES
     )
     try:
-        yield found
+        yield
     finally:
         registry.unregister_backend(COUNTED)
 
@@ -132,17 +132,12 @@ class ReadingBench:
         """Yield (position, logits [tokens, vocab]) of the scored tokens; pages of choices up to a mass go into `counts`."""
         model, own = self.loaded.model, self.settings
         prefill = self.loaded.reference(own).prefill(0)
-        if contender.read_top_p is not None:
-            with counted_pages() as found:
-                cache = cache_kind(f"{contender.cache},kernel={COUNTED}").make(
-                    model.config, own.window
-                )
-                yield from forced_logits(model, self.ids, cache, own.prompt, prefill=prefill)
-                counts += found
-            return
         if not contender.simulated:
-            cache = cache_kind(contender.cache).make(model.config, own.window)
-            yield from forced_logits(model, self.ids, cache, own.prompt, prefill=prefill)
+            counted = contender.read_top_p is not None
+            name = f"{contender.cache},kernel={COUNTED}" if counted else contender.cache
+            with counted_pages(counts) if counted else nullcontext():
+                cache = cache_kind(name).make(model.config, own.window)
+                yield from forced_logits(model, self.ids, cache, own.prompt, prefill=prefill)
             return
         budget = contender.budget
         assert budget is not None

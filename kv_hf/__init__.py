@@ -63,7 +63,7 @@ _LATER = {
     "recommend": "evaluation.recommend",
     "uptrain": "gqa.uptrain",
 }
-_PARTS = ("doctor", "evaluation", "gqa", "planner", "recipe", "texts")
+_PARTS = ("doctor", "evaluation", "gqa", "planner", "texts")
 __all__ = [
     "IMPLEMENTATIONS",
     "BatchCounts",
@@ -112,7 +112,6 @@ if TYPE_CHECKING:
     from . import evaluation as evaluation
     from . import gqa as gqa
     from . import planner as planner
-    from . import recipe as recipe
     from . import texts as texts
     from .evaluation.accuracy import measure_accuracy as measure_accuracy
     from .evaluation.footprint import measure_footprint as measure_footprint

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Unpack
 
 from .cache_options import CacheOptions, shows_options
@@ -58,12 +57,7 @@ def register_cache(
     Raises: CacheOptionError for a bad name, one that is taken, and options that CacheConfig refuses.
     """
     checked = CacheConfig.from_arguments(keys, values, options)
-    formats = (
-        {}
-        if options.get("recipe") is not None
-        else {"keys": checked.keys, "values": checked.values}
-    )
-    named.add(name, {**formats, **options})
+    named.add(name, {"keys": checked.keys, "values": checked.values, **options})
 
 
 def unregister_cache(name: str) -> None:
@@ -72,17 +66,8 @@ def unregister_cache(name: str) -> None:
 
 
 def parse_cache_name(name: str) -> tuple[str, dict[str, Any]]:
-    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become int or float.
-
-    "recipe:PATH" is a cache with the formats of that recipe.
-    """
+    """Split "paged_int4:recent_tokens=32,keys=int8" into the cache and its options; numbers become int or float."""
     base, _, tail = name.partition(":")
-    if base == "recipe":
-        if not tail:
-            raise ValueError(
-                f"cache must name the recipe's file, as in recipe:my.json, got {name!r}"
-            )
-        return "paged_exact", {"recipe": tail}
     check_choice("cache", base, all_cache_names())
     options: dict[str, Any] = {}
     for item in tail.split(",") if tail else []:
@@ -98,12 +83,3 @@ def _number(text: str) -> int | float | str:
     if re.fullmatch(r"-?[0-9]+", text):
         return int(text)
     return float(text) if re.fullmatch(r"-?[0-9]*\.[0-9]+(e-?[0-9]+)?", text) else text
-
-
-def cache_label(name: str) -> str:
-    """Return the name of a cache in rows and tables: that of a recipe is its file's, without folder and ending."""
-    options = parse_cache_name(name)[1]
-    if "recipe" not in options:
-        return name
-    others = [f"{option}={value}" for option, value in options.items() if option != "recipe"]
-    return ",".join([f"recipe:{Path(options['recipe']).stem}", *others])

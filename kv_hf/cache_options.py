@@ -4,13 +4,11 @@
 """
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypedDict, TypeVar
 
 from .config import CacheConfig
-from .recipe import Recipe
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -49,7 +47,6 @@ class CacheOptions(TypedDict, total=False):
     read_share: float | None
     read_top_p: float | None
     read_from: int | str
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | None
 
 
 def option_parameters() -> list[inspect.Parameter]:

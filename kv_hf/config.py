@@ -31,7 +31,6 @@ from .formats import (
     value_scheme,
 )
 from .read_budget import READ_FROM
-from .recipe import FORMAT_OPTIONS, Recipe, beside_recipe
 
 ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
@@ -93,8 +92,6 @@ class CacheConfig:
         read_top_p: part of the attention mass, between 0 and 1, at which a step reads no further pages; alone or within
             one of the bounds above.
         read_from: tokens of a row, a number or "8k", from which on a step reads a part; shorter rows are read as a whole.
-        recipe: path of a recipe (docs/recipes.md), or its contents: it decides keys, values and layers, and the sizes
-            that it was measured with. Held as a kv_hf.recipe.Recipe.
     """
 
     keys: str = "exact"
@@ -127,11 +124,8 @@ class CacheConfig:
     read_share: float | None = None
     read_top_p: float | None = None
     read_from: SizeField[int] = token_count(READ_FROM)  # noqa: RUF009
-    recipe: Any = None
 
     def __post_init__(self) -> None:
-        if self.recipe is not None:
-            self._take_recipe()
         check_format("keys", self.keys, "keys")
         check_format("values", self.values, "values")
         check_choice("attention", self.attention, ATTENTION_CHOICES)
@@ -174,24 +168,6 @@ class CacheConfig:
         if self.layers is not None:
             self.layer_overrides()
             object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
-
-    def _take_recipe(self) -> None:
-        """Let the recipe decide what it decides. An option at its default counts as not given here."""
-        recipe = Recipe.read(self.recipe)
-        decided = recipe.as_options()
-        try:
-            CacheConfig(**decided)
-        except CacheOptionError as error:
-            raise CacheOptionError(f"recipe {recipe.name}: {error}") from None
-        defaults = {option.name: option.default for option in fields(self)}
-        for name, value in decided.items():
-            own = getattr(self, name)
-            if own != defaults[name] and own != value:
-                raise CacheOptionError(
-                    f"{name}={own!r} does not go with recipe {recipe.name}, which decides {name}; leave one of them out"
-                )
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "recipe", recipe)
 
     def _check_latent(self) -> None:
         """Raise CacheOptionError for bad options about multi-head latent attention."""
@@ -243,11 +219,6 @@ class CacheConfig:
         """
         check_choice("cache_implementation", implementation, cache_names())
         given, named = given_options(options, cls), cache_options(implementation)
-        if given.get("recipe") is not None:
-            # a name may bring a format of latents too, which the recipe replaces
-            formats = (*FORMAT_OPTIONS, "latent")
-            others = {name: value for name, value in named.items() if name not in formats}
-            return cls(**beside_recipe({**others, **given}))
         if {"keys", "values"} & given.keys():  # the name's formats are not what was asked for
             named.pop("latent", None)
         return cls(**{**named, **given})
@@ -263,12 +234,10 @@ class CacheConfig:
         """Build the options of `PagedCache(config, cache_config, keys=keys, values=values, **options)`.
 
         Options by name win over those of `cache_config`. None is the format "exact" for keys, and that of the keys for
-        values; with a recipe it is what that says.
+        values.
         """
         check_option_names(options)
         given = {**given_options(cache_config, cls), **options}
-        if given.get("recipe") is not None:
-            return cls(**beside_recipe({"keys": keys, "values": values, **given}))
         keys = given.pop("keys", "exact") if keys is None else keys
         values = given.pop("values", keys) if values is None else values
         return cls(**{**given, "keys": keys, "values": values})
@@ -283,11 +252,6 @@ class CacheConfig:
     def __str__(self) -> str:
         given = given_options(self, CacheConfig)
         return f"CacheConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-    def check_model(self, sizes: Mapping[str, Any], num_layers: int, paged: set[int]) -> None:
-        """Raise CacheOptionError where a recipe is for another model; see Recipe.check_model."""
-        if self.recipe is not None:
-            self.recipe.check_model(sizes, num_layers, paged)
 
     def layer_overrides(self) -> list[LayerOverride]:
         """Return `layers` as (first layer, last layer, {side: format}); empty without overrides."""

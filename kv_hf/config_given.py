@@ -8,10 +8,9 @@ from .checks import check_choice
 from .errors import CacheOptionError
 from .formats import cache_names, format_names
 from .printable import short
-from .recipe import FORMAT_OPTIONS
 
 # fields that name formats: a CacheConfig that sets one of them has chosen all of them
-_FORMATS = (*FORMAT_OPTIONS, "latent", "k_rope")
+_FORMATS = ("keys", "values", "layers", "latent", "k_rope")
 
 
 def given_options(cache_config: Any, config_class: type) -> dict[str, Any]:
@@ -31,11 +30,6 @@ def given_options(cache_config: Any, config_class: type) -> dict[str, Any]:
     if isinstance(cache_config, config_class) and is_dataclass(cache_config):
         values = {name: getattr(cache_config, name) for name in known}
         given = {name: one for name, one in values.items() if one != known[name].default}
-        recipe = given.get("recipe")
-        if (
-            recipe is not None
-        ):  # it has set its options already, and would refuse them beside itself
-            return {name: one for name, one in given.items() if name not in recipe.as_options()}
         if given.keys() & set(_FORMATS):
             given |= {side: values[side] for side in ("keys", "values")}
         return given
@@ -49,8 +43,6 @@ def given_options(cache_config: Any, config_class: type) -> dict[str, Any]:
 def json_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options in JSON types, as `cache_config` takes them again; a prefix store, which is none, is left out."""
     found = {name: value for name, value in given.items() if name != "prefix_store"}
-    if found.get("recipe") is not None:
-        found["recipe"] = found["recipe"].to_json()
     if found.get("layers") is not None:
         found["layers"] = {str(span): formats for span, formats in found["layers"].items()}
     if found.get("offload_dir") is not None:

@@ -11,7 +11,7 @@ from .files.reading import TEXT_BYTES, read_text
 
 # Five kinds of text that accuracy is measured on: a speech, a novel, code, another language, a table of numbers.
 HELD_OUT = ("lincoln_1862", "novel", "code", "german", "tables")
-# The same five kinds from other sources, to fit recipes and anything else on. Nothing is fitted on HELD_OUT.
+# The same five kinds from other sources, to fit anything on. Nothing is fitted on HELD_OUT.
 CALIBRATION = ("lincoln_1863", "moby_dick", "sqlite", "french", "wages")
 BUNDLED = (*HELD_OUT, *CALIBRATION)
 SETS = {"held_out": HELD_OUT, "calibration": CALIBRATION}

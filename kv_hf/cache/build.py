@@ -18,7 +18,7 @@ from .latent_layer import IndexedLatentLayer, LatentLayer
 from .layer import PagedLayer
 from .layer_choice import HYBRID, paged_formats
 from .layer_formats import planned_specs
-from .model_shape import latent_ranks, page_sizes, recipe_sizes, signature
+from .model_shape import latent_ranks, page_sizes, signature
 from .offloading import make_arena
 from .prefix_store import PrefixStore
 
@@ -45,7 +45,6 @@ def page_layers(
         ranks,
         options,
         getattr(config, "model_type", config),
-        recipe_sizes(config),
         [getattr(layer, "sliding_window", None) for layer in layers],
         kept,
     )

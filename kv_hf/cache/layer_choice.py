@@ -1,7 +1,6 @@
 """The choice of the layers that live in pages, and of their formats: decided by names, before any tensor."""
 
-from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
 from transformers.cache_utils import (
     DynamicIndexedLayer,
@@ -32,7 +31,6 @@ def paged_formats(
     ranks: Sequence[int | None],
     options: CacheConfig,
     model_type: str,
-    sizes: Mapping[str, Any],
     windows: Sequence[int | None],
     kept: Container[int] = (),
 ) -> dict[int, LayerFormats]:
@@ -41,7 +39,7 @@ def paged_formats(
     Args:
         classes: names of the classes of the layers in a DynamicCache.
         ranks: kv_lora_rank of each layer, None of those without latent attention.
-        model_type, sizes: of the model, for messages and for a recipe's check.
+        model_type: of the model, for messages.
         windows: of each layer, None of those that see everything.
         kept: layers that stay as they are.
     Raises: CacheOptionError for options that do not fit the layers, UnsupportedModelError where none can be paged.
@@ -65,7 +63,6 @@ def paged_formats(
         )
     if all(rank is None for rank in ranks):
         _check_no_latent_options(model_type, options)
-    options.check_model(sizes, count, set(paged))
     formats = _formats(options, paged, count, ranks)
     _check_overrides(classes, set(paged), options)
     return formats

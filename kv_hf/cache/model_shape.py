@@ -86,15 +86,6 @@ def signature(config: Any) -> dict[str, Any]:
     return {name: _read(config, name) for name in _SIGNATURE}
 
 
-def recipe_sizes(config: Any) -> dict[str, Any]:
-    """Return the sizes that a recipe is compared by: `signature`, with a head_dim also where `config` states none."""
-    found = signature(config)
-    pages = page_sizes(config)
-    if found["head_dim"] is None and pages is not None:
-        found["head_dim"] = pages["key_dim"]
-    return found
-
-
 def _read(config: Any, name: str) -> Any:
     """Return an attribute, None where the config has none, or VARIES where layers differ in it."""
     try:

@@ -40,14 +40,9 @@ class LayerReport:
 
 
 def shown_options(options: CacheConfig) -> dict[str, Any]:
-    """Return the options by which a cache is told from others: its formats, or its recipe, page size and what was given."""
-    given = given_options(options, CacheConfig)
-    recipe = given.pop("recipe", None)
-    if recipe is None:
-        formats: dict[str, Any] = {"keys": options.keys, "values": options.values}
-    else:
-        formats = {"recipe": recipe.name.strip("'")}
-    return {**formats, "page_size": options.page_size, **given}
+    """Return the options by which a cache is told from others: its formats, page size and what was given."""
+    formats = {"keys": options.keys, "values": options.values}
+    return {**formats, "page_size": options.page_size, **given_options(options, CacheConfig)}
 
 
 def one_line(cache: Any, name: str, rows: int) -> str:

@@ -19,8 +19,7 @@ from ..spec import ROWS, PageSpec, SideSpec
 from .adapters import Adapters
 
 PIECE = 4 << 20  # bytes of pages that are handed over at once
-# options that say where pages lie, how many there is room for and who shares them, which is a matter of one process; and where the
-# others came from
+# options that say where pages lie, how many there is room for and who shares them, which is a matter of one process
 PLACEMENT = (
     "prefix_store",
     "offload",
@@ -28,7 +27,6 @@ PLACEMENT = (
     "device_pages",
     "offload_dir",
     "max_length",
-    "recipe",
 )
 
 

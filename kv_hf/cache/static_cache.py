@@ -19,7 +19,7 @@ from ..pages.static_table import StaticTable
 from ..spec import MemoryReport
 from .base import CacheBase
 from .layer_formats import LayerFormats, planned_specs
-from .model_shape import kept_layers, latent_rank, page_sizes, recipe_sizes
+from .model_shape import kept_layers, latent_rank, page_sizes
 from .report import LayerReport, held_formats, in_lines, one_line
 from .state import CacheState, LayerPages, LayerState, LiveTensors, portable, with_wider
 from .static_layer import StaticPagedLayer, refused
@@ -54,7 +54,6 @@ class StaticPagedCache(CacheBase):
         sizes = options.page_size, options.sink_tokens, options.max_length
         self.groups = (StaticTable(*sizes, budget),)
         count = len(self.layers)
-        options.check_model(recipe_sizes(decoder), count, set(range(count)))
         formats = [LayerFormats.of(options, index, count) for index in range(count)]
         planned_specs(page_sizes(decoder), formats)
         for index, own in enumerate(formats):

@@ -19,7 +19,6 @@ CONFIG_BYTES = (
     16 << 20
 )  # config.json, adapter_config.json, settings; the largest known ones have 1 MB
 INDEX_BYTES = 128 << 20  # an index of tensors; of the largest models 30 MB
-RECIPE_BYTES = 1 << 20  # a recipe of a model with 100 layers has about 5 KB
 CARD_BYTES = 16 << 20  # a model card
 BESIDE_BYTES = 512 << 20  # a tokenizer, a licence: what is copied beside weights
 ROWS_BYTES = 1 << 30  # rows of measurements

@@ -40,7 +40,7 @@ def is_cache_name(name: object) -> bool:
 
 
 def cache_options(name: str) -> dict[str, Any]:
-    """Return the options of CacheConfig that a name stands for, `keys` and `values` (or a recipe) among them."""
+    """Return the options of CacheConfig that a name stands for, `keys` and `values` among them."""
     return copy.deepcopy(dict(_caches[name].options))
 
 

@@ -55,7 +55,6 @@ from .whole_call import around_generate
 # options about one model's layers, latents and long texts, which its assistant does not take over
 OF_A_MODEL = (
     "layers",
-    "recipe",
     "latent",
     "latent_group_size",
     "k_rope",

@@ -16,7 +16,7 @@ from .server_options import ServerOptions
 
 # options that name files of the server, or what its machine gives: a request may not set them
 OF_THE_SERVER = (
-    *("recipe", "offload", "offload_dir", "device_bytes", "device_pages", "prefix_store"),
+    *("offload", "offload_dir", "device_bytes", "device_pages", "prefix_store"),
     *(
         "max_pages",
         "max_bytes",

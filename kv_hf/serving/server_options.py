@@ -44,7 +44,7 @@ class ServerOptions:
         """Read the options as the command line has them.
 
         Args:
-            cache: "paged_int4", with options as in "paged_int4:recent_tokens=32", or "recipe:PATH".
+            cache: "paged_int4", with options as in "paged_int4:recent_tokens=32".
             cache_config: a JSON object of options, which win over those beside the name; None for none.
             prefix_store: a size such as "1GiB"; "0" for no store; None for what `batching` calls for.
             batching: whether requests run in continuous batches, which share prefixes in a pool of their own.

@@ -123,19 +123,6 @@ def test_from_options_takes_the_formats_of_a_cache_config_together():
     assert (named.keys, named.values) == ("exact", "int8")
 
 
-def test_from_options_takes_a_cache_config_with_a_recipe():
-    recipe = {
-        "format": "kv_hf recipe",
-        "version": 1,
-        "keys": ["int8", "int4"],
-        "values": ["int4", "int4"],
-        "page_size": 32,
-    }
-    config = CacheConfig(recipe=recipe)
-    assert CacheConfig.from_options("paged_int2", config) == config
-    assert kv_hf.PagedCache(tiny_models.make_config("llama"), config).options == config
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -226,9 +213,8 @@ def test_generate_leaves_the_cache_config_of_others_alone(recwarn):
     [
         CacheConfig(keys="int8", values="int4", layers={0: "int8"}),
         CacheConfig(prefix_store=kv_hf.PrefixStore()),
-        CacheConfig(recipe={"format": "kv_hf recipe", "version": 1, "keys": ["int8"], "values": ["int4"]}),
     ],
-    ids=["layers", "store", "recipe"],
+    ids=["layers", "store"],
 )  # fmt: skip
 def test_generation_config_with_a_cache_config_is_saved_and_read(config, tmp_path):
     held = GenerationConfig(cache_implementation="paged_exact", cache_config=config)

@@ -384,7 +384,6 @@ def test_cache_config_documents_and_tests_every_field():
         "prefix_store",
         "cross_attention",
         *("offload", "device_bytes", "device_pages", "offload_dir"),  # test_offload.py
-        "recipe",  # test_recipe.py
         "widen",  # test_widening.py
         *("read_tokens", "read_share", "read_top_p", "read_from"),  # test_reading.py
         *("latent", "latent_group_size", "k_rope", "mla"),  # test_latent.py

@@ -13,10 +13,8 @@ from tiny_models import shared_model, tokens
 
 import kv_hf
 from kv_hf.files import unfinished, writing
-from kv_hf.recipe import Recipe
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-RECIPE = {"format": "kv_hf recipe", "version": 1, "keys": ["int8"], "values": ["int4"]}
 
 
 def left_in(folder):
@@ -60,13 +58,6 @@ def save_of(caches, folder):
         return kv_hf.PagedCache.load(path, model).get_seq_length()
 
     return lambda: new.save(path, model), check, (50, 90)
-
-
-def recipe_of(caches, folder):
-    path = folder / "recipe.json"
-    old, new = Recipe.read(RECIPE), Recipe.read({**RECIPE, "keys": ["int2"]})
-    old.save(path)
-    return lambda: new.save(path), lambda: Recipe.read(path).keys, (("int8",), ("int2",))
 
 
 def conversion_of(checkpoint, folder):
@@ -133,7 +124,7 @@ def check_kills(folder, make, places):
     return len(places)
 
 
-KINDS = {"cache": save_of, "recipe": recipe_of, "conversion": conversion_of}
+KINDS = {"cache": save_of, "conversion": conversion_of}
 
 
 @pytest.fixture
@@ -163,21 +154,18 @@ def some(seen):
     return sorted({*first.values(), *last.values()})
 
 
-@pytest.mark.parametrize("kind", ["cache", "recipe"])
-def test_every_call_of_a_saving_may_fail(kind, make, tmp_path):
-    begin = make(kind)
+def test_every_call_of_a_saving_may_fail(make, tmp_path):
+    begin = make("cache")
     seen = places_of(tmp_path, begin)
     assert {"open", "write", "fsync", "close", "fchmod", "replace"} <= set(seen)
-    places = range(len(seen)) if kind == "recipe" else some(seen)
-    assert check_errors(tmp_path, begin, places, (errno.ENOSPC, errno.EIO)) >= 12
+    assert check_errors(tmp_path, begin, some(seen), (errno.ENOSPC, errno.EIO)) >= 12
     check_errors(tmp_path, begin, some(seen), (errno.ENOSPC,), lasting=True)
 
 
-@pytest.mark.parametrize("kind", ["cache", "recipe"])
-def test_a_saving_may_be_killed_at_every_call(kind, make, tmp_path):
-    begin = make(kind)
+def test_a_saving_may_be_killed_at_every_call(make, tmp_path):
+    begin = make("cache")
     seen = places_of(tmp_path, begin)
-    assert check_kills(tmp_path, begin, range(len(seen)) if kind == "recipe" else some(seen)) >= 6
+    assert check_kills(tmp_path, begin, some(seen)) >= 6
 
 
 def test_calls_of_a_conversion_may_fail(make, tmp_path):

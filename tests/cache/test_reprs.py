@@ -1,20 +1,11 @@
 """A cache says what it is: `repr` as its call, `print` as lines for people."""
 
-import json
-
 import pytest
 import tiny_encoder_decoders
 from tiny_models import shared_model, tokens
 
 import kv_hf
 
-RECIPE = {
-    "format": "kv_hf recipe",
-    "version": 1,
-    "keys": ["int8", "int4"],
-    "values": ["int4", "int4"],
-    "page_size": 32,
-}
 # options -> (what repr says, what print says)
 SHOWN = {
     "formats": (
@@ -55,18 +46,6 @@ def test_cache_shows_its_options_and_contents(options, call, lines):
     assert repr(cache).endswith(")")
     assert f"bytes={cache.memory().total}" in repr(cache)
     assert [line for line in lines if line not in str(cache)] == []
-
-
-def test_cache_with_a_recipe_shows_the_recipe(tmp_path):
-    """It showed the format that most layers have, as if all had it."""
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(RECIPE))
-    cache = filled(recipe=str(path))
-    assert repr(cache).startswith(f"PagedCache(recipe='{path}', page_size=32, rows=1, ")
-    assert "keys=" not in repr(cache)
-    assert "layer 0: paged, int8 keys, int4 values" in str(cache)
-    assert "layer 1: paged, int4 keys, int4 values" in str(cache)
-    assert "recipe='a dict'" in repr(filled(recipe=RECIPE))
 
 
 def test_classes_show_their_own_names():

@@ -30,7 +30,6 @@ from kv_hf.cache_names import all_cache_names, parse_cache_name
 from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.harness.caches import harness_cache
-from kv_hf.evaluation.recommend.cost import Budget
 from kv_hf.formats import (
     base,
     format_names,
@@ -42,9 +41,7 @@ from kv_hf.formats import (
     registry,
 )
 from kv_hf.formats.base import Format
-from kv_hf.planner.explore.page import page_data
 from kv_hf.quant.codec import decode, encode
-from kv_hf.recipe import Recipe
 from kv_hf.spec import PageSpec
 
 CPU = torch.device("cpu")
@@ -294,10 +291,6 @@ def test_plan_and_its_command_know_a_registered_format(nf4, capsys):
     assert rows["paged_int2"] < rows["paged_nf4"] < rows["paged_int4"] < rows["paged_k8v4"]
     assert cli.main(["memory", "llama-3.1-8b", "--cache", "paged_nf4:keys=int8", "paged_k8v4"]) == 0
     assert "paged_nf4:keys=int8" in capsys.readouterr().out
-    data = json.loads(json.dumps(page_data([])))  # what the planner's page is made of
-    assert data["formats"]["values"]["nf4"]["scale_group"] == [1, 0]
-    assert {"name": "paged_nf4", "latent": None, "keys": "nf4", "values": "nf4"} in data["caches"]
-    assert "nf4" not in data["latent_format_names"]
 
 
 def test_evaluation_knows_a_registered_format(nf4, model):
@@ -306,8 +299,6 @@ def test_evaluation_knows_a_registered_format(nf4, model):
     for kind in (cache_kind("paged_nf4:keys=int8"), harness_cache("paged_nf4", "keys=int8")):
         [layer, *_] = kind.make(model.config, 0).paged_layers
         assert layer.formats.names == ("int8", "nf4")
-    size = Budget.parse("paged_nf4")
-    assert size.like == "paged_nf4"
 
 
 def test_doctor_tries_a_registered_format(nf4, capsys):
@@ -323,28 +314,6 @@ def test_doctor_tries_a_registered_format(nf4, capsys):
     own = [trial for trial in trials if trial["format"] == "paged_nf4"]
     assert {trial["kernel"] for trial in own} == {"sdpa", "reference"}
     assert all(trial["status"] == "ok" for trial in own)
-
-
-def test_recipe_of_a_registered_format_generates(nf4, model, tmp_path):
-    recipe = Recipe(("nf4", "int8"), ("int4", "nf4"), {"page_size": 16})
-    recipe.save(tmp_path / "recipe.json")
-    cache = kv_hf.PagedCache(model.config, recipe=str(tmp_path / "recipe.json"))
-    assert [layer.formats.names for layer in cache.paged_layers] == [
-        ("nf4", "int4"),
-        ("int8", "nf4"),
-    ]
-    kv_hf.unregister_format("nf4")
-    with pytest.raises(CacheOptionError, match="keys of layer 0 must be one of .*, got 'nf4'"):
-        Recipe.read(tmp_path / "recipe.json")
-
-
-def test_recommend_measures_a_registered_format(nf4, model):
-    found = kv_hf.recommend(
-        model, "paged_nf4", text=tiny_models.tokens(1, 96).tolist(), prompt=48, window=96, formats=("nf4",),
-        context=96, variants=(), page_size=16, held_out=tiny_models.tokens(1, 96, seed=9).tolist(),
-    )  # fmt: skip
-    assert set(found.recipe.keys) | set(found.recipe.values) <= {"exact", "int8", "nf4"}
-    assert any(one.format == "nf4" for one in found.sensitivities)
 
 
 class Counted(dict):
@@ -713,20 +682,6 @@ def test_register_cache_gives_options_a_name(named_cache, model):
     assert torch.equal(named_out.sequences, spelt_out.sequences)
     with pytest.raises(KeyError):
         kv_hf.IMPLEMENTATIONS[named_cache]  # which has formats, not a format
-
-
-def test_register_cache_names_a_recipe(model, tmp_path):
-    Recipe(("int8", "int4"), ("int4", "int2"), {"page_size": 16}).save(tmp_path / "recipe.json")
-    kv_hf.register_cache("paged_recipe", recipe=str(tmp_path / "recipe.json"))
-    try:
-        cache = kv_hf.PagedCache.from_implementation(model.config, "paged_recipe")
-        assert [one.formats.names for one in cache.paged_layers] == [
-            ("int8", "int4"),
-            ("int4", "int2"),
-        ]
-        assert cache.options.page_size == 16
-    finally:
-        kv_hf.unregister_cache("paged_recipe")
 
 
 def test_paged_k8v4_is_int8_keys_and_int4_values(model):

@@ -31,7 +31,6 @@ def refused(capsys, *argv):
         (["--cache", "paged_int5"], "cache must be one of"),
         (["--cache", "dynamic"], "--cache must be a paged cache (paged_exact"),
         (["--cache", "paged_int4:recent=1"], "cache_config option must be one of"),
-        (["--cache", "recipe:/nowhere.json"], "/nowhere.json"),
         (["--cache-config", "{"], "--cache-config must be a JSON object of cache options"),
         (["--cache-config", "[1]"], "--cache-config must be a JSON object of cache options"),
         (

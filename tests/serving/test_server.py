@@ -257,7 +257,7 @@ def test_generation_config_of_a_request_keeps_the_cache_unless_it_names_another(
     [
         ({"recent": 3}, "cache_config option must be one of"),
         ({"page_size": 3}, "page_size must be an integer of at least 16, got 3"),
-        ({"recipe": "/etc/passwd"}, "must not set recipe, which the server decides"),
+        ({"offload_dir": "/etc"}, "must not set offload_dir, which the server decides"),
         ({"offload": "disk"}, "must not set offload, which the server decides"),
         ([1], "cache_config must be an object"),
     ],

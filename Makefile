@@ -91,10 +91,11 @@ test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests,
 test-asan: $(VENV)/.installed ## test the C kernel on builds that check addresses, undefined behaviour and threads
 	$(BIN)/python scripts/sanitize.py
 
-check: $(VENV)/.installed ## ruff, ruff format and mypy
+check: $(VENV)/.installed ## ruff, ruff format, mypy and the size of each room
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/size.py
 
 format: $(VENV)/.installed ## format and fix what ruff can
 	$(BIN)/ruff format .

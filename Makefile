@@ -22,7 +22,7 @@ BUDGET_S ?= 480
 OUT ?= results/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-processors test-asan check format docs eval bench bench-mla bench-gpu plots clean
+.PHONY: help demo test test-all test-environments test-asan check format docs eval bench bench-mla bench-gpu plots clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -74,15 +74,14 @@ demo: $(VENV)/.demo $(VENV)/.weights ## install what the demo needs, then genera
 test: $(VENV)/.installed ## run the test suite (no network, no GPU, under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-processors: $(VENV)/.installed ## the kernels' tests with each instruction set that this processor has (ATEN_CPU_CAPABILITY, KV_HF_ISA), with 1 thread and 2
-	$(BIN)/python scripts/processor_tests.py -n 2 --dist loadfile
+test-environments: $(VENV)/.installed ## tests in each environment that they must not depend on: instruction sets, threads, variables of a shell
+	$(BIN)/python scripts/environments.py -n 2 --dist loadfile
 
-test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, the kernels' tests with every instruction set, the suite without the C kernel, and on the oldest transformers
+test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, every instruction set and environment, the suite without the C kernel, and on the oldest transformers
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-	$(MAKE) test-processors
+	$(MAKE) test-environments
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"
 	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest tests/hf/test_integrations.py -k quantized
-	KV_HF_ISA=none $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(OLDEST_VENV)/bin/python -m pip install -q $(OLDEST) -e '.[demo,test]'
@@ -92,10 +91,11 @@ test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests,
 test-asan: $(VENV)/.installed ## test the C kernel on builds that check addresses, undefined behaviour and threads
 	$(BIN)/python scripts/sanitize.py
 
-check: $(VENV)/.installed ## ruff, ruff format and mypy
+check: $(VENV)/.installed ## ruff, ruff format, mypy and the size of each room
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/size.py
 
 format: $(VENV)/.installed ## format and fix what ruff can
 	$(BIN)/ruff format .

@@ -1,4 +1,6 @@
-"""Shared settings: one thread per worker, quiet transformers, and kv_hf's "said once" memory cleared."""
+"""Shared settings: a known environment, one thread per worker, quiet transformers, and kv_hf's "said once" memory cleared."""
+
+import known_environment  # isort: split
 
 import gc
 import os
@@ -18,7 +20,7 @@ from kv_hf.notices import forget
 # a shell that starts tests in the background lets them ignore Ctrl-C, which some tests send to themselves
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# one per worker is fastest; scripts/processor_tests.py tries more
+# one per worker is fastest; scripts/environments.py tries more
 torch.set_num_threads(int(os.environ.get("KV_HF_TEST_THREADS", "1")))
 logging.set_verbosity_error()
 # what kv_hf says is tested, and pytest's caplog listens at the root
@@ -43,6 +45,26 @@ def _old_objects_are_no_garbage() -> None:
 def pytest_sessionfinish() -> None:
     """Let the interpreter collect what was frozen, or bindings report all of it as leaked when it ends."""
     gc.unfreeze()
+
+
+def pytest_configure() -> None:
+    """Warn as Python does by itself."""
+    known_environment.forget_warnings()
+
+
+def pytest_unconfigure() -> None:
+    """Remove the home folder of the tests."""
+    known_environment.leave()
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Take back what a test, or a library that it called, put into the environment."""
+    before = os.environ.copy()
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

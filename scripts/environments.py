@@ -1,0 +1,116 @@
+"""Run tests once in each environment that they must not depend on: instruction sets, threads, and variables of a user's shell.
+
+usage: environments.py [--only WORD] [options of pytest]
+
+An instruction set decides in which order numbers are added up, and so what rounding makes of them: results differ between
+processors, and every one must be within the tests' bounds. A variable decides where files lie, what is said and what may be
+asked: tests/known_environment.py clears it, and shows that with each row of SHELLS. KV_HF_ISA=none and all of SHELLS together are
+the last row, with every test that is not slow.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from kv_hf.backends.cpu import library
+
+Variables = dict[str, str | None]  # None: not set
+
+ROOT = Path(__file__).parent.parent
+TORCH = ("default", "avx2", "avx512")  # of ATEN_CPU_CAPABILITY, which is not checked by torch
+NOWHERE = "/proc/nowhere"  # a folder that nobody can make
+# compared with fp64, with the codec's bytes, or with another kernel
+COMPILED = (
+    *(
+        "backends/test_attention_variants",
+        "backends/test_choose_pages",
+        "backends/test_cpu_kernels",
+    ),
+    *("backends/test_cpu_latent", "backends/test_cpu_write", "backends/test_error_bound"),
+    *("backends/test_latent_fallbacks", "backends/test_reference_attention", "cache/test_latent"),
+    *("cache/test_reading", "cache/test_reading_offload", "cache/test_sliding", "doctor"),
+    *("formats/test_codec", "formats/test_mixed_and_rotated", "hf/test_chunks", "hf/test_families"),
+    *("hf/test_generate_features", "hf/test_latent_families"),
+)
+# in numpy; torch computes what is expected
+INTERPRETED = ("backends/test_triton_decode", "backends/test_triton_latent")
+# start children, look for files, ask for models, or print
+OUTWARD = (
+    *("backends/test_threads", "backends/test_triton_launch", "cache/test_cache_options", "doctor"),
+    *("hf/test_devices", "hf/test_install", "pages/test_host_heap", "planner/test_planner_source"),
+    *("project/test_cli", "project/test_hub", "project/test_messages", "project/test_packaging"),
+    *("project/test_text_table", "serving/test_serve_command"),
+)
+SHELLS: dict[str, Variables] = {
+    "offline": {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+    "proxy": {"HTTPS_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"},
+    "folders": dict.fromkeys(
+        ("HF_HOME", "HF_HUB_CACHE", "KV_HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"), NOWHERE
+    ),
+    "threads": {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"},
+    "devices": {"CUDA_VISIBLE_DEVICES": "7", "TRITON_INTERPRET": "1"},
+    "own": {"KV_HF_MALLOC_TRIM": "never", "KV_HF_ACCEPT_GEMMA_TERMS": "1"},
+    "processes": {"RANK": "1", "WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "bf16"},
+    "language": {"LANG": "C", "LC_ALL": "POSIX", "TZ": "Asia/Kathmandu"},
+    "terminal": {"COLUMNS": "20", "NO_COLOR": "1", "FORCE_COLOR": "1"},
+    "warnings": {"PYTHONWARNINGS": "error"},
+    "no home": {"HOME": None},
+    "home": {"HOME": NOWHERE},
+}
+
+
+def rows() -> Iterator[tuple[str, Variables, tuple[str, ...]]]:
+    """Yield (name, variables, test files or folders below tests/) of each run."""
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    for name in TORCH[: TORCH.index(best) + 1] if best in TORCH else TORCH[:1]:
+        yield f"torch {name}", {"ATEN_CPU_CAPABILITY": name}, COMPILED + INTERPRETED
+    if library.missing() is None:
+        for isa, name in enumerate(library.ISA_NAMES[: library.isa() + 1]):
+            yield f"kernel {name}", {library.ISA_VARIABLE: str(isa)}, COMPILED
+    yield "2 threads", {"KV_HF_TEST_THREADS": "2"}, COMPILED + INTERPRETED
+    for name, variables in SHELLS.items():
+        yield name, variables, OUTWARD
+    every: Variables = {library.ISA_VARIABLE: "none"}
+    for variables in SHELLS.values():
+        every |= variables
+    yield "all, no kernel", every, ("",)
+
+
+def run(variables: Variables, names: tuple[str, ...], options: list[str]) -> bool:
+    """Run tests with these variables; say whether all passed. `options` go to pytest."""
+    files = [
+        str(path if (path := ROOT / "tests" / name).is_dir() else f"{path}.py") for name in names
+    ]
+    # passive: threads that wait for each other on busy cores would spin for minutes
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", **variables}
+    given = {name: value for name, value in environment.items() if value is not None}
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *files]
+    return subprocess.run(command, cwd=ROOT, env=given).returncode == 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run every row, or those with a word in their name; return the number of rows that failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="rows with this word in their name"
+    )
+    known, options = parser.parse_known_args(arguments)
+    failed = []
+    for name, variables, names in rows():
+        if known.only in name:
+            print(f"{name}: {variables}", flush=True)
+            if not run(variables, names, options):
+                failed.append(name)
+    print(f"failed with {', '.join(failed)}" if failed else "every environment passes")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

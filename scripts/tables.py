@@ -348,7 +348,11 @@ def why(row: Row) -> str:
     decided = {name: one for name, one in row["others"].items() if one["verdict"] == row["verdict"]}
     first: Row = next(iter(decided.values()), {})
     names = "every operation" if decided and not row["equal"] else ", ".join(decided)
-    text = f"{names}: {first.get('message') or row['message']}" if names else row["message"]
+    message = first.get("message") or row["message"]
+    if not message and "stock_to_uncached" in first:
+        message = "DynamicCache lies {stock_to_uncached:.2g} of the largest logit from the model without a cache, pages {ours_to_uncached:.2g}"
+        message = message.format_map(first)
+    text = f"{names}: {message}" if names else message
     return str(text.replace("|", "\\|").replace("<", "&lt;"))
 
 

@@ -104,15 +104,6 @@ def formats(rows: Rows) -> Rows:
     return [found[name] for name in FORMATS if name in found]
 
 
-def each_text(rows: Rows) -> Rows:
-    """Return a row for each cache and text."""
-    return [
-        {**row, **one, "of_text": text}
-        for row in newest(rows)
-        for text, one in row.get("texts", {}).items()
-    ]
-
-
 def speed_order(rows: Rows) -> tuple[int, float]:
     """Order machines: CPUs first, and of these the one with the smaller gain of pages at the longest context."""
     longest = max(row["context"] for row in rows)
@@ -176,12 +167,13 @@ def converted(rows: Rows) -> str:
 
 
 def curves(rows: Rows) -> Rows:
-    """Return the newest run of each student: a row for each evaluation, the student named on the first."""
+    """Return the first and the last evaluation of each student's newest run, the student named on the first."""
     runs: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
         key = (row["teacher"], -row["num_key_value_heads"][1], row["method"])
         runs[key] = [*(runs.get(key, []) if row["step"] else []), row]
-    return [{**row, "first": not row["step"]} for _, run in sorted(runs.items()) for row in run]
+    ends = [(run[0], run[-1]) for _, run in sorted(runs.items())]
+    return [{**row, "first": not row["step"]} for pair in ends for row in pair]
 
 
 def once(form: str) -> Cell:
@@ -438,16 +430,11 @@ TABLES = [
     Table(
         "docs/accuracy.md", "accuracy", GRID, lambda rows: f"{scored(rows[0])}, exact perplexity {rows[0]['perplexity_exact']:.2f}",
         {
-            "cache": title, "bits": "{stored_bits:.2f}", "bytes/token": "{bytes_per_token:,.0f}", "KL": kl,
+            "cache": title, "bits": "{stored_bits:.2f}", "bytes/token": "{bytes_per_token:,.0f}", "KL": kl, "worst text": worst,
             "median": of("kl_median"), "p99": of("kl_p99"), "same top token": percent("top1"),
             "perplexity": "{perplexity_delta:+.2f} % ({perplexity_delta_low:+.2f} to {perplexity_delta_high:+.2f})",
-            "same tokens": "{divergence_mean:.0f} of {divergence_tokens}",
         },
         where=accuracy, split=("model",), prepare=newest,
-    ),
-    Table(
-        "docs/accuracy.md", "accuracy", GRID, "{name}, KL on each text", {"cache": title}, Pivot(("cache",), "of_text", {"{at}": kl}, sort=None),
-        where=accuracy, split=("model",), prepare=each_text,
     ),
     Table(
         "docs/accuracy.md", "peers", "peers.jsonl",
@@ -457,6 +444,7 @@ TABLES = [
             "cache": title, "bits, all": "{stored_bits:.2f}", "bits, encoded": "{bits_per_element:.2f}",
             "bytes/token": "{bytes_per_token:,.0f}", "KL (95 % interval)": kl, "p99": of("kl_p99"), "same top token": percent("top1"),
         },
+        where=lambda r: r["window"] > 768,
         split=("model", "model_revision", "text_digest", "window", "prompt", "dtype"), key=("cache",), sort=bits,
     ),
     Table(
@@ -466,7 +454,8 @@ TABLES = [
             "kv heads": "{kv_heads}", "how": made, "cache": "`{cache}`", "bytes/token": "{bytes_per_token:,.0f}",
             "perplexity": "{perplexity:.2f}", "times the original": "{times:.3f}",
         },
-        where=lambda r: r["kind"] == "accuracy" and r["text"] != "held_out", split=("text_digest", "windows"), prepare=levers, left=3,
+        where=lambda r: r["kind"] == "accuracy" and r["text"] != "held_out" and r["cache"] in ("paged_exact", "paged_int4"),
+        split=("text_digest", "windows"), prepare=levers, left=3,
     ),
     Table(
         "docs/gqa.md", "conversions", "gqa.jsonl", converted,
@@ -552,6 +541,7 @@ TABLES = [
             "median": of("kl_median", finer), "p99": of("kl_p99", finer), "same top token": percent("top1"),
             "perplexity": lambda r: f"{r['perplexity']:,.{2 if r['perplexity'] < 1000 else 0}f}",
         },
+        where=lambda r: r["mixing"] != "principal",
         split=("model", "model_revision", "mixing", "kv_lora_rank", "qk_rope_head_dim", "dtype", "text_digest", "window", "prompt"),
         key=("cache",), sort=bits, left=2,
     ),

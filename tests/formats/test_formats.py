@@ -30,7 +30,6 @@ from kv_hf.cache_names import all_cache_names, parse_cache_name
 from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.harness.caches import harness_cache
-from kv_hf.evaluation.recommend.cost import Budget
 from kv_hf.formats import (
     base,
     format_names,
@@ -306,8 +305,6 @@ def test_evaluation_knows_a_registered_format(nf4, model):
     for kind in (cache_kind("paged_nf4:keys=int8"), harness_cache("paged_nf4", "keys=int8")):
         [layer, *_] = kind.make(model.config, 0).paged_layers
         assert layer.formats.names == ("int8", "nf4")
-    size = Budget.parse("paged_nf4")
-    assert size.like == "paged_nf4"
 
 
 def test_doctor_tries_a_registered_format(nf4, capsys):
@@ -336,15 +333,6 @@ def test_recipe_of_a_registered_format_generates(nf4, model, tmp_path):
     kv_hf.unregister_format("nf4")
     with pytest.raises(CacheOptionError, match="keys of layer 0 must be one of .*, got 'nf4'"):
         Recipe.read(tmp_path / "recipe.json")
-
-
-def test_recommend_measures_a_registered_format(nf4, model):
-    found = kv_hf.recommend(
-        model, "paged_nf4", text=tiny_models.tokens(1, 96).tolist(), prompt=48, window=96, formats=("nf4",),
-        context=96, variants=(), page_size=16, held_out=tiny_models.tokens(1, 96, seed=9).tolist(),
-    )  # fmt: skip
-    assert set(found.recipe.keys) | set(found.recipe.values) <= {"exact", "int8", "nf4"}
-    assert any(one.format == "nf4" for one in found.sensitivities)
 
 
 class Counted(dict):

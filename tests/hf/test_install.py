@@ -48,7 +48,7 @@ import sys
 sys.modules.update({name: None for name in ("triton", "lm_eval", "datasets", "rich")})  # imports raise
 import torch, kv_hf
 assert not any("evaluation" in name for name in sys.modules)
-kv_hf.recommend
+kv_hf.measure_accuracy
 from kv_hf.backends.triton import ceiling, latent_meta_params, support, tuning, meta_params
 spec = ceiling.standard_spec("int4", 128)
 assert support.why_not("cpu", torch.float32, spec)

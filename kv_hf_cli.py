@@ -21,8 +21,6 @@ COMMANDS = {
     "memory": ("kv_hf.planner.plan_command", "what caches take and what fits, from a config alone"),
     "explore": ("kv_hf.planner.explore.explore_command", "the memory planner as a page in a browser"),
     "eval": ("kv_hf.evaluation.eval_command", "what caches cost on your model and text: KL, bytes"),
-    "recommend": ("kv_hf.evaluation.recommend.recommend_command", "formats of each layer that lose least within a budget"),
-    "report": ("kv_hf.evaluation.report.report_command", "an HTML page with plots of what eval measured"),
     "lm-eval": ("kv_hf.evaluation.harness.__main__", "lm-eval's command line, which then knows our caches"),
     "serve": ("kv_hf.serving.serve_command", "transformers' own server, with pages as its cache"),
     "convert-gqa": ("kv_hf.gqa.convert_command", "write a checkpoint with fewer kv heads"),

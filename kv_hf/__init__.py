@@ -52,7 +52,6 @@ _LATER = {
     "CachePlan": "planner.memory_plan",
     "ConversionReport": "gqa.report",
     "Plan": "planner.memory_plan",
-    "Recommendation": "evaluation.recommend",
     "UptrainReport": "gqa.uptrain",
     "UptrainSettings": "gqa.uptrain",
     "convert_to_gqa": "gqa.convert",
@@ -60,7 +59,6 @@ _LATER = {
     "measure_footprint": "evaluation.footprint",
     "needle_grid": "evaluation.retrieval",
     "plan": "planner.memory_plan",
-    "recommend": "evaluation.recommend",
     "uptrain": "gqa.uptrain",
 }
 _PARTS = ("doctor", "evaluation", "gqa", "planner", "texts")
@@ -89,7 +87,6 @@ __all__ = [
     "Plan",
     "PrefixStats",
     "PrefixStore",
-    "Recommendation",
     "Scheme",
     "StaleHandleError",
     "UnsupportedModelError",
@@ -99,7 +96,6 @@ __all__ = [
     "install",
     "plan",
     "predict_memory",
-    "recommend",
     "register_cache",
     "register_format",
     "uninstall",
@@ -115,7 +111,6 @@ if TYPE_CHECKING:
     from . import texts as texts
     from .evaluation.accuracy import measure_accuracy as measure_accuracy
     from .evaluation.footprint import measure_footprint as measure_footprint
-    from .evaluation.recommend import Recommendation, recommend
     from .evaluation.retrieval import needle_grid as needle_grid
     from .gqa.convert import convert_to_gqa
     from .gqa.report import ConversionReport

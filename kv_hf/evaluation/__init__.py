@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .divergence import measure_divergence
     from .footprint import measure_footprint
     from .harness.tasks import run_tasks
-    from .report import write_report
     from .retrieval import needle_grid, retrieval_tasks
     from .rows import read_rows
 
@@ -31,7 +30,6 @@ __all__ = [
     "retrieval_tasks",
     "run_tasks",
     "unregister_peer",
-    "write_report",
 ]
 _HOMES = {
     "cache_kind": "cache_kinds",
@@ -46,7 +44,6 @@ _HOMES = {
     "retrieval_tasks": "retrieval",
     "run_tasks": "harness.tasks",
     "unregister_peer": "cache_kinds",
-    "write_report": "report",
 }
 
 

@@ -22,9 +22,9 @@ from ..texts import BUNDLED, SETS
 from .cache_kinds import cache_kind
 from .child import in_words
 from .loaded_model import LoadedModel, TextSettings
-from .report.report_command import ROWS
 from .rows import append_rows, check_writable, make_row
 
+ROWS = Path("kv_hf_eval.jsonl")
 DTYPES = ("float32", "bfloat16", "float16")
 # field -> (column, format)
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -81,9 +81,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="default: %(default)s",
     )
-    found.add_argument(
-        "--record", action="store_true", help="append rows to --out, for kv-hf report"
-    )
+    found.add_argument("--record", action="store_true", help="append rows to --out")
     found.add_argument(
         "--out", type=Path, default=ROWS, metavar="FILE", help="default: %(default)s"
     )

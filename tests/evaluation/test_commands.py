@@ -1,4 +1,4 @@
-"""kv-hf demo, eval, recommend and report on a tiny model, in 80 columns; and the scripts that add this repository's models."""
+"""kv-hf demo and eval on a tiny model, in 80 columns; and the scripts that add this repository's models."""
 
 import json
 import runpy
@@ -12,9 +12,7 @@ from tiny_models import make_model
 
 import kv_hf_cli
 from kv_hf.evaluation.demo_command import CACHES
-from kv_hf.evaluation.recommend import recommend_command
 from kv_hf.evaluation.rows import read_rows
-from kv_hf.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +55,7 @@ def test_demo_shows_every_cache_and_records_rows(folder, tmp_path, capsys):
         assert any(line.startswith(f"{row['cache']} ") for line in printed.out.splitlines())
 
 
-def test_eval_and_report_work_together(folder, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_eval_records_rows(folder, tmp_path, capsys):
     sizes = ("--window", 200, "--prompt", 100, "--windows", 1, "--divergence", 4)
     asked = ("--model", folder, "--text", folder / "text.txt", "--device", "cpu", *sizes)
     caches = ("--caches", "paged_int4", "paged_int8")
@@ -66,9 +63,6 @@ def test_eval_and_report_work_together(folder, tmp_path, capsys):
     assert code == 0, printed.err
     assert "KL" in printed.out and "100 scored tokens" in printed.out
     assert [row["cache"] for row in read_rows(tmp_path / "kv_hf_eval.jsonl")] == list(caches[1:])
-    code, printed = run(capsys, "report")
-    assert code == 0, printed.err
-    assert "paged_int8" in (tmp_path / "report" / "report.html").read_text("utf-8")
 
 
 def test_eval_says_which_cache_gave_no_figures(folder, capsys, monkeypatch):
@@ -84,38 +78,12 @@ def test_eval_says_which_cache_gave_no_figures(folder, capsys, monkeypatch):
     assert "no figures for paged_int4: not today" in printed.err
 
 
-def test_recommend_writes_recipes_and_checks_them(folder, tmp_path, capsys):
-    texts = ("--text", folder / "text.txt", "--held-out", folder / "other.txt")
-    sizes = ("--window", 192, "--prompt", 128, "--held-out-windows", 1, "--context", 512)
-    asked = ("--model", folder, *texts, *sizes, "--device", "cpu")
-    out = tmp_path / "recipe.json"
-    search = ("--budget", "paged_int4", "--variant", "none", "--out", out)
-    code, printed = run(capsys, "recommend", *asked, *search)
-    assert code == 0, printed.err
-    assert (
-        "only 64 tokens are scored" in " ".join(printed.out.split())
-        and "recommended" in printed.out
-    )
-    assert Recipe.read(out)
-    assert (tmp_path / recommend_command.CELLS).is_file()
-    against = ("--check", out, "--against", "paged_int8")
-    code, printed = run(capsys, "recommend", *asked, *against)
-    assert code == 0, printed.err
-    assert "recipe wins" in printed.out
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["demo", "--model", "./nothing"], "model './nothing': there is no such folder"),
         (["eval", "--model", "./nothing"], "model './nothing': there is no such folder"),
         (["eval", "--model", "x", "--caches", "paged_int"], "paged_int"),
-        (["recommend", "--model", "./nothing"], "model './nothing': there is no such folder"),
-        (
-            ["recommend", "--model", "x", "--budget", "4", "5", "--out", "a.json"],
-            "must be a folder",
-        ),
-        (["report", "--rows", "nothing.jsonl"], "not found: nothing.jsonl"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -126,18 +94,12 @@ def test_commands_say_why_they_end(arguments, says, capsys):
     assert error.startswith(f"kv-hf {arguments[0]}: error: ") and says in error
 
 
-@pytest.mark.parametrize("name", ["NAME", "page_size=", "page_size=x"])
-def test_numbers_refuses_what_is_no_option(name):
-    with pytest.raises(ValueError, match="options must be NAME=N"):
-        recommend_command.numbers([name])
-
-
-@pytest.mark.parametrize("name", ["demo", "perplexity", "recommend"])
+@pytest.mark.parametrize("name", ["demo", "perplexity"])
 def test_scripts_know_the_packaged_models(name, capsys, monkeypatch):
     """They are the commands, with models that come in PyPI packages."""
     monkeypatch.setattr(sys, "argv", [name])
     main = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]
-    assert main(["--model", "tinyllama-1.1b-not"] + ["--text", "x"] * (name != "recommend")) == 2
+    assert main(["--model", "tinyllama-1.1b-not", "--text", "x"]) == 2
     assert f"{name}.py: error: " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -17,8 +17,6 @@ import kv_hf
 from kv_hf.cache_names import PEERS, all_cache_names
 from kv_hf.evaluation import cache_kind, measure_accuracy, register_peer, unregister_peer
 from kv_hf.evaluation.cache_kinds import held_bytes, why_not
-from kv_hf.evaluation.report.canvas import look
-from kv_hf.evaluation.report.select import family
 from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk
 from kv_hf.formats import format_names, get_format
 
@@ -334,11 +332,3 @@ def test_readme_table_leaves_out_peers_that_no_run_measured():
     found = eval_tables.accuracy_table([{**row, "cache": "quanto_int4"}])
     assert "`quanto_int4` (transformers) | 5.00 |" in found
     assert "kivi" not in found and "hqq" not in found
-
-
-def test_report_gives_peers_a_sign_of_their_own():
-    names = ("quanto_int4", "hqq_int4_channel", "kivi_int2", "turboquant_int4", "quantized_fp8")
-    found = {name: look(family(name), name) for name in (*names, "rounded")}
-    assert {family(name) for name in found} == {"peer"}
-    assert len({sign for sign, _, _ in found.values()}) == len(found)
-    assert found["quantized_fp8"][2] == "fp8 of transformers" and found["rounded"][2] == "other"

@@ -2,12 +2,10 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
 import transformers
-from paths import ROOT
 from tiny_models import make_config, make_model
 from tiny_tokenizer import make_tokenizer
 from transformers import DynamicCache, LlamaForCausalLM
@@ -18,7 +16,6 @@ from kv_hf.evaluation.prefill import Prefill
 from kv_hf.evaluation.retrieval import needle_grid, retrieval_tasks
 from kv_hf.evaluation.retrieval.grid import measure_cells
 from kv_hf.evaluation.retrieval.haystack import load_haystack
-from kv_hf.evaluation.retrieval.heatmap import draw_needle
 from kv_hf.evaluation.retrieval.prompt import Cell, Frame, make_prompt
 from kv_hf.evaluation.retrieval.reading import found_part, read
 from kv_hf.evaluation.teacher_forcing import decoded_logits
@@ -301,106 +298,3 @@ def test_logits_that_are_not_finite_give_no_row(monkeypatch):
     with pytest.raises(ValueError, match="single, length 300, .*nan gives logits that are not fin"):
         rows.extend(measure_cells(tiny(), TOKENIZER, "dynamic", [Cell("single", 300, 0.5)], 1, 0))
     assert not rows
-
-
-ROWS = [
-    {"model": "m", "task": "single", "cache": c, "length": n, "depth": d, "score": d, "nll": n / 9}
-    for c in ("a", "b", "c", "d", "e")
-    for n in (512, 1024)
-    for d in (0.0, 0.5)
-]
-
-
-def test_draw_needle_writes_the_same_files_for_the_same_rows(tmp_path):
-    pytest.importorskip("matplotlib")
-    first = [file.read_bytes() for file in draw_needle(ROWS, tmp_path / "a.png")]
-    files = draw_needle(
-        [{**ROWS[0], "score": 0.3}, *ROWS, {**ROWS[0], "depth": None}], tmp_path / "b"
-    )
-    assert [file.name for file in files] == ["b.png", "b.svg"]
-    assert [file.read_bytes() for file in files] == first
-    svg = first[1].decode()
-    assert all(f">{name}<" in svg for name in "abcde")
-    assert ">1,024<" in svg and ">50 %<" in svg and "background" not in svg
-    assert draw_needle(ROWS[:3], tmp_path / "gap", "nll")[1].read_text().count(">-<") == 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "measure", "message"),
-    [
-        (ROWS, "kl", "measure must be one of score, nll, got 'kl'"),
-        ([], "score", "must hold some of a needle grid"),
-        ([{**ROWS[0], "depth": None}], "score", "must hold some of a needle grid"),
-        ([ROWS[0], {**ROWS[1], "model": "n"}], "score", "one model and task"),
-    ],
-)
-def test_draw_needle_refuses_rows_that_make_no_picture(rows, measure, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        draw_needle(rows, tmp_path / "a", measure)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def script(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.setenv("COLUMNS", "200")  # of rich's table
-    pytest.importorskip("tqdm")
-    sys.modules.pop("long_context", None)
-    import long_context
-
-    tiny().save_pretrained(tmp_path / "model")
-    TOKENIZER.save_pretrained(tmp_path / "model")
-    common = ["--model", str(tmp_path / "model"), "--caches", "dynamic", "paged_int2:sink_tokens=0"]
-    common += ["--samples", "1", "--device", "cpu", "--record", "--out", str(tmp_path / "r.jsonl")]
-    return lambda *args: long_context.main([*common, *args])
-
-
-def test_script_records_rows_and_draws(script, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    plot = ["--plot", str(tmp_path / "map.png")]
-    assert script("--lengths", "200", "300", "--depths", "0", "1", *plot) == 0
-    assert script("--lengths", "400", "--tasks", "multi_key", "common_words") == 0
-    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-    assert len(rows) == 8 + 4
-    assert {"date", "commit", "versions", "model", "dtype", "device", "seed"} <= set(rows[0])
-    assert (tmp_path / "map-score.png").stat().st_size and (tmp_path / "map-nll.svg").is_file()
-    assert "common_words" in capsys.readouterr().out
-
-
-def test_script_says_what_is_wrong_and_records_nothing(script, tmp_path, capsys):
-    assert script("--lengths", "5000") == 2
-    assert "max_position_embeddings is 1024" in capsys.readouterr().err
-    assert not (tmp_path / "r.jsonl").exists()
-
-
-def test_script_goes_on_where_it_was_stopped(script, tmp_path, capsys):
-    """A row that is missing is measured again, those that are there are not; together they are one figure."""
-    asked = ["--lengths", "300", "--tasks", "copy", "--samples", "5"]
-    out = tmp_path / "r.jsonl"
-    assert script(*asked) == 0
-    whole = out.read_text().splitlines()
-    parts = [json.loads(line) for line in whole]
-    assert [(row["first_sample"], row["samples"]) for row in parts[::2]] == [(0, 2), (2, 2), (4, 1)]
-    assert "/5 (" in capsys.readouterr().out
-    out.write_text("\n".join([*whole[:2], *whole[3:]]) + "\n")
-    assert script(*asked) == 0
-    again = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(again) == 6
-    assert again[-1]["nlls"] == pytest.approx(parts[2]["nlls"], rel=1e-4)
-    assert again[-1]["cache"] == parts[2]["cache"]
-
-
-def test_measure_cells_goes_on_with_other_samples():
-    def rows(samples, first):
-        found = measure_cells(
-            model, TOKENIZER, ["dynamic"], [Cell("copy", 300)], samples, 0, first_sample=first
-        )
-        return next(iter(found))
-
-    model = tiny()
-    both, second = rows(2, 0), rows(1, 1)
-    assert second["nlls"] == pytest.approx(both["nlls"][1:], rel=1e-4)
-    assert second["first_sample"] == 1 and second["samples"] == 1
-    assert both["found"] == 0 and 0 == both["rate_low"] < both["rate_high"] < 1
-    with pytest.raises(ValueError, match="first_sample of at least 0"):
-        rows(1, -1)

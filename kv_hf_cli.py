@@ -19,7 +19,7 @@ COMMANDS = {
     "demo": ("kv_hf.evaluation.demo_command", "generate with every cache on a model, side by side"),
     "doctor": ("kv_hf.doctor.doctor_command", "what would run here, why, and whether it works"),
     "memory": ("kv_hf.planner.plan_command", "what caches take and what fits, from a config alone"),
-    "explore": ("kv_hf.planner.explore.explore_command", "the memory planner as a page in a browser"),
+    "explore": ("kv_hf.planner.explore", "the memory planner as a page in a browser"),
     "eval": ("kv_hf.evaluation.eval_command", "what caches cost on your model and text: KL, bytes"),
     "lm-eval": ("kv_hf.evaluation.harness.__main__", "lm-eval's command line, which then knows our caches"),
     "serve": ("kv_hf.serving.serve_command", "transformers' own server, with pages as its cache"),

@@ -123,7 +123,6 @@ from kv_hf_cli import main
 from kv_hf.texts import load_text
 assert kv_hf.__file__.startswith({str(tmp_path)!r})
 assert main(["memory", "llama-3.1-8b"]) == 0
-assert main(["explore", "--out", "page.html"]) == 0
 assert main(["doctor", "--no-self-test"]) == 0
 assert load_text()
 assert "measure" not in sys.modules

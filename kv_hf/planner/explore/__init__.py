@@ -1,1 +1,0 @@
-"""The planner as one HTML file, for people who drag sliders (`kv-hf explore`)."""

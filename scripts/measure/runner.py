@@ -35,15 +35,17 @@ from tqdm import tqdm
 
 from kv_hf.evaluation.child import expendable, in_words
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, machine, make_row, read_rows
-from kv_hf.evaluation.timing import Spread, interleave, quantile, spread
+from kv_hf.evaluation.timing import interleave, quantile, spread
 from kv_hf.text_table import table_lines
 
 Fields = dict[str, Any]
 Grid = Sequence[Mapping[str, Sequence[Any]]]  # products of the fields' values, one behind the other
+Answer = list[Fields] | str  # the rows, or why there are none
 Task = tuple["Workload", Fields, str, str]  # workload, configuration, device, cell
 
 RESULTS = Path(__file__).parents[2] / "results"
 FAILED = "failed"  # the kind of rows that say why a configuration has no others
+WARMUP = 2  # rounds ahead of those that count
 LEAST_SECONDS = 2.0  # a configuration is not begun for less
 SPAWN = get_context("spawn")
 WORKLOADS: dict[str, "Workload"] = {}
@@ -85,8 +87,8 @@ class Contender:
     Attributes:
         run: what is timed.
         before: called ahead of each `run`, outside of the time.
-        verdict: judges the result of `run`; None where the workload's gate did so.
-        fields: what its rows say about it.
+        verdict: judges the result of `run`; None where nothing is left to judge.
+        fields: what its row says about it.
     """
 
     name: str
@@ -96,74 +98,102 @@ class Contender:
     fields: Fields = field(default_factory=dict)
 
 
-@dataclass
-class Times:
-    """Milliseconds of a contender, round by round: of the wall and of the calling thread's processor."""
-
-    wall: list[float]
-    thread: list[float]
-
-    def spread(self, scale: float = 1.0) -> Spread:
-        """Summarise the wall's milliseconds, times `scale`."""
-        return spread([scale * ms for ms in self.wall])
-
-    def ratio_to(self, other: "Times") -> float:
-        """Return how many times `other` takes longer: the median of the ratios within each round."""
-        pairs = zip(other.wall, self.wall, strict=True)
-        return quantile([theirs / ours for theirs, ours in pairs], 0.5)
+def judge(contenders: Iterable[Contender]) -> None:
+    """Judge each contender once, and note its error. Raises WrongResultError naming every one that is wrong."""
+    verdicts = []
+    for one in contenders:
+        if one.verdict is not None:
+            verdicts.append(one.verdict())
+            one.fields |= {"error": verdicts[-1].error, "error_allowed": verdicts[-1].allowed}
+            one.verdict = None
+    check(verdicts)
 
 
 def in_turns(
-    contenders: Sequence[Contender], rounds: int, device: torch.device, warmup: int = 2
-) -> dict[str, Times]:
-    """Judge all contenders, then call each once per round; every second round goes backwards.
+    contenders: Sequence[Contender],
+    rounds: int,
+    device: torch.device,
+    *,
+    label: str = "contender",
+    ms: str = "ms",
+    scale: float = 1.0,
+) -> list[Fields]:
+    """Judge all contenders, then call each once per round, every second round backwards; return a row of each.
 
+    Rows have the milliseconds, times `scale`: median and spread as `ms`_p50 and so on, the least, and the least of the
+    calling thread's processor, to which other programs do not add. Ratios say how many times as fast as the first
+    contender: the median of the ratios within each round.
+
+    Args:
+        label: the rows' field for the contenders' names.
     Raises: WrongResultError before anything is timed.
     """
-    check(one.verdict() for one in contenders if one.verdict is not None)
+    judge(contenders)
     by_name = {one.name: one for one in contenders}
     thread: dict[str, list[float]] = {name: [] for name in by_name}
 
     def metered(name: str) -> Callable[[], None]:
-        run, into = by_name[name].run, thread[name]
-
         def call() -> None:
             start = time.thread_time()
-            run()
-            into.append(1e3 * (time.thread_time() - start))
+            by_name[name].run()
+            thread[name].append(1e3 * (time.thread_time() - start))
 
         return call
 
-    wall = interleave(
-        {name: metered(name) for name in by_name},
-        rounds,
-        device,
-        warmup=warmup,
-        before=lambda name: by_name[name].before(),
-    )
-    return {name: Times(wall[name], thread[name][warmup:]) for name in by_name}
+    def before(name: str) -> None:
+        by_name[name].before()
+
+    runs = {name: metered(name) for name in by_name}
+    wall = interleave(runs, rounds, device, warmup=WARMUP, before=before)
+    first = contenders[0].name
+    return [
+        {
+            label: name,
+            **one.fields,
+            **spread([scale * sample for sample in wall[name]]).row(ms),
+            f"{ms}_min": scale * min(wall[name]),
+            f"thread_{ms}_min": scale * min(thread[name][WARMUP:]),
+            f"ratio_to_{first}": quantile([a / b for a, b in zip(wall[first], wall[name], strict=True)], 0.5),
+        }
+        for name, one in by_name.items()
+    ]  # fmt: skip
 
 
-def _of_this_state(config: Fields) -> object:
+def of_this_state(config: Fields) -> object:
+    """Return what decides a time beside the configuration: the code, the machine and the threads."""
     return commit(), machine(), torch.get_num_threads()
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What `workload` registers; see there."""
+    """A function that measures, and how `bench.py NAME` runs it.
+
+    Attributes:
+        measure: gets a torch.device and a configuration's fields as keywords, and yields the fields of its rows.
+        grid: its configurations.
+        tiny: configurations that take seconds on a CPU, for tests.
+        kind, file: of its rows, where they are not `name`; the file is results/FILE.jsonl.
+        columns: the fields that its table shows beside those of the grid, with blanks between them.
+        gate: gets what `measure` gets, and judges before that is called.
+        state: what else decides the figures, as JSON. Rows of another state are not taken for finished. Of measurements
+            of quality it is the model's revision, say.
+        limit: seconds for a configuration.
+        until: part of the whole time after which no configuration begins.
+        timed: False lets several configurations be measured at once, in children or in processes of `accelerate launch`.
+    """
 
     name: str
     measure: Callable[..., Iterable[Fields]]
     grid: Grid
-    tiny: Grid
-    kind: str
-    file: str
-    columns: tuple[str, ...]
-    gate: Callable[..., Iterable[Verdict]] | None
-    state: Callable[[Fields], object]
-    limit: float | None
-    until: float
-    timed: bool
+    tiny: Grid = ()
+    kind: str = ""
+    file: str = ""
+    columns: str = ""
+    gate: Callable[..., Iterable[Verdict]] | None = None
+    state: Callable[[Fields], object] = of_this_state
+    limit: float = math.inf
+    until: float = 1.0
+    timed: bool = True
 
     def configurations(self, only: Mapping[str, Sequence[Any]], tiny: bool = False) -> list[Fields]:
         """Return the configurations of the grid that have the values `only`, in the grid's order.
@@ -198,50 +228,27 @@ class Workload:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def workload(
-    name: str,
-    *,
-    grid: Grid,
-    tiny: Grid = (),
-    kind: str | None = None,
-    file: str | None = None,
-    columns: str = "",
-    gate: Callable[..., Iterable[Verdict]] | None = None,
-    state: Callable[[Fields], object] = _of_this_state,
-    limit: float | None = None,
-    until: float = 1.0,
-    timed: bool = True,
-) -> Callable[[Callable[..., Iterable[Fields]]], Callable[..., Iterable[Fields]]]:
-    """Register a function of a module as a workload; it stays as it is.
+Measure = Callable[..., Iterable[Fields]]
 
-    Args:
-        name: `bench.py NAME` runs it; `bench.py PART` runs all whose names begin with "PART/".
-        grid: its configurations. Functions get them as keywords, behind a torch.device.
-        tiny: configurations that take seconds on a CPU, for tests.
-        kind, file: of its rows, where they are not `name`; the file is `results/FILE.jsonl`.
-        columns: the fields that its table shows beside those of the grid.
-        gate: gets what the function gets, and judges before it is called.
-        state: what else decides the figures, as JSON. Rows of another state are not taken for finished. By default the
-            commit, the machine and the number of threads; of long measurements of quality, say, the model's revision.
-        limit: seconds for a configuration.
-        until: part of the whole time after which no configuration begins.
-        timed: False lets several configurations be measured at once, in children or in processes of `accelerate launch`.
+
+def workload(name: str, grid: Grid, **options: Any) -> Callable[[Measure], Measure]:
+    """Register the function of a module as a Workload with these options; the function stays as it is.
+
+    `bench.py NAME` runs it, and `bench.py PART` all workloads whose names begin with "PART/".
     """
 
-    def register(measure: Callable[..., Iterable[Fields]]) -> Callable[..., Iterable[Fields]]:
-        WORKLOADS[name] = Workload(
-            name, measure, grid, tiny, kind or name, file or name, tuple(columns.split()), gate, state, limit, until, timed,
-        )  # fmt: skip
+    def register(measure: Measure) -> Measure:
+        WORKLOADS[name] = Workload(name, measure, grid, **options)
         return measure
 
     return register
 
 
-def measured(task: Task) -> list[Fields] | str:
+def measured(task: Task) -> Answer:
     """Measure one configuration in this process; return its rows, or why there are none, in words."""
     work, config, device, cell = task
     place = torch.device(device)
-    made = {"kind": work.kind, "device": place.type, **config}
+    made = {"kind": work.kind or work.name, "device": place.type, **config}
     try:
         if work.gate is not None:
             check(work.gate(place, **config))
@@ -312,12 +319,12 @@ class Child:
 
     def give(self, task: Task, left: float) -> None:
         """Have a task done within its limit, which begins when the child does, and within what is left of the whole time."""
-        self.task, self.seconds = task, task[0].limit or math.inf
+        self.task, self.seconds = task, task[0].limit
         self.last = self.end = time.monotonic() + left
         self.given += 1
         self.pipe.send(task)
 
-    def answer(self) -> list[Fields] | str | None:
+    def answer(self) -> Answer | None:
         """Return the rows or the reason; None where it is still measuring."""
         if not self.pipe.poll():
             late = time.monotonic() >= self.end
@@ -344,7 +351,7 @@ class Child:
 
 def in_children(
     tasks: Iterable[Task], workers: int, budget: Budget
-) -> Iterator[tuple[Task, list[Fields] | str | None]]:
+) -> Iterator[tuple[Task, Answer | None]]:
     """Yield each task with its rows, the reason that there are none, or None where the time was over.
 
     A child that failed is replaced. What ran out of memory beside the remains of others is tried once more, alone.
@@ -384,13 +391,6 @@ def in_children(
             child.close()
 
 
-def here(tasks: Iterable[Task], budget: Budget) -> Iterator[tuple[Task, list[Fields] | str | None]]:
-    """Do what `in_children` does in this process, where no limit can be kept."""
-    for task in tasks:
-        over = budget.left(task[0].until) < LEAST_SECONDS
-        yield task, None if over else measured(task)
-
-
 @dataclass
 class Outcome:
     """What became of the configurations: new rows, and in words those that failed or were left out."""
@@ -422,7 +422,7 @@ def run(
     Args:
         out: a JSONL file; None keeps nothing.
         workers: configurations at a time, of a workload that is not timed.
-        isolated: False measures in this process: without limits, and a death is the end.
+        isolated: False measures in this process, without limits.
         processes: accelerate's PartialState. Each process takes a part of the configurations; timed ones are all the
             main process's, while the others wait.
     Returns: for all processes what failed or was left out, for each its own rows.
@@ -441,7 +441,8 @@ def run(
             todo[processes.process_index :: every] if every > 1 or processes.is_main_process else []
         )
     many = 1 if work.timed else workers
-    answers = in_children(todo, many, budget) if isolated else here(todo, budget)
+    alone: Iterable[tuple[Task, Answer | None]] = ((task, measured(task)) for task in todo)
+    answers = in_children(todo, many, budget) if isolated else alone
     for task, found in tqdm(answers, work.name, len(todo), disable=None):
         _, config, _, cell = task
         title = " ".join([work.name, *(f"{name}={value}" for name, value in config.items())])
@@ -466,107 +467,90 @@ def run(
     return outcome
 
 
-def table(rows: Sequence[Fields], columns: Sequence[str]) -> list[str]:
-    """Return rows as the lines of a table: what they have in common first, then the columns that any of them has."""
-    used = [
-        name for name in dict.fromkeys(columns) if any(row.get(name) is not None for row in rows)
-    ]
-    same = [
-        name
-        for name in used
-        if len(rows) > 1 and all(row.get(name) == rows[0][name] for row in rows)
-    ]
-    title = ", ".join(f"{name}={_cell(name, rows[0][name])}" for name in same)
-    shown = [name for name in used if name not in same]
-    cells = [(name, [_cell(name, row.get(name)) for row in rows]) for name in shown]
-    return [title, *table_lines(cells)] if cells else [title]
+def table(rows: Sequence[Fields], columns: Sequence[str]) -> str:
+    """Return rows as a table: what they have in common in front, then the columns that any of them has."""
+    values = {name: [_cell(name, row.get(name)) for row in rows] for name in columns}
+    used = {name: cells for name, cells in values.items() if any(cells)}
+    same = [f"{name}={cells[0]}" for name, cells in used.items() if len(set(cells)) == 1]
+    shown = [(name, cells) for name, cells in used.items() if len(set(cells)) > 1]
+    return "\n".join([", ".join(same), *(table_lines(shown) if shown else [])])
 
 
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name.endswith("bytes"):
-        return f"{value / 2**20:.1f}Mi"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value)
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _only(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return what `--only FIELD=VALUE,..` says."""
-    found = {}
+def parsed(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each field of some "FIELD=VALUE"; a value is JSON, or a word."""
+    found: dict[str, list[Any]] = {}
     for text in texts:
-        name, equals, values = text.partition("=")
-        if not equals or not values:
-            raise ValueError(f"--only must be FIELD=VALUE or FIELD=VALUE,VALUE, got {text!r}")
-        found[name] = [_value(value) for value in values.split(",")]
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--only must be FIELD=VALUE, got {text!r}")
+        try:
+            found.setdefault(name, []).append(json.loads(value))
+        except ValueError:
+            found[name].append(value)
     return found
 
 
 def chosen(names: Sequence[str]) -> list[Workload]:
-    """Return the workloads of these names, and those below a name ("gpu" stands for "gpu/kernels" and others)."""
-    found = [
-        [work for known, work in WORKLOADS.items() if known == name or known.startswith(f"{name}/")]
-        for name in names
-    ]
-    for name, works in zip(names, found, strict=True):
-        if not works:
+    """Return the workloads of these names, and those below a name. Raises ValueError for one that there is not."""
+    found = []
+    for name in names:
+        own = [one for one in WORKLOADS.values() if f"{one.name}/".startswith(f"{name}/")]
+        if not own:
             raise ValueError(f"WORKLOAD must be one of {', '.join(WORKLOADS)}, got {name!r}")
-    return list(itertools.chain.from_iterable(found))
+        found += own
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure workloads; 0 when all gave rows, 1 when something failed, 2 for bad arguments, 130 when it was stopped."""
-    parser = argparse.ArgumentParser(
-        description="Measure workloads, each beside what it is to be compared with."
-    )
+    parser = argparse.ArgumentParser(description="Measure workloads, each beside its peers.")
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help="see --list")
     parser.add_argument("--list", action="store_true", help="list workloads and their fields")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--record", action="store_true", help="append rows to files of results/")
     parser.add_argument("--out", type=Path, help="append rows to files of this folder")
     parser.add_argument("--budget-s", type=float, help="seconds for everything")
-    parser.add_argument("--only", nargs="+", default=[], metavar="FIELD=VALUE,..")
+    parser.add_argument("--only", nargs="+", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--tiny", action="store_true", help="sizes to try it out on a CPU")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--workers", type=int, default=1, help="processes where nothing is timed")
     args = parser.parse_args(argv)
     if args.list or not args.workloads:
         for work in WORKLOADS.values():
-            fields = dict.fromkeys(name for part in work.grid for name in part)
-            about = (work.measure.__doc__ or "").splitlines()[0]
-            print(f"{work.name}: {about}\n    {', '.join(fields)}")
+            print(f"{work.name}: {str(work.measure.__doc__).splitlines()[0]}")
+            print("".join(f"    {json.dumps(part)}\n" for part in work.grid), end="")
         return 0
     if args.threads:
         torch.set_num_threads(args.threads)
     folder = args.out or (RESULTS if args.record else None)
-    budget, failed, left_out = Budget(args.budget_s), list[str](), list[str]()
+    budget, whole = Budget(args.budget_s), Outcome()
     try:
-        only = _only(args.only)
-        works = [(work, work.configurations(only, args.tiny)) for work in chosen(args.workloads)]
-        for work, configurations in works:
-            out = None if folder is None else folder / f"{work.file}.jsonl"
+        only = parsed(args.only)
+        for work in chosen(args.workloads):
+            out = None if folder is None else folder / f"{work.file or work.name}.jsonl"
             if out is not None:
                 check_writable(out)
-            found = run(
-                work, configurations, device=args.device, out=out, workers=args.workers, budget=budget,
-            )  # fmt: skip
-            failed, left_out = [*failed, *found.failed], [*left_out, *found.left_out]
+            configurations = work.configurations(only, args.tiny)
+            of = {"device": args.device, "out": out, "workers": args.workers, "budget": budget}
+            found = run(work, configurations, **of)
+            whole.failed += found.failed
+            whole.left_out += found.left_out
             if found.rows:
-                print("\n".join(table(found.rows, [*configurations[0], *work.columns])), flush=True)
+                fields = dict.fromkeys(name for config in configurations for name in config)
+                print(table(found.rows, [*fields, *work.columns.split()]), end="\n\n", flush=True)
     except KeyboardInterrupt:
         print("stopped; the same command goes on behind the rows that are written", file=sys.stderr)
         return 130
     except ValueError as error:
         parser.error(str(error))
-    for title, names in (("left out, the time was over", left_out), ("failed", failed)):
-        if names:
-            print(f"{title}: {len(names)}" + "".join(f"\n  {name}" for name in names))
-    return int(bool(failed))
+    for title, names in (("left out", whole.left_out), ("failed", whole.failed)):
+        print(f"{title}: {len(names)}" + "".join(f"\n  {name}" for name in names))
+    return int(bool(whole.failed))

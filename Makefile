@@ -149,7 +149,7 @@ eval: $(VENV)/.eval $(patsubst recipe:%,%,$(FINER)) $(foreach model,smollm2-135m
 	$(GRID) --models smollm2-135m --windows 0 --needle 1024 --depths 0 0.5 1 --samples 3 --caches paged_int8 paged_int4 paged_int2 quanto_int4 quanto_int2
 	$(GRID) --models smollm2-135m --windows 0 --tasks boolq_offline wiki_offline --limit 4 --caches paged_int8 paged_int4 paged_int2 quanto_int4
 	$(BIN)/python scripts/demo.py --record
-	$(BIN)/python scripts/readme_table.py
+	$(BIN)/python scripts/tables.py
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,bench]'
@@ -159,19 +159,19 @@ bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU be
 	$(BIN)/python scripts/bench_decode.py --device cpu --record
 	$(BIN)/python scripts/bench_generate.py --device cpu --record
 	$(BIN)/python scripts/plots.py
-	$(BIN)/python scripts/readme_table.py
+	$(BIN)/python scripts/tables.py
 
 LATENT = $(BIN)/python scripts/bench_generate.py --device cpu --record --out results/mla.jsonl --fill random --context 512 2048 8192 32768 --caches dynamic paged_exact paged_fp8 paged_int8 paged_int4
 
 bench-mla: $(VENV)/.bench ## measure decode steps of models with latent attention (DeepSeek sizes, random weights) on this machine's CPU
 	$(LATENT) --random deepseek-v2-lite-layer --steps 20
 	$(LATENT) --random deepseek-v3-2-layers --steps 5
-	$(BIN)/python scripts/readme_table.py
+	$(BIN)/python scripts/tables.py
 
 bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole steps on a CUDA GPU (random weights, no network) into OUT=folder, at most 8 minutes; goes on where it was stopped
 	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/bench_gpu.py --budget-s $(BUDGET_S) --out $(OUT)
 
-plots: $(VENV)/.bench ## draw results/*.jsonl into results/plots/
+plots: $(VENV)/.bench ## draw the picture of docs/ from results/*.jsonl
 	$(BIN)/python scripts/plots.py
 
 clean: ## remove the virtual environments and the built documentation

@@ -52,15 +52,15 @@ class CacheConfig:
             them that their rounding errors dominate all others (StreamingLLM, arXiv 2309.17453).
         recent_tokens: tokens that stay exact on top of the page that is being filled.
         max_pages: upper bound of the pool over all rows, or None.
-        max_bytes: of continuous batching alone (docs/batching.md): bytes of its pages and exact tokens, a number or "2GiB",
+        max_bytes: of continuous batching alone (docs/serving.md): bytes of its pages and exact tokens, a number or "2GiB",
             allocated when it starts; None takes a part of the free memory.
         reserve_tokens: tokens of each row, a number or "32k", that storage has room for from the first forward on
             (within max_pages).
             Beyond it storage grows with the text, by one page's worth at a time at first, and is copied then.
         max_length: columns (padding included), a number or "32k", of each row that everything is allocated for at the first forward; a
-            decode step then compiles (docs/compile.md). None: storage grows with the text.
+            decode step then compiles (docs/speed_and_memory.md). None: storage grows with the text.
         cuda_graph: "auto" lets generate() run decode steps on a GPU as one CUDA graph where it can: with max_length, and
-            without it where the text's end is known and nothing forbids room for all of it (docs/compile.md); "always"
+            without it where the text's end is known and nothing forbids room for all of it (docs/speed_and_memory.md); "always"
             raises where it cannot, "never" does not try.
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
         attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.

@@ -1,11 +1,10 @@
-"""Pages that mkdocs adds to docs/: README, CONTRIBUTING, CHANGELOG, notebooks, the API reference, the help of the command line.
+"""Pages that mkdocs adds to docs/: README, CONTRIBUTING, CHANGELOG, the API reference, and the help of the command line.
 
 mkdocs.yml names this file as a hook. Links between pages stay as GitHub reads them: a link to another file of the repository
-(results/, a folder of plots) brings that file into the site.
+(results/) brings that file into the site. It prepares docstrings for mkdocstrings, too.
 """
 
 import io
-import json
 import os
 import posixpath
 import re
@@ -14,14 +13,13 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, InclusionLevel
+from mkdocs.structure.files import File
 
 from kv_hf_cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-PACKAGE = ROOT / "kv_hf"
 # pages of the repository's top folder, and their names in the site
 TOP = {
     "README.md": "index.md",
@@ -36,10 +34,8 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 def on_config(config: Any) -> Any:
     """Append the generated pages to the navigation."""
-    pages = [{"kv_hf": "reference/kv_hf.md"}, {"Options of a cache": "reference/options.md"}]
-    pages += [{"Command line": "reference/command_line.md"}]
-    pages += [{f"kv_hf.{name}": f"reference/{name}.md"} for name in PACKAGES]
-    config.nav.append({"API reference": pages})
+    names = ("kv_hf", "options", "command_line", *PACKAGES)
+    config.nav.append({"API reference": [f"reference/{name}.md" for name in names]})
     return config
 
 
@@ -50,114 +46,44 @@ def on_files(files: Any, config: Any) -> Any:
     made["reference/options.md"] = "# Options of a cache\n\n::: kv_hf.CacheConfig\n"
     made["reference/command_line.md"] = command_line_page()
     made |= {f"reference/{name}.md": package_page(name) for name in PACKAGES}
-    for notebook in sorted(DOCS.glob("*.ipynb")):
-        text = notebook_page(json.loads(notebook.read_text("utf-8")))
-        made[f"{notebook.stem}.md"] = relocated(text, "docs")
-    texts = [
-        *made.values(),
-        *(relocated(page.content_string, folder_of(page)) for page in files.documentation_pages()),
-    ]
+    pages = [relocated(page.content_string, "docs") for page in files.documentation_pages()]
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
-    for path in sorted({path for text in texts for path in repository_files(text)}):
-        if (ROOT / path).is_dir():
-            listing = File.generated(
-                config,
-                f"{path}/index.md",
-                content=folder_page(path),
-                inclusion=InclusionLevel.NOT_IN_NAV,
-            )
-            files.append(listing)
-            for entry in sorted((ROOT / path).iterdir()):
-                files.append(
-                    File.generated(config, f"{path}/{entry.name}", abs_src_path=str(entry))
-                )
-        elif (ROOT / path).is_file():
+    for path in sorted({path for text in [*made.values(), *pages] for path in linked(text)}):
+        if (ROOT / path).is_file():
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Let a page of docs/ link to pages and files outside of docs/."""
-    if page.file.generated_by is not None:
-        return markdown
-    return relocated(markdown, folder_of(page.file), posixpath.dirname(page.file.src_uri))
+    """Let a page of docs/ link to files outside of docs/."""
+    return markdown if page.file.generated_by is not None else relocated(markdown, "docs")
 
 
-def folder_of(file: Any) -> str:
-    """Return the folder of the repository in which a page of docs/ lies."""
-    return posixpath.dirname(f"docs/{file.src_uri}")
-
-
-def relocated(text: str, folder: str, place: str = "") -> str:
-    """Return a page of a folder of the repository with its links as the site has them.
-
-    Args:
-        folder: of the repository.
-        place: folder of the site that the links shall be relative to; "" for its root.
-    """
+def relocated(text: str, folder: str) -> str:
+    """Return a page of a folder of the repository with its links as the site, whose root is docs/, has them."""
 
     def moved(match: re.Match[str]) -> str:
         opening, target, anchor, closing = match.groups()
         if "://" in target or target.startswith("mailto:"):
             return match[0]
         path = posixpath.normpath(posixpath.join(folder, target))
-        if path in TOP:
-            path = TOP[path]
-        elif path.startswith("docs/"):
-            path = re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
-        elif (ROOT / path).is_dir():
-            path += "/index.md"
-        return f"{opening}{posixpath.relpath(path, place or '.')}{anchor or ''}{closing}"
+        path = TOP.get(path) or path.removeprefix("docs/")
+        return f"{opening}{path}{anchor or ''}{closing}"
 
-    return outside_code(LINK, moved, text)
-
-
-def outside_code(pattern: re.Pattern[str], change: Any, text: str) -> str:
-    """Replace a pattern everywhere but in fenced code."""
-    parts: list[str] = []
-    start = 0
-    for fence in FENCE.finditer(text):
-        parts += [pattern.sub(change, text[start : fence.start()]), fence[0]]
-        start = fence.end()
-    return "".join([*parts, pattern.sub(change, text[start:])])
+    parts, start = [], 0
+    for fence in [*FENCE.finditer(text), None]:
+        end = len(text) if fence is None else fence.start()
+        parts += [LINK.sub(moved, text[start:end]), fence[0] if fence else ""]
+        start = fence.end() if fence else end
+    return "".join(parts)
 
 
-def repository_files(text: str) -> Iterator[str]:
-    """Yield the files and folders outside of docs/ that a relocated page links to."""
+def linked(text: str) -> Iterator[str]:
+    """Yield the files outside of docs/ that a relocated page links to."""
     for _, target, _, _ in LINK.findall(FENCE.sub("", text)):
-        path = target.removesuffix("/index.md")
         if not target.startswith("http") and not (ROOT / "docs" / target).exists():
-            yield path
-
-
-def folder_page(path: str) -> str:
-    """Return a page that lists the files of a folder."""
-    names = sorted(entry.name for entry in (ROOT / path).iterdir())
-    return "\n".join([f"# {path}", "", *(f"- [{name}]({name})" for name in names), ""])
-
-
-def notebook_page(notebook: dict[str, Any]) -> str:
-    """Return a notebook as a page: its text, its code, and what the code printed."""
-    parts = []
-    for cell in notebook["cells"]:
-        source = "".join(cell["source"])
-        parts.append(source if cell["cell_type"] == "markdown" else fenced("python", source))
-        printed = "".join(map(printed_by, cell.get("outputs", ())))
-        if printed:
-            parts.append(fenced("text", printed.rstrip("\n")))
-    return "\n\n".join(parts) + "\n"
-
-
-def printed_by(output: dict[str, Any]) -> str:
-    """Return the text of one output of a cell."""
-    return "".join(output["text"] if "text" in output else output["data"]["text/plain"])
-
-
-def fenced(language: str, text: str) -> str:
-    """Return a block of code, with a fence that the text does not hold."""
-    fence = "```" if "```" not in text else "~~~~"
-    return f"{fence}{language}\n{text}\n{fence}"
+            yield target
 
 
 def names_page() -> str:
@@ -171,12 +97,11 @@ def names_page() -> str:
 def package_page(name: str) -> str:
     """Return the page of one package: its docstring and its modules."""
     lines = [f"# kv_hf.{name}", ""]
-    for source in sorted((PACKAGE / name).rglob("*.py")):
+    for source in sorted((ROOT / "kv_hf" / name).rglob("*.py")):
         parts = source.relative_to(ROOT).with_suffix("").parts
-        if parts[-1] == "__main__":
-            continue
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        lines += [f"::: {module}", ""]
+        if parts[-1] != "__main__":
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            lines += [f"::: {module}", ""]
     return "\n".join(lines)
 
 
@@ -186,7 +111,7 @@ def command_line_page() -> str:
     for command in COMMANDS:
         lines += [f"## kv-hf {command}", ""]
         if command == "lm-eval":
-            lines += ["Takes the arguments of lm-eval itself: see [lm-eval](../lm_eval.md).", ""]
+            lines += ["Takes the arguments of lm-eval itself.", ""]
         else:
             lines += ["```text", help_of(command), "```", ""]
     return "\n".join(lines)
@@ -200,3 +125,34 @@ def help_of(*command: str) -> str:
     if not printed.getvalue():
         raise PluginError(f"kv-hf {' '.join(command)} --help prints nothing")
     return printed.getvalue().rstrip()
+
+
+# a section whose text stands on the line of its name, as in "Returns: [tokens], int64"
+SHORT = re.compile(r"(Returns|Raises|Source|Sources|Oracle|Yields): \S")
+
+
+class ShortSections(griffe.Extension):
+    """Set the names of short sections in bold; griffe reads sections of several lines itself."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite the docstring of one object in place."""
+        if obj.docstring is not None:
+            obj.docstring.value = with_short_sections(obj.docstring.value)
+
+
+def with_short_sections(text: str) -> str:
+    """Return a docstring with each short section as a paragraph behind an empty line."""
+    lines: list[str] = []
+    short = False
+    for line in text.splitlines():
+        if SHORT.match(line):
+            name, rest = line.split(":", 1)
+            lines += ["", f"**{name}:**{rest}"]
+            short = True
+        elif short and line.startswith("    "):
+            # goes on with the paragraph; four spaces would make a code block of it
+            lines.append(line.strip())
+        else:
+            short = False
+            lines.append(line)
+    return "\n".join(lines)

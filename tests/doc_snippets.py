@@ -30,7 +30,7 @@ TEXTS = {
     "text.txt": "novel",
 }
 # pages whose chats go on with the answers of a model, see `make_word_tokenizer`
-CHATS = ("README.md", "docs/how-to/chat.md", "docs/how-to/long_documents.md")
+CHATS = ("README.md", "docs/how_to.md")
 FOLDERS = ("SmolLM2-135M", "model", "model-2", "my-model")
 
 

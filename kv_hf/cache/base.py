@@ -196,7 +196,7 @@ class CacheBase(Portable, DynamicCache):
             group.reading.next_of_everything()
 
     def end_prefill(self) -> None:
-        """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/memory.md).
+        """Give memory that a prefill has freed back to the system, where it runs on a CPU (docs/speed_and_memory.md).
 
         generate() says so behind its prefill. In loops of your own the next step does; without one, call this.
         """

@@ -9,7 +9,7 @@ class Int4(RangeFormat):
 
     Keys are grouped per channel because some models have channels with a large common offset, which per-token scales
     destroy (docs/formats.md). Latents are grouped as keys are: on latents made of real keys and values, groups along the
-    rank lose four times as much and more, unless all channels are alike (docs/mla_accuracy.md).
+    rank lose four times as much and more, unless all channels are alike (docs/mla.md).
     """
 
     name = "int4"

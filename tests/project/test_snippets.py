@@ -21,28 +21,13 @@ from kv_hf.backends import unregister_backend
 # names that a page takes from the page before it, or from its own text
 GIVEN = {
     "CONTRIBUTING.md": ("model", "inputs"),
-    "docs/lm_eval.md": ("model", "tokenizer"),
     "docs/mla.md": ("latent", "model", "inputs"),
     "docs/options.md": ("kv_hf", "model", "inputs"),
 }
 # page and a line of the block -> why it is not run; it still has to compile
-NOT_RUN = {
-    ("docs/distributed.md", "# tensor_parallel.py"): "torchrun starts two processes of it",
-    ("docs/distributed.md", "# data_parallel.py"): "accelerate starts two processes of it",
-    ("docs/lm_eval.md", "run_tasks("): "reads task files that `make eval` writes from packages",
-    ("docs/serving.md", "openai.OpenAI("): "asks a server; tests/serving/ starts one",
-}
-# page and a setting -> the one that the test runs with
-SHORTER = {("docs/uptraining.md", "steps=2000"): "steps=4"}
-# inductor, training, processes, thousands of measured tokens
-SLOW = (
-    "docs/compile.md",
-    "docs/gqa_methods.md",
-    "docs/long_context.md",
-    "docs/memory.md",
-    "docs/recipes.md",
-    "docs/uptraining.md",
-)
+NOT_RUN = {("docs/serving.md", "openai.OpenAI("): "asks a server; tests/serving/ starts one"}
+# inductor, processes, thousands of measured tokens
+SLOW = ("docs/long_context.md", "docs/speed_and_memory.md")
 PYTHON = doc_snippets.with_language("python")
 
 
@@ -71,10 +56,7 @@ def run_page(page: str) -> None:
     """Execute the Python of a page in one namespace, as a reader would who pastes block after block."""
     namespace = {"__name__": "__main__", **doc_snippets.given_names(*GIVEN.get(page, ()))}
     for snippet in PYTHON[page]:
-        text = snippet.code
-        for (_, long), short in SHORTER.items():
-            text = text.replace(long, short)
-        padded = "\n" * snippet.line + text  # so that errors name the line of the page
+        padded = "\n" * snippet.line + snippet.code  # so that errors name the line of the page
         code = compile(padded, page, "exec")
         if not_run(snippet) is None:
             exec(code, namespace)
@@ -98,7 +80,7 @@ def test_python_of_the_page_runs(page, tmp_path, monkeypatch):
 def test_exceptions_are_needed():
     """A page that changes takes its exception along."""
     assert set(GIVEN) <= set(PYTHON) and set(SLOW) <= set(PYTHON)
-    for page, line in [*NOT_RUN, *SHORTER]:
+    for page, line in NOT_RUN:
         assert [one for one in PYTHON[page] if line in one.code], (page, line)
 
 
@@ -123,16 +105,16 @@ def test_chat_page_goes_on_where_a_template_strips_thoughts(goes_back, tmp_path,
         made.chat_template = made.chat_template.replace(whole, kept)
         return made
 
-    page = "docs/how-to/chat.md"
+    page = "docs/how_to.md"
     monkeypatch.setattr(doc_snippets, "make_word_tokenizer", stripping)
     doc_snippets.make_world(page, tmp_path, monkeypatch)
     if goes_back:
         run_page(page)
         return
     call = "    keep_common(cache, inputs.input_ids)\n"
-    assert call in PYTHON[page][0].code
-    without = replace(PYTHON[page][0], code=PYTHON[page][0].code.replace(call, ""))
-    monkeypatch.setitem(PYTHON, page, [without])
+    assert [one for one in PYTHON[page] if call in one.code]
+    without = [replace(one, code=one.code.replace(call, "")) for one in PYTHON[page]]
+    monkeypatch.setitem(PYTHON, page, without)
     with pytest.raises(kv_hf.CacheMismatchError, match=r"do not begin with|do not continue"):
         run_page(page)
 

@@ -1,4 +1,4 @@
-"""One tile of keys to scores, with scales and offsets folded into the query (docs/kernels_gpu.md has the algebra).
+"""One tile of keys to scores, with scales and offsets folded into the query (docs/kernels.md has the algebra).
 
 Knows nothing of rows, splits and softmax. Tokens lie on the rows of the products, query columns on their columns.
 """

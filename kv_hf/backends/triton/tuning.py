@@ -1,7 +1,7 @@
 """Launch parameters by format, head size, query columns and architecture; no tuning at run time.
 
 The warps and stages come from counting instructions and shared memory of ahead-of-time compiled kernels
-(docs/kernels_gpu.md), not from measurements on a GPU.
+(docs/kernels.md), not from measurements on a GPU.
 """
 
 from dataclasses import dataclass

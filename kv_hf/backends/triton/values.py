@@ -1,4 +1,4 @@
-"""One tile of values to weighted sums, with scales folded into the weights (docs/kernels_gpu.md has the algebra).
+"""One tile of values to weighted sums, with scales folded into the weights (docs/kernels.md has the algebra).
 
 Knows nothing of rows, splits and softmax. Channels lie on the rows of the products, query columns on their columns.
 """

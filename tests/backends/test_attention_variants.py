@@ -5,6 +5,7 @@ import sys
 import types
 
 import pytest
+import rounding
 import torch
 from paged_inputs import assert_within
 from tiny_models import make_config
@@ -148,7 +149,7 @@ def test_position_bias_in_half_precision_keeps_hidden_tokens_hidden(kernel):
         sinks=None,
         dtype=torch.float64,
     )
-    torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
+    rounding.assert_close(found.double(), want)
 
 
 @pytest.mark.parametrize("q_len", [1, 5, 40])
@@ -182,7 +183,7 @@ def test_cross_layers_and_long_chunks_agree_with_dense_tensors(q_len, causal, bi
         sinks=None,
         dtype=torch.float64,
     )
-    torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
+    rounding.assert_close(found.double(), want)
 
 
 def test_handles_of_a_cross_layer_are_one_pair_until_the_layer_changes():
@@ -247,7 +248,7 @@ def test_eager_attention_of_an_encoder_sees_all_tokens():
         want = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, scale=0.3, is_causal=causal
         )
-        torch.testing.assert_close(found, want.transpose(1, 2), rtol=0, atol=1e-5)
+        rounding.assert_close(found, want.transpose(1, 2))
         assert bool((weights[..., 0, 1] > 0).all()) is not causal
 
 
@@ -260,7 +261,7 @@ def test_call_overrules_the_module_about_causality():
     ]
     assert torch.equal(outs[0], outs[1])
     assert not torch.allclose(outs[0][:, 0], outs[2][:, 0], atol=1e-3)
-    torch.testing.assert_close(outs[0][:, -1], outs[2][:, -1], rtol=0, atol=1e-6)
+    rounding.assert_close(outs[0][:, -1], outs[2][:, -1])
 
 
 def test_known_arguments_of_sdpa_are_not_taken_for_unknown_ones():
@@ -276,4 +277,4 @@ def test_known_arguments_of_sdpa_are_not_taken_for_unknown_ones():
     scores = query @ keys.transpose(2, 3) * 0.3 + bias
     hidden = ~torch.ones(7, 7, dtype=torch.bool).tril()
     want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
-    torch.testing.assert_close(found, want.transpose(1, 2), rtol=0, atol=1e-5)
+    rounding.assert_close(found, want.transpose(1, 2))

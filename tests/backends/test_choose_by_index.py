@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import rounding
 import torch
 from test_choose_pages import FORMATS, assert_same_choice, call_of, long_kv, needs_c
 
@@ -68,7 +69,7 @@ def test_masses_by_an_index_are_those_by_the_pages(keys, layout):
     indexed = replace(call, kv=by_index(whole, words_of(whole)))
     ours, theirs = (selection.page_mass(one) for one in (indexed, call))
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        rounding.assert_close(one, other)
 
 
 @needs_c

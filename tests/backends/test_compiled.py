@@ -7,6 +7,7 @@ import itertools
 import logging
 
 import pytest
+import rounding
 import torch
 from interpreter import call, needs_interpreter
 from tiny_models import FAMILIES, NO_INTERFACE, left_padded, make_model, shared_model, tokens
@@ -233,7 +234,7 @@ def test_compiled_forward_gives_the_logits_and_bytes_of_the_eager_step(name):
             assert one.numpy().tobytes() == other.numpy().tobytes()
     if name == "exact":
         dynamic = decode(model, model, DynamicCache(config=model.config), inputs, 40)
-        torch.testing.assert_close(wanted, dynamic, atol=1e-5, rtol=1e-5)
+        rounding.assert_close(wanted, dynamic)
 
 
 def recording(targets):
@@ -327,7 +328,7 @@ def test_what_cannot_be_traced_runs_uncompiled_where_breaks_are_allowed(attentio
         got, wanted = (
             f(part, past_key_values=c).logits for f, c in ((step, cache), (model, grown))
         )
-        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+        rounding.assert_close(got, wanted)
     cache.check_integrity()
 
 
@@ -376,15 +377,18 @@ def test_a_model_that_changes_its_keys_is_found():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact", "int8"])
 @torch.no_grad()
-def test_inductor_gives_the_eager_logits():
-    """Fused code rounds in another order: the bound is that of fp32 sums over a model this wide."""
+def test_inductor_gives_the_eager_logits(name):
+    """Fused code rounds in another order; of int8 that may change a code, which loses less than all codes together."""
     model, inputs = paged_model(), INPUTS["padded"]
+    wanted = decode(model, model, preallocated(model, name), inputs, 40)
+    exact = decode(model, model, preallocated(model, "exact"), inputs, 40)
     step = torch.compile(model.forward, fullgraph=True)
-    wanted = decode(model, model, preallocated(model, "int8"), inputs, 40)
-    got = decode(model, step, preallocated(model, "int8"), inputs, 40)
+    got = decode(model, step, preallocated(model, name), inputs, 40)
     assert graphs() == 1
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    most = float((wanted - exact).abs().max()) + rounding.allowed(wanted)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=most)
 
 
 def with_triton(name, kernel):

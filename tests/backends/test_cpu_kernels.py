@@ -11,6 +11,7 @@ from pathlib import Path
 
 import paged_inputs
 import pytest
+import rounding
 import tiny_models
 import torch
 from paged_inputs import DTYPES, ROWS, make_kv, make_query, row_alone
@@ -563,7 +564,7 @@ def test_pickled_cache_chooses_its_kernel_where_it_is_read(monkeypatch):
         again = pickle.loads(pickled)
         assert again.layers[0].store.kernel.name == "sdpa"
         got = model(ids[:, :1], past_key_values=again).logits
-    assert torch.allclose(got, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("name", ["reference", "sdpa", pytest.param("c", marks=needs_library)])

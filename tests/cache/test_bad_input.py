@@ -1,6 +1,7 @@
 """Bad input: an error that names the argument, its value and what was expected; nothing is broken after it."""
 
 import pytest
+import rounding
 import torch
 import transformers
 from tiny_models import make_config, make_model, shared_model, tokens
@@ -245,7 +246,7 @@ def test_pool_limit_is_found_before_a_layer_of_another_kind_is_changed():
         found, expected = (
             model(ids[:, 67:], past_key_values=made).logits for made in (cache, dynamic)
         )
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
 
 
 def test_layer_override_of_a_layer_that_is_not_paged_is_refused():

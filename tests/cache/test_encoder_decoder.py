@@ -8,6 +8,7 @@ import re
 import warnings
 
 import pytest
+import rounding
 import tiny_encoder_decoders as tiny
 import torch
 import transformers
@@ -26,7 +27,6 @@ GREEDY = {
     "return_dict_in_generate": True,
     "output_logits": True,
 }
-TOLERANCE = 1e-5  # of fp32 logits of size 1 to 10; sums of 64 products, added in another order
 LENGTHS = [70, 33, 9]  # of the encoder's rows, padded on the right
 MAKES_ITS_CROSS_CACHE = ("t5gemma",)
 
@@ -55,7 +55,7 @@ def stock_greedy(family):
 def assert_same(expected, found):
     assert torch.equal(expected.sequences, found.sequences)
     for a, b in zip(expected.logits, found.logits, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=TOLERANCE)
+        rounding.assert_close(b, a)
 
 
 # before 5.23 T5 and its kin compute attention by themselves: from dense tensors
@@ -272,7 +272,7 @@ def test_quantized_pages_give_what_their_dense_numbers_give(family, name):
         kinds = {(row.keys, row.values) for row in out.past_key_values.report()}
         options = cache_options(name)
         assert kinds == {(options["keys"], options["values"])}
-    torch.testing.assert_close(*logits, rtol=0, atol=2 * TOLERANCE)
+    rounding.assert_close(*logits)
 
 
 def test_int8_cross_attention_is_within_its_rounding():
@@ -380,7 +380,7 @@ def test_output_attentions_take_the_dense_route(cross):
     for name in ("encoder_attentions", "cross_attentions", "decoder_attentions"):
         for a, b in zip(getattr(expected, name), getattr(found, name), strict=True):
             for c, d in zip(a, b, strict=True):
-                torch.testing.assert_close(c, d, rtol=0, atol=TOLERANCE)
+                rounding.assert_close(c, d)
 
 
 def test_bad_caches_and_options_are_refused():
@@ -422,7 +422,7 @@ def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder_in_custom_l
         model.set_attn_implementation("kv_hf")
         for part in prompt.split([20, 1, 1, 3, 5], -1):
             last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
-    torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=TOLERANCE)
+    rounding.assert_close(last, whole[:, -1])
 
 
 def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder():
@@ -437,7 +437,7 @@ def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder():
         model.set_attn_implementation("kv_hf")
         for part in prompt.split([20, 1, 1, 3, 5], -1):
             last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
-    torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=TOLERANCE)
+    rounding.assert_close(last, whole[:, -1])
     with pytest.raises(kv_hf.UnsupportedModelError, match="makes its cross-attention cache itself"):
         model.generate(**inputs, past_key_values=pair, max_new_tokens=2)
 

@@ -5,6 +5,7 @@ import pickle
 import warnings
 
 import pytest
+import rounding
 import torch
 from tiny_models import left_padded, make_model, tokens
 from transformers import DynamicCache
@@ -100,7 +101,7 @@ def test_output_attentions_takes_the_dense_route():
                 made(ids[:, :1], past_key_values=cache, output_attentions=True).attentions
             )
     for found, expected in zip(*weights, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        rounding.assert_close(found, expected)
 
 
 def test_gradients_of_queries_flow_and_that_keys_and_values_get_none_is_said():
@@ -153,7 +154,7 @@ def test_models_with_sliding_layers_too_equal_dynamic_cache(name, options):
     found = model.generate(**inputs, cache_implementation="paged_exact", **kept)
     assert torch.equal(expected.sequences, found.sequences)
     for a, b in zip(expected.logits, found.logits, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+        rounding.assert_close(b, a)
     report = found.past_key_values.report()
     assert {row.kind for row in report} == {"paged", "paged, sliding window of 8"}
     assert not any(row.reason for row in report) and found.past_key_values.memory().other == 0
@@ -357,4 +358,4 @@ def test_layer_that_is_read_before_its_update_gives_what_it_holds(padding):
     ours, theirs = (read[id(cache)] for cache in caches)
     assert len(ours) == len(theirs) == 6
     for found, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        rounding.assert_close(found, expected)

@@ -4,6 +4,7 @@ import copy
 from functools import cache
 
 import pytest
+import rounding
 import torch
 from planned_models import is_there, make_config
 from tiny_models import left_padded, tokens
@@ -42,7 +43,7 @@ def test_generate_equals_dynamic_cache(family, lengths, more):
     found = model.generate(**inputs, **GREEDY, **more, past_key_values=paged(model))
     assert torch.equal(expected.sequences, found.sequences)
     for a, b in zip(expected.logits, found.logits, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+        rounding.assert_close(b, a)
     cache = found.past_key_values
     assert any(isinstance(layer, HybridLayer) for layer in cache.layers)
     assert cache.memory().pages_held > 0
@@ -61,7 +62,7 @@ def test_layers_that_ask_for_mask_sizes_within_a_forward_equal_dynamic_cache():
         for part in (ids[:, :90], ids[:, 90:150], *ids[:, 150:].split(1, 1)):
             expected = model(part, past_key_values=stock).logits
             found = model(part, past_key_values=ours).logits
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            rounding.assert_close(found, expected)
     assert ours.layers[0].window == 24
 
 
@@ -78,7 +79,7 @@ def test_rows_repeat_and_select_with_their_states(family):
         step = tokens(3, 1, seed=4)
         expected = model(step, past_key_values=wide).logits
         found = model(step, past_key_values=ours).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
 
 
 def test_copy_goes_on_independently_and_reset_takes_another_batch():

@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import pytest
+import rounding
 import torch
 from test_latent_families import LENGTHS, paged, read_pages
 from tiny_latent import SPARSE, is_there, make_model, shared_model
@@ -150,7 +151,7 @@ def test_a_changed_cache_goes_on_as_that_of_transformers(family, change):
         if change == "reset and fill":
             filled(family, cache)
         found.append(next_logits(family, cache, rows))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5)
+    rounding.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("family", some(FAMILIES))
@@ -167,7 +168,7 @@ def test_a_copy_goes_its_own_way(family):
                 model(input_ids=tokens(2, 1, seed=seed), past_key_values=one, use_cache=True)
     for theirs, mine in ((stock_copy, copied), (stock, cache)):
         wanted = next_logits(family, theirs, 2)
-        torch.testing.assert_close(next_logits(family, mine, 2), wanted, rtol=0, atol=2e-5)
+        rounding.assert_close(next_logits(family, mine, 2), wanted)
         mine.check_integrity()
 
 
@@ -236,4 +237,4 @@ def test_a_model_and_a_cache_are_pickled(family):
     read_pages(model)
     with torch.no_grad():
         logits = [model(tokens(1, 1), past_key_values=one).logits for one in (cache, read)]
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-6)
+    rounding.assert_close(*logits)

@@ -1,6 +1,7 @@
 """Masks that are left out come back where a model computes with its keys, or with the mask, before attention."""
 
 import pytest
+import rounding
 import torch
 import transformers
 from test_sliding import make as make_sliding
@@ -62,12 +63,12 @@ def test_models_that_change_cached_keys_equal_dynamic_cache(name, lengths):
         expected = stock.generate(**options, past_key_values=dynamic)
         found = ours.generate(**options, past_key_values=paged)
     for a, b in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        rounding.assert_close(a, b)
     options = {**later, **kept, "max_new_tokens": 8, "prefill_chunk_size": 16}
     expected = stock.generate(**options)
     found = ours.generate(**options, cache_implementation="paged_exact")
     for a, b in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        rounding.assert_close(a, b)
 
 
 def test_lazy_mask_is_the_mask_when_somebody_computes_with_it():
@@ -178,4 +179,4 @@ def test_models_that_write_to_their_mask_equal_dynamic_cache(write):
         for hook in hooks:
             hook.remove()
     for a, b in zip(found[:3], found[3:], strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+        rounding.assert_close(b, a)

@@ -6,6 +6,7 @@ import gc
 import threading
 
 import pytest
+import rounding
 import torch
 from test_sliding import make as make_sliding
 from tiny_models import make_model, shared_model, tokens
@@ -47,7 +48,7 @@ def run(model, rows, store, implementation="paged_exact", config=None, **options
 def check(found, expected):
     assert torch.equal(found.sequences, expected.sequences)
     for a, b in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        rounding.assert_close(a, b)
 
 
 SYSTEM = words(200, 1)
@@ -325,7 +326,7 @@ def test_pages_that_a_cache_reads_are_not_given_up():
         run(model, [words(100, 4)], store)
         step = torch.tensor([[5]])
         found, expected = (model(step, past_key_values=one).logits for one in (cache, alone))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
     del cache, out
     gc.collect()
     run(model, [words(100, 5)], store)
@@ -540,7 +541,7 @@ def test_keys_that_depend_on_the_length_of_the_text_are_not_shared(kind):
         model = make_model("llama", max_position_embeddings=96, rope_scaling=rope)
         logits.append(run(model, rows, shared, max_new_tokens=4).logits)
     for a, b in zip(*logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        rounding.assert_close(a, b)
     assert store.stats().rows == 0
 
 

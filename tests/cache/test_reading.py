@@ -6,8 +6,10 @@ import warnings
 from dataclasses import replace
 
 import pytest
+import rounding
 import tiny_latent
 import torch
+from test_choose_pages import compare_choices
 from tiny_models import COMMON, left_padded, make_model, tokens
 from transformers import DynamicCache, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
@@ -71,7 +73,7 @@ def steps(model, cache, ids, first=None):
 
 
 def assert_alike(one, other):
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    rounding.assert_close(one, other, 3**2 * rounding.TERMS)  # scores are three times as large
 
 
 # -- what is read ----------------------------------------------------------------------------------------------------
@@ -131,17 +133,13 @@ def test_another_step_may_read_what_one_left_out(model, reads):
 
 @pytest.mark.parametrize("keys", ["int8", "fp8", "int4", "int2", "int4_mixed"])
 @needs_c
-def test_kernels_read_the_same_pages(model, keys, reads):
+def test_the_c_kernel_chooses_the_same_pages(model, keys, monkeypatch):
+    compared = compare_choices(monkeypatch)
     values = "int4" if "mixed" in keys else keys
-    ids = tokens(1, 310)
-    found = []
-    for kernel in ("c", "reference"):
-        cache = cache_of(model, keys, values=values, kernel=kernel, widen="never")
-        found.append((steps(model, cache, ids, 300), [pages for _, _, pages, _ in reads]))
-        reads.clear()
-    (c, c_pages), (reference, reference_pages) = found
-    assert c_pages == reference_pages
-    assert_alike(c, reference)
+    steps(
+        model, cache_of(model, keys, values=values, kernel="c", widen="never"), tokens(1, 310), 300
+    )
+    assert len(compared) == 10 * 3
 
 
 def test_nothing_is_stored_besides(model):

@@ -8,7 +8,7 @@ import pytest
 import tiny_encoder_decoders
 import torch
 from outside_pages import EagerLane, FakeLayer, place_outside
-from test_choose_pages import assert_same_choice
+from test_choose_pages import compare_choices
 from test_offload import make_spec
 from test_reading import MOST, PART, cache_of, needs_c, steps
 from tiny_models import left_padded, make_model, tokens
@@ -143,25 +143,8 @@ def test_words_of_one_row_are_those_of_a_choice_over_whole_pages(model, keys, ke
 @needs_c
 @pytest.mark.parametrize("keys", FORMATS)
 def test_the_c_kernel_chooses_the_same_pages(model, keys, monkeypatch):
-    """In every step from the pages and queries that it has: a code that rounds otherwise changes what follows."""
-    ids, compared, own = (
-        torch.cat([tokens(1, 330, seed=1), tokens(1, 330, seed=2)]),
-        [],
-        dispatch.chooser,
-    )
-
-    def chooser(*given, **options):
-        choose_pages = own(*given, **options)
-
-        def compare(call):
-            choice = choose_pages(call)
-            assert_same_choice(call, choice)
-            compared.append(call)
-            return choice
-
-        return compare
-
-    monkeypatch.setattr(dispatch, "chooser", chooser)
+    compared = compare_choices(monkeypatch)
+    ids = torch.cat([tokens(1, 330, seed=1), tokens(1, 330, seed=2)])
     steps(model, offloaded(model, keys, "c", offload="disk"), ids, 300)
     assert len(compared) == 30 * LAYERS
 

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import rounding
 import torch
 import transformers
 from tiny_models import COMMON, left_padded, tokens
@@ -58,7 +59,7 @@ def run(model, inputs, implementation=None, config=None, **options):
 def check_same(found, expected):
     assert torch.equal(found.sequences, expected.sequences)
     for a, b in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        rounding.assert_close(a, b)
 
 
 def sliding_group(cache):
@@ -108,7 +109,7 @@ def test_giving_pages_back_changes_no_bit_of_a_step(kernel, keys, monkeypatch):
     assert sliding_group(giving).rows[0].dropped == 5 and not keeping.group.rows[0].dropped
     for a, b in zip(found.logits, expected.logits, strict=True):
         # the order of the sums may differ where a kernel splits the pages among its threads
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+        rounding.assert_close(a, b)
     dense = keeping.layers[0].keys[:, :, -23:]
     assert torch.equal(giving.layers[0].keys, dense)
 
@@ -259,7 +260,7 @@ def test_attention_weights_of_a_padded_sliding_model_equal_eager():
     found = run(model, inputs, "paged_exact", max_new_tokens=8, output_attentions=True)
     assert torch.equal(found.sequences, expected.sequences)
     for a, b in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        rounding.assert_close(a, b)
 
 
 def test_a_stage_of_full_layers_alone_knows_its_length():
@@ -288,4 +289,4 @@ def test_decode_steps_find_recent_tokens_that_outlast_the_window(sinks):
             model(input_ids=ids[:, [column]], past_key_values=cache).logits[0, 0]
             for column in range(40, 90)
         ]
-    torch.testing.assert_close(torch.stack(found), expected, atol=1e-5, rtol=1e-5)
+    rounding.assert_close(torch.stack(found), expected)

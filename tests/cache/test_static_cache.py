@@ -5,6 +5,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
+import rounding
 import tiny_vision
 import torch
 from hypothesis import given, settings
@@ -254,7 +255,7 @@ def test_other_attention_implementations_read_it_densely():
         for length in ((0, 20), (20, 25), (25, 26)):
             part = ids[:, slice(*length)]
             wanted, got = (model(part, past_key_values=cache).logits for cache in caches)
-            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+            rounding.assert_close(got, wanted)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

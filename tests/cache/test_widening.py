@@ -7,6 +7,7 @@ import warnings
 from functools import cache
 
 import pytest
+import rounding
 import torch
 from nf4_format import NF4
 from stressed_models import all_values, key_bias, key_pairs, stressed, value_channel
@@ -104,7 +105,7 @@ def test_stressed_keeps_the_outputs(stress):
     ids = words(1, 200)
     with torch.no_grad():
         expected, found = plain()(ids).logits, stressed(plain(), STRESSES[stress])(ids).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -263,7 +264,7 @@ def test_widened_caches_pickle_and_save(tmp_path):
     expected = fed(loud(), held, more)
     for one in (loaded, read):
         assert formats_of(one) == formats_of(held)
-        torch.testing.assert_close(fed(loud(), one, more), expected, rtol=0, atol=1e-5)
+        rounding.assert_close(fed(loud(), one, more), expected)
         for mine, theirs in zip(one.paged_layers, held.paged_layers, strict=True):
             assert torch.equal(mine.values, theirs.values)
 
@@ -275,9 +276,7 @@ def test_a_state_goes_to_a_preallocated_cache_with_its_formats():
     static = kv_hf.PagedCache.from_state(plain().config, held.state(), max_length=1024)
     assert formats_of(static) == formats_of(held)
     more = words(2, 20, seed=5)
-    torch.testing.assert_close(
-        fed(loud(), static, more), fed(loud(), held, more), rtol=0, atol=1e-4
-    )
+    rounding.assert_close(fed(loud(), static, more), fed(loud(), held, more))
 
 
 def test_ragged_rows_are_widened_alike():

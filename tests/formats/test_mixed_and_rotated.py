@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import rounding
 import torch
 from paged_inputs import check_seals_as_torch
 from tiny_models import make_model
@@ -170,7 +171,7 @@ def test_generate_reads_them_in_c_as_in_torch(keys, values, isa, monkeypatch):
             pad_token_id=0, cache_implementation="paged_int4", cache_config={"keys": keys, "values": values, "kernel": kernel},
         )  # fmt: skip
         logits[kernel] = torch.stack(out.logits)
-    torch.testing.assert_close(logits["c"], logits["reference"], rtol=1e-4, atol=1e-4)
+    rounding.assert_close(logits["c"], logits["reference"])
 
 
 @pytest.mark.parametrize("keys", MIXED)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import rounding
 import torch
 import transformers
 from test_sliding import make as make_sliding
@@ -70,7 +71,7 @@ def test_slices_equal_the_whole(keys, chunk, options, window):
     )
     assert torch.isfinite(sliced).all()
     shown = real[:, None, :, None].expand_as(whole)
-    torch.testing.assert_close(sliced[shown], whole[shown], rtol=0, atol=2e-6)
+    rounding.assert_close(sliced[shown], whole[shown])
 
 
 def test_chunks_go_densely_where_slices_would_be_slower():
@@ -170,7 +171,7 @@ def test_long_turns_need_no_mask_where_nothing_but_later_tokens_is_hidden(monkey
     model.set_attn_implementation("kv_hf")
     taken, made = pretend_fused(monkeypatch, flash), count_masks(monkeypatch)
     found, expected = two_turns(model, stock, *turns([150, 150]))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
     assert len(taken) == model.config.num_hidden_layers
     assert len(made) == 1  # the first turn's, which sdpa does without
 
@@ -185,7 +186,7 @@ def test_long_turns_make_their_mask_once(monkeypatch, lengths):
     made = count_masks(monkeypatch)
     first, later = turns(lengths)
     found, expected = two_turns(model, stock, first, later)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
     assert len(made) == 2  # one for each forward
     assert lengths[1] == 150 or not taken
 
@@ -198,7 +199,7 @@ def test_long_turns_on_a_cpu_read_pages(monkeypatch):
     model.set_attn_implementation("kv_hf")
     monkeypatch.setattr(KVView, "dense", pytest.fail)
     found, expected = two_turns(model, stock, *turns([150, 40]), kernel="auto")
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
 
 
 def test_long_turns_make_one_mask_for_all_sliding_layers(monkeypatch):
@@ -207,7 +208,7 @@ def test_long_turns_make_one_mask_for_all_sliding_layers(monkeypatch):
     model.set_attn_implementation("kv_hf")
     taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
     found, expected = two_turns(model, stock, *turns([150]))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
     assert len(taken) == 2
     assert len(made) == 3  # two of the first forward, the sliding layers' of the second
 

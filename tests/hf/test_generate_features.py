@@ -1,10 +1,10 @@
 """More of generate() on pages against DynamicCache: scores, beams, assistants, custom loops, chats that go back."""
 
 import copy
-import functools
 from types import FunctionType
 
 import pytest
+import rounding
 import torch
 from tiny_models import left_padded, make_model, shared_model, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -29,18 +29,6 @@ def model():
     return shared_model("llama")
 
 
-@functools.cache
-def noise():
-    """Return how far fp32 logits on DynamicCache lie from those of the same model in fp64."""
-    ids = tokens(2, 60)
-    options = {"max_new_tokens": 40, "do_sample": False, **SCORES}
-    single = shared_model("llama").generate(ids, **options)
-    double = make_model("llama").double().generate(ids, **options)
-    assert torch.equal(single.sequences, double.sequences)
-    pairs = zip(single.logits, double.logits, strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
-
-
 def both(model, inputs, **options):
     """Run the same generate() on DynamicCache and on exact pages."""
     found = []
@@ -59,18 +47,15 @@ def inputs_of(padded):
 
 
 def assert_same_output(expected, found, steps):
-    """Equal tokens; numbers as close as two fp32 runs are, each within noise() of the truth."""
+    """Equal tokens; numbers as close as two fp32 runs are."""
     assert torch.equal(expected.sequences, found.sequences)
-    # both runs err; log_softmax subtracts a mean of logits that errs as well; a warper divides by at least 0.5
-    allowed = 8 * noise()
     for name in ("logits", "scores"):
         for mine, theirs in zip(found[name], expected[name], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=allowed)
+            rounding.assert_close(mine, theirs)
     if "sequences_scores" in expected:
         assert torch.equal(expected.beam_indices, found.beam_indices)
-        torch.testing.assert_close(
-            found.sequences_scores, expected.sequences_scores, rtol=0, atol=steps * allowed
-        )
+        terms = steps**2 * rounding.TERMS  # every step's score errs
+        rounding.assert_close(found.sequences_scores, expected.sequences_scores, terms)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +90,7 @@ def test_returned_cache_holds_what_dynamic_cache_holds(model, options):
     expected, found = both(model, inputs_of(False), max_new_tokens=30, **options)
     for mine, theirs in zip(found.past_key_values, expected.past_key_values, strict=True):
         for side in (0, 1):
-            # keys and values are made by the same layers from hidden states that differ by the noise
-            torch.testing.assert_close(mine[side], theirs[side], rtol=0, atol=8 * noise())
+            rounding.assert_close(mine[side], theirs[side])
 
 
 class StopsRows(StoppingCriteria):

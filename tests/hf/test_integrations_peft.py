@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import rounding
 import torch
 import transformers
 from test_prefix_store import PAGE
@@ -90,9 +91,9 @@ def generated(model, inputs, pages=None, **options):
 
 def check(found, expected):
     assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(
-        torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=2e-4
-    )
+    # adapters of normal numbers, four times lora_alpha / r: terms on the way are some five times as large
+    terms = 5**2 * rounding.TERMS
+    rounding.assert_close(torch.stack(found.logits), torch.stack(expected.logits), terms)
     assert isinstance(found.past_key_values, kv_hf.PagedCache)
     found.past_key_values.check_integrity()
 

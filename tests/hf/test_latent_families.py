@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import rounding
 import torch
 import transformers
 from packaging.version import Version
@@ -76,6 +77,11 @@ def largest_difference(first: list[torch.Tensor], second: list[torch.Tensor]) ->
     )
 
 
+def assert_all_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        rounding.assert_close(mine, theirs)
+
+
 def paged(model: Any, **options: Any) -> kv_hf.PagedCache:
     return kv_hf.PagedCache(model.config, **{"page_size": 16, **options})
 
@@ -107,9 +113,11 @@ def test_logits_are_those_of_the_stock_model(family):
     cache = paged(model)
     with expansions(model) as lengths:
         found = forwards(model, cache)
+    assert_all_close(found, stock)
+    # norms and rotations stay in fp32: what differs by less than an ulp may be rounded to its neighbour, here and there
     scale = max(1.0, *(logits.abs().max().item() for logits in stock))
-    assert largest_difference(found, stock) < 1e-5 * scale
-    assert largest_difference(forwards(exact, paged(exact)), truth) < 1e-6 * scale
+    ulp = torch.finfo(torch.float32).eps
+    assert largest_difference(forwards(exact, paged(exact)), truth) < 8 * ulp * scale
     cache.check_integrity()
     assert cache.memory().pages_held > 0
     if family in EXPANDING:
@@ -129,7 +137,7 @@ def test_greedy_tokens_are_those_of_the_stock_model(family):
         cache_config={"page_size": 16}, **options,
     )  # fmt: skip
     assert torch.equal(found.sequences, stock.sequences)
-    assert largest_difference(found.logits, stock.logits) < 2e-5
+    assert_all_close(found.logits, stock.logits)
     cache = found.past_key_values
     kinds = [row.kind for row in cache.report() if "Layer" not in row.kind]
     if family in EXPANDING:
@@ -155,11 +163,11 @@ def test_a_choice_of_few_tokens_is_that_of_the_stock_model(family):
     read_pages(model)
     cache = paged(model)
     found = forwards(model, cache)
-    assert largest_difference(found, stock) < 1e-5
+    assert_all_close(found, stock)
     compared = 0
     for mine, theirs in zip(cache.layers, stock_cache.layers, strict=True):
         if getattr(theirs, "indexer_keys", None) is not None:
-            torch.testing.assert_close(mine.indexer_keys, theirs.indexer_keys, rtol=0, atol=1e-5)
+            rounding.assert_close(mine.indexer_keys, theirs.indexer_keys)
             compared += 1
     assert compared
     if family in ("dots3_note", "glm5_next"):
@@ -176,7 +184,7 @@ def test_a_choice_of_few_tokens_is_that_of_the_stock_model(family):
             out = model(ids, attention_mask=mask, past_key_values=one, use_cache=True)
         logits.append(out.logits)
         read_pages(model)
-    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
+    rounding.assert_close(logits[1], logits[0])
 
 
 def read_pages(model: Any) -> None:

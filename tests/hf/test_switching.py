@@ -7,6 +7,7 @@ import types
 import warnings
 
 import pytest
+import rounding
 import torch
 import transformers
 from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
@@ -101,7 +102,7 @@ def test_gemma4_keeps_the_last_logits_whatever_the_cache(keep, cached):
     with torch.no_grad():
         expected = run(stock, DynamicCache(config=stock.config) if cached != "none" else None)
         found = run(model, caches[cached](model.config))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
 
 
 def test_minimax_m3_keeps_its_block_sparse_mask_and_its_attention(recwarn):
@@ -115,7 +116,7 @@ def test_minimax_m3_keeps_its_block_sparse_mask_and_its_attention(recwarn):
     expected = model.generate(ids, **GREEDY, max_new_tokens=12)
     found = model.generate(ids, **GREEDY, max_new_tokens=12, cache_implementation="paged_exact")
     for a, b in zip(expected.logits, found.logits, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+        rounding.assert_close(b, a)
     assert model.config._attn_implementation == "sdpa"
     assert [message for message in said(recwarn) if "goes another way" in message]
     with pytest.raises(kv_hf.UnsupportedModelError, match="goes another way for another attention"):
@@ -161,7 +162,7 @@ def test_git_whose_vision_alone_reads_the_interface_stays_as_it_is(recwarn):
     expected = model.generate(ids, **GREEDY, max_new_tokens=12)
     found = model.generate(ids, **GREEDY, max_new_tokens=12, cache_implementation="paged_exact")
     for a, b in zip(expected.logits, found.logits, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+        rounding.assert_close(b, a)
     assert model.config._attn_implementation != "kv_hf"
     assert [message for message in said(recwarn) if "GitSelfAttention" in message]
     with pytest.raises(kv_hf.UnsupportedModelError, match="GitSelfAttention"):
@@ -362,7 +363,7 @@ def test_columns_put_in_front_are_no_padding(attention):
     )
     assert torch.equal(expected.sequences, found.sequences)
     for a, b in zip(expected.logits, found.logits, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+        rounding.assert_close(b, a)
     assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]
 
 
@@ -431,7 +432,7 @@ def test_4d_masks_that_hide_padding_equal_the_2d_mask(new, dtype):
     with torch.no_grad():
         expected = model(tokens(2, new), attention_mask=whole, past_key_values=first).logits
         found = model(tokens(2, new), attention_mask=mask, past_key_values=second).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounding.assert_close(found, expected)
 
 
 def test_4d_masks_of_single_tokens_are_compared_one_forward_late_on_a_device(monkeypatch):
@@ -513,6 +514,6 @@ def test_mask_of_moonshine_means_causal_although_it_is_there():
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, is_causal=True, scale=0.25
     )
-    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-6)
+    rounding.assert_close(found, expected.transpose(1, 2))
     part, _ = kv_hf_attention(module, query[:, :, 3:], keys, values, mask[:, :, 3:], scaling=0.25)
-    torch.testing.assert_close(part, expected.transpose(1, 2)[:, 3:], rtol=0, atol=1e-6)
+    rounding.assert_close(part, expected.transpose(1, 2)[:, 3:])

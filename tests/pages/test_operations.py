@@ -5,6 +5,7 @@ import gc
 import random
 
 import pytest
+import rounding
 import torch
 import transformers
 
@@ -111,7 +112,7 @@ class Pair:
         )
         real = torch.tensor(self.padding)[:, None] <= at.T
         real = real[:, None, :, None].expand_as(found)
-        torch.testing.assert_close(found[real].double(), expected[real], rtol=0, atol=2e-5)
+        rounding.assert_close(found[real].double(), expected[real])
 
     def crop(self, at_most=None):
         most = self.seen if at_most is None else at_most

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import environments
-import known_environment
 import pytest
 from paths import ROOT, TESTS
 

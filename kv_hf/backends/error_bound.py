@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..quant.codec import decode
 from ..quant.rotation import block, rotate
 from ..spec import SideSpec
+from .inputs import PagedKV
 
 WALK = 2.0  # roundings of n terms add up to at most WALK * sqrt(n) of them, or n
 EXP_ROUNDINGS = (
@@ -111,6 +113,23 @@ def without_offsets(
         stored["offset"] = torch.zeros_like(stored["scale"])
         side = replace(side, scheme=replace(scheme, offset_group=scheme.scale_group))
     return stored, side
+
+
+def tokens_of(kv: PagedKV, number: int, row: int) -> Tokens:
+    """Return the keys (0) or values (1) of a row in order, decoded to fp32: [num_kv_heads, tokens, head_dim]."""
+    side = kv.spec.sides[number]
+    window = (kv.residual_keys, kv.residual_values)[number][
+        row, :, : int(kv.exact_lens[row])
+    ].float()
+    ids = kv.block_table[row, : int(kv.num_pages[row])].long()
+    pages = {name: field[ids] for name, field in (kv.key_pages, kv.value_pages)[number].items()}
+
+    def in_order(pages: Mapping[str, torch.Tensor], side: SideSpec) -> torch.Tensor:
+        paged = decode(pages, side, torch.float32).transpose(0, 1).flatten(1, 2)
+        return torch.cat([window[:, : kv.sink_tokens], paged, window[:, kv.sink_tokens :]], 1)
+
+    codes = in_order(*without_offsets(pages, side))
+    return Tokens(in_order(pages, side), codes, side.scheme.rotated)
 
 
 def unit(dtype: torch.dtype) -> float:

@@ -1,28 +1,19 @@
-"""A diagnosis of this machine: the kernels that would run, the reasons, the seams of transformers, a self-test.
+"""A diagnosis of this machine: the kernels that would run, the reasons, versions and devices, a self-test.
 
 diagnosis = kv_hf.doctor.examine(kv_hf.doctor.Subject(torch.device("cpu")))
 diagnosis.broken  # [] where all is well
 """
 
-from .diagnosis import Diagnosis, Subject, examine, self_test
-from .environment import environment
-from .findings import Finding
-from .kernels import FormatReport, report_formats
-from .layers import report_model, sizes_of
-from .self_test import SelfTest
-from .trials import Trial
-
-__all__ = [
-    "Diagnosis",
-    "Finding",
-    "FormatReport",
-    "SelfTest",
-    "Subject",
-    "Trial",
-    "environment",
-    "examine",
-    "report_formats",
-    "report_model",
-    "self_test",
-    "sizes_of",
-]
+from .doctor_command import Diagnosis as Diagnosis
+from .doctor_command import Finding as Finding
+from .doctor_command import environment as environment
+from .doctor_command import examine as examine
+from .kernels import FormatReport as FormatReport
+from .kernels import Subject as Subject
+from .kernels import paged_names as paged_names
+from .kernels import report_formats as report_formats
+from .kernels import report_model as report_model
+from .self_test import SelfTest as SelfTest
+from .self_test import Trial as Trial
+from .self_test import plan_trials as plan_trials
+from .self_test import self_test as self_test

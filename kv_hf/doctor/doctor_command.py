@@ -1,21 +1,223 @@
-"""The command line of `kv-hf doctor`."""
+"""What the doctor finds on this machine, and the command `kv-hf doctor` that prints it."""
 
 import argparse
+import functools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
 
 import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+from torch.utils import collect_env
 
+from ..backends.cpu import library
 from ..errors import KVCacheError
+from ..formats import is_cache_name
 from ..printable import printable, tell
-from ..text_table import text_width
-from .diagnosis import Subject, examine, self_test
-from .self_test import SECONDS
-from .text import described, fitted, tested, verdict
+from ..text_table import text_width, wrap
+from ..user_dir import user_dir
+from ..version import __version__
+from .kernels import PREFIX, FormatReport, Subject, report_formats, report_model
+from .self_test import BROKEN, NOTE, OK, SECONDS, SelfTest, self_test
 
+WARNING = "warning"  # may work, but slowly, or nobody has tried
+TESTED = ("5.17.0", "5.23.0")  # versions of transformers that the whole test suite ran with
+OPTIONAL = ("triton", "accelerate")  # of the extras: what kv_hf itself uses where it is there
+VARIABLES = ("KV_HF_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
+Lines = Iterator[
+    tuple[str, str]
+]  # first column and the rest of a line; a heading has no first column
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: "ok", "note" (absent, which is no fault), "warning" or "broken", and why in words."""
+
+    name: str
+    status: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings.
+
+    Attributes:
+        subject: what pages were looked at.
+        environment: versions, devices, the C kernel and variables.
+        formats: the kernel of every format.
+        layers: (layers, how they are cached) of the model, where one is named.
+        self_test: its results, or None where it was left out.
+    """
+
+    subject: Subject
+    environment: list[Finding]
+    formats: list[FormatReport]
+    layers: list[tuple[str, str]]
+    self_test: SelfTest | None = None
+
+    @property
+    def broken(self) -> list[str]:
+        """Return the broken parts, in words; nothing if all is well."""
+        found = [f"{one.name}: {one.detail}" for one in self.environment if one.status == BROKEN]
+        for one in self.self_test.failed if self.self_test else ():
+            found.append(f"self-test: {one.format}, {one.what}, {one.kernel}: {one.detail}")
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, for JSON."""
+        return {"healthy": not self.broken, "broken": self.broken, **asdict(self)}
+
+
+def examine(subject: Subject) -> Diagnosis:
+    """Look at everything but the self-test, which may take its time and runs kernels.
+
+    Raises: CacheOptionError for sizes that no cache has, a device that torch does not see, or a model without config.
+    """
+    sizes = subject.device, subject.dtype, subject.head_dim, subject.page_size
+    formats = report_formats(*sizes, subject.latent)
+    layers = report_model(subject.model) if subject.model is not None else []
+    found = [*environment(), check_device(subject.device, formats)]
+    return Diagnosis(subject, found, formats, layers)
+
+
+def environment() -> list[Finding]:
+    """Return versions, devices, the C kernel and the variables that change any of it."""
+    system = _system()
+    built = (torch.version.cuda, "CUDA"), (torch.version.hip, "ROCm")
+    platform = [f"{name} {number}" for number, name in built if number]
+    gpu = f"{system.nvidia_gpu_models or 'none'}, driver {system.nvidia_driver_version or 'none'}"
+    shown = {
+        "python": system.python_version,
+        "system": system.os,
+        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of torch",
+        "gpu": f"{gpu}; torch is built for {' '.join(platform) or 'the CPU'}",
+        "KV_HF_HOME": str(user_dir()),
+    }
+    shown |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
+    return [
+        Finding("kv_hf", OK, f"{__version__}, in {Path(__file__).parents[1]}"),
+        *(check_requirement(Requirement(line)) for line in _requirements()),
+        check_c_kernel(),
+        *(Finding(name, OK, " ".join(detail.split())) for name, detail in shown.items()),
+    ]
+
+
+@functools.cache
+def _system() -> Any:
+    return collect_env.get_env_info()
+
+
+def _requirements() -> list[str]:
+    """Return what kv_hf needs, and what it uses where it is there; nothing where it is not installed."""
+    try:
+        lines = requires("kv_hf") or []
+    except PackageNotFoundError:
+        return []
+    wanted = [line for line in lines if "extra" not in line or line.startswith(OPTIONAL)]
+    return list({Requirement(line).name: line for line in reversed(wanted)}.values())[::-1]
+
+
+def check_requirement(needed: Requirement) -> Finding:
+    """Compare an installed package with what kv_hf was packaged to need."""
+    name, asked = needed.name, f"needed is {needed.specifier}"
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Finding(name, NOTE if needed.marker else BROKEN, f"not installed; {asked}")
+    if not needed.specifier.contains(found, prereleases=True):
+        return Finding(name, BROKEN, f"{found}, but {asked}")
+    if name == "transformers" and Version(found) > Version(TESTED[-1]):
+        return Finding(name, WARNING, f"{found} is newer than kv_hf was tested with: {TESTED[-1]}")
+    return Finding(name, OK, found)
+
+
+def check_c_kernel() -> Finding:
+    """Say whether the C kernel is there: a warning where it was not compiled, broken where it was and cannot be used."""
+    reason = library.missing()
+    if reason is None:
+        return Finding("C kernel", OK, f"{library.ISA_NAMES[library.isa()]}, {library.threads()}")
+    if os.environ.get(library.ISA_VARIABLE) == "none":
+        return Finding("C kernel", NOTE, reason)
+    return Finding("C kernel", BROKEN if library.compiled_files() else WARNING, reason)
+
+
+def check_device(device: torch.device, formats: list[FormatReport]) -> Finding:
+    """Say whether a compiled kernel reads any format on `device`; a CUDA device without one is broken."""
+    taken = {report.kernel for report in formats} & {"c", "triton"}
+    if taken or device.type != "cuda":
+        return Finding(f"device {device}", OK, f"kernels: {', '.join(taken) or 'plain torch'}")
+    reasons = [dict(report.others).get("triton") for report in formats]
+    return Finding(f"device {device}", BROKEN, next(filter(None, reasons), "no kernel"))
+
+
+def described(diagnosis: Diagnosis) -> Lines:
+    """Yield the lines of all sections but the self-test."""
+    subject, why = diagnosis.subject, dict[tuple[str, str], None]()
+    for one in diagnosis.environment:
+        yield f"{SYMBOLS[one.status]} {one.name:<14}", one.detail
+    sizes = f"head_dim {subject.head_dim}"
+    if subject.latent is not None:
+        sizes = f"latents of {subject.latent[0]} and RoPE keys of {subject.latent[1]}"
+    dtype = str(subject.dtype).removeprefix("torch.")
+    yield "", f"Pages on {subject.device}: {dtype}, {sizes}, page_size {subject.page_size}"
+    for report in diagnosis.formats:
+        name = PREFIX + report.format
+        name = name if is_cache_name(name) else report.format
+        yield f"  {name:<13}", report.kernel or "none"
+        for kernel, reason in report.others:
+            why[kernel, reason or "can run, but a faster one is there"] = None
+    yield "", "Why not another kernel:"
+    yield from ((f"  {kernel:<13}", reason) for kernel, reason in sorted(why))
+    if diagnosis.layers:
+        yield "", f"Layers of {subject.model}:"
+    yield from ((f"  {layers:<13}", how) for layers, how in diagnosis.layers)
+
+
+def tested(result: SelfTest) -> Lines:
+    """Yield the lines of the self-test: one for each format, and one for each trial that is not ok."""
+    yield "", "Self-test (largest error against the reference, and what rounding explains):"
+    for name in dict.fromkeys(one.format for one in result.trials):
+        trials = [one for one in result.trials if one.format == name]
+        well = [
+            f"{one.kernel} {one.error:.1g} (bound {one.bound:.1g})" if one.bound else one.what
+            for one in trials
+            if one.status == OK
+        ]
+        if well:
+            yield f"  {SYMBOLS[OK]} {name:<25}", ", ".join(well)
+        for one in trials:
+            if one.status == BROKEN:
+                what = f"{one.what}, {one.kernel}: {one.detail}"
+                yield f"  {SYMBOLS[BROKEN]} {name:<25}", what
+    left = [one.detail for one in result.trials if one.status == NOTE]
+    if left:
+        yield f"  {SYMBOLS[NOTE]}", f"{len(left)} trials left out: {left[0]}; see --seconds"
+    yield "  ", f"{len(result.trials) - len(left)} trials in {result.seconds:.1f} s"
+
+
+def verdict(diagnosis: Diagnosis) -> Lines:
+    """Yield what is broken, or that nothing is."""
+    warned = sum(one.status == WARNING for one in diagnosis.environment)
+    more = f", {warned} warnings above" if warned else ""
+    broken = diagnosis.broken
+    yield "", f"{len(broken)} broken:" if broken else f"Nothing is broken{more}."
+    yield from (("  ", line) for line in broken)
+
+
+def _tell(lines: Lines) -> None:
+    """Print lines that fit the terminal, at once: a kernel that is tried next may crash."""
+    for first, rest in lines:
+        line = f"{first} {rest}" if first else rest
+        shown = "\n".join(wrap(line, text_width(), len(first) + 1))
+        tell(shown if first else f"\n{shown}", flush=True)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -24,26 +226,21 @@ def parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         allow_abbrev=False,
         description="What would run here, why, and whether it works.",
-        epilog=CODES,
+        epilog="exit codes: 0 nothing is broken, 1 something is, 2 bad arguments",
     )
-    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    found.add_argument(
-        "--dtype", choices=DTYPES, help="of the model; default: --model's, else bfloat16"
+    add, model = (
+        found.add_argument,
+        "folder, preset or hub name: say how each layer would be cached",
     )
-    found.add_argument("--head-dim", type=int, help="default: --model's, else 128")
-    found.add_argument("--page-size", type=int, default=64)
-    found.add_argument(
-        "--model",
-        help="folder, preset (kv-hf memory --list-presets) or hub name: say how each layer would be cached",
-    )
-    found.add_argument(
-        "--no-self-test", "--quick", action="store_true", help="run no kernels and no model"
-    )
-    found.add_argument(
-        "--seconds", type=float, default=SECONDS, help="of the self-test (%(default)g)"
-    )
-    found.add_argument("--verbose", action="store_true", help="list all seams of transformers")
-    found.add_argument("--json", action="store_true", help="print everything as JSON")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=DTYPES, help="of the model; default: --model's, else bfloat16")
+    add("--head-dim", type=int, help="default: --model's, else 128")
+    add("--page-size", type=int, default=64)
+    add("--model", help=model)
+    add("--no-self-test", "--quick", action="store_true", help="run no kernels and no model")
+    add("--seconds", type=float, default=SECONDS, help="of the self-test (%(default)g)")
+    add("--verbose", action="store_true", help="also what torch.utils.collect_env says")
+    add("--json", action="store_true", help="print everything as JSON")
     return found
 
 
@@ -51,30 +248,27 @@ def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
     """Run `kv-hf doctor`; return the exit code."""
     asked = parser(prog)
     args = asked.parse_args(argv)
+    if not args.seconds > 0:
+        asked.error(f"--seconds must be more than 0, got {args.seconds:g}")
     try:
-        dtype = DTYPES[args.dtype] if args.dtype else None
-        device = torch.device(args.device)
-        subject = Subject.of(device, dtype, args.head_dim, args.page_size, args.model)
-        if not args.seconds > 0:
-            asked.error(f"--seconds must be more than 0, got {args.seconds:g}")
+        sizes = {"dtype": DTYPES.get(args.dtype), "head_dim": args.head_dim}
+        sizes |= {"model": args.model, "page_size": args.page_size}
+        subject = Subject.of(torch.device(args.device), **sizes)
         diagnosis = examine(subject)
     except (KVCacheError, RuntimeError) as error:  # torch raises RuntimeError for an unknown device
         asked.error(printable(str(error).splitlines()[0]))
-    if not args.json:
-        _tell(described(diagnosis, args.verbose))
+    show = (lambda lines: None) if args.json else _tell
+    show(described(diagnosis))
+    if args.verbose:
+        show(iter([("", collect_env.pretty_str(_system()))]))
     if not args.no_self_test:
         diagnosis = replace(diagnosis, self_test=self_test(subject, args.seconds))
+        show(tested(diagnosis.self_test))
+    show(verdict(diagnosis))
     if args.json:
-        print(json.dumps(diagnosis.as_dict(), indent=2))
-    else:
-        if diagnosis.self_test is not None:
-            print("\nSelf-test (largest error against the reference, and what rounding explains):")
-            _tell(tested(diagnosis.self_test))
-        print()
-        _tell(verdict(diagnosis))
-    return 1 if diagnosis.broken else 0
-
-
-def _tell(lines: Iterable[str]) -> None:
-    """Print lines that fit the terminal, at once: a kernel that is tried next may crash."""
-    tell("\n".join(fitted(lines, text_width())), flush=True)
+        tell(
+            json.dumps(
+                diagnosis.as_dict(), indent=2, default=lambda x: str(x).removeprefix("torch.")
+            )
+        )
+    return int(bool(diagnosis.broken))

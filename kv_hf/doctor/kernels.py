@@ -1,18 +1,58 @@
-"""The kernel of every format on one device, and why not another."""
+"""The kernel of every format on one device, how each layer of a model is cached, and the reasons. Runs nothing."""
 
 from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 
 from ..backend_names import auto_names, backend_names
 from ..backends.registry import layout_for, why_not
+from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.layer_formats import LayerFormats
+from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank, page_sizes
+from ..cache.paged_cache import PagedCache
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import cache_names, format_names
+from ..hub import why_not_model
+from ..planner.presets import is_preset, read_preset
+from ..printable import in_a_line
 from ..spec import PageSpec
 
 PREFIX = "paged_"
+Latent = tuple[int, int] | None  # rank and RoPE channels
+KV_HEADS = 2  # of pages with keys and values; latents have one
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The pages to examine: those of a model, or of plain sizes.
+
+    Attributes:
+        device, dtype, page_size: of the pages.
+        head_dim: channels of a head.
+        latent: (kv_lora_rank, qk_rope_head_dim) of a model with latent attention, or None.
+        model: folder, preset or name of the model, or None.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    page_size: int = 64
+    latent: Latent = None
+    model: str | None = None
+
+    @classmethod
+    def of(cls, device: torch.device, *, model: str | None = None, **given: Any) -> "Subject":
+        """Take the fields that are not given (or None) from the config of `model`, where one is named; see `report_model`."""
+        own = {} if model is None else _sizes_of(model)
+        given = {name: value for name, value in given.items() if value is not None}
+        if "head_dim" in given:
+            own.pop("latent", None)
+        return cls(device, model=model, **{**own, **given})
 
 
 @dataclass(frozen=True)
@@ -31,11 +71,7 @@ class FormatReport:
 
 
 def report_formats(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    page_size: int,
-    latent: tuple[int, int] | None = None,
+    device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, latent: Latent = None
 ) -> list[FormatReport]:
     """Return, for every format, the kernel that would read its pages on `device`, and why not another.
 
@@ -48,11 +84,7 @@ def report_formats(
         raise CacheOptionError(f"head_dim must be at least 1, got {head_dim}")
     try:
         torch.zeros(1, device=device).cpu()
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:  # by device and build of torch
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by device and build
         reason = str(error).splitlines()[0]
         raise CacheOptionError(f"device {str(device)!r} cannot be used here: {reason}") from error
     reports = []
@@ -63,11 +95,10 @@ def report_formats(
         except CacheOptionError as error:
             reports.append(FormatReport(name, None, (("any", str(error)),)))
             continue
-        reasons = [(kernel, why_not(kernel, device, spec)) for kernel in backend_names()]
-        able = [kernel for kernel, reason in reasons if reason is None]
-        chosen = next(kernel for kernel in able if kernel in auto_names())
-        others = tuple(pair for pair in reasons if pair[0] != chosen)
-        reports.append(FormatReport(name, chosen, others))
+        reasons = {kernel: why_not(kernel, device, spec) for kernel in backend_names()}
+        chosen = next(kernel for kernel in auto_names() if reasons[kernel] is None)
+        del reasons[chosen]
+        reports.append(FormatReport(name, chosen, tuple(reasons.items())))
     return reports
 
 
@@ -77,26 +108,66 @@ def paged_names() -> list[str]:
 
 
 def spec_of(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    page_size: int,
-    key_dim: int,
-    value_dim: int,
-    latent: bool,
-    num_kv_heads: int = 1,
+    name: str, device: torch.device, dtype: torch.dtype, page_size: int, *dims: int | bool
 ) -> PageSpec:
-    """Return what pages of format `name` are like on `device`. Raises CacheOptionError where it cannot store them."""
+    """Return what pages of format `name` are like on `device`.
+
+    Args:
+        dims: key_dim, value_dim, and whether the two are those of latents and RoPE keys.
+    Raises: CacheOptionError where the format cannot store them.
+    """
+    key_dim, value_dim, latent = dims
     if latent:
         options = CacheConfig(latent=name, page_size=page_size)
     else:
         options = CacheConfig.from_options(PREFIX + name, {"page_size": page_size})
-        options = replace(options, layers=None, recipe=None)  # of no model's layers in particular
+        options = replace(options, layers=None)  # of no model's layers in particular
+    sizes = {"num_kv_heads": 1 if latent else KV_HEADS, "key_dim": key_dim, "value_dim": value_dim}
     formats = LayerFormats.of(options, 0, 1, key_dim if latent else None)
-    return formats.spec(
-        num_kv_heads=num_kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        dtype=dtype,
-        layout=layout_for(device),
+    return formats.spec(**sizes, dtype=dtype, layout=layout_for(device))
+
+
+def report_model(name: str) -> list[tuple[str, str]]:
+    """Return (layers, how they would be cached and why) for a model, from its config alone.
+
+    Args:
+        name: a folder, a preset of the planner, or the name of a model on the hub.
+    Raises: CacheOptionError where there is no such config; UnsupportedModelError for a model without paged layers.
+    """
+    config = _config_of(name)
+    kind = PagedEncoderDecoderCache if is_encoder_decoder(config) else PagedCache
+    layers: dict[str, list[str]] = {}
+    rows = groupby(
+        kind(config).report(), lambda row: f"{row.kind}: {row.reason}" if row.reason else row.kind
     )
+    for how, run in rows:
+        places = [row.layer_idx for row in run]
+        ends = str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
+        layers.setdefault(how, []).append(ends)
+    return [(", ".join(runs), how) for how, runs in layers.items()]
+
+
+def _sizes_of(name: str) -> dict[str, Any]:
+    """Return head_dim (or latent: rank and RoPE channels) and dtype of a model, as far as its config says them."""
+    config = decoder_config(_config_of(name))
+    found: dict[str, Any] = {}
+    sizes = page_sizes(config)
+    if sizes is not None and latent_rank(config) is None:
+        found["head_dim"] = sizes["key_dim"]
+    elif sizes is not None:
+        found["latent"] = sizes["key_dim"], sizes["value_dim"]
+    if isinstance(getattr(config, "dtype", None), torch.dtype):
+        found["dtype"] = config.dtype
+    return found
+
+
+def _config_of(name: str) -> Any:
+    try:
+        if is_preset(name) and not Path(name).exists():
+            return transformers.AutoConfig.for_model(**read_preset(name)["config"])
+        reason = why_not_model(name)
+        if reason is None:
+            return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = in_a_line(error)
+    raise CacheOptionError(f"model {name!r}: {reason}")

@@ -1,29 +1,90 @@
-"""The self-test: trials in the order of their weight, as many as a few seconds hold."""
+"""The self-test: random pages sealed and read by every kernel that can, and tiny models that generate, as far as seconds last."""
 
+import functools
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
+import transformers
+from torch.utils import _pytree as pytree
 
+from ..backends.base import AttentionCall
+from ..backends.cpu.library import ISA_NAMES, isa
+from ..backends.dispatch import paged_attention
+from ..backends.error_bound import Rounding, attend_exactly, tokens_of
+from ..backends.inputs import PagedKV
+from ..backends.registry import load
+from ..errors import CacheOptionError
 from ..notices import silenced
-from .findings import BROKEN
-from .generation import plan_generations
-from .kernels import FormatReport, report_formats
-from .trials import RANK, ROPE, Planned, Trial, plan_trials
+from ..quant.codec import encode
+from ..spec import PageSpec
+from .kernels import FormatReport, Subject, report_formats, spec_of
 
+OK, NOTE, BROKEN = "ok", "note", "broken"
 SECONDS = 5.0
+LATENT = (512, 64)  # rank and RoPE channels of latents, where no model says otherwise: DeepSeek's
+SINKS, GROUP = 4, 4
+QUERIES = 2  # the second sees a token more than the first
+# (pages, exact tokens) of each row: pages and a tail, sinks and a tail only, a page and the sinks
+ROWS = ((3, 11), (0, 7), (1, 4))
+SEED = 42  # a prompt behind which no second-best token comes close
+PROMPT, NEW_TOKENS, PAGE = 37, 12, 16  # the prompt fills pages, and so do the new tokens
+Figures = tuple[float, float] | tuple[None, None]  # largest error, and what rounding explains
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of one trial.
+
+    Attributes:
+        format: a format of pages ("paged_int4"), of latents ("latents in int4"), or the model and cache that generate.
+        what: what was tried: "seal", "attend" or "generate".
+        kernel: the implementation that did it.
+        status: "ok", "broken", or "note" where it was left out.
+        detail: why, where it is not ok.
+        error, bound: largest difference, and what rounding explains of it; None where the trial failed or compares no numbers.
+    """
+
+    format: str
+    what: str
+    kernel: str
+    status: str
+    detail: str = ""
+    error: float | None = None
+    bound: float | None = None
+
+    as_dict = asdict
+
+
+class Planned(NamedTuple):
+    """A trial to come; `run` raises where something is wrong."""
+
+    format: str
+    what: str
+    kernel: str
+    run: Callable[[], Figures]
+
+    def tried(self) -> Trial:
+        """Run it; whatever it raises is its result."""
+        try:
+            return Trial(*self[:3], OK, "", *self.run())
+        except _Wrong as error:
+            return Trial(*self[:3], BROKEN, str(error))
+        except Exception as error:  # a broken kernel may raise anything
+            said = (str(error).splitlines() or [""])[0]
+            return Trial(*self[:3], BROKEN, f"failed with {type(error).__name__}: {said}")
+
+
+class _Wrong(Exception):
+    """A kernel gave something else than it should."""
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """The results of the self-test.
-
-    Attributes:
-        trials: one for each format and kernel, and the generations.
-        seconds: that it took.
-    """
+    """The results of the self-test: one trial for each format and kernel, and the generations; the seconds that they took."""
 
     trials: tuple[Trial, ...]
     seconds: float
@@ -33,63 +94,200 @@ class SelfTest:
         """The trials that went wrong."""
         return [trial for trial in self.trials if trial.status == BROKEN]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything, for JSON."""
-        return {
-            "seconds": round(self.seconds, 3),
-            "trials": [trial.as_dict() for trial in self.trials],
-        }
 
-
-def run_self_test(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    page_size: int,
-    latent: tuple[int, int] | None = None,
-    *,
-    seconds: float = SECONDS,
-    clock: Callable[[], float] = time.monotonic,
+def self_test(
+    subject: Subject, seconds: float = SECONDS, *, clock: Callable[[], float] = time.monotonic
 ) -> SelfTest:
-    """Encode, seal and attend in every format with every kernel that can run, and generate with tiny models.
+    """Seal and attend in every format with every kernel that can run, and generate with a tiny model.
 
     What "auto" would take comes first, then the generations, then the other kernels. A trial that has not begun when
     the time is over is left out, and says so; the first use of a Triton kernel compiles it, which takes its time.
 
     Args:
-        device, dtype, head_dim, page_size, latent: as `report_formats` takes them; without `latent` the formats of
-            latents are tried with DeepSeek's sizes.
+        subject: device, dtype and sizes of the pages; without `latent` the formats of latents have DeepSeek's sizes.
         seconds: after which no further trial begins.
         clock: gives seconds.
+    Raises: CacheOptionError unless `seconds` is positive.
     """
-    start = clock()
-    done = []
+    if not seconds > 0:
+        raise CacheOptionError(f"seconds must be more than 0, got {seconds:g}")
+    start, done, plans = clock(), [], []
+    device, dtype, page = subject.device, subject.dtype, subject.page_size
     with silenced(), torch.inference_mode():
-        for planned in _planned(device, dtype, head_dim, page_size, latent):
-            if clock() - start < seconds:
-                done.append(planned.tried())
-            else:
-                done.append(planned.left_out(f"the {seconds:g} seconds were over"))
+        for ranks in (None, subject.latent or LATENT):
+            reports = report_formats(device, dtype, subject.head_dim, page, ranks)
+            dims = (*(ranks or [subject.head_dim] * 2), ranks is not None)
+            plans += plan_trials(reports, device, dtype, page, *dims)
+        best = [planned for is_best, planned in plans if is_best]
+        others = [planned for is_best, planned in plans if not is_best]
+        for one in (*best, *plan_generations(device), *others):
+            over = clock() - start >= seconds
+            why = f"the {seconds:g} seconds were over"
+            done.append(Trial(*one[:3], NOTE, why) if over else one.tried())
     return SelfTest(tuple(done), clock() - start)
 
 
-def _planned(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    page_size: int,
-    latent: tuple[int, int] | None,
-) -> list[Planned]:
-    ranks = latent or (RANK, ROPE)
-    both: list[tuple[list[FormatReport], int, int, bool]] = [
-        (report_formats(device, dtype, head_dim, page_size), head_dim, head_dim, False),
-        (report_formats(device, dtype, head_dim, page_size, ranks), *ranks, True),
-    ]
-    plans = [
-        plan
-        for reports, key_dim, value_dim, of_latents in both
-        for plan in plan_trials(reports, device, dtype, page_size, key_dim, value_dim, of_latents)
-    ]
-    best = [planned for is_best, planned in plans if is_best]
-    others = [planned for is_best, planned in plans if not is_best]
-    return [*best, *plan_generations(device), *others]
+def plan_trials(
+    reports: list[FormatReport], device: torch.device, *sizes: Any
+) -> Iterator[tuple[bool, Planned]]:
+    """Yield (whether "auto" takes this kernel, trial) for all formats that can be stored and kernels that can run.
+
+    Args:
+        sizes: dtype, page_size, key_dim, value_dim and whether they are those of latents, as `spec_of` takes them.
+    """
+    for report in reports:
+        if report.kernel is None:
+            continue
+        spec = spec_of(report.format, device, *sizes)
+        name = f"latents in {report.format}" if spec.is_latent else f"paged_{report.format}"
+        case = functools.cache(
+            functools.partial(make_case, spec)
+        )  # made by the first of its trials
+        able = [report.kernel, *(one for one, reason in report.others if reason is None)]
+        for kernel in able:
+            for what, trial in (("seal", _seal), ("attend", _attend)):
+                if what == "attend" or load(kernel).seal_pair is not load("reference").seal_pair:
+                    run = functools.partial(trial, case, kernel, device)
+                    yield kernel == report.kernel, Planned(name, what, kernel, run)
+
+
+class Case(NamedTuple):
+    """The data that one format is tested on, all of it on the CPU.
+
+    Attributes:
+        tokens: of each side, those of all pages: [1, num_kv_heads, pages * page_size, head_dim].
+        jobs: [pages, 3], as `seal_pages` takes them.
+        kv: the pages that the reference encoded, with windows.
+        query: [rows, heads, QUERIES, query_dim], the model's dtype.
+    """
+
+    tokens: tuple[torch.Tensor, ...]
+    jobs: torch.Tensor
+    kv: PagedKV
+    query: torch.Tensor
+
+
+def make_case(spec: PageSpec) -> Case:
+    """Return random tokens, pages in random places and queries for pages like `spec`; the same ones each time."""
+    random = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    size, heads, dtype = spec.keys.page_size, spec.keys.num_kv_heads, spec.keys.dtype
+    counts, exact = (torch.tensor(column, dtype=torch.int32) for column in zip(*ROWS, strict=True))
+    pages, slots = int(counts.sum()) + 1, int(exact.max()) + 2
+    tokens, windows, fields = [], [], []
+    for side in spec.sides:
+        held = random(pages, heads, size, side.head_dim) * random(side.head_dim).abs().clamp(0.5, 2)
+        window = random(len(ROWS), heads, slots, side.head_dim).to(dtype)
+        unused = (torch.arange(slots) >= exact[:, None])[:, None, :, None]
+        windows.append(window.masked_fill(unused, math.nan))
+        fields.append(encode(held.to(dtype), side)[0])
+        tokens.append(held.to(dtype).transpose(0, 1).flatten(1, 2)[None])
+    jobs = torch.tensor([(0, page * size, page) for page in reversed(range(pages))])
+    order = random(pages).argsort()
+    # behind a row's last page the table holds pages of others, and one that nobody holds
+    places = torch.arange(int(counts.max())) + (counts.cumsum(0) - counts)[:, None]
+    lengths = counts * size + exact
+    seen = int(lengths.max())
+    table = order[places % pages].int()
+    kv = PagedKV(*fields, spec, table, counts, *windows, exact, seen - lengths, seen, SINKS)
+    query = random(len(ROWS), heads * GROUP, QUERIES, spec.query_dim).to(dtype)
+    return Case(tuple(tokens), jobs.int(), kv, query)
+
+
+def attended(case: Case, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a whole softmax in fp64 per row over decoded tokens, walking no table, and the error that rounding explains.
+
+    Returns: (result, largest error), both [rows, heads, QUERIES, out_dim], fp64.
+    """
+    kv, found = case.kv, []
+    for row in range(kv.rows):
+        keys, values = (tokens_of(kv, number, row) for number in range(2))
+        if kv.spec.is_latent:
+            keys, values = keys.beside(values), keys
+        count = keys.numbers.shape[1]
+        bias = torch.full((1, QUERIES, count), -math.inf).triu(count - QUERIES + 1)
+        scale = kv.spec.query_dim**-0.5
+        found.append(attend_exactly(case.query[row], keys, values, scale, rounding, bias=bias))
+    expected, bounds = zip(*found, strict=True)
+    return torch.stack(expected), torch.stack(bounds)
+
+
+def _on(device: torch.device, tensors: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda one: one.to(device), tensors)
+
+
+def _seal(case: Callable[[], Case], kernel: str, device: torch.device) -> Figures:
+    """Sealed pages are the same bytes, whoever seals them (see quant/codec.py)."""
+    made = case()
+    spec, rights = made.kv.spec, (made.kv.key_pages, made.kv.value_pages)
+    sides = pytree.tree_map(lambda one: torch.zeros_like(one, device=device), rights)
+    damaged = torch.zeros((), dtype=torch.uint8, device=device)
+    load(kernel).seal_pair(*_on(device, (made.tokens, made.jobs)), sides, spec, damaged, {})
+    if bool(damaged):
+        raise _Wrong(f"it calls finite {' or '.join(side.side for side in spec.sides)} not finite")
+    differing = total = 0
+    for got, right in zip(sides, rights, strict=True):
+        for name, expected in right.items():
+            own, other = (one.cpu().contiguous().view(torch.uint8) for one in (got[name], expected))
+            differing += int((own != other).sum())
+            total += other.numel()
+    if differing:
+        raise _Wrong(f"{differing} of {total} bytes differ from the reference's")
+    return 0.0, 0.0
+
+
+def _attend(case: Callable[[], Case], kernel: str, device: torch.device) -> Figures:
+    """Attention errs by no more than rounding explains (see backends/error_bound.py)."""
+    made = case()
+    names = [one.name for one in fields(PagedKV)]
+    kv = replace(made.kv, **{name: _on(device, getattr(made.kv, name)) for name in names})
+    integers = kernel == "c" and ISA_NAMES[isa()] == "AVX-512 VNNI"
+    expected, bounds = attended(made, Rounding.of(kernel, made.query.dtype, integers))
+    out = paged_attention(AttentionCall(made.query.to(device), kv, kv.spec.query_dim**-0.5), kernel)
+    if out.shape != expected.shape:
+        raise _Wrong(f"its result has the shape {list(out.shape)}, not {list(expected.shape)}")
+    errors = (out.cpu().double() - expected).abs()
+    worst = int((errors / bounds).nan_to_num(nan=math.inf).argmax())
+    error, bound = float(errors.flatten()[worst]), float(bounds.flatten()[worst])
+    if not error <= bound:  # nan too
+        raise _Wrong(f"differs from the reference by {error:.2g}, more than {bound:.2g}")
+    return error, bound
+
+
+def plan_generations(device: torch.device) -> Iterator[Planned]:
+    """Yield trials of whole generations: they need every seam of transformers, and write pages token by token."""
+    for name in ("paged_exact", "paged_int4"):
+        run = functools.partial(_generate, device, name)
+        yield Planned(f"tiny model, {name}", "generate", "auto", run)
+
+
+def _generate(device: torch.device, name: str) -> Figures:
+    """Generating through pages gives the tokens of DynamicCache (exact), or those of the reference kernel (encoded).
+
+    In fp32 the tokens of two right caches are the same: rounding moves these logits by some 1e-5, and the best token
+    of these weights lies 0.05 and more above the second (tests/doctor/test_self_test.py).
+    """
+    model, ids = tiny_model(device)
+    other = "DynamicCache" if name == "paged_exact" else "kernel='reference'"
+    paged = {"cache_implementation": name, "cache_config": {"page_size": PAGE}}
+    plain = {**paged, "cache_config": {"page_size": PAGE, "kernel": "reference"}}
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    got = model.generate(ids, **options, **paged)
+    expected = model.generate(ids, **options, **({} if name == "paged_exact" else plain))
+    if got.shape != expected.shape:
+        raise _Wrong(f"it made tokens {list(got.shape)}, expected {list(expected.shape)}")
+    for row, column in (got != expected).nonzero().tolist():
+        raise _Wrong(f"new token {column - PROMPT} of row {row} is not that of {other}")
+    return None, None
+
+
+def tiny_model(device: torch.device) -> tuple[Any, torch.Tensor]:
+    """Return a random model in fp32 and its prompt [2, PROMPT], without touching torch's own random numbers."""
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=None, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model: Any = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32)
+        ids = torch.randint(3, 97, (2, PROMPT))
+    return model.eval().to(device), ids.to(device)

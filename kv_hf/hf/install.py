@@ -105,14 +105,6 @@ def uninstall() -> None:
     forget()
 
 
-def original(name: str) -> Callable[..., Any]:
-    """Return a patched method as it was before `install`. Raises AttributeError where there is none."""
-    found: Callable[..., Any] = _originals.get(name) or getattr(
-        _OWNERS.get(name, GenerationMixin), name
-    )
-    return found
-
-
 def _add_names() -> None:
     """Put the cache names that there are now behind those of others."""
     others = _others()

@@ -1,19 +1,51 @@
-"""kv-hf doctor: the kernel of every format on this machine, with the reasons against the others."""
+"""kv-hf doctor: the kernel of every format with reasons, what it calls broken or merely absent, and its exit codes."""
 
+import json
+import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+import transformers
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import kv_hf
 import kv_hf_cli
 from kv_hf import doctor
 from kv_hf.backends.cpu import library
+from kv_hf.backends.triton import support
+from kv_hf.doctor import doctor_command as command
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def wide_and_plain(monkeypatch):
+    """Lines are as long as they are, and no variable of the machine has a say."""
+    monkeypatch.setenv("COLUMNS", "400")
+    for name in list(os.environ):
+        if name.startswith(command.VARIABLES):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def uncached(monkeypatch):
+    """The C library is looked for anew."""
+    monkeypatch.setattr(library, "_loaded", library._loaded.__wrapped__)
+
+
+def quick(capsys, *more):
+    """Return (exit code, what is printed) without the self-test."""
+    code = kv_hf_cli.main(["doctor", "--device", "cpu", "--quick", *more])
+    return code, capsys.readouterr().out
+
+
+# the kernels and the reasons
 
 
 def test_report_names_the_kernel_that_a_cache_then_takes():
@@ -24,45 +56,162 @@ def test_report_names_the_kernel_that_a_cache_then_takes():
         assert cache.layers[0].store.kernel.name == report.kernel
 
 
-def test_report_gives_a_reason_where_the_library_is_missing(monkeypatch):
-    monkeypatch.setattr(library, "_loaded", lambda: (None, "no compiler was there"))
+@pytest.mark.usefixtures("uncached")
+def test_report_gives_reasons_where_the_c_kernel_is_turned_off(monkeypatch, capsys):
+    monkeypatch.setenv(library.ISA_VARIABLE, "none")
     reports = doctor.report_formats(CPU, torch.bfloat16, 128, 64)
-    assert [f"paged_{report.format}" for report in reports] == list(kv_hf.cache_names())
+    assert [report.format for report in reports] == doctor.paged_names()
     for report in reports:
-        assert report.kernel == "sdpa"
-        assert dict(report.others)["c"] == "no compiler was there"
-        assert dict(report.others)["reference"] is None
-        assert "GPU" in str(dict(report.others)["triton"])
-    assert dict(doctor.environment())["C kernel"] == "no compiler was there"
+        others = dict(report.others)
+        assert report.kernel == "sdpa" and others["reference"] is None
+        assert "KV_HF_ISA=none" in others["c"] and "GPU" in others["triton"]
+    code, printed = quick(capsys)
+    assert code == 0 and "[--] C kernel" in printed and "[ok] KV_HF_ISA      none" in printed
 
 
-def test_doctor_prints_every_format_and_the_reasons(capsys):
-    assert kv_hf_cli.main(["doctor", "--device", "cpu", "--quick"]) == 0
-    printed = capsys.readouterr().out
-    for name in kv_hf.cache_names():
-        assert f"{name} " in printed
-    assert torch.__version__ in printed
-    assert "triton" in printed.partition("Why not")[2]
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_library_that_was_not_compiled_is_a_warning_and_one_that_cannot_be_loaded_is_broken(
+    monkeypatch, capsys, tmp_path, compiled
+):
+    if compiled:
+        (tmp_path / "_native.abi3.so").write_bytes(b"no library at all")
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "_is_checkout", lambda: False)
+    code, printed = quick(capsys)
+    assert code == int(compiled)
+    assert ("[XX] C kernel" if compiled else "[!!] C kernel") in printed
+    assert ("cannot be loaded" if compiled else "was not compiled") in printed
+    assert ("1 broken:" if compiled else "Nothing is broken, 1 warnings above.") in printed
 
 
-def test_doctor_fits_80_columns(monkeypatch, capsys):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    kv_hf_cli.main(["doctor", "--device", "cpu", "--quick", "--verbose"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 60
-    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.skipif(library.missing() is not None, reason="no C kernel here")
+def test_a_bad_isa_variable_is_broken(monkeypatch):
+    monkeypatch.setenv(library.ISA_VARIABLE, "9")
+    found = command.check_c_kernel()
+    assert found.status == "broken" and "KV_HF_ISA must be between" in found.detail
+
+
+def test_a_gpu_without_triton_is_broken(monkeypatch):
+    monkeypatch.setattr(support, "installed_version", lambda: None)
+    cuda = torch.device("cuda")
+    spec = doctor.kernels.spec_of("int4", cuda, torch.bfloat16, 64, 128, 128, False)
+    why = kv_hf.backends.registry.why_not("triton", cuda, spec)
+    report = doctor.FormatReport("int4", "sdpa", (("triton", why), ("reference", None)))
+    found = command.check_device(cuda, [report])
+    assert found.status == "broken" and "triton is not installed" in found.detail
+    right = doctor.FormatReport("int4", "triton", (("sdpa", None),))
+    assert command.check_device(cuda, [report, right]).status == "ok"
+
+
+def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(capsys):
+    code, printed = quick(capsys, "--head-dim", "6")
+    assert code == 0 and "paged_int2    none" in printed
+    assert "head_dim must be a multiple of 4, got 6" in printed
+
+
+def test_a_kernel_that_cannot_run_is_refused_before_anything_changes():
+    model = tiny_models.make_model("llama", num_hidden_layers=1)
+    cache = kv_hf.PagedCache(model.config, keys="int4", kernel="triton")
+    with pytest.raises(kv_hf.CacheOptionError, match="kernel='triton' cannot run here"):
+        cache.update(*torch.randn(2, 1, 2, 5, 16), 0)
+    assert cache.get_seq_length() == 0 and not cache.layers[0].is_initialized
+
+
+# models
+
+
+def test_doctor_says_how_each_layer_of_a_model_would_be_cached(capsys, tmp_path):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "linear_attention"] * 2
+    config = transformers.LlamaConfig(
+        num_hidden_layers=8, layer_types=kinds, sliding_window=512, head_dim=20, dtype="float32"
+    )
+    config.save_pretrained(tmp_path)
+    code, printed = quick(capsys, "--model", str(tmp_path))
+    said = [" ".join(line.split()) for line in printed.splitlines()]
+    assert code == 0 and "Pages on cpu: float32, head_dim 20, page_size 64" in said
+    assert "0-1, 4-5 paged, sliding window of 512" in said and "2, 6 paged" in said
+    kept = next(line for line in said if line.startswith("3, 7"))
+    assert "LinearAttentionLayer" in kept and "kept for this layer" in kept
+    given = ["--head-dim", "64", "--dtype", "float16"]
+    assert "float16, head_dim 64" in quick(capsys, "--model", str(tmp_path), *given)[1]
+
+
+def test_doctor_knows_presets_and_latents(capsys, monkeypatch, tmp_path):
+    from tiny_latent import make_model
+
+    monkeypatch.chdir(tmp_path)
+    _, printed = quick(capsys, "--model", "gemma-3-4b")
+    assert "\nPages on cpu: bfloat16, head_dim 256, page_size 64\n" in printed
+    assert "  0-4, 6-10, 12-16, 18-22, 24-28, 30-33 paged, sliding window of 1024" in printed
+    make_model("deepseek_v3").config.save_pretrained(tmp_path)
+    _, printed = quick(capsys, "--model", str(tmp_path))
+    assert "latents of 32 and RoPE keys of 8" in printed
+    # its record wants a rank of whole groups of 128, which this tiny one is not
+    assert "  fp8_ds_mla    none" in printed and "must divide kv_lora_rank 32" in printed
+    assert "SDPA cannot read one latent as key and value" in printed
+
+
+# versions and variables
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "status", "says"),
+    [
+        ("torch>=2.11", "2.11.0", "ok", "2.11.0"),
+        ("torch>=2.11", "2.10.0", "broken", "2.10.0, but needed is >=2.11"),
+        ("torch>=2.11", None, "broken", "not installed; needed is >=2.11"),
+        ("triton>=3.6; extra == 'gpu'", None, "note", "not installed; needed is >=3.6"),
+        ("transformers>=5.17", "5.20.1", "ok", "5.20.1"),
+        ("transformers>=5.17", "99.0", "warning", "99.0 is newer than kv_hf was tested with"),
+    ],
+)
+def test_a_package_is_compared_with_what_is_needed(monkeypatch, line, found, status, says):
+    def version(name):
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(command, "version", version)
+    told = command.check_requirement(Requirement(line))
+    assert (told.name, told.status) == (Requirement(line).name, status)
+    assert told.detail.startswith(says)
+
+
+def test_json_holds_everything(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, printed = quick(capsys, "--json", "--page-size", "32")
+    told = json.loads(printed)
+    assert (code == 0) is told["healthy"] is (told["broken"] == [])
+    found = {one["name"]: one["detail"] for one in told["environment"]}
+    assert found["torch"] == torch.__version__ and found["KV_HF_HOME"] == str(tmp_path)
+    assert found["kv_hf"].startswith(kv_hf.__version__) and found["CUDA_VISIBLE_DEVICES"] == ""
+    assert {"python", "system", "cpu", "gpu", "C kernel", "device cpu"} <= set(found)
+    assert told["subject"]["page_size"] == 32 and told["subject"]["dtype"] == "bfloat16"
+    assert [f"paged_{one['format']}" for one in told["formats"]] == list(kv_hf.cache_names())
+    assert told["self_test"] is None
+
+
+# the command
+
+
+def test_doctor_fits_80_columns_and_shows_torchs_report_if_asked(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, printed = quick(capsys)
+    assert [line for line in printed.splitlines() if len(line) > 80 and " " in line.strip()] == []
+    assert "Why not another kernel:" in printed and "Is debug build" not in printed
+    assert "Is debug build" in quick(capsys, "--verbose")[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--head-dim", "0"], "head_dim must be at least 1, got 0"),
-        (["--page-size", "24"], "page_size must be a power of two of at least 16, got 24"),
-        (["--device", "gpu"], "gpu"),
         (["--device", "meta"], "device 'meta' cannot be used here"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--seconds", "0"], "--seconds must be more than 0, got 0"),
         (["--seconds", "nan"], "--seconds must be more than 0, got nan"),
+        (["--model", "./absent"], "absent"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -73,94 +222,16 @@ def test_doctor_refuses_what_cannot_be(capsys, arguments, says):
     assert says in capsys.readouterr().err
 
 
-def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "400")
-    assert kv_hf_cli.main(["doctor", "--device", "cpu", "--head-dim", "6", "--quick"]) == 0
-    printed = capsys.readouterr().out
-    assert "paged_int2    none" in printed
-    assert "head_dim must be a multiple of 4, got 6" in printed
-    if library.missing() is None:
-        assert "keys of head_dim 6 as 'int4' do not fill whole words" in printed
-
-
 def test_doctor_is_installed_as_a_command():
     command = Path(sys.executable).with_name("kv-hf")
-    done = subprocess.run([command, "doctor"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "paged_int4" in done.stdout
-    assert "Nothing is broken" in done.stdout
-
-
-def test_generate_refuses_a_kernel_that_cannot_run_before_its_first_forward(monkeypatch):
-    model = tiny_models.make_model("llama", num_hidden_layers=1)
-    monkeypatch.setattr(
-        model.model, "embed_tokens", None
-    )  # a forward would fail with another error
-    with pytest.raises(kv_hf.CacheOptionError, match="kernel='triton' cannot run here: .*GPU"):
-        model.generate(
-            tiny_models.tokens(1, 5),
-            cache_implementation="paged_int4",
-            cache_config={"kernel": "triton"},
-        )
-
-
-def test_update_refuses_a_kernel_that_cannot_run_and_changes_nothing():
-    model = tiny_models.make_model("llama", num_hidden_layers=1)
-    cache = kv_hf.PagedCache(model.config, keys="int4", kernel="triton")
-    with pytest.raises(kv_hf.CacheOptionError, match="kernel='triton' cannot run here"):
-        cache.update(*torch.randn(2, 1, 2, 5, 16), 0)
-    assert cache.get_seq_length() == 0
-    assert not cache.layers[0].is_initialized
-
-
-def test_doctor_says_how_each_layer_of_a_model_would_be_cached(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("COLUMNS", "400")
-    from transformers import LlamaConfig
-
-    kinds = ["sliding_attention", "sliding_attention", "full_attention", "linear_attention"] * 2
-    config = LlamaConfig(num_hidden_layers=8, layer_types=kinds, sliding_window=512)
-    config.save_pretrained(tmp_path)
-    assert kv_hf_cli.main(["doctor", "--quick", "--model", str(tmp_path)]) == 0
-    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "0-1, 4-5 paged, sliding window of 512" in said
-    assert "2, 6 paged" in said
-    kept = next(line for line in said if line.startswith("3, 7"))
-    assert "LinearAttentionLayer" in kept and "kept for this layer" in kept
-    with pytest.raises(SystemExit):
-        kv_hf_cli.main(["doctor", "--model", str(tmp_path / "absent")])
-    assert "absent" in capsys.readouterr().err
-
-
-def test_doctor_knows_presets_and_keeps_columns_apart(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert kv_hf_cli.main(["doctor", "--quick", "--device", "cpu", "--model", "gemma-3-4b"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "Pages on cpu: bfloat16, head_dim 256, page_size 64" in lines
-    assert "  0-4, 6-10, 12-16, 18-22, 24-28, 30-33 paged, sliding window of 1024" in lines
-    assert "CUDA_VISIBLE_DEVICES " in lines
-
-
-def test_doctor_takes_the_sizes_of_the_model(capsys, tmp_path):
-    from transformers import LlamaConfig
-
-    LlamaConfig(head_dim=20, dtype="float32").save_pretrained(tmp_path)
-    kv_hf_cli.main(["doctor", "--quick", "--model", str(tmp_path)])
-    assert "float32, head_dim 20, page_size 64" in capsys.readouterr().out
-    kv_hf_cli.main(
-        ["doctor", "--quick", "--model", str(tmp_path), "--head-dim", "64", "--dtype", "float16"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [command, "doctor"], capture_output=True, text=True, timeout=120, env=hidden
     )
-    assert "float16, head_dim 64" in capsys.readouterr().out
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Pages on cpu" in done.stdout and "Nothing is broken" in done.stdout
 
 
-def test_doctor_names_the_kernels_of_latents(capsys, tmp_path):
-    """A model with latent attention gets the formats of latents, DeepSeek's record among them."""
-    from tiny_latent import make_model as make_latent
-
-    make_latent("deepseek_v3").config.save_pretrained(tmp_path)
-    assert kv_hf_cli.main(["doctor", "--device", "cpu", "--quick", "--model", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "latents of 32 and RoPE keys of 8" in shown
-    # its record wants a rank of whole groups of 128, which this tiny one is not
-    assert "  fp8_ds_mla    none" in shown and "must divide kv_lora_rank 32" in shown
-    assert "SDPA cannot read one latent as key and value" in shown
+def test_the_tested_versions_have_the_installed_one_between_them():
+    first, last = map(Version, command.TESTED)
+    assert first <= Version(transformers.__version__) <= last

@@ -10,7 +10,6 @@ from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf.cache.static_cache import StaticPagedCache
-from kv_hf.doctor import generation as doctor_generation
 from kv_hf.errors import CacheMismatchError, CacheOptionError, KVCacheWarning
 from kv_hf.hf import cuda_graph, graph_choice, step_graph
 from kv_hf.pages import moved
@@ -340,24 +339,3 @@ def test_bytes_of_are_those_that_memory_reports():
         model(input_ids=tokens(3, 20), past_key_values=cache)
     report = cache.memory()
     assert cache.bytes_of(3, torch.float32) == report.payload + report.scales + report.tail
-
-
-def test_doctor_tries_a_graph(gpu):
-    trial = doctor_generation._Captured(
-        doctor_generation._Models(torch.device("cpu")), "paged_int4"
-    )
-    assert trial() == ("", None, None)
-    assert gpu["captures"] == 1 and gpu["replays"] == doctor_generation.NEW_TOKENS - 2
-
-
-def test_doctor_says_why_no_graph_is_captured(gpu, monkeypatch):
-    def capture(function):
-        raise RuntimeError("operation not permitted")
-
-    monkeypatch.setattr(cuda_graph, "capture", capture)
-    trial = doctor_generation._Captured(
-        doctor_generation._Models(torch.device("cpu")), "paged_int4"
-    )
-    with pytest.warns(KVCacheWarning):
-        detail, _, _ = trial()
-    assert "Python runs all decode steps: it cannot be captured (operation not perm" in detail

@@ -77,7 +77,8 @@ class TestGenerate:
         check_same(family, left_padded(LENGTHS), **options)
 
     def test_prompt_lookup(self, family):
-        repeated = {"input_ids": tokens(1, 13).repeat(1, 4)}
+        # of the other seeds one has a step whose best two tokens are a rounding apart
+        repeated = {"input_ids": tokens(1, 13, seed=2).repeat(1, 4)}
         check_same(family, repeated, prompt_lookup_num_tokens=4, max_new_tokens=40)
 
     def test_assistant(self, family):

@@ -9,8 +9,6 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, Repositor
 
 import kv_hf
 from kv_hf import doctor, hub
-from kv_hf.evaluation.footprint import check_request
-from kv_hf.evaluation.model_name import check_model_name
 
 NAME = "nobody/no-such-model"
 
@@ -25,50 +23,30 @@ def connections(monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in hub.PROXIES:
-        monkeypatch.delenv(name, raising=False)
     return asked
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("./nothing", "there is no such folder"),
-        ("/no/such/folder", "there is no such folder"),
-        ("a/b/c", "there is no such folder"),
-        ("not a name/at all", "nor a name that the hub could have"),
-    ],
-)
-def test_why_not_model_asks_nobody_for_what_the_hub_cannot_have(name, reason, connections):
-    assert reason in hub.why_not_model(name)
-    assert not connections
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "not a name/at all"])
+def test_why_not_model_asks_nobody_for_what_the_hub_cannot_have(name, connections):
+    reasons = ("there is no such folder", "nor a name that the hub could have")
+    assert hub.why_not_model(name).endswith(reasons) and not connections
 
 
-def test_why_not_model_tells_folders_without_a_model(tmp_path, connections):
+def test_why_not_model_asks_nobody_for_folders_and_cached_models(
+    tmp_path, monkeypatch, connections
+):
     assert hub.why_not_model(str(tmp_path)) == "a folder without a config.json"
     (tmp_path / "config.json").write_text("{}")
     assert hub.why_not_model(str(tmp_path)) is None
     assert hub.why_not_model(str(tmp_path / "config.json")) == "a file, and no folder of a model"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "c"))
+    assert hub.why_not_model(NAME) is None and hub.cached_config(NAME) == tmp_path / "c"
     assert not connections
-
-
-def test_why_not_model_asks_once_and_names_what_cannot_be_reached(connections):
-    """The hub's own client tried for half a minute, for every file."""
-    assert "huggingface.co cannot be reached: no network" in hub.why_not_model(NAME)
-    assert len(connections) == 1
 
 
 def test_why_not_model_opens_no_connection_offline(monkeypatch, connections):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE forbids asking the hub" in hub.why_not_model(NAME)
-    assert not connections
-
-
-def test_why_not_model_asks_nobody_for_a_cached_model(monkeypatch, tmp_path, connections):
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "c"))
-    assert hub.why_not_model(NAME) is None
-    assert hub.cached_config(NAME) == tmp_path / "c"
     assert not connections
 
 
@@ -87,32 +65,27 @@ def test_why_not_model_says_what_the_hub_answers(error, reason, monkeypatch):
             pass
 
     def answer(*_, **__):
-        if error is TimeoutError:
-            raise TimeoutError
-        raise error.__new__(
-            error, "as the hub says"
-        )  # whatever responses look like in this version
+        raise error.__new__(error, "as the hub says")  # whatever responses look like
 
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: Socket())
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
     found = hub.why_not_model(NAME)
     assert found is None if reason is None else reason in found
 
 
 @pytest.mark.parametrize(
-    ("call", "error"),
+    "call",
     [
-        (check_model_name, ValueError),
-        (lambda name: check_request(name, "paged_int4", 64), ValueError),
-        (doctor.report_model, kv_hf.KVCacheError),
-        (lambda name: kv_hf.plan(name), kv_hf.KVCacheError),
-        (lambda name: kv_hf.convert_to_gqa(name, "out", 1), kv_hf.ConversionError),
+        doctor.report_model,
+        lambda name: kv_hf.plan(name),
+        lambda name: kv_hf.convert_to_gqa(name, "out", 1),
     ],
-    ids=["evaluation", "footprint", "doctor", "memory", "convert-gqa"],
+    ids=["doctor", "memory", "convert-gqa"],
 )
-def test_every_command_refuses_an_unknown_name_at_the_first_connection(call, error, connections):
-    with pytest.raises(error, match=rf"'{NAME}'.*huggingface.co cannot be reached: no network"):
+def test_every_command_refuses_an_unknown_name_at_the_first_connection(call, connections):
+    """The hub's own client tried for half a minute, for every file."""
+    with pytest.raises(
+        kv_hf.KVCacheError, match=rf"'{NAME}'.*huggingface.co cannot be reached: no network"
+    ):
         call(NAME)
     assert len(connections) == 1

@@ -17,7 +17,7 @@ from paths import ROOT
 pytest.importorskip("setuptools", minversion="77")
 PAGE = "https://example.org/owner/name"
 SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup_file")
-FILES = ("pyproject.toml", "setup.py", "kv_hf_cli.py", "README.md", "LICENSE")
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -26,58 +26,55 @@ def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parent") / "kv_hf"
     left = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "kv_hf", folder / "kv_hf", ignore=left)
-    for name in FILES:
+    for name in ("pyproject.toml", "setup.py", "kv_hf_cli.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
 
 
 def build(clone, out, hook="build_wheel", **variables):
     """Run a hook of the build backend, as pip does; return (wheel or None, what was printed)."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("KV_HF_")}
     out.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("KV_HF_")}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=clone,
-        env={**own, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, cwd=clone, env={**own, **variables}, capture_output=True, text=True, timeout=300
     )
     shutil.rmtree(clone / "build", ignore_errors=True)
-    if done.returncode:
-        return None, done.stderr
-    (made,) = out.iterdir()
-    return made, done.stderr
+    return (None if done.returncode else next(out.iterdir())), done.stderr
 
 
-def metadata(wheel):
+def read(wheel, end):
     with zipfile.ZipFile(wheel) as opened:
-        (name,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+        (name,) = (name for name in opened.namelist() if name.endswith(end))
         return opened.read(name).decode()
 
 
-@pytest.mark.parametrize(
-    ("variables", "told"),
-    [({"KV_HF_BUILD_KERNEL": "none"}, False), ({"CC": "/bin/false"}, True)],
-    ids=["none", "no compiler"],
-)
-def test_a_wheel_without_the_kernel_has_another_name(clone, tmp_path, variables, told):
+def test_a_wheel_without_the_kernel_holds_what_runs_and_links_that_work(clone, tmp_path):
     """Built without a compiler, the wheel was called as the fast one is; a file of an earlier build does not count."""
     made = f"lib.{sysconfig.get_platform()}-cpython-{sys.version_info[0]}{sys.version_info[1]}"
     left = clone / "build" / made / "kv_hf" / "backends" / "cpu" / "_native.abi3.so"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"of an earlier build")
     os.utime(left, (0, 0))
+    variables = {"CC": "/bin/false", "KV_HF_REPOSITORY": f"{PAGE}/"}
     wheel, printed = build(clone, tmp_path / "out", **variables)
     assert wheel.name.endswith("-py3-none-any.whl"), printed
-    assert ("the C kernel was not compiled" in printed) == told
+    assert "the C kernel was not compiled" in printed
+    assert "Root-Is-Purelib: true" in read(wheel, ".dist-info/WHEEL")
     with zipfile.ZipFile(wheel) as opened:
-        names = opened.namelist()
-        (tags,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
-        assert "Root-Is-Purelib: true" in opened.read(tags).decode()
-    assert {"kv_hf/__init__.py", "kv_hf/__main__.py", "kv_hf_cli.py"} <= set(names)
-    assert not [name for name in names if name.endswith((".so", ".c", ".h"))]
+        names = set(opened.namelist())
+    sources = {
+        f"kv_hf/{path.relative_to(ROOT / 'kv_hf')}" for path in (ROOT / "kv_hf").rglob("*.py")
+    }
+    assert {*sources, "kv_hf_cli.py"} <= names
+    assert not [name for name in names if name.endswith((".so", ".c", ".h", ".inc"))]
+    text = read(wheel, ".dist-info/METADATA")
+    for name, path in SETUP["PAGES"].items():
+        assert f"Project-URL: {name}, {PAGE}{path}\n" in text
+    targets = re.findall(r"\]\(([^)\s]+)\)", text.partition("\n\n")[2])
+    assert f"{PAGE}/blob/HEAD/CHANGELOG.md" in targets
+    assert all(target.startswith(("https://", "http://", "#")) for target in targets)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +87,23 @@ def test_a_wheel_without_the_kernel_has_another_name(clone, tmp_path, variables,
 )
 def test_a_build_that_must_have_the_kernel_fails_without_it(clone, tmp_path, variables, says):
     wheel, printed = build(clone, tmp_path / "out", **variables)
-    assert wheel is None
-    assert says in printed.splitlines()[-1]
+    assert wheel is None and says in printed.splitlines()[-1]
 
 
-def test_the_source_distribution_carries_every_source_of_the_kernel():
-    """setuptools packs what the extension names; a new file that is not named makes an sdist that cannot be compiled."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    (extension,) = settings["ext-modules"]
+def test_files_beside_the_sources_are_named_for_a_build():
+    """setuptools packs what is named: a new file that is not makes an sdist without a source, a wheel without its data."""
+    (extension,) = SETTINGS["tool"]["setuptools"]["ext-modules"]
     native = ROOT / "kv_hf" / "backends" / "cpu" / "native"
     named = {ROOT / name for name in (*extension["sources"], *extension["depends"])}
     assert named == {path for path in native.iterdir() if path.is_file()}
+    data = {
+        path
+        for pattern in SETTINGS["tool"]["setuptools"]["package-data"]["kv_hf"]
+        for path in (ROOT / "kv_hf").glob(pattern)
+    }
+    listed = subprocess.run(["git", "ls-files", "kv_hf"], cwd=ROOT, capture_output=True, text=True)
+    there = {ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+    assert {path for path in there - data - named if path.suffix != ".py"} == set()
 
 
 @pytest.mark.slow
@@ -116,16 +119,11 @@ def test_an_editable_install_is_found_from_the_clones_parent_folder(clone, tmp_p
     """A clone named kv_hf was imported there as an empty namespace package, in place of the installed one."""
     wheel, printed = build(clone, tmp_path / "out", "build_editable", KV_HF_BUILD_KERNEL="none")
     assert wheel is not None, printed
-    site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(site)
-    code = f"""
-import importlib.util, site
-site.addsitedir({str(site)!r})
-print(importlib.util.find_spec("kv_hf").origin)
-"""
-    found = [sys.executable, "-S", "-c", code]
-    done = subprocess.run(found, cwd=clone.parent, capture_output=True, text=True, env={})
+        opened.extractall(tmp_path / "site")
+    code = "import importlib.util, site, sys; site.addsitedir(sys.argv[1]); print(importlib.util.find_spec('kv_hf').origin)"
+    command = [sys.executable, "-S", "-c", code, str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=clone.parent, capture_output=True, text=True, env={})
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == clone / "kv_hf" / "__init__.py"
 
@@ -135,39 +133,15 @@ def test_the_suggested_name_of_a_clone_is_no_name_of_a_package():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for name in re.findall(r"git clone \S*(?: this repository>)? (\S+)", page.read_text()):
             assert not name.isidentifier(), f"{page.name} suggests a clone named {name}"
-    assert re.search(r"git clone <this repository> kv-hf\b", (ROOT / "README.md").read_text())
-
-
-def test_the_page_of_the_package_has_absolute_links(clone, tmp_path):
-    wheel, printed = build(
-        clone, tmp_path / "out", KV_HF_BUILD_KERNEL="none", KV_HF_REPOSITORY=f"{PAGE}/"
-    )
-    text = metadata(wheel)
-    for name, path in SETUP["PAGES"].items():
-        assert f"Project-URL: {name}, {PAGE}{path}\n" in text
-    body = text.partition("\n\n")[2]
-    targets = re.findall(r"\]\(([^)\s]+)\)", body)
-    assert f"{PAGE}/blob/HEAD/CHANGELOG.md" in targets
-    assert all(target.startswith(("https://", "http://", "#")) for target in targets)
-
-
-def test_links_of_the_readme_lead_to_files_that_are_there():
-    found = SETUP["RELATIVE_LINK"].findall((ROOT / "README.md").read_text())
-    assert len(found) > 10
-    for _, _, target in found:
-        assert (ROOT / target.partition("#")[0]).exists(), target
 
 
 def test_long_description_without_an_address_keeps_the_text_alone():
     text = "![plot](a.png) [one](notes/a#b), [two](https://c.d/e), [three](#f)"
     assert SETUP["long_description"](text, "") == " one, [two](https://c.d/e), [three](#f)"
-    assert SETUP["long_description"](text, PAGE) == (
-        f"![plot]({PAGE}/raw/HEAD/a.png) [one]({PAGE}/blob/HEAD/notes/a#b), [two](https://c.d/e), [three](#f)"
-    )
 
 
-def test_classifiers_and_extras_are_those_of_the_commands():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    assert settings["scripts"] == {"kv-hf": "kv_hf_cli:main"}
-    python = [line for line in settings["classifiers"] if re.search(r":: 3\.\d+$", line)]
-    assert python[0].endswith(settings["requires-python"].removeprefix(">="))
+def test_classifiers_and_scripts_are_those_of_the_project():
+    project = SETTINGS["project"]
+    assert project["scripts"] == {"kv-hf": "kv_hf_cli:main"}
+    python = [line for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert python[0].endswith(project["requires-python"].removeprefix(">="))

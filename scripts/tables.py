@@ -11,6 +11,7 @@ from kv_hf.formats import cache_names
 
 MIB = 2**20
 RANDOM = {"weights_precision": "random weights", "dtype": "float32"}
+SIZES = {"weights_precision": "none, random keys and values of these sizes", "dtype": "bfloat16"}
 FORMATS = [name for name in cache_names() if name != "paged_exact"]
 
 # -- cells -----------------------------------------------------------------------------------------------------
@@ -385,7 +386,7 @@ TABLES = [
         {"contender": "`{contender}`"},
         Pivot(("contender",), "context", {"{at:,} tokens": "{ms_p50:.3g} ({ratio_to_dynamic:.2f}x)"}),
         where=lambda r: r["kind"] == "decode" and r["shape"] == "llama-8b" and r["batch"] == 1 and r["path"] != "kernel",
-        split=("device", "machine"), order=speed_order, one_run=True,
+        split=("device", "machine"), order=speed_order, one_run=True, given=SIZES,
     ),
     Table(
         "docs/serving.md", "prefix", "prefix.jsonl",
@@ -425,7 +426,7 @@ TABLES = [
     Table(
         "docs/design.md", "beams", "beams.jsonl", "Milliseconds of new order and append over {layers} layers, {beams} beams, sizes of `{shape}`",
         {"cache": "`{cache}`"}, Pivot(("cache",), "context", {"{at:,} tokens": "{step_ms_p50:.3g}"}),
-        where=lambda r: r["kind"] == "beams" and r["device"] == "cpu", one_run=True,
+        where=lambda r: r["kind"] == "beams" and r["device"] == "cpu", one_run=True, given=SIZES,
     ),
     Table(
         "docs/accuracy.md", "accuracy", GRID, lambda rows: f"{scored(rows[0])}, exact perplexity {rows[0]['perplexity_exact']:.2f}",
@@ -553,7 +554,7 @@ TABLES = [
             "DynamicCache, us": "{dynamic_us_per_layer:.0f}", "launches, plain": "{launches_plain}", "sealing": "{launches_sealing}",
             "waits": "{synchronisations}",
         },
-        where=lambda r: r["kind"] == "host_step", key=("format", "setting"),
+        where=lambda r: r["kind"] == "host_step", key=("format", "setting"), given=SIZES,
     ),
     Table(
         "docs/long_context.md", "offload", "offload.jsonl", "{name}, {context:,} tokens, the file in the page cache",

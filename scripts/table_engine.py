@@ -82,7 +82,8 @@ class Table:
 
         Raises: ValueError where no row is chosen: a table without rows has no place on a page.
         """
-        chosen = [row for row in (flat({**self.given, **row}) for row in rows) if self.where(row)]
+        measured = (flat({**self.given, **row}) for row in rows if row.get("kind") != "failed")
+        chosen = [row for row in measured if self.where(row)]
         groups = list(grouped(chosen, self.split).values())
         if self.one_run:
             groups = [latest_run(group) for group in groups]

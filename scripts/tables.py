@@ -11,6 +11,7 @@ from kv_hf.formats import cache_names
 
 MIB = 2**20
 RANDOM = {"weights_precision": "random weights", "dtype": "float32"}
+SIZES = {"weights_precision": "none, random keys and values of these sizes", "dtype": "bfloat16"}
 FORMATS = [name for name in cache_names() if name != "paged_exact"]
 
 # -- cells -----------------------------------------------------------------------------------------------------
@@ -98,37 +99,12 @@ def newest(rows: Rows) -> Rows:
     return sorted({row["cache"]: row for row in held_out(rows)}.values(), key=bits)
 
 
-def formats(rows: Rows) -> Rows:
-    """Return the last row of each format of ours, in the order of their names."""
-    found = {row["cache"]: row for row in held_out(rows)}
-    return [found[name] for name in FORMATS if name in found]
-
-
 def speed_order(rows: Rows) -> tuple[int, float]:
     """Order machines: CPUs first, and of these the one with the smaller gain of pages at the longest context."""
     longest = max(row["context"] for row in rows)
     name = "cache" if "cache" in rows[0] else "contender"
     ours = [r for r in rows if r["context"] == longest and r[name].startswith("paged_")]
     return rows[0]["device"] != "cpu", max((r["ratio_to_dynamic"] for r in ours), default=0.0)
-
-
-def span(name: str) -> Cell:
-    """Return a cell with the least and the most of a field's values in the runs of a row."""
-
-    def cell(row: Row) -> str:
-        sizes = [run.get(name) for run in row["runs"]]
-        least_and_most = (
-            "-" if None in sizes else dict.fromkeys(f"{at(sizes):.1f}" for at in (min, max))
-        )
-        return " to ".join(least_and_most)
-
-    return cell
-
-
-def runs(rows: Rows) -> Rows:
-    """Return the rows of each cache with all of its runs, shown once."""
-    found = grouped(rows, ("cache",)).values()
-    return [{**r, "runs": own, "hidden": r is not own[0]} for own in found for r in own]
 
 
 def longest(rows: Rows) -> Rows:
@@ -145,61 +121,6 @@ def outside(rows: Rows) -> Rows:
     ]
     fields = ("step_ms_p50", "ratio_to_none", "page_mib", "read_tokens")
     return merged(named, ("keys", "context"), "how", *fields)
-
-
-def conversions(rows: Rows) -> Rows:
-    """Return the rows with the most windows of each method and number of kv heads; the original in the caption alone."""
-    best = {
-        (row["kv_heads"], row["method"]): row for row in sorted(rows, key=lambda r: r["windows"])
-    }
-    found = sorted(best.values(), key=lambda r: (r["method"] != "original", -r["kv_heads"]))
-    return [{**row, "hidden": row["method"] == "original"} for row in found]
-
-
-def converted(rows: Rows) -> str:
-    """Return the caption of conversions."""
-    first = rows[0]
-    return filled(
-        "{model}, perplexity without training: {windows} windows of at most {window} tokens, {tokens:,} scored ({text}); the "
-        "original has {kv_heads} kv heads, {kv_bytes_per_token:,} kv bytes per token in bf16 and a perplexity of {perplexity:.2f}. ",
-        first,
-    ) + str(first["note"].capitalize())
-
-
-def curves(rows: Rows) -> Rows:
-    """Return the first and the last evaluation of each student's newest run, the student named on the first."""
-    runs: dict[tuple[Any, ...], Rows] = {}
-    for row in rows:
-        key = (row["teacher"], -row["num_key_value_heads"][1], row["method"])
-        runs[key] = [*(runs.get(key, []) if row["step"] else []), row]
-    ends = [(run[0], run[-1]) for _, run in sorted(runs.items())]
-    return [{**row, "first": not row["step"]} for pair in ends for row in pair]
-
-
-def once(form: str) -> Cell:
-    """Return a cell that is written on the first line of a run alone."""
-    return lambda row: filled(form, row) if row["first"] else ""
-
-
-def levers(rows: Rows) -> Rows:
-    """Return the caches that a model and all of its conversions were measured with, by falling bytes; nothing without a conversion."""
-    models = grouped(rows, ("model",))
-    if len(models) < 2:
-        return []
-    common = set.intersection(*({row["cache"] for row in own} for own in models.values()))
-    first = min(rows, key=lambda r: (r.get("conversion") is not None, r["cache"] != "paged_exact"))
-    heads = next(row["kv_heads_before"] for row in rows if row.get("kv_heads_before"))
-    found = {(row["model"], row["cache"]): row for row in rows if row["cache"] in common}
-    return [
-        {
-            "kv_heads": heads,
-            **row,
-            "original": first["model"],
-            "exact": first["perplexity_exact"],
-            "times": row["perplexity"] / first["perplexity_exact"],
-        }
-        for row in sorted(found.values(), key=lambda row: -row["bytes_per_token"])
-    ]
 
 
 def made(row: Row) -> str:
@@ -351,6 +272,7 @@ def why(row: Row) -> str:
 # -- tables ----------------------------------------------------------------------------------------------------
 
 GRID = "accuracy_vs_memory.jsonl"
+METHODS = ("original", "first", "mean", "align", "svd")
 STEPS = ("smollm2-135m", "llama-3.1-8b", "qwen2.5-7b")
 KL_COLUMNS: dict[str, Cell] = {
     "cache": title,
@@ -361,7 +283,7 @@ KL_COLUMNS: dict[str, Cell] = {
 TABLES = [
     Table(
         "README.md", "accuracy", GRID, lambda rows: scored(rows[0]), KL_COLUMNS,
-        where=lambda r: accuracy(r) and r["model"] == "smollm2-135m", prepare=formats,
+        where=lambda r: accuracy(r) and r["model"] == "smollm2-135m" and r["cache"] in FORMATS, prepare=newest,
     ),
     Table(
         "README.md", "demo", "demo.jsonl",
@@ -385,7 +307,7 @@ TABLES = [
         {"contender": "`{contender}`"},
         Pivot(("contender",), "context", {"{at:,} tokens": "{ms_p50:.3g} ({ratio_to_dynamic:.2f}x)"}),
         where=lambda r: r["kind"] == "decode" and r["shape"] == "llama-8b" and r["batch"] == 1 and r["path"] != "kernel",
-        split=("device", "machine"), order=speed_order, one_run=True,
+        split=("device",), one_run=True, given=SIZES,
     ),
     Table(
         "docs/serving.md", "prefix", "prefix.jsonl",
@@ -425,7 +347,7 @@ TABLES = [
     Table(
         "docs/design.md", "beams", "beams.jsonl", "Milliseconds of new order and append over {layers} layers, {beams} beams, sizes of `{shape}`",
         {"cache": "`{cache}`"}, Pivot(("cache",), "context", {"{at:,} tokens": "{step_ms_p50:.3g}"}),
-        where=lambda r: r["kind"] == "beams" and r["device"] == "cpu", one_run=True,
+        where=lambda r: r["kind"] == "beams" and r["device"] == "cpu", one_run=True, given=SIZES,
     ),
     Table(
         "docs/accuracy.md", "accuracy", GRID, lambda rows: f"{scored(rows[0])}, exact perplexity {rows[0]['perplexity_exact']:.2f}",
@@ -441,7 +363,7 @@ TABLES = [
         lambda rows: filled("{name}, {text}: {windows} window", rows[0]) + "s" * (rows[0]["windows"] > 1)
         + filled(" of {window:,} tokens, {tokens:,} of them scored", rows[0]),
         {
-            "cache": title, "bits, all": "{stored_bits:.2f}", "bits, encoded": "{bits_per_element:.2f}",
+            "cache": title, "bits": "{stored_bits:.2f}",
             "bytes/token": "{bytes_per_token:,.0f}", "KL (95 % interval)": kl, "p99": of("kl_p99"), "same top token": percent("top1"),
         },
         where=lambda r: r["window"] > 768,
@@ -449,32 +371,28 @@ TABLES = [
     ),
     Table(
         "docs/gqa.md", "levers", GRID,
-        "{original}, {windows} windows of {window:,} tokens, {prompt} of each not scored; exact perplexity of the original: {exact:.2f}",
+        "{model}, {windows} windows of {window:,} tokens, {prompt} of each not scored; exact perplexity of the original: {perplexity_exact:.2f}",
         {
             "kv heads": "{kv_heads}", "how": made, "cache": "`{cache}`", "bytes/token": "{bytes_per_token:,.0f}",
-            "perplexity": "{perplexity:.2f}", "times the original": "{times:.3f}",
+            "perplexity": "{perplexity:.2f}",
         },
-        where=lambda r: r["kind"] == "accuracy" and r["text"] != "held_out" and r["cache"] in ("paged_exact", "paged_int4"),
-        split=("text_digest", "windows"), prepare=levers, left=3,
+        where=lambda r: r["kind"] == "accuracy" and r["text"] != "held_out" and r.get("kv_heads") and r["cache"] in ("paged_exact", "paged_int4"),
+        split=("text_digest", "windows"), sort=lambda r: -r["bytes_per_token"], left=3,
     ),
     Table(
-        "docs/gqa.md", "conversions", "gqa.jsonl", converted,
+        "docs/gqa.md", "conversions", "gqa.jsonl",
+        "{model}, perplexity without training: {windows} windows of at most {window} tokens, {tokens:,} scored ({text}); {note}",
         {"kv heads": "{kv_heads}", "kv bytes per token": "{kv_bytes_per_token:,}"},
-        Pivot(
-            ("kv_heads",), "method", {"`{at}`": "{perplexity:,.2f}"},
-            sort=lambda method: ("first", "mean", "align", "svd").index(method),
-        ),
-        where=lambda r: "samples" not in r["checkpoint"] and "-up" not in r["checkpoint"],
-        split=("model",), prepare=conversions,
+        Pivot(("kv_heads",), "method", {"`{at}`": "{perplexity:,.2f}"}, sort=METHODS.index),
+        split=("model",), key=("kv_heads", "method"), sort=lambda r: -r["kv_heads"],
     ),
     Table(
-        "docs/gqa.md", "uptraining", "uptrain.jsonl", "Training towards the original, the newest run of each student",
+        "docs/gqa.md", "uptraining", "uptrain.jsonl", "Training towards the original: each student before and after",
         {
-            "student": once("{teacher}, `{method}`"), "kv heads": once("{num_key_value_heads[0]} to {num_key_value_heads[1]}"),
-            "largest lr": once("{settings[lr]:g}"), "step": "{step:,}", "tokens": "{tokens:,}", "seconds": "{seconds:,.0f}",
+            "student": "{teacher}, `{method}`", "kv heads": "{num_key_value_heads[0]} to {num_key_value_heads[1]}",
+            "largest lr": "{settings[lr]:g}", "step": "{step:,}", "tokens": "{tokens:,}", "seconds": "{seconds:,.0f}",
             "of the processor": "{cpu_seconds:,.0f}", "perplexity": "{perplexity:,.2f}", "KL to the original": "{kl:.3f}",
         },
-        prepare=curves,
     ),
     Table(
         "docs/long_context.md", "needles", f"{GRID} long_context.jsonl", needles, {"cache": title},
@@ -510,15 +428,13 @@ TABLES = [
     ),
     Table(
         "docs/speed_and_memory.md", "resident", "resident.jsonl",
-        lambda rows: filled("{context:,} tokens of prompt and {steps} more, batch {batch}, {name}, torch ", rows[0])
-        + " and ".join(dict.fromkeys(row["versions"]["torch"] for row in rows)),
+        "{context:,} tokens of prompt and {steps} more, batch {batch}, {name}, torch {versions[torch]}",
         {
-            "cache": "`{cache}`", "runs": lambda r: len(r["runs"]), "held, MiB": span("held_mib"), "behind the prefill, MiB": span("prefill_grown_mib"),
-            "at the last step": span("steps_grown_mib"), "peak": span("peak_mib"),
+            "cache": "`{cache}`", "held, MiB": "{held_mib:.1f}", "behind the prefill, MiB": "{prefill_grown_mib:.1f}",
+            "at the last step": "{steps_grown_mib:.1f}", "peak": "{peak_mib:.1f}",
         },
         where=lambda r: r["kind"] == "memory" and r["measured_by"] == "resident",
-        split=("model", "batch", "machine", "threads", "context", "steps", "dtype"),
-        order=lambda rows: [rows[0][name] for name in ("model", "batch", "machine", "threads", "context")], prepare=runs,
+        split=("model", "batch", "machine", "threads", "context", "steps"), sort=lambda r: -r["held_mib"],
     ),
     Table(
         "docs/mla.md", "mla", "mla.jsonl",
@@ -538,8 +454,7 @@ TABLES = [
         {
             "latents": lambda r: f"`{r['cache']}`" if r["cache"].startswith("paged_") else r["cache"], "read": "{reads}",
             "bits": "{stored_bits:.2f}", "bytes/token": "{bytes_per_token:,.0f}", "KL (95 % interval)": lambda r: kl(r, finer),
-            "median": of("kl_median", finer), "p99": of("kl_p99", finer), "same top token": percent("top1"),
-            "perplexity": lambda r: f"{r['perplexity']:,.{2 if r['perplexity'] < 1000 else 0}f}",
+            "same top token": percent("top1"), "perplexity": lambda r: f"{r['perplexity']:,.{2 if r['perplexity'] < 1000 else 0}f}",
         },
         where=lambda r: r["mixing"] != "principal",
         split=("model", "model_revision", "mixing", "kv_lora_rank", "qk_rope_head_dim", "dtype", "text_digest", "window", "prompt"),
@@ -553,7 +468,7 @@ TABLES = [
             "DynamicCache, us": "{dynamic_us_per_layer:.0f}", "launches, plain": "{launches_plain}", "sealing": "{launches_sealing}",
             "waits": "{synchronisations}",
         },
-        where=lambda r: r["kind"] == "host_step", key=("format", "setting"),
+        where=lambda r: r["kind"] == "host_step", key=("format", "setting"), given=SIZES,
     ),
     Table(
         "docs/long_context.md", "offload", "offload.jsonl", "{name}, {context:,} tokens, the file in the page cache",

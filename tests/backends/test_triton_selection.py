@@ -288,7 +288,7 @@ def compiled(keys, arch, **options):
     return sass.read_cubin(aot.compile_selection(spec_of(keys), arch, **options))
 
 
-# instructions of a warp for a tile of its 64 tokens, rounded up; attention takes 896 for int4 (docs/kernels_gpu.md)
+# instructions of a warp for a tile of its 64 tokens, rounded up; attention takes 896 for int4 (docs/kernels.md)
 BUDGETS = {"int4": 560, "exact": 480, "int4_mixed": 930}
 
 

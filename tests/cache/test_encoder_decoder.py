@@ -4,7 +4,6 @@ import copy
 import functools
 import io
 import pickle
-import re
 import warnings
 
 import pytest
@@ -12,7 +11,6 @@ import rounding
 import tiny_encoder_decoders as tiny
 import torch
 import transformers
-from paths import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
 
 import kv_hf
@@ -449,11 +447,3 @@ def test_uninstall_gives_encoder_and_decoder_their_attention_back():
     kv_hf.uninstall()
     assert model.config._attn_implementation == "sdpa"
     kv_hf.install()
-
-
-def test_documented_examples_run(capsys):
-    text = (ROOT / "docs" / "encoder_decoder.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(examples) == 2
-    exec(compile("\n".join(examples), "docs/encoder_decoder.md", "exec"), {})
-    assert "cross paged" in capsys.readouterr().out

@@ -6,14 +6,13 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
 from new_tensors import NewTensors
-from paths import ROOT, TESTS
+from paths import TESTS
 from test_sliding import make as make_sliding
 from tiny_models import left_padded, make_model, shared_model, tokens
 
@@ -851,20 +850,6 @@ def test_state_is_of_one_moment_and_of_one_model():
     go_on(model, cache, text, steps=2)
     with pytest.raises(kv_hf.StaleHandleError, match="this state belongs to an earlier forward"):
         kv_hf.PagedCache.from_state(model.config, held)
-
-
-def test_example_of_the_documentation_runs(tmp_path, monkeypatch):
-    page = ROOT / "docs" / "saved_caches.md"
-    blocks = page.read_text().split("```python\n")[1:]
-    example = blocks[1].split("```")[0]
-
-    def tokenizer(text, return_tensors):
-        return SimpleNamespace(input_ids=tokens(1, 150 if "document" in text else 6))
-
-    monkeypatch.chdir(tmp_path)
-    names = {"torch": torch, "kv_hf": kv_hf, "model": make_model("llama"), "tokenizer": tokenizer}
-    exec(example, names)
-    assert names["out"].shape == (1, 176)
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -79,7 +79,7 @@ def test_adapters_stores_and_saved_caches(plain, tokenizer, tmp_path):
 
 
 def test_fingerprint_finds_rows_columns_and_heads_but_not_every_single_number(path):
-    """What docs/prefix_sharing.md promises, and what it does not."""
+    """What docs/serving.md promises, and what it does not."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     weights = model.model.layers[7]
     parts = [

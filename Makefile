@@ -90,7 +90,7 @@ test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests,
 	$(OLDEST_VENV)/bin/python -m pytest -n 0 tests/hf/test_model_families.py
 
 test-asan: $(VENV)/.installed ## test the C kernel on builds that check addresses, undefined behaviour and threads
-	$(BIN)/python scripts/sanitize.py
+	$(BIN)/python scripts/check_kernels.py
 
 check: $(VENV)/.installed ## ruff, ruff format and mypy
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from typing import Any
 
 from captions import caption
 from docs_tables import table
-from measure.families.examine import BLUNT
+from measure.families import BLUNT
 from packaging.version import Version
 
 Rows = list[dict[str, Any]]

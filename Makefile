@@ -89,7 +89,7 @@ test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests,
 	$(OLDEST_VENV)/bin/python -m pytest -n 0 tests/hf/test_model_families.py
 
 test-asan: $(VENV)/.installed ## test the C kernel on builds that check addresses, undefined behaviour and threads
-	$(BIN)/python scripts/sanitize.py
+	$(BIN)/python scripts/check_kernels.py
 
 check: $(VENV)/.installed ## ruff, ruff format, mypy and the size of each room
 	$(BIN)/ruff check .

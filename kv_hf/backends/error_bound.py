@@ -198,6 +198,28 @@ def attend_exactly(
     return torch.cat(outs), torch.cat(bounds)
 
 
+def attend_pages(
+    query: torch.Tensor, kv: PagedKV, rounding: Rounding
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `attend_exactly` does with the tokens of each row, whose newest are those of the queries. Walks no table.
+
+    Args:
+        query: [rows, num_heads, q_len, query_dim]; the scale is query_dim ** -0.5.
+    Returns: (result, largest error), both [rows, num_heads, q_len, out_dim], fp64.
+    """
+    found = []
+    for row in range(kv.rows):
+        keys, values = tokens_of(kv, 0, row), tokens_of(kv, 1, row)
+        if kv.spec.is_latent:
+            keys, values = keys.beside(values), keys
+        shape = 1, query.shape[2], keys.numbers.shape[1]
+        bias = torch.full(shape, -math.inf).triu(shape[2] - shape[1] + 1)
+        scale = kv.spec.query_dim**-0.5
+        found.append(attend_exactly(query[row], keys, values, scale, rounding, bias=bias))
+    results, bounds = zip(*found, strict=True)
+    return torch.stack(results), torch.stack(bounds)
+
+
 @dataclass(frozen=True)
 class _Row:
     """The queries [group, q_len, key_dim] and tokens [tokens, head_dim] of one kv head, in fp64."""

@@ -25,12 +25,16 @@ from ..version import __version__
 from .kernels import PREFIX, FormatReport, Subject, report_formats, report_model
 from .self_test import BROKEN, NOTE, OK, SECONDS, SelfTest, self_test
 
+_system = functools.cache(collect_env.get_env_info)
 WARNING = "warning"  # may work, but slowly, or nobody has tried
 TESTED = ("5.17.0", "5.23.0")  # versions of transformers that the whole test suite ran with
 OPTIONAL = ("triton", "accelerate")  # of the extras: what kv_hf itself uses where it is there
 VARIABLES = ("KV_HF_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ABOUT = "What would run here, why, and whether it works."
+CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
+MODEL = "folder, preset or hub name: say how each layer would be cached"
 Lines = Iterator[
     tuple[str, str]
 ]  # first column and the rest of a line; a heading has no first column
@@ -91,38 +95,30 @@ def examine(subject: Subject) -> Diagnosis:
 def environment() -> list[Finding]:
     """Return versions, devices, the C kernel and the variables that change any of it."""
     system = _system()
-    built = (torch.version.cuda, "CUDA"), (torch.version.hip, "ROCm")
-    platform = [f"{name} {number}" for number, name in built if number]
-    gpu = f"{system.nvidia_gpu_models or 'none'}, driver {system.nvidia_driver_version or 'none'}"
     shown = {
         "python": system.python_version,
         "system": system.os,
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of torch",
-        "gpu": f"{gpu}; torch is built for {' '.join(platform) or 'the CPU'}",
+        "gpu": f"{system.nvidia_gpu_models or 'none'}, driver {system.nvidia_driver_version or 'none'}",
         "KV_HF_HOME": str(user_dir()),
     }
     shown |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
     return [
         Finding("kv_hf", OK, f"{__version__}, in {Path(__file__).parents[1]}"),
-        *(check_requirement(Requirement(line)) for line in _requirements()),
+        *check_requirements(),
         check_c_kernel(),
         *(Finding(name, OK, " ".join(detail.split())) for name, detail in shown.items()),
     ]
 
 
-@functools.cache
-def _system() -> Any:
-    return collect_env.get_env_info()
-
-
-def _requirements() -> list[str]:
-    """Return what kv_hf needs, and what it uses where it is there; nothing where it is not installed."""
+def check_requirements() -> list[Finding]:
+    """Look at what kv_hf needs, and at what it uses where it is there; at nothing where it is not installed."""
     try:
-        lines = requires("kv_hf") or []
+        wanted = [Requirement(line) for line in requires("kv_hf") or ()]
     except PackageNotFoundError:
         return []
-    wanted = [line for line in lines if "extra" not in line or line.startswith(OPTIONAL)]
-    return list({Requirement(line).name: line for line in reversed(wanted)}.values())[::-1]
+    asked = {one.name: one for one in wanted if not one.marker or one.name in OPTIONAL}
+    return [check_requirement(one) for one in asked.values()]
 
 
 def check_requirement(needed: Requirement) -> Finding:
@@ -166,8 +162,10 @@ def described(diagnosis: Diagnosis) -> Lines:
     sizes = f"head_dim {subject.head_dim}"
     if subject.latent is not None:
         sizes = f"latents of {subject.latent[0]} and RoPE keys of {subject.latent[1]}"
-    dtype = str(subject.dtype).removeprefix("torch.")
-    yield "", f"Pages on {subject.device}: {dtype}, {sizes}, page_size {subject.page_size}"
+    yield (
+        "",
+        f"Pages on {subject.device}: {_name(subject.dtype)}, {sizes}, page_size {subject.page_size}",
+    )
     for report in diagnosis.formats:
         name = PREFIX + report.format
         name = name if is_cache_name(name) else report.format
@@ -186,17 +184,14 @@ def tested(result: SelfTest) -> Lines:
     yield "", "Self-test (largest error against the reference, and what rounding explains):"
     for name in dict.fromkeys(one.format for one in result.trials):
         trials = [one for one in result.trials if one.format == name]
-        well = [
-            f"{one.kernel} {one.error:.1g} (bound {one.bound:.1g})" if one.bound else one.what
-            for one in trials
-            if one.status == OK
-        ]
+        good = [one for one in trials if one.status == OK]
+        figures = "{0.kernel} {0.error:.1g} (bound {0.bound:.1g})"
+        well = [figures.format(one) if one.bound else one.what for one in good]
         if well:
             yield f"  {SYMBOLS[OK]} {name:<25}", ", ".join(well)
-        for one in trials:
-            if one.status == BROKEN:
-                what = f"{one.what}, {one.kernel}: {one.detail}"
-                yield f"  {SYMBOLS[BROKEN]} {name:<25}", what
+        for one in (one for one in trials if one.status == BROKEN):
+            what = f"{one.what}, {one.kernel}: {one.detail}"
+            yield f"  {SYMBOLS[BROKEN]} {name:<25}", what
     left = [one.detail for one in result.trials if one.status == NOTE]
     if left:
         yield f"  {SYMBOLS[NOTE]}", f"{len(left)} trials left out: {left[0]}; see --seconds"
@@ -212,6 +207,10 @@ def verdict(diagnosis: Diagnosis) -> Lines:
     yield from (("  ", line) for line in broken)
 
 
+def _name(kind: object) -> str:
+    return str(kind).removeprefix("torch.")
+
+
 def _tell(lines: Lines) -> None:
     """Print lines that fit the terminal, at once: a kernel that is tried next may crash."""
     for first, rest in lines:
@@ -222,21 +221,13 @@ def _tell(lines: Lines) -> None:
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(
-        prog=prog,
-        allow_abbrev=False,
-        description="What would run here, why, and whether it works.",
-        epilog="exit codes: 0 nothing is broken, 1 something is, 2 bad arguments",
-    )
-    add, model = (
-        found.add_argument,
-        "folder, preset or hub name: say how each layer would be cached",
-    )
+    found = argparse.ArgumentParser(prog, description=ABOUT, epilog=CODES, allow_abbrev=False)
+    add = found.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=DTYPES, help="of the model; default: --model's, else bfloat16")
     add("--head-dim", type=int, help="default: --model's, else 128")
     add("--page-size", type=int, default=64)
-    add("--model", help=model)
+    add("--model", help=MODEL)
     add("--no-self-test", "--quick", action="store_true", help="run no kernels and no model")
     add("--seconds", type=float, default=SECONDS, help="of the self-test (%(default)g)")
     add("--verbose", action="store_true", help="also what torch.utils.collect_env says")
@@ -266,9 +257,5 @@ def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
         show(tested(diagnosis.self_test))
     show(verdict(diagnosis))
     if args.json:
-        tell(
-            json.dumps(
-                diagnosis.as_dict(), indent=2, default=lambda x: str(x).removeprefix("torch.")
-            )
-        )
+        tell(json.dumps(diagnosis.as_dict(), indent=2, default=_name))
     return int(bool(diagnosis.broken))

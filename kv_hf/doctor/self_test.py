@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..backends.base import AttentionCall
 from ..backends.cpu.library import ISA_NAMES, isa
 from ..backends.dispatch import paged_attention
-from ..backends.error_bound import Rounding, attend_exactly, tokens_of
+from ..backends.error_bound import Rounding, attend_pages
 from ..backends.inputs import PagedKV
 from ..backends.registry import load
 from ..errors import CacheOptionError
@@ -140,35 +140,25 @@ def plan_trials(
             continue
         spec = spec_of(report.format, device, *sizes)
         name = f"latents in {report.format}" if spec.is_latent else f"paged_{report.format}"
-        case = functools.cache(
-            functools.partial(make_case, spec)
-        )  # made by the first of its trials
-        able = [report.kernel, *(one for one, reason in report.others if reason is None)]
-        for kernel in able:
+        for kernel in (report.kernel, *(one for one, reason in report.others if reason is None)):
             for what, trial in (("seal", _seal), ("attend", _attend)):
                 if what == "attend" or load(kernel).seal_pair is not load("reference").seal_pair:
-                    run = functools.partial(trial, case, kernel, device)
+                    run = functools.partial(trial, spec, kernel, device)
                     yield kernel == report.kernel, Planned(name, what, kernel, run)
 
 
-class Case(NamedTuple):
-    """The data that one format is tested on, all of it on the CPU.
+@functools.lru_cache(maxsize=1)
+def make_case(
+    spec: PageSpec,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, PagedKV, torch.Tensor]:
+    """Return random tokens, pages in random places and queries for pages like `spec`; the same ones each time.
 
-    Attributes:
+    Returns: all of it on the CPU:
         tokens: of each side, those of all pages: [1, num_kv_heads, pages * page_size, head_dim].
         jobs: [pages, 3], as `seal_pages` takes them.
         kv: the pages that the reference encoded, with windows.
         query: [rows, heads, QUERIES, query_dim], the model's dtype.
     """
-
-    tokens: tuple[torch.Tensor, ...]
-    jobs: torch.Tensor
-    kv: PagedKV
-    query: torch.Tensor
-
-
-def make_case(spec: PageSpec) -> Case:
-    """Return random tokens, pages in random places and queries for pages like `spec`; the same ones each time."""
     random = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     size, heads, dtype = spec.keys.page_size, spec.keys.num_kv_heads, spec.keys.dtype
     counts, exact = (torch.tensor(column, dtype=torch.int32) for column in zip(*ROWS, strict=True))
@@ -190,62 +180,43 @@ def make_case(spec: PageSpec) -> Case:
     table = order[places % pages].int()
     kv = PagedKV(*fields, spec, table, counts, *windows, exact, seen - lengths, seen, SINKS)
     query = random(len(ROWS), heads * GROUP, QUERIES, spec.query_dim).to(dtype)
-    return Case(tuple(tokens), jobs.int(), kv, query)
-
-
-def attended(case: Case, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a whole softmax in fp64 per row over decoded tokens, walking no table, and the error that rounding explains.
-
-    Returns: (result, largest error), both [rows, heads, QUERIES, out_dim], fp64.
-    """
-    kv, found = case.kv, []
-    for row in range(kv.rows):
-        keys, values = (tokens_of(kv, number, row) for number in range(2))
-        if kv.spec.is_latent:
-            keys, values = keys.beside(values), keys
-        count = keys.numbers.shape[1]
-        bias = torch.full((1, QUERIES, count), -math.inf).triu(count - QUERIES + 1)
-        scale = kv.spec.query_dim**-0.5
-        found.append(attend_exactly(case.query[row], keys, values, scale, rounding, bias=bias))
-    expected, bounds = zip(*found, strict=True)
-    return torch.stack(expected), torch.stack(bounds)
+    return tuple(tokens), jobs.int(), kv, query
 
 
 def _on(device: torch.device, tensors: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda one: one.to(device), tensors)
 
 
-def _seal(case: Callable[[], Case], kernel: str, device: torch.device) -> Figures:
+def _seal(spec: PageSpec, kernel: str, device: torch.device) -> Figures:
     """Sealed pages are the same bytes, whoever seals them (see quant/codec.py)."""
-    made = case()
-    spec, rights = made.kv.spec, (made.kv.key_pages, made.kv.value_pages)
-    sides = pytree.tree_map(lambda one: torch.zeros_like(one, device=device), rights)
+    tokens, jobs, kv, _ = make_case(spec)
+    rights = kv.key_pages, kv.value_pages
+    made = pytree.tree_map(lambda one: torch.zeros_like(one, device=device), rights)
     damaged = torch.zeros((), dtype=torch.uint8, device=device)
-    load(kernel).seal_pair(*_on(device, (made.tokens, made.jobs)), sides, spec, damaged, {})
+    load(kernel).seal_pair(_on(device, tokens), jobs.to(device), made, spec, damaged, {})
     if bool(damaged):
         raise _Wrong(f"it calls finite {' or '.join(side.side for side in spec.sides)} not finite")
-    differing = total = 0
-    for got, right in zip(sides, rights, strict=True):
-        for name, expected in right.items():
-            own, other = (one.cpu().contiguous().view(torch.uint8) for one in (got[name], expected))
-            differing += int((own != other).sum())
-            total += other.numel()
-    if differing:
-        raise _Wrong(f"{differing} of {total} bytes differ from the reference's")
+    own, other = (
+        torch.cat([one.cpu().contiguous().view(torch.uint8).flatten() for one in leaves])
+        for leaves in (pytree.tree_leaves(made), pytree.tree_leaves(rights))
+    )
+    if not torch.equal(own, other):
+        differing = int((own != other).sum())
+        raise _Wrong(f"{differing} of {len(own)} bytes differ from the reference's")
     return 0.0, 0.0
 
 
-def _attend(case: Callable[[], Case], kernel: str, device: torch.device) -> Figures:
+def _attend(spec: PageSpec, kernel: str, device: torch.device) -> Figures:
     """Attention errs by no more than rounding explains (see backends/error_bound.py)."""
-    made = case()
-    names = [one.name for one in fields(PagedKV)]
-    kv = replace(made.kv, **{name: _on(device, getattr(made.kv, name)) for name in names})
+    *_, kv, query = make_case(spec)
     integers = kernel == "c" and ISA_NAMES[isa()] == "AVX-512 VNNI"
-    expected, bounds = attended(made, Rounding.of(kernel, made.query.dtype, integers))
-    out = paged_attention(AttentionCall(made.query.to(device), kv, kv.spec.query_dim**-0.5), kernel)
+    expected, bounds = attend_pages(query, kv, Rounding.of(kernel, query.dtype, integers))
+    kv = replace(kv, **{one.name: _on(device, getattr(kv, one.name)) for one in fields(PagedKV)})
+    call = AttentionCall(query.to(device), kv, spec.query_dim**-0.5)
+    out = paged_attention(call, kernel).cpu().double()
     if out.shape != expected.shape:
         raise _Wrong(f"its result has the shape {list(out.shape)}, not {list(expected.shape)}")
-    errors = (out.cpu().double() - expected).abs()
+    errors = (out - expected).abs()
     worst = int((errors / bounds).nan_to_num(nan=math.inf).argmax())
     error, bound = float(errors.flatten()[worst]), float(bounds.flatten()[worst])
     if not error <= bound:  # nan too
@@ -267,16 +238,13 @@ def _generate(device: torch.device, name: str) -> Figures:
     of these weights lies 0.05 and more above the second (tests/doctor/test_self_test.py).
     """
     model, ids = tiny_model(device)
-    other = "DynamicCache" if name == "paged_exact" else "kernel='reference'"
     paged = {"cache_implementation": name, "cache_config": {"page_size": PAGE}}
     plain = {**paged, "cache_config": {"page_size": PAGE, "kernel": "reference"}}
+    other = ({}, "DynamicCache") if name == "paged_exact" else (plain, "kernel='reference'")
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     got = model.generate(ids, **options, **paged)
-    expected = model.generate(ids, **options, **({} if name == "paged_exact" else plain))
-    if got.shape != expected.shape:
-        raise _Wrong(f"it made tokens {list(got.shape)}, expected {list(expected.shape)}")
-    for row, column in (got != expected).nonzero().tolist():
-        raise _Wrong(f"new token {column - PROMPT} of row {row} is not that of {other}")
+    for row, column in (got != model.generate(ids, **options, **other[0])).nonzero().tolist():
+        raise _Wrong(f"new token {column - PROMPT} of row {row} is not that of {other[1]}")
     return None, None
 
 

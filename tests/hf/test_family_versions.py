@@ -2,8 +2,8 @@
 
 import pytest
 import transformers
-from measure.families import verdict
-from measure.families.inputs import build_subject
+from measure import families
+from measure.family_operations import build_subject
 from packaging.version import Version
 from transformers.models.doge import modeling_doge
 
@@ -16,10 +16,10 @@ def test_compare_calls_a_model_broken_whose_sdpa_sees_later_tokens(monkeypatch):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(modeling_doge, "create_causal_mask", leaving_masks_out)
-    found = verdict.compare(build_subject("doge", "causal"), "greedy")
+    found = families.compare(build_subject("doge", "causal"), "greedy")
     assert found["verdict"] == "broken"
     assert found["stock_to_eager"] > 0.1
-    assert found["ours_to_eager"] <= verdict.TOLERANCE
+    assert found["ours_to_eager"] <= families.TOLERANCE
     assert "later tokens move earlier logits" in found["message"]
 
 
@@ -29,16 +29,18 @@ def test_compare_calls_a_model_broken_whose_sdpa_sees_later_tokens(monkeypatch):
 )
 def test_doge_looks_at_no_later_token_and_equals_dynamic_cache():
     subject = build_subject("doge", "causal")
-    assert verdict.looks_ahead(subject, "dynamic") <= verdict.TOLERANCE
-    assert verdict.compare(subject, "greedy")["verdict"] == "equal"
+    assert families.looks_ahead(subject, "dynamic") <= families.TOLERANCE
+    assert families.compare(subject, "greedy")["verdict"] == "equal"
 
 
 def test_t5gemma_gives_the_same_with_and_without_a_cache():
     """Without a cache it hides padding, which its start token must not be."""
     subject = build_subject("t5gemma", "seq2seq")
-    with_cache, without = (verdict.outcome(subject, "greedy", kind) for kind in ("dynamic", "none"))
-    assert verdict.distance(with_cache, without) <= verdict.TOLERANCE
-    assert verdict.same_tokens(with_cache, without)
+    with_cache, without = (
+        families.outcome(subject, "greedy", kind) for kind in ("dynamic", "none")
+    )
+    assert families.distance(with_cache, without) <= families.TOLERANCE
+    assert families.same_tokens(with_cache, without)
 
 
 @pytest.mark.skipif(
@@ -46,6 +48,6 @@ def test_t5gemma_gives_the_same_with_and_without_a_cache():
     reason="DynamicCache raises for T5Gemma's draft models in transformers 5.17 only",
 )
 def test_t5gemma_with_a_draft_model_equals_no_cache_where_dynamic_cache_raises():
-    found = verdict.compare(build_subject("t5gemma", "seq2seq"), "assisted")
+    found = families.compare(build_subject("t5gemma", "seq2seq"), "assisted")
     assert found["verdict"] == "equal"
     assert "DynamicCache raises RuntimeError: The size of tensor" in found["message"]

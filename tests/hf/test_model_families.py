@@ -1,23 +1,29 @@
-"""scripts/measure/families: tiny models of every family, and that the walk finds what is wrong."""
+"""scripts/measure/families.py: tiny models of every family, and that the walk finds what is wrong."""
 
 import dataclasses
 from types import SimpleNamespace
 
+import model_families
 import pytest
 import torch
-from measure.families import operations, verdict
-from measure.families import walk as walking
-from measure.families.build import ROLES, build_config, build_model, families
-from measure.families.examine import BLUNT, examine, sensitivity
-from measure.families.inputs import build_subject
-from measure.families.shrink import HEADS, VOCABULARY, kept_layers
-from measure.families.subject import STOCK, Subject
-from measure.families.walk import _Running, context, walk
-from paths import ROOT
+from measure import families as walk
+from measure.families import BLUNT, examine, sensitivity
+from measure.family_models import (
+    HEADS,
+    ROLES,
+    VOCABULARY,
+    build_config,
+    build_model,
+    families,
+    kept_layers,
+)
+from measure.family_operations import OPERATIONS, STOCK, NotOffered, Subject, build_subject
+from measure.runner import Outcome, run
 from transformers import AutoConfig
 
 import kv_hf
 from kv_hf.cache.layer import PagedLayer
+from kv_hf.evaluation.rows import read_rows
 
 # family -> role, attention at the end, operations that are not equal with a reason of transformers' own; each of these
 # stresses another seam: KV-shared layers, block selection, latents, chunks, sinks, biases, states beside attention, ...
@@ -60,11 +66,13 @@ def test_examine_family_equals_dynamic_cache(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ROLES)
-def test_walk_finds_no_family_that_differs(role):
+def test_walk_finds_no_family_that_differs(role, tmp_path):
     """Every family of the installed transformers: equal, refused, or wrong with DynamicCache as well."""
-    rows = list(walk([(family, role) for family in families(role)], seconds=600, processes=2))
-    wrong = {row["family"]: row for row in rows if row["verdict"] in ("DIFFERS", "ERROR")}
-    assert not wrong
+    out = tmp_path / "rows.jsonl"
+    code = model_families.main(["--roles", role, "--workers", "2", "--record", "--out", str(out)])
+    rows = read_rows(out)
+    wrong = [row for row in rows if row.get("verdict", "failed") in ("DIFFERS", "ERROR", "failed")]
+    assert not wrong and code == 0
     assert len(rows) == len(families(role))
     false = [
         row["family"]
@@ -121,14 +129,14 @@ def faulty_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compare_finds_seeded_fault(monkeypatch, fault, operation):
     subject = build_subject("qwen3", "causal")
     fault(monkeypatch)
-    assert verdict.compare(subject, operation)["verdict"] == "DIFFERS"
+    assert walk.compare(subject, operation)["verdict"] == "DIFFERS"
 
 
 def test_after_finds_a_model_that_the_switch_changed():
     subject = build_subject("qwen3", "causal")
     with torch.no_grad():
         subject.model.model.layers[0].self_attn.v_proj.weight.mul_(1.1)
-    assert verdict.compare(subject, "after")["verdict"] == "DIFFERS"
+    assert walk.compare(subject, "after")["verdict"] == "DIFFERS"
 
 
 # verdicts of made-up operations
@@ -138,7 +146,7 @@ def told(monkeypatch: pytest.MonkeyPatch, attention: str = "sdpa", **by_kind) ->
     """Return the verdict where each kind of cache gives this outcome; an exception is raised."""
     config = SimpleNamespace(_attn_implementation=attention)
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: config))
-    monkeypatch.setattr(verdict, "looks_ahead", lambda subject, kind: None)
+    monkeypatch.setattr(walk, "looks_ahead", lambda subject, kind: None)
 
     def operation(subject, kind):
         found = by_kind["paged" if kind not in STOCK else kind]
@@ -150,8 +158,8 @@ def told(monkeypatch: pytest.MonkeyPatch, attention: str = "sdpa", **by_kind) ->
             "logits": torch.tensor([[[0.0, found], [1.0, found]]]),
         }
 
-    monkeypatch.setitem(operations.OPERATIONS, "made_up", operation)
-    return verdict.compare(SimpleNamespace(unswitched=model), "made_up")["verdict"]
+    monkeypatch.setitem(OPERATIONS, "made_up", operation)
+    return walk.compare(SimpleNamespace(unswitched=model), "made_up")["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +177,7 @@ def told(monkeypatch: pytest.MonkeyPatch, attention: str = "sdpa", **by_kind) ->
         (ValueError("no beams"), 1.0, 1.0, "equal"),
         (ValueError("no beams"), 1.0, 2.0, "DIFFERS"),
         (ValueError("no beams"), 1.0, ValueError("no"), "ERROR"),
-        (operations.NotOffered("no such argument"), 1.0, 1.0, "absent"),
+        (NotOffered("no such argument"), 1.0, 1.0, "absent"),
     ],
     ids=str,
 )
@@ -211,10 +219,10 @@ def test_distance_ignores_logits_behind_a_token_that_differs():
     other[:, 2] = 7
     one = {"tokens": torch.tensor([[9, 1, 2, 3]]), "logits": logits}
     two = {"tokens": torch.tensor([[9, 1, 4, 3]]), "logits": other}
-    assert verdict.distance(one, two) == 0
-    assert not verdict.same_tokens(one, two)
+    assert walk.distance(one, two) == 0
+    assert not walk.same_tokens(one, two)
     two["tokens"] = one["tokens"]
-    assert verdict.distance(one, two) == 6
+    assert walk.distance(one, two) == 6
 
 
 # tiny models
@@ -267,87 +275,55 @@ def test_families_names_no_config_class_twice():
         assert len(names) > 30
 
 
-# processes
+# the command
 
 
-@pytest.fixture
-def _quick_start(monkeypatch):
-    """The processes of these tests end before they do anything, so that nothing need be imported for them."""
-    monkeypatch.setattr(walking, "PRELOADED", ())
-
-
-@pytest.mark.usefixtures("_quick_start")
-def test_walk_gives_a_row_for_a_family_that_takes_too_long():
-    (row,) = walk([("llama", "causal")], seconds=0)
-    assert row["verdict"] == "ERROR" and "more than 0 seconds" in row["message"]
-
-
-@pytest.mark.usefixtures("_quick_start")
-def test_walk_gives_a_row_for_a_process_that_was_killed():
-    running = _Running(context(), ("llama", "causal"), None, 60)
-    running.process.kill()
-    running.process.join()
-    row = running.row()
-    assert row is not None
-    assert row["verdict"] == "ERROR" and "exit code -9" in row["message"]
-
-
-# the command and its table
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-
-
-def test_model_families_records_and_goes_on(scripts, tmp_path, monkeypatch):
-    import model_families
-
-    rows = {
-        "llama": {
-            "verdict": "equal",
-            "pages": 20,
-            "attention": "kv_hf",
-            "message": "",
-            "sensitivity": 0.1,
-        },
-        "bloom": {"verdict": "DIFFERS", "pages": 20, "attention": "eager", "message": "why | so"},
+def test_model_families_records_rows_and_fails_where_one_differs(tmp_path, monkeypatch, capsys):
+    verdicts = {
+        "llama": {"verdict": "equal", "distance": 1e-7},
+        "bloom": {"verdict": "DIFFERS", "distance": 0.123456},
     }
+    asked = []
 
-    def made_up(tasks, operations, **_):
-        for family, role in tasks:
-            one = {"verdict": rows[family]["verdict"], "distance": 0.123456}
-            yield {"family": family, "role": role, **rows[family], "operations": {"greedy": one}}
+    def examined(family, role, operations):
+        asked.append((family, role, operations))
+        one = {**verdicts[family], "message": "why"}
+        row = {"family": family, "role": role, "verdict": one["verdict"], "message": ""}
+        return {**row, "attention": "kv_hf", "pages": 20, "operations": {"greedy": one}}
 
-    monkeypatch.setattr(model_families, "walk", made_up)
+    def in_this_process(work, todo, **options):
+        return run(work, todo, **options, isolated=False)
+
+    monkeypatch.setattr(walk, "examine", examined)
+    monkeypatch.setattr(model_families, "run", in_this_process)
+    monkeypatch.setattr(walk.resource, "setrlimit", lambda *limits: None)
     out = tmp_path / "rows.jsonl"
-    command = ["--roles", "causal", "--record", "--out", str(out)]
-    assert model_families.main([*command, "--families", "llama"]) == 0
-    assert model_families.main([*command, "--families", "bloom"]) == 1
-    args = model_families.arguments(command)
-    left = [family for family, _ in model_families.tasks(args)]
-    assert left == [family for family in families("causal") if family not in rows]
+    command = ["--roles", "causal", "--record", "--out", str(out), "--families"]
+    assert model_families.main([*command, "llama"]) == 0
+    assert model_families.main([*command, "llama", "bloom"]) == 1
+    assert asked == [("llama", "causal", None), ("bloom", "causal", None)]  # not a second time
+    equal, differs = read_rows(out)
+    assert (equal["kind"], equal["equal"], equal["others"]) == ("model_families", ["greedy"], {})
+    assert differs["equal"] == [] and differs["others"]["greedy"]["distance"] == 0.123
+    assert (
+        "bloom (causal): DIFFERS, kv_hf, 20 pages\n    greedy: DIFFERS" in capsys.readouterr().out
+    )
 
-    import family_tables
 
-    from kv_hf.evaluation.rows import read_rows
-
-    recorded = read_rows(out)
-    assert recorded[0]["equal"] == ["greedy"] and recorded[0]["others"] == {}
-    assert recorded[1]["others"]["greedy"]["distance"] == 0.123
-    text = family_tables.families_table(recorded)
-    assert "| causal | 2 | 1 | 1 |" in text
-    assert "Equal, and attention reads the pages: llama." in text
-    assert "| bloom | causal | differs | every operation: why \\| so |" in text
+def test_model_families_gives_a_reason_for_a_family_whose_process_died(monkeypatch, capsys):
+    dead = Outcome(failed=["model_families role=causal family=llama: its process died"])
+    monkeypatch.setattr(model_families, "run", lambda *args, **options: dead)
+    assert model_families.main(["--roles", "causal", "--families", "llama"]) == 1
+    assert (
+        "failed: model_families role=causal family=llama: its process died"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     "extra", [["--families", "no_such"], ["--operations", "greedy", "--record"]]
 )
-def test_model_families_refuses_bad_arguments(scripts, extra, capsys):
-    import model_families
-
+def test_model_families_refuses_bad_arguments(extra, capsys):
     with pytest.raises(SystemExit):
         model_families.arguments(extra)
     assert extra[0] in capsys.readouterr().err or "--record" in extra

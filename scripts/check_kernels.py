@@ -2,8 +2,9 @@
 
 Each build goes into a folder of its own (build/sanitizers/), never into the package, and is loaded through
 KV_HF_LIBRARY. The interpreter and torch stay as they are: the sanitizer's runtime is loaded in front of them.
+Instruction sets are `make test-processors`.
 
-Example: python scripts/sanitize.py address thread
+Example: python scripts/check_kernels.py address thread
 """
 
 import argparse
@@ -12,69 +13,54 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "sanitizers"
 
 
-@dataclass(frozen=True)
-class Sanitizer:
-    """One build: what the compiler checks, what has to be loaded first, and which tests run on it."""
+class Sanitizer(NamedTuple):
+    """One build: what the compiler checks, what has to be loaded first, which tests run on it, and variables."""
 
-    flags: tuple[str, ...]
+    flags: str
     runtimes: tuple[str, ...]
-    tests: tuple[str, ...]
-    options: dict[str, str] = field(default_factory=dict)
+    tests: str
+    variables: dict[str, str]
 
 
+KERNELS = "backends/test_cpu_kernels.py backends/test_cpu_latent.py backends/test_cpu_write.py"
 SANITIZERS = {
     "address": Sanitizer(
-        flags=("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
-        runtimes=("libasan.so", "libubsan.so"),
-        tests=(
-            "tests/backends/test_cpu_kernels.py",
-            "tests/backends/test_cpu_latent.py",
-            "tests/backends/test_cpu_bounds.py",
-            "tests/backends/test_cpu_outliers.py",
-            "tests/backends/test_cpu_write.py",
-            "tests/formats/test_mixed_and_rotated.py",
-        ),
+        "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
+        ("libasan.so", "libubsan.so"),
+        f"{KERNELS} backends/test_cpu_bounds.py backends/test_cpu_outliers.py formats/test_mixed_and_rotated.py",
         # Python keeps memory for the whole process, which is no leak; a test expects SIGSEGV; freed memory that is
         # held back would look like a leak to the test that watches the process's size
-        options={
+        {
             "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:quarantine_size_mb=16",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",
         },
     ),
     "thread": Sanitizer(
-        flags=("-fsanitize=thread", "-DKV_HF_OWN_THREADS"),
-        runtimes=("libtsan.so",),
-        tests=(
-            "tests/backends/test_threads.py",
-            "tests/backends/test_cpu_kernels.py",
-            "tests/backends/test_cpu_latent.py",
-            "tests/backends/test_cpu_write.py",
-            "-k",
-            "thread and not fork",  # it does not know threads that start in a forked process
-        ),
-        options={"TSAN_OPTIONS": f"suppressions={ROOT / 'scripts' / 'tsan.supp'}:exitcode=66"},
+        "-fsanitize=thread -DKV_HF_OWN_THREADS",
+        ("libtsan.so",),
+        f"{KERNELS} backends/test_threads.py",
+        {"TSAN_OPTIONS": f"suppressions={ROOT / 'scripts' / 'tsan.supp'}:exitcode=66"},
     ),
 }
+# of the tests on a sanitizer; that of threads does not know threads that start in a forked process
+SELECTED = {"thread": ["-k", "thread and not fork"]}
 
 
 def runtimes_of(compiler: str, sanitizer: Sanitizer) -> list[str]:
-    """Return the paths of the runtimes, or [] where the compiler has not all of them."""
-    found = []
-    for name in sanitizer.runtimes:
-        command = [compiler, f"-print-file-name={name}"]
-        path = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        if not os.path.isabs(path) or not Path(path).is_file():
-            return []
-        found.append(path)
-    return found
+    """Return the paths of the runtimes that the compiler has."""
+    asked = [[compiler, f"-print-file-name={name}"] for name in sanitizer.runtimes]
+    told = [
+        subprocess.run(command, capture_output=True, text=True).stdout.strip() for command in asked
+    ]
+    return [path for path in told if os.path.isabs(path) and Path(path).is_file()]
 
 
 def build(compiler: str, name: str, sanitizer: Sanitizer) -> Path:
@@ -84,11 +70,10 @@ def build(compiler: str, name: str, sanitizer: Sanitizer) -> Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     library = BUILD / f"{name}.so"
     flags = [flag for flag in extension["extra-compile-args"] if flag not in ("-O3", "-g0")]
-    sources = [str(ROOT / source) for source in extension["sources"]]
-    links = [f"-l{one}" for one in extension["libraries"]]
     command = [compiler, "-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer", *flags]
-    command += [*sanitizer.flags, *sources, *links, "-o", str(library)]
-    subprocess.run(command, check=True)
+    command += [*sanitizer.flags.split(), *extension["sources"]]
+    command += [*(f"-l{one}" for one in extension["libraries"]), "-o", str(library)]
+    subprocess.run(command, check=True, cwd=ROOT)
     return library
 
 
@@ -96,16 +81,15 @@ def run(name: str, compiler: str) -> int:
     """Build and test with one sanitizer; return the exit status, 0 where there is nothing to run it with."""
     sanitizer = SANITIZERS[name]
     runtimes = runtimes_of(compiler, sanitizer)
-    if not runtimes:
+    if len(runtimes) < len(sanitizer.runtimes):
         print(f"skipped: {compiler} has no {' and '.join(sanitizer.runtimes)} for {name!r}")
         return 0
     print(f"{name}: building", flush=True)
-    library = build(compiler, name, sanitizer)
     environment = {
         **os.environ,
-        **sanitizer.options,
+        **sanitizer.variables,
         "LD_PRELOAD": " ".join(runtimes),
-        "KV_HF_LIBRARY": str(library),
+        "KV_HF_LIBRARY": str(build(compiler, name, sanitizer)),
         "OMP_WAIT_POLICY": "passive",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
@@ -118,9 +102,10 @@ def run(name: str, compiler: str) -> int:
         "-s",
         "-p",
         "no:xdist",
-        *sanitizer.tests,
+        *SELECTED.get(name, []),
     ]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    tests = [f"tests/{file}" for file in sanitizer.tests.split()]
+    return subprocess.run([*command, *tests], cwd=ROOT, env=environment).returncode
 
 
 def main() -> int:
@@ -128,17 +113,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sanitizers", nargs="*", help=f"of {', '.join(SANITIZERS)}; default: all")
     parser.add_argument("--compiler", default=os.environ.get("CC", "gcc"))
-    arguments = parser.parse_args()
-    for name in arguments.sanitizers:
+    asked = parser.parse_args()
+    for name in asked.sanitizers:
         if name not in SANITIZERS:
             parser.error(f"sanitizers must be among {', '.join(SANITIZERS)}, got {name!r}")
-    if sys.platform != "linux" or not shutil.which(arguments.compiler):
-        print(
-            f"skipped: sanitizers need Linux and a compiler, and {arguments.compiler} is not here"
-        )
+    if sys.platform != "linux" or not shutil.which(asked.compiler):
+        print(f"skipped: sanitizers need Linux and a compiler, and {asked.compiler} is not here")
         return 0
-    names = arguments.sanitizers or list(SANITIZERS)
-    return max([run(name, arguments.compiler) for name in names])
+    return max(run(name, asked.compiler) for name in asked.sanitizers or SANITIZERS)
 
 
 if __name__ == "__main__":

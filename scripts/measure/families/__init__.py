@@ -1,1 +1,0 @@
-"""Tiny models of every family of the installed transformers, and what paged caches do with them."""

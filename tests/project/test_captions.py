@@ -9,7 +9,7 @@ import readme_table
 from captions import CAPTION, MADE_OF, caption, weights_of_row
 from paths import ROOT
 
-from kv_hf.evaluation.weights import PACKAGED, RANDOM, UNKNOWN
+from kv_hf.evaluation.models import PACKAGED, RANDOM, UNKNOWN
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)

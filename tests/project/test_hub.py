@@ -9,8 +9,8 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, Repositor
 
 import kv_hf
 from kv_hf import doctor, hub
-from kv_hf.evaluation.footprint import check_request
-from kv_hf.evaluation.model_name import check_model_name
+from kv_hf.evaluation.memory import Request
+from kv_hf.evaluation.models import check_model_name
 
 NAME = "nobody/no-such-model"
 
@@ -105,7 +105,7 @@ def test_why_not_model_says_what_the_hub_answers(error, reason, monkeypatch):
     ("call", "error"),
     [
         (check_model_name, ValueError),
-        (lambda name: check_request(name, "paged_int4", 64), ValueError),
+        (lambda name: Request(name, "paged_int4", 64).check(), ValueError),
         (doctor.report_model, kv_hf.KVCacheError),
         (lambda name: kv_hf.plan(name), kv_hf.KVCacheError),
         (lambda name: kv_hf.convert_to_gqa(name, "out", 1), kv_hf.ConversionError),

@@ -55,7 +55,7 @@ def test_num_kv_heads_says_what_it_can_be(heads, asked, says):
 
 
 def test_lm_eval_without_a_model_says_how_to_name_one():
-    harness = pytest.importorskip("kv_hf.evaluation.harness.model")
+    harness = pytest.importorskip("kv_hf.evaluation.lm_eval")
     for given in ({}, {"pretrained": ""}, {"cache_implementation": "paged_int8"}):
         with pytest.raises(
             ValueError, match=r"pretrained must be .* --model_args\s+pretrained=DIR"

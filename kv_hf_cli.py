@@ -21,7 +21,7 @@ COMMANDS = {
     "memory": ("kv_hf.planner.plan_command", "what caches take and what fits, from a config alone"),
     "explore": ("kv_hf.planner.explore", "the memory planner as a page in a browser"),
     "eval": ("kv_hf.evaluation.eval_command", "what caches cost on your model and text: KL, bytes"),
-    "lm-eval": ("kv_hf.evaluation.harness.__main__", "lm-eval's command line, which then knows our caches"),
+    "lm-eval": ("kv_hf.evaluation.lm_eval", "lm-eval's command line, which then knows our caches"),
     "serve": ("kv_hf.serving.serve_command", "transformers' own server, with pages as its cache"),
     "convert-gqa": ("kv_hf.gqa.convert_command", "write a checkpoint with fewer kv heads"),
     "uptrain": ("kv_hf.gqa.uptrain.uptrain_command", "train a converted checkpoint towards its original"),

@@ -52,13 +52,15 @@ _LATER = {
     "CachePlan": "planner.memory_plan",
     "ConversionReport": "gqa.report",
     "Plan": "planner.memory_plan",
+    "Recommendation": "evaluation.recommend",
     "UptrainReport": "gqa.uptrain",
     "UptrainSettings": "gqa.uptrain",
     "convert_to_gqa": "gqa.convert",
     "measure_accuracy": "evaluation.accuracy",
-    "measure_footprint": "evaluation.footprint",
-    "needle_grid": "evaluation.retrieval",
+    "measure_footprint": "evaluation.memory",
+    "needle_grid": "evaluation.needles",
     "plan": "planner.memory_plan",
+    "recommend": "evaluation.recommend",
     "uptrain": "gqa.uptrain",
 }
 _PARTS = ("doctor", "evaluation", "gqa", "planner", "texts")
@@ -87,6 +89,7 @@ __all__ = [
     "Plan",
     "PrefixStats",
     "PrefixStore",
+    "Recommendation",
     "Scheme",
     "StaleHandleError",
     "UnsupportedModelError",
@@ -96,6 +99,7 @@ __all__ = [
     "install",
     "plan",
     "predict_memory",
+    "recommend",
     "register_cache",
     "register_format",
     "uninstall",
@@ -110,8 +114,9 @@ if TYPE_CHECKING:
     from . import planner as planner
     from . import texts as texts
     from .evaluation.accuracy import measure_accuracy as measure_accuracy
-    from .evaluation.footprint import measure_footprint as measure_footprint
-    from .evaluation.retrieval import needle_grid as needle_grid
+    from .evaluation.memory import measure_footprint as measure_footprint
+    from .evaluation.needles import needle_grid as needle_grid
+    from .evaluation.recommend import Recommendation, recommend
     from .gqa.convert import convert_to_gqa
     from .gqa.report import ConversionReport
     from .gqa.uptrain import UptrainReport as UptrainReport

@@ -6,7 +6,7 @@ from tiny_models import left_padded
 from transformers import DynamicCache, StaticCache
 
 import kv_hf
-from kv_hf.evaluation.cache_parts import PARTS, cache_parts, kept_bytes, leaves
+from kv_hf.evaluation.caches import PARTS, cache_parts, kept_bytes, leaves
 from kv_hf.planner.predict import predict
 from kv_hf.spec import LANES
 

@@ -4,47 +4,20 @@ The functions below are imported when they are asked for; what needs more packag
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .accuracy import measure_accuracy
-    from .by_text import measure_texts
-    from .cache_bytes import measure_held
-    from .cache_kinds import cache_kind, register_peer, unregister_peer
-    from .divergence import measure_divergence
-    from .footprint import measure_footprint
-    from .harness.tasks import run_tasks
-    from .retrieval import needle_grid, retrieval_tasks
-    from .rows import read_rows
-
-__all__ = [
-    "cache_kind",
-    "measure_accuracy",
-    "measure_divergence",
-    "measure_footprint",
-    "measure_held",
-    "measure_texts",
-    "needle_grid",
-    "read_rows",
-    "register_peer",
-    "retrieval_tasks",
-    "run_tasks",
-    "unregister_peer",
-]
 _HOMES = {
-    "cache_kind": "cache_kinds",
+    "cache_kind": "caches",
     "measure_accuracy": "accuracy",
-    "measure_divergence": "divergence",
-    "measure_footprint": "footprint",
-    "measure_held": "cache_bytes",
-    "measure_texts": "by_text",
-    "needle_grid": "retrieval",
+    "measure_footprint": "memory",
+    "needle_grid": "needles",
+    "pareto": "recommend",
     "read_rows": "rows",
-    "register_peer": "cache_kinds",
-    "retrieval_tasks": "retrieval",
-    "run_tasks": "harness.tasks",
-    "unregister_peer": "cache_kinds",
+    "register_peer": "caches",
+    "run_tasks": "lm_eval",
+    "unregister_peer": "caches",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,307 @@
-"""The distance of the distributions read through a cache from those of the exact cache."""
+"""The one scorer: read a text through a cache as a user's decoding would, and compare with the exact cache.
 
+The protocol: the prompt is one forward on an empty cache (exact attention, like any prefill); from then on
+every scored token attends to what a decode step at its position would attend to: sealed pages encoded,
+sinks and tail exact. A forward over several tokens gives the same as one token at a time as long as no page
+becomes full inside it, so chunks end where pages do; a test compares both.
+"""
+
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+    cache_utils,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 
+from ..cache.paged_cache import PagedCache
+from ..config_reading import is_reading_part
+from ..geometry import Geometry
 from ..texts import longest_context
-from .distances import Tally, block_interval
-from .reference import ExactReference
-from .teacher_forcing import forced_logits
+from .caches import CacheKind, LayerShape, cache_kind, held_bytes
 
 PROTOCOL = "teacher forced, decode semantics"
+EXACT_CHUNK = 64  # tokens per forward where nothing depends on what comes behind a token
+# layers of a QuantizedCache that encode each token as it comes; transformers has them from 5.20 or so on
+PER_TOKEN = getattr(cache_utils, "Fp8QuantizedLayer", ())
+BLOCK = 64  # neighbouring tokens that an interval draws together, because their errors go together
+LEAST_BLOCKS = 10
+RESAMPLES = 2000
+KEPT_BYTES = 6 << 30  # of log-probabilities; what goes beyond it is computed anew for each subject
+Blocks = Mapping[str, Sequence[Sequence[float]]]
+Progress = Callable[[int], object]
+
+
+def next_chunk(cache: Cache, position: int) -> int:
+    """Return how many tokens from `position` on may go into one forward without changing a result.
+
+    Pages are sealed when they are full. A forward of several tokens makes one choice of pages for all of them, and one
+    of many reads every page: where a cache chooses pages, tokens go one by one, as they do in `generate`. transformers'
+    quanto and hqq caches encode everything anew when `residual_length` exact tokens have gathered; its fp8 cache encodes
+    each token as it comes, and exact caches none, so that any chunk will do there. A cache of another class is read token
+    by token.
+    """
+    if isinstance(cache, PagedCache):
+        options = cache.options
+        places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
+        room = places.slots - places.exact(position)
+        if is_reading_part(options):
+            room = min(room, max(1, options.read_from - 1 - position))  # so far all is read
+        return room
+    if type(cache) in (DynamicCache, StaticCache):
+        return EXACT_CHUNK
+    if type(cache) is QuantizedCache:
+        layer = cache.layers[0]
+        if not isinstance(layer, QuantizedLayer):
+            return EXACT_CHUNK if isinstance(layer, PER_TOKEN) else 1
+        tail = layer.keys
+        held = tail.shape[-2] if tail is not None and tail.dim() == 4 else 0
+        # the token that fills the residual goes alone: transformers before 5.23 looks at the length before a forward
+        return max(1, layer.residual_length - 1 - held)
+    return 1
+
+
+def check_finite(logits: torch.Tensor, whose: str, where: str = "") -> torch.Tensor:
+    """Return logits [any shape] as they are. Raises ValueError where they hold nan or infinity."""
+    if not torch.isfinite(logits).all():
+        raise ValueError(f"{whose} gives logits that are not finite{where and f' {where}'}")
+    return logits
+
+
+@torch.no_grad()
+def last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Run a forward over ids [rows, tokens] and return the logits of the last position, [rows, vocab]."""
+    # logits of a whole context would take more memory than all else
+    named = inspect.signature(model.forward).parameters
+    last = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
+    return model(ids, past_key_values=cache, use_cache=True, **last).logits[:, -1]
+
+
+class Recorder(DynamicCache):
+    """An exact cache that writes down what a prefill hands to it, to hand it to other caches."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *a: Any, **kw: Any) -> Any:
+        """Append keys and values [batch, num_kv_heads, q_len, head_dim] as DynamicCache does, and remember the call."""
+        self.calls.append((key_states, value_states, layer_idx, a, kw))
+        return super().update(key_states, value_states, layer_idx, *a, **kw)
+
+
+class Prefill:
+    """The prefill of some contexts of one length, computed once for all caches.
+
+    A prefill on an empty cache attends to its own exact keys and values whatever the cache, so that all caches are
+    given the same ones; each stores them in its own way. Models with layers of another kind than attention
+    (linear attention, convolutions) keep states that are no keys and values: there each cache has its own prefill.
+
+    Attributes:
+        ids: [rows, tokens], int64, on the model's device.
+        calls: what the exact cache was given; None where each cache has its own prefill.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
+        self.model, self.ids = model, ids
+        recorder = Recorder(model.config)
+        plain = (DynamicLayer, DynamicSlidingWindowLayer)
+        shared = all(type(layer) in plain for layer in recorder.layers)
+        self._logits = last_logits(model, ids, recorder) if shared else None
+        self.calls = recorder.calls if shared else None
+
+    @torch.no_grad()
+    def fill(self, cache: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Let an empty cache hold the context and return the logits behind it, [rows, vocab].
+
+        Args:
+            dtype: rounds the keys and values, where they are recorded, so that their bytes are those of another dtype.
+        """
+        if self.calls is None or self._logits is None:
+            return last_logits(self.model, self.ids, cache)
+        for keys, values, layer, args, kw in self.calls:
+            states = (one if dtype is None else one.to(dtype) for one in (keys, values))
+            cache.update(*states, layer, *args, **kw)
+        return self._logits
+
+
+def decoded(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    cache: Cache,
+    prompt: int,
+    prefill: Prefill | None = None,
+    name: str = "the cache",
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (position, logits) of the scored part of one text, chunk by chunk.
+
+    Args:
+        model: a causal language model, in eval mode.
+        ids: [tokens], int64, on the model's device.
+        cache: an empty cache; it holds the text afterwards.
+        prompt: tokens of the prompt, which are not scored; at least 1.
+        prefill: of this prompt, from an earlier run; None computes it.
+        name: what an error calls the cache.
+    Yields: the position of the chunk's first token, and fp32 logits [chunk, vocab]: row i predicts the token
+        behind position + i.
+    Raises: ValueError for a prompt that leaves nothing to score, and for logits that are not finite.
+    """
+    if not 1 <= prompt < len(ids):
+        raise ValueError(f"prompt must be between 1 and {len(ids) - 1} tokens, got {prompt}")
+    if prefill is None:
+        last_logits(model, ids[None, :prompt], cache)
+    else:
+        prefill.fill(cache)
+    yield from read_on(model, ids, cache, prompt, name)
+
+
+@torch.no_grad()
+def read_on(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, position: int, name: str = "the cache"
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield what `decoded` does of ids[position:], through a cache that holds the tokens before them."""
+    while position < len(ids):
+        end = min(len(ids), position + next_chunk(cache, position))
+        out = model(ids[None, position:end], past_key_values=cache, use_cache=True)
+        yield position, check_finite(out.logits[0].float(), name, f"at token {position}")
+        position = end
+
+
+class ExactReference:
+    """Log-probabilities of `texts` behind their prompts, read through transformers' DynamicCache.
+
+    Args:
+        model: a causal language model in eval mode.
+        texts: token ids [tokens] of each text, on the model's device.
+        prompt_tokens: leading tokens of each text that are not scored; at least two must remain.
+        kept_bytes: bytes of results that may stay in memory; the others are computed anew for each subject.
+    Raises: ValueError when there is no text, when one is longer than the model reads or not longer than the prompt.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        texts: Iterable[torch.Tensor],
+        prompt_tokens: int,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        self.model, self.texts, self.prompt_tokens = model, list(texts), prompt_tokens
+        self._left = kept_bytes
+        self._kept: dict[int, torch.Tensor] = {}
+        self._prefills: dict[int, Prefill] = {}
+        if not self.texts:
+            raise ValueError("texts must hold at least one text, got none")
+        tokens, longest = [len(ids) for ids in self.texts], longest_context(model.config)
+        if max(tokens) > longest:
+            raise ValueError(
+                f"a text of {max(tokens)} tokens is longer than the {longest} that the model reads (max_position_embeddings)"
+            )
+        if not 1 <= prompt_tokens < min(tokens) - 1:
+            raise ValueError(
+                f"prompt_tokens must leave at least two of a text's {min(tokens)} tokens to score, got {prompt_tokens}"
+            )
+
+    def prefill(self, number: int) -> Prefill:
+        """Return the prefill of text `number`, with which every subject begins."""
+        if number not in self._prefills:
+            ids = self.texts[number][None, : self.prompt_tokens]
+            self._prefills[number] = Prefill(self.model, ids)
+        return self._prefills[number]
+
+    def log_probs(self, number: int) -> torch.Tensor:
+        """Return the log-probabilities of text `number`: fp32 [scored tokens, vocab] on the model's device.
+
+        Raises: ValueError when the model itself gives logits that are not finite.
+        """
+        if number in self._kept:
+            return self._kept[number]
+        ids, cache = self.texts[number], DynamicCache(config=self.model.config)
+        name, prefill = "the model, with the exact cache,", self.prefill(number)
+        parts = decoded(self.model, ids, cache, self.prompt_tokens, prefill, name)
+        found = torch.cat([torch.log_softmax(logits, -1) for _, logits in parts])
+        if found.nbytes <= self._left:
+            self._left -= found.nbytes
+            self._kept[number] = found
+        return found
+
+
+class Tally:
+    """Per-token figures of one subject against the exact distributions, on the CPU.
+
+    Attributes:
+        kl: per text, KL(exact || subject) in nats, [scored tokens] each, fp64.
+        loss, loss_exact: per text, the negative log-likelihood of the next token, [scored tokens - 1] each, fp64.
+        same: per text, whether the most likely successor is the same.
+        bits: stored bits per number with scales, without the exact tail; 0.0 if unknown.
+    """
+
+    def __init__(self, bits: float = 0.0) -> None:
+        self.bits = bits
+        self.lists: list[list[torch.Tensor]] = [[], [], [], []]
+        self.kl, self.same, self.loss, self.loss_exact = self.lists
+        self._parts: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, exact: torch.Tensor, subject: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add a chunk: log-probabilities [n, vocab] of both; `targets` [n or n - 1] are the tokens that follow."""
+        # may be below 0 by about 1e-8, by rounding; cut off, it would not average out
+        kl = (exact.exp() * (exact - subject)).sum(-1).double()
+        same = exact.argmax(-1) == subject.argmax(-1)
+        losses = (
+            -of[: len(targets)].gather(-1, targets[:, None])[:, 0].double()
+            for of in (subject, exact)
+        )
+        self._parts.append(tuple(part.cpu() for part in (kl, same, *losses)))
+
+    def end_text(self) -> None:
+        """Close the text whose chunks were added."""
+        for found, parts in zip(self.lists, zip(*self._parts, strict=True), strict=True):
+            found.append(torch.cat(parts))
+        self._parts = []
+
+    def of(self, texts: Iterable[int]) -> "Tally":
+        """Return a tally of some of the closed texts, by their numbers."""
+        part, numbers = Tally(self.bits), list(texts)
+        for mine, theirs in zip(part.lists, self.lists, strict=True):
+            mine += [theirs[number] for number in numbers]
+        return part
+
+
+def score(
+    reference: ExactReference,
+    make: Callable[[], Cache],
+    name: str = "the cache",
+    progress: Progress = lambda tokens: None,
+) -> Tally:
+    """Read the texts of `reference` through caches that `make` returns, and compare every scored token with the exact cache.
+
+    Args:
+        make: returns an empty cache.
+        name: what an error calls the cache.
+        progress: called with the tokens scored since the last call.
+    Raises: ValueError for logits that are not finite.
+    """
+    tally, prompt = Tally(), reference.prompt_tokens
+    for number, ids in enumerate(reference.texts):
+        exact, cache = reference.log_probs(number), make()
+        targets = ids[prompt + 1 :]
+        for position, logits in decoded(
+            reference.model, ids, cache, prompt, reference.prefill(number), name
+        ):
+            part = slice(position - prompt, position - prompt + len(logits))
+            tally.add(exact[part], torch.log_softmax(logits, -1), targets[part])
+            progress(len(logits))
+        tally.end_text()
+        tally.bits = getattr(cache, "bits_per_element", 0.0)
+    return tally
 
 
 @dataclass(frozen=True)
@@ -22,7 +311,7 @@ class Accuracy:
     Attributes:
         tokens: scored tokens.
         kl_mean, kl_median, kl_p99: of KL(exact || subject) per token.
-        kl_low, kl_high: 95 % interval of the mean (block bootstrap, see `distances.block_interval`).
+        kl_low, kl_high: 95 % interval of the mean (block bootstrap, see `block_interval`).
         top1: part of the tokens whose most likely successor is the same.
         perplexity, perplexity_exact: of the text behind the prompts.
         perplexity_delta: how much higher the subject's perplexity is, in percent of the exact one.
@@ -50,7 +339,7 @@ def measure_accuracy(
     texts: Iterable[torch.Tensor],
     subjects: Mapping[str, Callable[[], Cache]],
     prompt_tokens: int,
-    progress: Callable[[int], None] = lambda tokens: None,
+    progress: Progress = lambda tokens: None,
     reference: ExactReference | None = None,
 ) -> dict[str, Accuracy]:
     """Compare caches with the exact one on the same texts, token by token in effect.
@@ -64,96 +353,148 @@ def measure_accuracy(
     Raises: ValueError when there is no text, when one is longer than the model reads or not longer than the prompt,
         or when a subject gives logits that are not finite (no figure is returned then).
     """
-    found = tally_caches(model, texts, subjects, prompt_tokens, progress, reference)
-    return {name: summary(tally, bits) for name, (tally, bits) in found.items()}
-
-
-def tally_caches(
-    model: PreTrainedModel,
-    texts: Iterable[torch.Tensor],
-    subjects: Mapping[str, Callable[[], Cache]],
-    prompt_tokens: int,
-    progress: Callable[[int], None] = lambda tokens: None,
-    reference: ExactReference | None = None,
-) -> dict[str, tuple[Tally, float]]:
-    """Return the figures of every scored token and the bits per element of each subject.
-
-    `texts` are token ids [tokens] each, int64; the other arguments and the errors are those of `measure_accuracy`.
-    """
-    texts = list(texts)
-    check_texts(model, texts, prompt_tokens)
     if reference is None:
         reference = ExactReference(model, texts, prompt_tokens)
-    tallies: dict[str, Tally] = {name: Tally() for name in subjects}
-    bits: dict[str, float] = {}
-    for number, ids in enumerate(texts):
-        exact = reference.log_probs(number)
-        targets = ids[prompt_tokens + 1 :]
-        for name, make in subjects.items():
-            cache = make()
-            for position, logits in forced_logits(
-                model, ids, cache, prompt_tokens, prefill=reference.prefill(number)
-            ):
-                if not torch.isfinite(logits).all():
-                    raise ValueError(f"{name} gives logits that are not finite at token {position}")
-                first = position - prompt_tokens
-                tallies[name].add(
-                    exact[first : first + len(logits)],
-                    torch.log_softmax(logits, -1),
-                    targets[first : first + len(logits)],
-                )
-                progress(len(logits))
-            tallies[name].end_text()
-            bits[name] = getattr(cache, "bits_per_element", 0.0)
-    return {name: (tally, bits[name]) for name, tally in tallies.items()}
+    return {
+        name: summary(score(reference, make, name, progress)) for name, make in subjects.items()
+    }
 
 
-def check_texts(model: PreTrainedModel, texts: list[torch.Tensor], prompt_tokens: int) -> None:
-    """Raise ValueError for texts that cannot be measured with this model.
-
-    Args:
-        texts: token ids [tokens] of each text.
-        prompt_tokens: leading tokens of each text that are not scored; at least two must remain.
-    """
-    if not texts:
-        raise ValueError("texts must hold at least one text, got none")
-    longest = longest_context(model.config)
-    for ids in texts:
-        if len(ids) > longest:
-            raise ValueError(
-                f"a text of {len(ids)} tokens is longer than the {longest} that the model reads "
-                "(max_position_embeddings)"
-            )
-        if not 1 <= prompt_tokens < len(ids) - 1:
-            raise ValueError(
-                f"prompt_tokens must leave at least two of a text's {len(ids)} tokens to score, got {prompt_tokens}"
-            )
-
-
-def summary(tally: Tally, bits: float) -> Accuracy:
+def summary(tally: Tally) -> Accuracy:
     """Return the figures of all closed texts of a tally."""
-    kl = torch.cat(tally.kl)
-    loss, loss_exact = torch.cat(tally.loss), torch.cat(tally.loss_exact)
+    kl, same, loss, loss_exact = map(torch.cat, tally.lists)
     low, high = block_interval(tally.kl)
-    differences = [a - b for a, b in zip(tally.loss, tally.loss_exact, strict=True)]
-    delta_low, delta_high = (percent(bound) for bound in block_interval(differences))
+    apart = [a - b for a, b in zip(tally.loss, tally.loss_exact, strict=True)]
+    deltas = ((loss - loss_exact).mean().item(), *block_interval(apart))
+    delta, delta_low, delta_high = (100 * math.expm1(nats) for nats in deltas)
+    found = {"kl_mean": kl.mean(), "kl_median": kl.median(), "kl_p99": kl.quantile(0.99)}
+    found |= {"top1": same.double().mean(), "perplexity": loss.mean().exp()}
     return Accuracy(
         tokens=len(kl),
-        kl_mean=kl.mean().item(),
         kl_low=low,
         kl_high=high,
-        kl_median=kl.median().item(),
-        kl_p99=kl.quantile(0.99).item(),
-        top1=torch.cat(tally.same).double().mean().item(),
-        perplexity=loss.mean().exp().item(),
         perplexity_exact=loss_exact.mean().exp().item(),
-        perplexity_delta=percent((loss - loss_exact).mean().item()),
+        perplexity_delta=delta,
         perplexity_delta_low=delta_low,
         perplexity_delta_high=delta_high,
-        bits_per_element=bits,
+        bits_per_element=tally.bits,
+        **{name: value.item() for name, value in found.items()},
     )
 
 
-def percent(difference: float) -> float:
-    """Return how much higher a perplexity is, in percent, from a difference of mean losses in nats."""
-    return 100 * math.expm1(difference)
+def block_interval(
+    texts: Sequence[torch.Tensor], block: int = BLOCK, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean of per-token figures.
+
+    Blocks of neighbouring tokens of one text are drawn with replacement (moving neither across texts nor within
+    one), so that a few hard passages widen the interval as they should. Of less than ten blocks nothing could be
+    told: blocks are shorter there.
+
+    Args:
+        texts: [tokens] of each text.
+    Source: the block bootstrap, Kuensch 1989 (with fixed blocks, Carlstein 1986).
+    """
+    tokens = sum(len(text) for text in texts)
+    block = max(1, min(block, tokens // LEAST_BLOCKS))
+    blocks = [part for text in texts for part in text.double().split(block)]
+    sums = torch.stack([part.sum() for part in blocks])
+    counts = torch.tensor([float(len(part)) for part in blocks], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(blocks), (resamples, len(blocks)), generator=generator)
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def block_means(kl: torch.Tensor) -> list[float]:
+    """Return the mean of each BLOCK neighbouring figures [tokens], to seven digits that count; the last may have fewer."""
+    return [float(f"{part.mean().item():.7g}") for part in kl.split(BLOCK)]
+
+
+def paired_difference(here: Blocks, there: Blocks) -> tuple[float, float, float]:
+    """Return how much more one cache loses than another: the mean, and the ends of its paired 95 % interval, in nats.
+
+    The same tokens are compared, block by block, so that caches are told apart whose own intervals overlap.
+
+    Args:
+        here, there: `kl_blocks` of rows of the same windows of the same texts. Every block weighs the same: let the
+            scored tokens of a window be a multiple of 64.
+    Raises: ValueError where texts, windows or blocks differ.
+    """
+    shapes = [
+        {name: [len(window) for window in windows] for name, windows in one.items()}
+        for one in (here, there)
+    ]
+    if shapes[0] != shapes[1] or not shapes[0]:
+        raise ValueError(
+            f"both must hold blocks of the same windows, got {shapes[0]} and {shapes[1]}"
+        )
+    apart = [
+        torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64)
+        for name in here
+        for a, b in zip(here[name], there[name], strict=True)
+    ]
+    return torch.cat(apart).mean().item(), *block_interval(apart, block=1)
+
+
+@torch.no_grad()
+def greedy(prefill: Prefill, cache: Cache, tokens: int) -> torch.Tensor:
+    """Return the `tokens` most likely tokens behind prompts of one length, one by one: [rows, tokens].
+
+    No token ends a continuation, so that all have the same length.
+
+    Args:
+        prefill: of the prompts.
+        cache: an empty cache.
+    """
+    step = prefill.fill(cache).argmax(-1, keepdim=True)
+    found = [step]
+    while len(found) < tokens:
+        step = last_logits(prefill.model, step, cache).argmax(-1, keepdim=True)
+        found.append(step)
+    return torch.cat(found, 1)
+
+
+def measure_held(
+    config: Any,
+    shapes: Sequence[LayerShape],
+    kind: CacheKind,
+    tokens: int,
+    prompt_tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
+    """Return the bytes of a cache behind a prompt of `prompt_tokens` and decoding up to `tokens`. Runs no model.
+
+    Distances are measured in fp32, where rounding of the model itself does not blur them; people serve in bf16. So the
+    bytes come from a twin: the same cache, filled with random keys and values in the serving dtype by the same schedule.
+
+    Args:
+        config: the model's config.
+        shapes: of every layer, see `caches.layer_shapes`.
+    Returns: bytes and bytes_exact, everything that the cache and DynamicCache hold (scales, tails and tables too);
+        bytes_per_token; stored_bits, bits per number: those of `dtype` times bytes / bytes_exact; bytes_dtype.
+    """
+
+    def filled(kind: CacheKind) -> int:
+        cache, position = kind.make(config, tokens), 0
+        numbers = torch.Generator().manual_seed(0)
+        while position < tokens:
+            chunk = next_chunk(cache, position) if position else prompt_tokens
+            count = min(tokens - position, chunk)
+            for index, (heads, *dims) in layers:
+                sides = ((1, heads, count, dim) for dim in dims)
+                states = [torch.randn(side, generator=numbers).to(dtype) for side in sides]
+                cache.update(*states, index)
+            position += count
+        return held_bytes(cache)
+
+    layers = [(index, shape) for index, shape in enumerate(shapes) if shape is not None]
+    size, exact = filled(kind), filled(cache_kind("dynamic"))
+    return {
+        "bytes": size,
+        "bytes_exact": exact,
+        "bytes_per_token": size / tokens,
+        "stored_bits": 8 * dtype.itemsize * size / exact,
+        "bytes_dtype": str(dtype).removeprefix("torch."),
+    }

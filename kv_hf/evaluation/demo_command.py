@@ -1,10 +1,10 @@
 """`kv-hf demo`: generate from a long real text with every cache, and show memory, speed and agreement side by side."""
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from ..cache.paged_cache import PagedCache
 from ..errors import KVCacheError
 from ..extras import extra
 from ..printable import tell, tell_error
 from ..text_table import say, table_lines, text_width
 from ..texts import load_text
 from ..version import __version__
-from .model_name import check_model_name
-from .rows import append_rows, make_row
+from .caches import held_bytes
+from .memory import check_device
+from .models import check_model_name
+from .rows import append_rows, check_writable, make_row
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DYNAMIC = "dynamic"
@@ -49,32 +50,15 @@ class Clock(BaseStreamer):
         """Nothing is left to flush."""
 
 
-@dataclass
-class Run:
-    """What one cache did."""
-
-    kv_bytes: int
-    prefill_per_s: float
-    decode_per_s: float
-    tokens: list[int]
-
-
-def cache_bytes(cache: Any) -> int:
-    """Return the bytes of the keys and values that a cache holds."""
-    if isinstance(cache, PagedCache):
-        return cache.memory().total
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
 def generate_once(
-    model: Any, inputs: Any, implementation: str | None, new_tokens: int, on_token: Any
-) -> Run:
-    """Generate greedily with one cache."""
+    model: Any, inputs: Any, name: str, new_tokens: int, on_token: Any
+) -> tuple[dict[str, Any], list[int]]:
+    """Generate greedily with one cache; return the measured fields of a row, and the new tokens."""
     clock = Clock(on_token)
     start = time.perf_counter()
     out = model.generate(
         **inputs,
-        cache_implementation=implementation,
+        cache_implementation=None if name == DYNAMIC else name,
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
         do_sample=False,
@@ -83,12 +67,11 @@ def generate_once(
     )
     prompt = inputs["input_ids"].shape[1]
     first, last = clock.times[1], clock.times[-1]
-    return Run(
-        kv_bytes=cache_bytes(out.past_key_values),
-        prefill_per_s=prompt / (first - start),
-        decode_per_s=(new_tokens - 1) / (last - first),
-        tokens=out.sequences[0, prompt:].tolist(),
-    )
+    found = {"cache": name, "prompt_tokens": prompt, "new_tokens": new_tokens}
+    found["kv_bytes"] = held_bytes(out.past_key_values)
+    found["prefill_tokens_per_s"] = prompt / (first - start)
+    found["decode_tokens_per_s"] = (new_tokens - 1) / (last - first)
+    return found, out.sequences[0, prompt:].tolist()
 
 
 def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, torch.Tensor]:
@@ -110,9 +93,28 @@ def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, torch.Tenso
     )
 
 
-def leading_equal(a: list[int], b: list[int]) -> int:
-    """Return how many tokens agree before the first difference."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+def with_every_cache(
+    model: Any, inputs: Any, new_tokens: int
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Return the fields of a row of each cache, DynamicCache first, and what each generated, with a bar over all of them."""
+    rows, said = [], []
+    names = (DYNAMIC, *CACHES)
+    with tqdm(total=1 + len(names) * new_tokens, unit="token", file=sys.stderr) as bar:
+        bar.set_description("warming up")
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
+        bar.update()
+        for name in names:
+            bar.set_description(name)
+            row, tokens = generate_once(model, inputs, name, new_tokens, bar.update)
+            rows.append(row)
+            said.append(tokens)
+        bar.set_description("generated")
+    exact = said[names.index(EXACT)]
+    for row, tokens in zip(rows, said, strict=True):
+        row["kv_ratio"] = row["kv_bytes"] / rows[0]["kv_bytes"]
+        same = (a == b for a, b in zip(exact, tokens, strict=True))
+        row["leading_equal_tokens"] = sum(1 for _ in itertools.takewhile(bool, same))
+    return rows, said
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -124,15 +126,14 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "with a chat template need pip install -e '.[demo]' in the clone.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    found.add_argument("--model", default=MODEL, help="a hub id or a folder")
-    found.add_argument("--text", default="lincoln_1862", help="bundled text or a file")
-    found.add_argument("--prompt-tokens", type=int, default=2048, help="about how many")
-    found.add_argument("--new-tokens", type=int, default=64, help="generated with each cache")
-    found.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
-    )
-    found.add_argument("--record", action="store_true", help="append rows to --out")
-    found.add_argument("--out", type=Path, default=ROWS, metavar="FILE", help="file of rows")
+    add = found.add_argument
+    add("--model", default=MODEL, help="a hub id or a folder")
+    add("--text", default="lincoln_1862", help="bundled text or a file")
+    add("--prompt-tokens", type=int, default=2048, help="about how many")
+    add("--new-tokens", type=int, default=64, help="generated with each cache")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model")
+    add("--record", action="store_true", help="append rows to --out")
+    add("--out", type=Path, default=ROWS, metavar="FILE", help="file of rows")
     return found
 
 
@@ -153,6 +154,9 @@ def demonstrate(
     transformers_logging.disable_progress_bar()
     tell(f"kv_hf {__version__}: model {args.model} on {args.device}", flush=True)
     try:
+        check_device(args.device)
+        if args.record:
+            check_writable(args.out)
         tell("loading the model (a packaged one is converted the first time) ..", flush=True)
         source = find_model(args.model)
         tokenizer: Any = AutoTokenizer.from_pretrained(source)
@@ -163,77 +167,35 @@ def demonstrate(
         tell_error(prog, error)
         return 2
     inputs = {name: tensor.to(args.device) for name, tensor in inputs.items()}
-    prompt = inputs["input_ids"].shape[1]
-    tail = " ".join(tokenizer.decode(inputs["input_ids"][0, -60:]).split())
-    say(f"prompt: {prompt} tokens of {args.text}, ending in: .. {tail}")
-    runs = _with_every_cache(model, inputs, args.new_tokens)
-    show(runs, tokenizer, prompt, args.new_tokens)
+    ids = inputs["input_ids"][0]
+    tail = " ".join(tokenizer.decode(ids[-60:]).split())
+    say(f"prompt: {len(ids)} tokens of {args.text}, ending in: .. {tail}")
+    rows, said = with_every_cache(model, inputs, args.new_tokens)
+    show(rows, [tokenizer.decode(tokens) for tokens in said])
     if args.record:
-        append_rows(args.out, rows_of(runs, args, prompt))
+        common = {"kind": "demo", "model": args.model, "device": args.device, "dtype": "bfloat16"}
+        append_rows(args.out, [make_row(**common, **row) for row in rows])
     return 0
 
 
-def _with_every_cache(model: Any, inputs: Any, new_tokens: int) -> dict[str, Run]:
-    """Return cache -> what it did, DynamicCache first, with a bar over all of them."""
-    runs: dict[str, Run] = {}
-    names = (DYNAMIC, *CACHES)
-    with tqdm(total=1 + len(names) * new_tokens, unit="token", file=sys.stderr) as bar:
-        bar.set_description("warming up")
-        model.generate(**inputs, max_new_tokens=2, do_sample=False)
-        bar.update()
-        for name in names:
-            bar.set_description(name)
-            implementation = None if name == DYNAMIC else name
-            runs[name] = generate_once(model, inputs, implementation, new_tokens, bar.update)
-        bar.set_description("generated")
-    return runs
-
-
-def show(runs: dict[str, Run], tokenizer: Any, prompt: int, new_tokens: int) -> None:
+def show(rows: Sequence[dict[str, Any]], said: Sequence[str]) -> None:
     """Print a table of all caches, and what each of them generated."""
-    cached, exact = prompt + new_tokens - 1, runs[EXACT]
-    every = list(runs.values())
+    prompt, new = rows[0]["prompt_tokens"], rows[0]["new_tokens"]
     columns = [
-        ("KV MiB", [f"{run.kv_bytes / 2**20:.2f}" for run in every]),
-        ("B/token", [f"{run.kv_bytes / cached:.0f}" for run in every]),
-        ("of dynamic", [f"{100 * run.kv_bytes / runs[DYNAMIC].kv_bytes:.1f} %" for run in every]),
-        ("prefill/s", [f"{run.prefill_per_s:.0f}" for run in every]),
-        ("decode/s", [f"{run.decode_per_s:.1f}" for run in every]),
-        (
-            "agreement",
-            [f"{leading_equal(exact.tokens, run.tokens)} of {new_tokens}" for run in every],
-        ),
+        ("cache", [row["cache"] for row in rows]),
+        ("KV MiB", [f"{row['kv_bytes'] / 2**20:.2f}" for row in rows]),
+        ("B/token", [f"{row['kv_bytes'] / (prompt + new - 1):.0f}" for row in rows]),
+        ("of dynamic", [f"{row['kv_ratio']:.1%}".replace("%", " %") for row in rows]),
+        ("prefill/s", [f"{row['prefill_tokens_per_s']:.0f}" for row in rows]),
+        ("decode/s", [f"{row['decode_tokens_per_s']:.1f}" for row in rows]),
+        ("agreement", [f"{row['leading_equal_tokens']} of {new}" for row in rows]),
     ]
-    tell(
-        f"\n{prompt} + {new_tokens} tokens, greedy, bf16; prefill and decode in tokens per second\n"
-    )
-    tell("\n".join(table_lines([("cache", list(runs)), *columns], text_width())) + "\n")
-    for name, run in runs.items():
-        say(f"{name}: {tokenizer.decode(run.tokens)!r}")
+    tell(f"\n{prompt} + {new} tokens, greedy, bf16; prefill and decode in tokens per second\n")
+    tell("\n".join(table_lines(columns, text_width())) + "\n")
+    for row, text in zip(rows, said, strict=True):
+        say(f"{row['cache']}: {text!r}")
         tell("")
     say(
         "agreement: tokens before the first that differs from those of paged_exact. In bf16 the order of sums alone changes "
         "close calls, also between transformers' own attentions. kv-hf doctor tells which kernel reads the pages here."
     )
-
-
-def rows_of(runs: dict[str, Run], args: argparse.Namespace, prompt: int) -> list[dict[str, Any]]:
-    """Return a row of each cache, with what is needed to repeat it."""
-    exact, dynamic = runs[EXACT], runs[DYNAMIC]
-    return [
-        make_row(
-            kind="demo",
-            model=args.model,
-            device=args.device,
-            dtype="bfloat16",
-            cache=name,
-            prompt_tokens=prompt,
-            new_tokens=args.new_tokens,
-            kv_bytes=run.kv_bytes,
-            kv_ratio=run.kv_bytes / dynamic.kv_bytes,
-            prefill_tokens_per_s=run.prefill_per_s,
-            decode_tokens_per_s=run.decode_per_s,
-            leading_equal_tokens=leading_equal(exact.tokens, run.tokens),
-        )
-        for name, run in runs.items()
-    ]

@@ -1,6 +1,6 @@
 """`kv-hf eval`: what caches cost on a model and a text, side by side.
 
-Every scored token reads the stored cache as a decode step does (teacher_forcing), whichever cache it is.
+Every scored token reads the stored cache as a decode step does (accuracy.py), whichever cache it is.
 """
 
 import argparse
@@ -13,33 +13,34 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from ..cache_names import all_cache_names, cache_label
+from ..cache_names import all_cache_names
 from ..errors import KVCacheError
 from ..formats import cache_names
 from ..printable import tell, tell_error
 from ..text_table import table_lines, text_width
 from ..texts import BUNDLED, SETS
-from .cache_kinds import cache_kind
-from .child import in_words
-from .loaded_model import LoadedModel, TextSettings
+from .caches import cache_kind
+from .memory import check_device, in_words
+from .models import LoadedModel, TextSettings
+from .recommend import best, check_bits, interval, pareto, shown
 from .rows import append_rows, check_writable, make_row
 
 ROWS = Path("kv_hf_eval.jsonl")
 DTYPES = ("float32", "bfloat16", "float16")
 # field -> (column, format)
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "stored_bits": ("bits", "{:.2f}".format),
-    "bytes_per_token": ("B/token", "{:.0f}".format),
-    "kl_mean": ("KL", "{:.5f}".format),
-    "kl_low": ("KL from", "{:.5f}".format),
-    "kl_high": ("KL to", "{:.5f}".format),
-    "kl_median": ("median", "{:.5f}".format),
-    "kl_p99": ("p99", "{:.4f}".format),
-    "top1": ("top-1", "{:.1%}".format),
-    "perplexity_delta": ("ppl +%", "{:+.2f}".format),
-    "perplexity_delta_low": ("ppl from", "{:+.2f}".format),
-    "perplexity_delta_high": ("ppl to", "{:+.2f}".format),
-    "divergence_mean": ("same tokens", "{:.1f}".format),
+COLUMNS = {
+    "stored_bits": ("bits", ".2f"),
+    "bytes_per_token": ("B/token", ".0f"),
+    "kl_mean": ("KL", ".5f"),
+    "kl_low": ("KL from", ".5f"),
+    "kl_high": ("KL to", ".5f"),
+    "kl_median": ("median", ".5f"),
+    "kl_p99": ("p99", ".4f"),
+    "top1": ("top-1", ".1%"),
+    "perplexity_delta": ("ppl +%", "+.2f"),
+    "perplexity_delta_low": ("ppl from", "+.2f"),
+    "perplexity_delta_high": ("ppl to", "+.2f"),
+    "divergence_mean": ("same tokens", ".1f"),
 }
 
 
@@ -49,47 +50,39 @@ def parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         allow_abbrev=False,
         description="Measure what caches cost on a text: KL divergence, perplexity, agreement, first different token, bytes.",
-        epilog=f"caches: {', '.join(all_cache_names())}, recipe:FILE. transformers' quantized caches and texts of the hub "
-        "need pip install -e '.[eval]' in the clone.",
+        epilog=f"caches: {', '.join(all_cache_names())}. transformers' quantized caches, texts of the hub and the plot need "
+        "pip install -e '.[eval]' in the clone.",
     )
-    found.add_argument("--model", required=True, help="a hub id or a folder")
-    found.add_argument(
-        "--text",
-        default="held_out",
-        help=f"a file, dataset:PATH,CONFIG,SPLIT,FIELD, one of {', '.join(BUNDLED)}, or a set of them: {', '.join(SETS)} "
-        "(default: held_out)",
-    )
-    found.add_argument(
+    texts = f"{', '.join(BUNDLED)}, or a set of them: {', '.join(SETS)}"
+    add, own, paged = found.add_argument, " (default: %(default)s)", list(cache_names())
+    metavar = "NAME[:OPTION=VALUE,..]"
+    add("--model", required=True, help="a hub id or a folder")
+    text = f"a file, dataset:PATH,CONFIG,SPLIT,FIELD, one of {texts}"
+    add("--text", default="held_out", help=text + own)
+    add(
         "--caches",
         "--cache",
         nargs="+",
-        default=list(cache_names()),
-        metavar="NAME[:OPTION=VALUE,..]",
-        help=f"default: {' '.join(cache_names())}",
+        default=paged,
+        metavar=metavar,
+        help=f"default: {' '.join(paged)}",
     )
-
-    def number(flag: str, default: int, text: str) -> None:
-        found.add_argument(flag, type=int, default=default, help=f"{text} (default: %(default)s)")
-
-    number("--windows", 2, "texts cut from each source")
-    number("--window", 1600, "tokens of a text")
-    number("--prompt", 512, "tokens of it that are not scored")
-    number("--divergence", 64, "greedy tokens compared, 0 for none")
-    found.add_argument("--dtype", default="float32", choices=DTYPES, help="default: %(default)s")
-    found.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="default: %(default)s",
-    )
-    found.add_argument("--record", action="store_true", help="append rows to --out")
-    found.add_argument(
-        "--out", type=Path, default=ROWS, metavar="FILE", help="default: %(default)s"
-    )
+    add("--windows", type=int, default=2, help="texts cut from each source" + own)
+    add("--window", type=int, default=1600, help="tokens of a text" + own)
+    add("--prompt", type=int, default=512, help="tokens of it that are not scored" + own)
+    add("--divergence", type=int, default=64, help="greedy tokens compared, 0 for none" + own)
+    add("--bits", type=float, help="name the cache that loses least within so many bits per number")
+    add("--plot", type=Path, metavar="FILE", help="draw KL against bits; a table lies beside it")
+    add("--dtype", default="float32", choices=DTYPES, help="that the model computes in" + own)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, help="of the model" + own)
+    add("--record", action="store_true", help="append rows to --out as they are measured")
+    add("--out", type=Path, default=ROWS, metavar="FILE", help="file of rows" + own)
     return found
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "kv-hf eval") -> int:
-    """Measure; return the exit code: 0, 1 where some cache could not be measured, 2 for bad arguments."""
+    """Measure; return the exit code: 0, 1 where some cache could not be measured, 2 for bad arguments, 130 for Ctrl-C."""
     args = parser(prog).parse_args(sys.argv[1:] if argv is None else list(argv))
     return evaluate(args, prog)
 
@@ -106,53 +99,62 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
     try:
         for cache in args.caches:
             cache_kind(cache)
-        if args.record:
-            check_writable(args.out)
+        check_device(args.device)
+        if args.bits is not None:
+            check_bits(args.bits)
+        for path in (args.out if args.record else None, args.plot):
+            if path is not None:
+                check_writable(path)
         loaded = load(args.model, getattr(torch, args.dtype), args.device)
         texts = loaded.reference(settings).texts
     except (KVCacheError, ValueError, ImportError, OSError) as error:
         tell_error(prog, error)
         return 2
-    rows, failures = _measure(args, loaded, settings, len(texts) * (args.window - args.prompt))
-    for failure in failures:
-        tell(f"no figures for {failure}", to_errors=True)
-    if rows:
-        show(f"{args.model}, {args.text}", rows)
-    if rows and args.record:
-        common = {"kind": "accuracy", "model": args.model, "model_revision": loaded.revision}
-        common |= {"dtype": args.dtype, "device": torch.device(args.device).type}
-        append_rows(args.out, [make_row(**common, **row) for row in rows])
-    return int(bool(failures))
-
-
-def _measure(
-    args: argparse.Namespace, loaded: Any, settings: TextSettings, scored: int
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return (a row of each cache, what could not be measured, in words)."""
+    common = {"kind": "accuracy", "model": args.model, "model_revision": loaded.revision}
+    common |= {"dtype": args.dtype, "device": torch.device(args.device).type}
     rows: list[dict[str, Any]] = []
-    failures = []
+    scored, code = len(texts) * (args.window - args.prompt), 0
     with tqdm(total=scored * len(args.caches), unit="token", desc=args.model) as bar:
-        for cache in args.caches:
-            begun = bar.n
+        for number, cache in enumerate(args.caches, 1):
             try:
                 found = loaded.accuracy(cache, settings, args.divergence, bar.update)
+            except KeyboardInterrupt:
+                code = 130
+                tell(
+                    f"{prog}: interrupted at {cache}; {len(rows)} caches are measured",
+                    to_errors=True,
+                )
+                break
             except Exception as error:  # whatever a cache or its library raises; the others go on
-                failures.append(f"{cache}: {in_words(error)}")
-                bar.update(begun + scored - bar.n)
-                continue
-            rows.append({"cache": cache_label(cache), **found})
-    return rows, failures
+                tell(f"no figures for {cache}: {in_words(error)}", to_errors=True)
+                code = 1
+            else:
+                rows.append(make_row(**common, cache=cache, **found))
+                if args.record:
+                    append_rows(args.out, rows[-1:])
+            bar.update(number * scored - bar.n)
+    if rows:
+        show(f"{args.model}, {args.text}", rows)
+    try:
+        if rows and args.bits is not None:
+            row = best(rows, args.bits)
+            tell(f"\nleast KL within {args.bits:g} bits: {row['cache']}, {interval(row)}")
+        if rows and args.plot is not None:
+            tell("\n" + "\n".join(map(str, pareto(rows, args.plot))))
+    except (ValueError, ImportError, OSError) as error:
+        tell_error(prog, error)
+        return code or 1
+    return code
 
 
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print measured rows as tables: all texts together, and the KL on each where there are several."""
-    width, names = text_width(), [row["cache"] for row in rows]
-    first = rows[0]
+    width, names, first = text_width(), [row["cache"] for row in rows], rows[0]
     tell(
         f"{title}: {first['tokens']:,} scored tokens, exact perplexity {first['perplexity_exact']:.3f}\n"
     )
     columns = [
-        (heading, [form(row[field]) for row in rows])
+        (heading, [shown(row[field], form) for row in rows])
         for field, (heading, form) in COLUMNS.items()
         if field in first
     ]
@@ -161,9 +163,5 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     if len(first["texts"]) < 2:
         return
     tell("\nKL on each text (95 % interval)\n")
-    each = [(text, [_interval(row["texts"][text]) for row in rows]) for text in first["texts"]]
+    each = [(text, [interval(row["texts"][text]) for row in rows]) for text in first["texts"]]
     tell("\n".join(table_lines([("cache", names), *each], width)))
-
-
-def _interval(one: dict[str, Any]) -> str:
-    return f"{one['kl_mean']:.5f} ({one['kl_low']:.5f}-{one['kl_high']:.5f})"

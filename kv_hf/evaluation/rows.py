@@ -6,18 +6,17 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
 
 from ..files.json_text import parse_json
 from ..files.reading import ROWS_BYTES, read_text
-from .weights import RANDOM, weights_of
+from .models import RANDOM, weights_of
 
 try:
     import fcntl
@@ -25,17 +24,33 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
+# what the rows of one run have in common
+RUN = ("date", "commit", "machine", "threads", "dtype")
+# packages beside torch and transformers whose versions change a measurement, where they are installed
+COUNTED = ("triton", "optimum-quanto", "hqq", "lm_eval", "datasets")
+# instructions that decide how fast a CPU computes in 16 and 8 bits, as Linux names them
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
+
+def _cpuinfo(field: str) -> str | None:
+    """Return what Linux says of the processor; None where the system does not tell."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), None)
+
+
 def machine() -> str:
     """Return the processor (and GPU) in words."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].split(":", 1)[1].strip() if lines else name
-    name = f"{name}, {os.cpu_count()} cores"
-    if torch.cuda.is_available():
-        name += f", {torch.cuda.get_device_name()}"
-    return name
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{name}, {os.cpu_count()} cores{gpu}"
+
+
+@functools.cache
+def instructions() -> list[str] | None:
+    """Return which of INSTRUCTIONS the processor has; None where the system does not tell."""
+    flags = _cpuinfo("flags")
+    return None if flags is None else [name for name in INSTRUCTIONS if name in flags.split()]
 
 
 @functools.cache
@@ -59,12 +74,6 @@ def commit() -> str:
         return ""
 
 
-# what the rows of one run have in common
-RUN = ("date", "commit", "machine", "threads", "dtype")
-# packages beside torch and transformers whose versions change a measurement, where they are installed
-COUNTED = ("triton", "optimum-quanto", "hqq", "lm_eval", "datasets")
-
-
 def versions() -> dict[str, str]:
     """Return the versions of everything that a measurement depends on."""
     found = {
@@ -82,27 +91,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-# instructions that decide how fast a CPU computes in 16 and 8 bits, as Linux names them
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-
-
-@functools.cache
-def instructions() -> list[str] | None:
-    """Return which of INSTRUCTIONS the processor has; None where the system does not tell."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    flags = next(
-        (line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), None
-    )
-    return None if flags is None else [name for name in INSTRUCTIONS if name in flags]
-
-
 def make_row(**measured: Any) -> dict[str, Any]:
     """Return a row of `measured` with what is needed to repeat it.
 
     That is date, commit, machine, its instructions, versions and torch's threads, and the file and the precision of the weights: those of the
     model named by `measured`, "random weights" where it says weights="random". `measured` wins where it says one of these itself.
     """
+    if measured.get("weights") == "random":
+        weights = RANDOM._asdict()
+    elif measured.get("model") is None:  # of sizes alone, or of no model
+        weights = {}
+    else:
+        weights = weights_of(str(measured["model"]))._asdict()
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -110,17 +110,9 @@ def make_row(**measured: Any) -> dict[str, Any]:
         "instructions": instructions(),
         "versions": versions(),
         "threads": torch.get_num_threads(),
-        **_weights(measured),
+        **weights,
         **measured,
     }
-
-
-def _weights(measured: dict[str, Any]) -> dict[str, str | None]:
-    if measured.get("weights") == "random":
-        return RANDOM._asdict()
-    if measured.get("model") is None:
-        return {}  # of sizes alone, or of no model
-    return weights_of(str(measured["model"]))._asdict()
 
 
 def check_writable(path: Path) -> None:
@@ -145,31 +137,20 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
-    with path.open("a+b") as out, _locked(out):
+    with path.open("a+b", buffering=0) as out:  # nothing is left to be written behind an error
+        if fcntl is not None:  # held until the file is closed
+            fcntl.flock(out, fcntl.LOCK_EX)
         end = _end_of_whole_lines(out)
         out.truncate(end)
         try:
-            out.write(text)
-            out.flush()
+            while text:
+                text = text[out.write(text) :]
         except OSError:
             out.truncate(end)
             raise
 
 
-@contextmanager
-def _locked(file: BinaryIO) -> Iterator[None]:
-    """Hold a file's lock, where the system has such locks."""
-    if fcntl is None:
-        yield
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _end_of_whole_lines(file: BinaryIO) -> int:
+def _end_of_whole_lines(file: FileIO) -> int:
     """Return the bytes of a file up to its last line end."""
     end = file.seek(0, os.SEEK_END)
     while end:

@@ -19,7 +19,7 @@ from kv_hf import notices
 from kv_hf.backends import dispatch, registry
 from kv_hf.backends.cpu import library
 from kv_hf.errors import CacheOptionError
-from kv_hf.evaluation.teacher_forcing import next_chunk
+from kv_hf.evaluation.accuracy import next_chunk
 from kv_hf.read_budget import pages_for
 
 PAGE, SINKS = 16, 4

@@ -1,22 +1,99 @@
-"""Distances and their intervals, the bytes of a twin cache, first divergence, and texts that are refused."""
+"""One scorer: its chunks give what token-by-token decoding gives, its figures are the definitions, with intervals."""
 
 import json
 
 import pytest
 import torch
+from tiny_harness import sentence, tiny_tokenizer
 from tiny_models import make_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.evaluation.accuracy import measure_accuracy, percent
-from kv_hf.evaluation.cache_bytes import layer_shapes, measure_held
-from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
-from kv_hf.evaluation.distances import Tally, block_interval
-from kv_hf.evaluation.divergence import greedy, leading_equal, measure_divergence
-from kv_hf.evaluation.prefill import Prefill
-from kv_hf.evaluation.reference import ExactReference
-from kv_hf.evaluation.teacher_forcing import forced_logits, next_chunk
+from kv_hf.evaluation import accuracy as scorer
+from kv_hf.evaluation.accuracy import (
+    ExactReference,
+    Prefill,
+    Tally,
+    block_interval,
+    block_means,
+    decoded,
+    greedy,
+    measure_accuracy,
+    measure_held,
+    next_chunk,
+    paired_difference,
+    score,
+    summary,
+)
+from kv_hf.evaluation.caches import cache_kind, held_bytes, layer_shapes, why_not
+from kv_hf.evaluation.models import LoadedModel, Measured, TextSettings, revision_of
 from kv_hf.texts import load_text
+
+PEERS = (
+    "quanto_int4:residual_length=20,q_group_size=16",
+    "hqq_int4:residual_length=20,q_group_size=16",
+    "quantized_fp8",
+    "static",
+)
+CHUNKED = (
+    *kv_hf.IMPLEMENTATIONS,
+    "paged_int4:page_size=16,sink_tokens=0,recent_tokens=10",
+    "paged_int2:page_size=16",
+    *PEERS,
+)
+
+
+def paged(family="llama", dtype=torch.float64):  # fp32 noise alone can flip a rounded code
+    model = make_model(family, dtype)
+    model.set_attn_implementation("kv_hf")
+    return model
+
+
+def kind_of(name):
+    reason = why_not(name, torch.device("cpu"))
+    if reason:
+        pytest.skip(reason)
+    return cache_kind(name)
+
+
+def read(monkeypatch, model, kind, ids, prompt, chunk=next_chunk):
+    """Return the logits behind the prompt, read in chunks of that rule."""
+    monkeypatch.setattr(scorer, "next_chunk", chunk)
+    cache = kind.make(model.config, len(ids))
+    return torch.cat([logits for _, logits in decoded(model, ids, cache, prompt)])
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunks_equal_token_by_token(name, monkeypatch):
+    kind, model, ids = kind_of(name), paged(), tokens(1, 90)[0]
+    # hqq packs two groups into a byte: even lengths
+    found, single, longer = (
+        read(monkeypatch, model, kind, ids, 22, chunk)
+        for chunk in (next_chunk, lambda cache, position: 1, lambda cache, position: 68)
+    )
+    torch.testing.assert_close(found, single, rtol=0, atol=1e-6)  # fp32 logits
+    if "residual" in name or "paged_int2:" in name:  # why chunks end with pages: the test can fail
+        assert (longer - single).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("amount", ["read_tokens=36", "read_top_p=0.6"])
+def test_where_pages_are_chosen_tokens_go_one_by_one(amount, monkeypatch):
+    """Each token has a choice of its own from read_from on; before that, chunks are as long as pages allow."""
+    model, ids, steps = paged(), tokens(1, 120)[0], []
+    kind = cache_kind(f"paged_int4:page_size=16,read_from=60,{amount}")
+
+    def noted(cache, position):
+        steps.append((position, next_chunk(cache, position)))
+        return steps[-1][1]
+
+    found, single, by_pages = (
+        read(monkeypatch, model, kind, ids, 21, chunk)
+        for chunk in (noted, lambda cache, at: 1, lambda cache, at: 16 - (at - 4) % 16)
+    )
+    torch.testing.assert_close(found, single, rtol=0, atol=1e-6)
+    assert (by_pages - single).abs().max() > 1e-4
+    assert steps[:4] == [(21, 15), (36, 16), (52, 7), (59, 1)]
+    assert {size for position, size in steps if position >= 59} == {1}
 
 
 def test_tally_equals_the_definitions():
@@ -32,13 +109,37 @@ def test_tally_equals_the_definitions():
     tally.end_text()
     wanted = torch.nn.functional.kl_div(subject, exact, log_target=True, reduction="none").sum(-1)
     torch.testing.assert_close(tally.kl[0], wanted)
-    torch.testing.assert_close(
-        tally.loss[0], torch.nn.functional.nll_loss(subject[:6], targets, reduction="none")
-    )
-    torch.testing.assert_close(
-        tally.loss_exact[0], torch.nn.functional.nll_loss(exact[:6], targets, reduction="none")
-    )
+    for found, of in ((tally.loss, subject), (tally.loss_exact, exact)):
+        nll = torch.nn.functional.nll_loss(of[:6], targets, reduction="none")
+        torch.testing.assert_close(found[0], nll)
     assert tally.same[0].tolist() == (exact.argmax(-1) == subject.argmax(-1)).tolist()
+
+
+@pytest.mark.parametrize("name", ["paged_int2:page_size=16,sink_tokens=0", "dynamic"])
+def test_figures_are_those_of_an_independent_loop(name):
+    """Every token by a forward of its own, KL and perplexity by their definitions."""
+    model = paged(dtype=torch.float32)
+    ids, prompt = [tokens(1, 150, seed=seed)[0] for seed in range(2)], 60
+    kls, losses = [], []
+    for text in ids:
+        probs = []
+        for cache in (DynamicCache(config=model.config), cache_kind(name).make(model.config, 150)):
+            with torch.no_grad():
+                model(text[None, :prompt], past_key_values=cache)
+                steps = [
+                    model(text[None, at : at + 1], past_key_values=cache).logits[0, 0]
+                    for at in range(prompt, 150)
+                ]
+            probs.append(torch.stack(steps).double().log_softmax(-1))
+        kls.append((probs[0].exp() * (probs[0] - probs[1])).sum(-1))
+        losses.append(-probs[1][:-1].gather(1, text[prompt + 1 :, None])[:, 0])
+    kind = cache_kind(name)
+    found = measure_accuracy(model, ids, {"it": lambda: kind.make(model.config, 150)}, prompt)["it"]
+    # both are fp32 logits, computed in chunks of other lengths
+    assert found.kl_mean == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3, abs=1e-8)
+    assert found.perplexity == pytest.approx(torch.cat(losses).mean().exp().item(), rel=1e-5)
+    assert found.tokens == 180
+    assert (found.kl_mean > 1e-4) == (name != "dynamic")
 
 
 def test_interval_covers_the_mean_as_often_as_it_says():
@@ -53,62 +154,44 @@ def test_interval_covers_the_mean_as_often_as_it_says():
     assert 180 <= inside <= 198
     independent = block_interval([text], block=1)
     assert high - low > 3 * (independent[1] - independent[0])  # single tokens would be far too sure
-
-
-def test_interval_is_the_same_at_every_call():
-    text = [torch.arange(300.0), torch.arange(100.0)]
-    assert block_interval(text) == block_interval(text)
-
-
-def test_interval_of_few_tokens_has_a_width():
-    low, high = block_interval([torch.arange(60.0)])
+    assert block_interval([text]) == block_interval([text])
+    low, high = block_interval([torch.arange(60.0)])  # of few tokens it has a width too
     assert low < 29.5 < high
-
-
-def test_percent_of_a_loss():
-    assert percent(0.0) == 0.0
-    assert percent(0.01) == pytest.approx(1.005, abs=1e-3)
 
 
 def test_perplexity_delta_is_paired():
     """Its interval comes from differences: the same text at both sides leaves it at nothing, however hard the text."""
     model = make_model("llama")
-    found = measure_accuracy(
-        model,
-        [tokens(1, 200)[0]],
-        {"dynamic": lambda: DynamicCache(config=model.config)},
-        20,
-    )["dynamic"]
+    texts = [tokens(1, 200)[0]]
+    make = {"dynamic": lambda: DynamicCache(config=model.config)}
+    found = measure_accuracy(model, texts, make, 20)["dynamic"]
     assert found.perplexity_delta == found.perplexity_delta_low == found.perplexity_delta_high == 0
-    assert found.kl_mean == found.kl_high == 0
+    assert found.kl_mean == found.kl_high == 0 and found.top1 == 1
     assert found.perplexity == found.perplexity_exact > 50
 
 
-def test_measure_accuracy_names_bad_texts():
+def test_bad_texts_and_logits_are_refused():
     model = make_model("llama")
     make = {"exact": lambda: kv_hf.PagedCache(model.config)}
     with pytest.raises(ValueError, match="got none"):
         measure_accuracy(model, [], make, 20)
-    with pytest.raises(
-        ValueError, match="1100 tokens is longer than the 1024 that the model reads"
-    ):
+    with pytest.raises(ValueError, match="1100 tokens is longer than the 1024 that the model"):
         measure_accuracy(model, [tokens(1, 1100)[0]], make, 20)
-    with pytest.raises(
-        ValueError, match="prompt_tokens must leave at least two .* 30 tokens .* got 29"
-    ):
+    with pytest.raises(ValueError, match="must leave at least two .* 30 tokens .* got 29"):
         measure_accuracy(model, [tokens(1, 30)[0]], make, 29)
 
+    class Broken(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            keys, values = super().update(key_states, value_states, layer_idx)
+            return keys, values * float("nan") if keys.shape[2] > 30 else values
 
-def test_reference_refuses_a_model_that_emits_nan():
-    model = make_model("llama")
+    broken = {"broken": lambda: Broken(config=model.config)}
+    with pytest.raises(ValueError, match="broken gives logits that are not finite at token 30"):
+        measure_accuracy(model, [tokens(1, 60)[0]], broken, 20)
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
-    try:
-        with pytest.raises(ValueError, match="the model gives logits that are not finite"):
-            ExactReference(model, [tokens(1, 60)[0]], 20).log_probs(0)
-    finally:
-        with torch.no_grad():
-            model.model.norm.weight[0] = 1.0
+    with pytest.raises(ValueError, match="the model, with the exact cache, gives logits that are"):
+        ExactReference(model, [tokens(1, 60)[0]], 20).log_probs(0)
 
 
 def test_reference_without_room_gives_the_same():
@@ -120,94 +203,147 @@ def test_reference_without_room_gives_the_same():
     assert computed.log_probs(1) is not computed.log_probs(1)
 
 
-CACHES = (
-    "dynamic",
-    "static",
-    "paged_exact",
-    "paged_int8",
-    "paged_int4:recent_tokens=16",
-    "quantized_fp8",
-)
+TWINS = ("dynamic", "static", "paged_exact", "paged_int4:recent_tokens=16", "quantized_fp8")
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", TWINS)
 def test_bytes_of_the_twin_are_those_of_the_model_in_that_dtype(name):
     """The twin that no model ran through holds what a real run holds."""
-    model = make_model("llama", dtype=torch.bfloat16)
-    model.set_attn_implementation("kv_hf")
-    kind = cache_kind(name)
-    ids = tokens(1, 150)
+    model, kind, ids = paged(dtype=torch.bfloat16), kind_of(name), tokens(1, 150)[0]
     cache = kind.make(model.config, 150)
-    position = 0
-    with torch.no_grad():
-        while position < 150:
-            end = min(150, position + (70 if position == 0 else next_chunk(cache, position)))
-            model(ids[:, position:end], past_key_values=cache)
-            position = end
+    for _ in decoded(model, ids, cache, 70):
+        pass
     held = measure_held(model.config, layer_shapes(model), kind, 150, 70)
-    assert held.bytes == held_bytes(cache)
-    assert (
-        held.bytes_exact == 2 * 2 * 150 * 2 * 16 * 2
-    )  # sides, layers, tokens, kv heads, head_dim, bytes
-    assert held.bytes_per_token == held.bytes / 150
-    assert held.stored_bits == pytest.approx(16 * held.bytes / held.bytes_exact)
+    assert held["bytes"] == held_bytes(cache)
+    # sides, layers, tokens, kv heads, head_dim, bytes
+    assert held["bytes_exact"] == 2 * 2 * 150 * 2 * 16 * 2
+    assert held["bytes_per_token"] == held["bytes"] / 150
+    assert held["stored_bits"] == pytest.approx(16 * held["bytes"] / held["bytes_exact"])
 
 
-def test_bytes_of_sliding_layers_are_those_of_their_window():
-    model = make_model("mistral", sliding_window=32)
-    short, long = (
-        measure_held(model.config, layer_shapes(model), cache_kind("paged_int8"), tokens, 32)
-        for tokens in (64, 512)
-    )
-    assert long.bytes < 4 * short.bytes
-    kept = 2 * 2 * 31 * 2 * 16 * 2  # what transformers keeps of a window of 32
-    assert kept <= long.bytes_exact < kept + 64  # a count per layer
-
-
-@pytest.mark.parametrize("name", [*CACHES, "paged_int2", "quanto_int4:q_group_size=16"])
+@pytest.mark.parametrize("name", [*TWINS, "paged_int2", PEERS[0]])
 def test_a_recorded_prefill_changes_nothing(name):
-    reason = why_not(name, torch.device("cpu"))
-    if reason:
-        pytest.skip(reason)
-    model = make_model("llama")
-    model.set_attn_implementation("kv_hf")
-    ids = tokens(1, 150)[0]
+    model, kind, ids = paged(dtype=torch.float32), kind_of(name), tokens(1, 150)[0]
     prefill = Prefill(model, ids[None, :80])
+    assert prefill.calls
     own, given = (
-        torch.cat(
-            [
-                logits
-                for _, logits in forced_logits(
-                    model, ids, cache_kind(name).make(model.config, 150), 80, prefill=one
-                )
-            ]
-        )
+        torch.cat([part for _, part in decoded(model, ids, kind.make(model.config, 150), 80, one)])
         for one in (None, prefill)
     )
     assert torch.equal(own, given)
-    cache = cache_kind(name).make(model.config, 150)
+    cache = kind.make(model.config, 150)
     torch.testing.assert_close(prefill.fill(cache), model(ids[None, :80]).logits[:, -1])
 
 
 def test_greedy_is_generate():
     model = make_model("llama")
     ids = tokens(2, 40)
-    wanted = model.generate(
-        ids, max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     found = greedy(Prefill(model, ids), DynamicCache(config=model.config), 12)
-    assert torch.equal(found, wanted[:, 40:])
+    assert torch.equal(found, model.generate(ids, **how)[:, 40:])
 
 
-def test_divergence_counts_the_tokens_before_the_first_difference():
-    exact = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    other = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4], [9, 2, 3, 4]])
-    assert leading_equal(exact, other) == [4, 1, 0]
+def test_paired_difference_tells_apart_what_single_intervals_do_not():
+    """Hard passages are hard for both caches: they cancel out block by block."""
+    assert block_means(torch.arange(130.0)) == [31.5, 95.5, 128.5]
+    generator = torch.Generator().manual_seed(0)
+    hard = torch.rand(60, generator=generator, dtype=torch.float64) ** 4
+    noise = 0.01 * torch.rand(60, generator=generator, dtype=torch.float64)
+    here = {"a": [(hard + noise + 0.01).tolist()]}
+    mean, low, high = paired_difference(here, {"a": [hard.tolist()]})
+    assert 0.01 < low < mean < high < 0.02
+    assert mean == pytest.approx((noise + 0.01).mean().item())
+    single_low, single_high = block_interval([hard], block=1)
+    assert single_high - single_low > 10 * (high - low)
+    with pytest.raises(ValueError, match="blocks of the same windows"):
+        paired_difference(here, {"a": [hard.tolist()] * 2})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved tiny model with a tokenizer, and a text of its words."""
+    found = tmp_path_factory.mktemp("model")
+    make_model("llama").save_pretrained(found)
+    tiny_tokenizer().save_pretrained(found)
+    (found / "text.txt").write_text(sentence(900, seed=3))
+    return found
+
+
+def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
+    """Each text as if it had been measured alone; blocks of 64 tokens give the mean; continuations are generate()'s."""
+    both = {"one": sentence(450, 1), "two": sentence(450, 2)}
+    monkeypatch.setattr("kv_hf.texts.load_text", lambda name: both[name])
+    monkeypatch.setitem(kv_hf.texts.SETS, "pair", tuple(both))
+    loaded, name = LoadedModel(str(folder)), "paged_int2:page_size=16"
+    row = loaded.accuracy(name, TextSettings("pair", 2, 190, 60), 6)
+    assert (row["windows"], row["tokens"], list(row["texts"])) == (4, 4 * 130, list(both))
+    reference = loaded.reference(TextSettings("pair", 2, 190, 60))
+    tally = score(reference, lambda: cache_kind(name).make(loaded.model.config, 196))
+    assert row["kl_mean"] == summary(tally).kl_mean
+    for number, text in enumerate(both):
+        part = tally.of([2 * number, 2 * number + 1])
+        assert row["texts"][text]["kl_high"] == summary(part).kl_high
+        kl = torch.cat(part.kl).mean().item()
+        assert row["texts"][text]["kl_mean"] == kl
+        sizes = (64, 64, 2)
+        blocks = [sum(s * b for s, b in zip(sizes, w, strict=True)) for w in row["kl_blocks"][text]]
+        assert sum(blocks) / 260 == pytest.approx(kl, rel=1e-6)
+    means = {text: one["kl_mean"] for text, one in row["texts"].items()}
+    assert row["worst_text"] == max(means, key=means.get)
+    assert (
+        row["text_digest"]
+        != loaded.accuracy(name, TextSettings("one", 2, 190, 60), 0)["text_digest"]
+    )
+    exact = loaded.accuracy("paged_exact", TextSettings("pair", 2, 190, 60), 6)
+    assert (exact["divergence_mean"], exact["divergence_tokens"]) == (6.0, 6)
+    assert row["stored_bits"] < exact["stored_bits"] and row["kv_heads"] == 2
+    with pytest.raises(ValueError, match="'offloaded' cannot run here"):
+        loaded.accuracy("offloaded", TextSettings("pair", 2, 190, 60))
+    json.dumps(row)
+
+
+def test_revision_follows_the_weights(folder, tmp_path):
+    before = revision_of(str(folder))
+    assert before == revision_of(str(folder)) and len(before) == 12
     model = make_model("llama")
-    prefills = [Prefill(model, tokens(1, 40, seed=seed)) for seed in range(2)]
-    wanted = torch.cat([greedy(one, DynamicCache(config=model.config), 8) for one in prefills])
-    same = measure_divergence(prefills, lambda: kv_hf.PagedCache(model.config), 8, wanted)
-    assert (same.mean, same.median, same.tokens) == (8.0, 8.0, 8)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "text.txt"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    assert revision_of(str(tmp_path)) != before
+
+
+def test_recommend_returns_the_best_that_was_measured_within_the_budget(folder):
+    loaded = LoadedModel(str(folder))
+    loaded.model.set_attn_implementation("sdpa")
+    asked = {"text": str(folder / "text.txt"), "windows": 1, "window": 300, "prompt": 100}
+    names = ["paged_exact", "paged_int4", "paged_int2", "paged_int8:page_size=32"]
+    found = kv_hf.recommend(loaded.model, 14, caches=names, tokenizer=loaded.tokenizer, **asked)
+    assert loaded.model.config._attn_implementation == "sdpa"
+    within = [row for row in found.rows if row["stored_bits"] <= 14]
+    assert [row["cache"] for row in found.rows] == names and 0 < len(within) < 4
+    assert found.cache == min(within, key=lambda row: row["kl_mean"])["cache"]
+    assert found.kl_low <= found.kl <= found.kl_high and found.bits <= 14
+    assert (found.cache_implementation, found.cache_config) == ("paged_int8", {"page_size": 32})
+    loaded.model.generate(
+        tokens(1, 8),
+        max_new_tokens=2,
+        cache_implementation=found.cache_implementation,
+        cache_config=found.cache_config,
+    )
+    alone = Measured(loaded.model, loaded.tokenizer).accuracy(
+        "paged_int2", TextSettings(**asked), 0
+    )
+    assert alone["kl_mean"] == pytest.approx(found.rows[2]["kl_mean"], rel=1e-3)
+    with pytest.raises(ValueError, match="no cache holds at most 1 bits .* paged_int2, holds"):
+        kv_hf.recommend(loaded.model, 1, caches=["paged_int2"], tokenizer=loaded.tokenizer, **asked)
+
+
+@pytest.mark.parametrize("bits", [0, float("nan"), "4"])
+def test_recommend_refuses_what_is_no_budget(bits):
+    with pytest.raises(ValueError, match="bits must be a number above 0"):
+        kv_hf.recommend(None, bits)
 
 
 def test_text_of_a_dataset(tmp_path):
@@ -224,14 +360,3 @@ def test_text_of_a_dataset(tmp_path):
         load_text(f"dataset:{folder},,test,words")
     with pytest.raises(ValueError, match="cannot be read"):
         load_text(f"dataset:{tmp_path / 'nothing'}")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "test.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ValueError, match="is empty"):
-        load_text(f"dataset:{tmp_path / 'empty'}")
-
-
-def test_text_that_is_not_utf8_is_named(tmp_path):
-    path = tmp_path / "latin.txt"
-    path.write_bytes("Größe".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt' is not UTF-8"):
-        load_text(path)

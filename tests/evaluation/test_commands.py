@@ -11,7 +11,10 @@ from tiny_harness import sentence, tiny_tokenizer
 from tiny_models import make_model
 
 import kv_hf_cli
+from kv_hf.evaluation import pareto
 from kv_hf.evaluation.demo_command import CACHES
+from kv_hf.evaluation.models import LoadedModel
+from kv_hf.evaluation.recommend import front, shown
 from kv_hf.evaluation.rows import read_rows
 
 
@@ -55,27 +58,72 @@ def test_demo_shows_every_cache_and_records_rows(folder, tmp_path, capsys):
         assert any(line.startswith(f"{row['cache']} ") for line in printed.out.splitlines())
 
 
-def test_eval_records_rows(folder, tmp_path, capsys):
-    sizes = ("--window", 200, "--prompt", 100, "--windows", 1, "--divergence", 4)
-    asked = ("--model", folder, "--text", folder / "text.txt", "--device", "cpu", *sizes)
-    caches = ("--caches", "paged_int4", "paged_int8")
-    code, printed = run(capsys, "eval", *asked, *caches, "--record")
+SIZES = ("--window", 200, "--prompt", 100, "--windows", 1, "--divergence", 4, "--device", "cpu")
+
+
+def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    asked = ("--model", folder, "--text", folder / "text.txt", *SIZES)
+    caches = ("--caches", "paged_exact", "paged_int4", "paged_int8")
+    more = ("--record", "--bits", 15, "--plot", "plots/a.png")
+    code, printed = run(capsys, "eval", *asked, *caches, *more)
     assert code == 0, printed.err
     assert "KL" in printed.out and "100 scored tokens" in printed.out
-    assert [row["cache"] for row in read_rows(tmp_path / "kv_hf_eval.jsonl")] == list(caches[1:])
+    assert "-0.00" not in printed.out  # fp32 noise of exact pages may be below nothing
+    rows = read_rows(tmp_path / "kv_hf_eval.jsonl")
+    assert [row["cache"] for row in rows] == list(caches[1:])
+    best = min(rows[1:], key=lambda row: row["kl_mean"])
+    assert f"least KL within 15 bits: {best['cache']}, {best['kl_mean']:.5f}" in printed.out
+    assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "plots" / "a.md").read_text("utf-8").splitlines()
+    assert len(table) == 5 and table[2].startswith("| `paged_exact` | ")
+    figures = {row["cache"]: (row["stored_bits"], row["kl_mean"]) for row in rows}
+    for line in table[2:]:
+        bits, kl = figures[line.split("`")[1]]
+        beaten = any(b <= bits and k < kl for b, k in figures.values())
+        assert line.endswith("| yes |") != beaten
+    code, printed = run(capsys, "eval", *asked, "--caches", "paged_int8", "--bits", 2)
+    assert code == 1 and "no cache holds at most 2 bits" in printed.err
 
 
-def test_eval_says_which_cache_gave_no_figures(folder, capsys, monkeypatch):
-    from kv_hf.evaluation.loaded_model import LoadedModel
+def test_pareto_refuses_rows_of_several_texts_and_none(tmp_path):
+    row = {"cache": "a", "model": "m", "text": "t", "stored_bits": 4.0, "kl_mean": 0.1}
+    with pytest.raises(ValueError, match="one model and text, got .'m, t', 'm, u'."):
+        pareto([row, {**row, "cache": "b", "text": "u"}], tmp_path / "a.png")
+    with pytest.raises(ValueError, match="got none"):
+        pareto([], tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())
+    found = front(
+        [{**row, "kl_mean": kl, "stored_bits": b} for b, kl in ((4, 0.1), (5, 0.2), (3, 0.3))]
+    )
+    assert [one["stored_bits"] for one in found] == [3, 4]
+    assert shown(-0.000001, ".5f") == "0.00000" and shown(-0.01, "+.2f") == "-0.01"
 
-    def refuse(*_):
-        raise ValueError("not today")
 
-    monkeypatch.setattr(LoadedModel, "accuracy", refuse)
-    asked = ("--model", folder, "--text", folder / "text.txt", "--window", 200, "--prompt", 100)
-    code, printed = run(capsys, "eval", *asked, "--caches", "paged_int4", "--device", "cpu")
-    assert code == 1
-    assert "no figures for paged_int4: not today" in printed.err
+def test_eval_says_which_cache_gave_no_figures_and_stops_at_an_interrupt(
+    folder, tmp_path, capsys, monkeypatch
+):
+    measure = LoadedModel.accuracy
+
+    def some(self, cache, *args):
+        if cache == "paged_int4":
+            raise ValueError("not today")
+        if cache == "paged_int2":
+            raise KeyboardInterrupt
+        return measure(self, cache, *args)
+
+    monkeypatch.setattr(LoadedModel, "accuracy", some)
+    asked = ("--model", folder, "--text", folder / "text.txt", *SIZES, "--record")
+    code, printed = run(capsys, "eval", *asked, "--caches", "paged_int4", "paged_int8")
+    assert code == 1 and "no figures for paged_int4: not today" in printed.err
+    code, printed = run(capsys, "eval", *asked, "--caches", "paged_int8", "paged_int2", "dynamic")
+    assert code == 130 and "interrupted at paged_int2; 1 caches are measured" in printed.err
+    assert "Traceback" not in printed.err and "paged_int8" in printed.out
+    rows = read_rows(tmp_path / "kv_hf_eval.jsonl")
+    assert [row["cache"] for row in rows] == ["paged_int8"] * 2
+
+
+NO_CUDA = "device is 'cuda', but there is no CUDA device here"
 
 
 @pytest.mark.parametrize(
@@ -84,10 +132,14 @@ def test_eval_says_which_cache_gave_no_figures(folder, capsys, monkeypatch):
         (["demo", "--model", "./nothing"], "model './nothing': there is no such folder"),
         (["eval", "--model", "./nothing"], "model './nothing': there is no such folder"),
         (["eval", "--model", "x", "--caches", "paged_int"], "paged_int"),
+        (["eval", "--model", "x", "--bits", "0"], "bits must be a number above 0"),
+        (["eval", "--model", "x", "--device", "cuda"], NO_CUDA),
+        (["demo", "--model", "x", "--device", "cuda"], NO_CUDA),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=" ".join,
 )
-def test_commands_say_why_they_end(arguments, says, capsys):
+def test_commands_say_why_they_end(arguments, says, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, printed = run(capsys, *arguments)
     assert code == 2
     error = printed.err.splitlines()[-1]

@@ -28,8 +28,9 @@ EXTRAS = (
 TOOLS = (
     "kv_hf.doctor",
     "kv_hf.evaluation",
-    "kv_hf.evaluation.harness.tasks",
-    "kv_hf.evaluation.retrieval",
+    "kv_hf.evaluation.demo_command",
+    "kv_hf.evaluation.eval_command",
+    "kv_hf.evaluation.needles",
     "kv_hf.gqa",
     "kv_hf.planner",
 )
@@ -48,38 +49,36 @@ sys.modules.update(dict.fromkeys({EXTRAS}))
 for name in {TOOLS}:
     __import__(name)
 import kv_hf.evaluation as evaluation
-print(*(getattr(evaluation, name).__name__ for name in evaluation.__all__))
+names = [name for name in evaluation.__all__ if name != "run_tasks"]
+print(*(getattr(evaluation, name).__name__ for name in names))
 """
     done = python(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == evaluation.__all__
-
-
-def register():
-    from kv_hf.evaluation.harness.register import register
-
-    register()
+    assert done.stdout.split() == [name for name in evaluation.__all__ if name != "run_tasks"]
 
 
 def model_class():
-    sys.modules.pop("kv_hf.evaluation.harness.model", None)
-    import kv_hf.evaluation.harness.model  # noqa: F401
+    sys.modules.pop("kv_hf.evaluation.lm_eval", None)
+    import kv_hf.evaluation.lm_eval  # noqa: F401
 
 
-@pytest.mark.parametrize(
-    ("missing", "call"),
-    [("lm_eval", register), ("lm_eval", model_class)],
-)
+def draw():
+    from kv_hf.evaluation import pareto
+
+    pareto([{"text": "t", "cache": "a", "stored_bits": 1, "kl_mean": 1}], "x.png")
+
+
+@pytest.mark.parametrize(("missing", "call"), [("lm_eval", model_class), ("matplotlib", draw)])
 def test_a_missing_package_names_the_extra(missing, call, monkeypatch):
     # parts that earlier tests imported would be found without their package
     parts = [name for name in sys.modules if name.startswith(f"{missing}.")]
     for name in (missing, *parts):
         monkeypatch.setitem(sys.modules, name, None)
-    module = sys.modules.get("kv_hf.evaluation.harness.model")
+    module = sys.modules.get("kv_hf.evaluation.lm_eval")
     with pytest.raises(ImportError, match=rf"needs {missing}.*pip install -e '\.\[eval\]'"):
         call()
     if module is not None:
-        sys.modules["kv_hf.evaluation.harness.model"] = module
+        sys.modules["kv_hf.evaluation.lm_eval"] = module
 
 
 def test_extra_leaves_faults_of_ours_as_they_are():

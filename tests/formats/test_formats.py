@@ -29,8 +29,7 @@ from kv_hf.backends.registry import choose, layout_for
 from kv_hf.backends.torch_ops import spec_name
 from kv_hf.cache_names import all_cache_names, parse_cache_name
 from kv_hf.errors import CacheFileError, CacheMismatchError, CacheOptionError
-from kv_hf.evaluation.cache_kinds import cache_kind
-from kv_hf.evaluation.harness.caches import harness_cache
+from kv_hf.evaluation.caches import cache_kind
 from kv_hf.formats import (
     base,
     format_names,
@@ -297,9 +296,8 @@ def test_plan_and_its_command_know_a_registered_format(nf4, capsys):
 def test_evaluation_knows_a_registered_format(nf4, model):
     assert "paged_nf4" in all_cache_names()
     assert parse_cache_name("paged_nf4:key_group_size=8") == ("paged_nf4", {"key_group_size": 8})
-    for kind in (cache_kind("paged_nf4:keys=int8"), harness_cache("paged_nf4", "keys=int8")):
-        [layer, *_] = kind.make(model.config, 0).paged_layers
-        assert layer.formats.names == ("int8", "nf4")
+    [layer, *_] = cache_kind("paged_nf4:keys=int8").make(model.config, 0).paged_layers
+    assert layer.formats.names == ("int8", "nf4")
 
 
 def test_doctor_tries_a_registered_format(nf4, capsys):

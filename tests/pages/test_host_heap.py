@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 from tiny_models import make_model, tokens
+from transformers import LlamaConfig
 
 import kv_hf
-from kv_hf.evaluation import footprint
+from kv_hf.evaluation import measure_footprint
 from kv_hf.pages import host_heap
 from kv_hf.pages.host_heap import LEAST_COLUMNS, VARIABLE, PrefillWatch, give_back_freed, trim_heap
 
@@ -155,11 +156,19 @@ def test_trim_heap_finds_glibc():
 @pytest.mark.slow
 @pytest.mark.skipif(not host_heap._malloc_trim(), reason="only glibc keeps what a prefill frees")
 def test_process_with_int4_stays_below_one_with_dynamic_cache():
-    """Two processes of their own, as users start them."""
+    """Two processes of their own, as users start them: a small model with heads as real ones have them."""
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    }
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        **sizes, **heads, max_position_embeddings=1 << 20, tie_word_embeddings=False
+    )
     grown = {
-        cache: footprint.measure_footprint(
-            "small", cache, 8192, steps=4, weights="random", speed=False
-        )
+        cache: measure_footprint(config, cache, 8192, steps=4, weights="random", speed=False)
         for cache in ("dynamic", "paged_int4")
     }
     if grown["dynamic"]["prefill_grown_bytes"] is None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kv_hf.evaluation.shapes import RANDOM_MODELS, SHAPES
+from kv_hf.evaluation.timing import Budget
 from measure.gpu import measure
 from measure.gpu.crew import Worker, together
 from measure.gpu.plan import TINY, Job, Part, Sizes, make_plan
@@ -18,8 +20,6 @@ from paths import ROOT
 from kv_hf.doctor.kernels import paged_names
 from kv_hf.evaluation import timing
 from kv_hf.evaluation.rows import read_rows
-from kv_hf.evaluation.shapes import RANDOM_MODELS, SHAPES
-from kv_hf.evaluation.timing import Budget
 
 SCRIPTS = ROOT / "scripts"
 # a worker without torch: what a job does is what its settings say

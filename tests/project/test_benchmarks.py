@@ -4,6 +4,9 @@ import json
 
 import pytest
 import torch
+from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
+from kv_hf.evaluation.shapes import SHAPES, AttentionShape, random_config
+from kv_hf.evaluation.timing import Budget, copy_bandwidth, interleave, quantile, spread
 from measure.speed.compare_steps import compare_steps, ms_per_1k_tokens
 from measure.speed.decode_contenders import Workload, layers_for, paged, stock
 from measure.speed.oracle import Verdict, decoded_tokens, judge, judge_pages, softmax_attention
@@ -16,10 +19,7 @@ from transformers import DynamicCache, StaticCache
 import kv_hf
 from kv_hf.backends.cpu import library
 from kv_hf.backends.registry import layout_for
-from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
 from kv_hf.evaluation.rows import latest_run
-from kv_hf.evaluation.shapes import SHAPES, AttentionShape, random_config
-from kv_hf.evaluation.timing import Budget, copy_bandwidth, interleave, quantile, spread
 from kv_hf.formats import FORMAT_NAMES
 from kv_hf.spec import LANES
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from kv_hf.evaluation.loaded_model import LoadedModel, revision_of
+from kv_hf.evaluation.models import LoadedModel, revision_of
 from measure.models.packaged import resolve_model
 
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kv_hf.evaluation.model_name import check_model_name
+from kv_hf.evaluation.models import check_model_name
 from kv_hf.user_dir import made_once, user_dir
 from measure.models.stories15m import stories15m
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kv_hf.evaluation.harness.nltk_data import packaged_nltk
+from measure.tasks.nltk_data import packaged_nltk
 from kv_hf.files.reading import TEXT_BYTES, read_text
 from kv_hf.files.writing import replace_text
 from kv_hf.user_dir import user_dir

@@ -1,0 +1,247 @@
+"""Every cache that a user of transformers can choose, by name, and the bytes that it holds. Knows no text."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+)
+
+from ..cache.paged_cache import PagedCache
+from ..cache.report import tensor_bytes
+from ..cache_names import PEERS, QUANTIZED, all_cache_names, parse_cache_name
+from ..config import CacheConfig
+from ..errors import CacheOptionError
+from ..formats import ATTENTION_NAME, is_cache_name
+from ..spec import predict_memory
+
+# parts on the model's device; "offloaded" lies outside of it and is counted apart
+HELD = ("payload", "scales", "tail", "tables", "staging", "other")
+PARTS = (*HELD, "offloaded")
+ENCODED = ("_quantized_keys", "_quantized_values")  # of a layer of QuantizedCache
+# [kv heads, key dim, value dim] of a layer, or None for a layer that holds no keys and values
+LayerShape = tuple[int, int, int] | None
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """A way to cache.
+
+    Attributes:
+        attention: attention implementation of the model that it is measured with.
+        make: (model config, most tokens that will be held) -> an empty cache.
+    """
+
+    name: str
+    attention: str
+    make: Callable[[Any, int], Any]
+
+
+def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
+    """Return the cache called `name`: one of all_cache_names(), with options behind a colon if need be.
+
+    "paged_int4:keys=int8,recent_tokens=32" takes options of kv_hf.CacheConfig, "hqq_int4:axis_key=1" those of
+    transformers' QuantizedCache; those of `register_peer` decide themselves. `kernel` is kv_hf's option of that name.
+
+    Raises: CacheOptionError for an unknown cache; ValueError for options of a cache that takes none, or that are not
+        NAME=VALUE.
+    """
+    return named_kind(name, *parse_cache_name(name), kernel)
+
+
+def named_kind(name: str, base: str, options: Mapping[str, Any], kernel: str = "auto") -> CacheKind:
+    """Do what `cache_kind` says with a name that is split into the cache and its options; `name` is what rows call it."""
+    if is_cache_name(base):
+        given = {"kernel": kernel, **options}
+        CacheConfig.from_options(base, given)
+        return CacheKind(
+            name,
+            ATTENTION_NAME,
+            lambda config, _: PagedCache.from_implementation(config, base, given),
+        )
+    if base in QUANTIZED:
+        quantized = {**QUANTIZED[base], **options}
+        return CacheKind(name, "sdpa", lambda config, _: QuantizedCache(config=config, **quantized))
+    if base in PEERS:
+        peer, attention = PEERS[base]
+        return CacheKind(name, attention, lambda config, _: peer(config, dict(options)))
+    if options:
+        raise ValueError(f"cache {base!r} takes no options, got {name!r}")
+    if base == "static":
+        return CacheKind(
+            name, "sdpa", lambda config, most: StaticCache(config=config, max_cache_len=most)
+        )
+    offloads = base == "offloaded"
+    return CacheKind(
+        name, "sdpa", lambda config, _: DynamicCache(config=config, offloading=offloads)
+    )
+
+
+def register_peer(
+    name: str, make: Callable[[Any, Mapping[str, Any]], Cache], attention: str = "sdpa"
+) -> None:
+    """Make a cache of another package known by name, so that everything here measures it beside the others.
+
+    Each token that is scored is read by a forward of its own, unless `make` returns a plain PagedCache or
+    QuantizedCache, whose rules are known (see `accuracy.next_chunk`). Processes that are started for a
+    measurement (`measure_footprint`) do not know the name.
+
+    Args:
+        name: lower-case letters, digits and underscores; names that begin with "paged_" are kv_hf's.
+        make: (model config, options behind the colon of the name) -> an empty cache. It raises ImportError, saying what
+            to install, where a package is missing.
+        attention: implementation of attention of the model that reads the cache.
+    Raises: CacheOptionError for a bad name and for one that is taken.
+    """
+    if not re.fullmatch(r"(?!paged_)[a-z][a-z0-9_]*", name):
+        raise CacheOptionError(
+            "name of a peer must be lower-case letters, digits or underscores, a letter first, and must not begin with "
+            f"paged_, got {name!r}"
+        )
+    if name in all_cache_names():
+        raise CacheOptionError(f"cache {name!r} is there already; take another name")
+    PEERS[name] = (make, attention)
+
+
+def unregister_peer(name: str) -> None:
+    """Take a name back that `register_peer` added. Raises CacheOptionError for any other name."""
+    if name not in PEERS:
+        raise CacheOptionError(
+            f"cache {name!r} is not a registered peer; there are {', '.join(PEERS) or 'none'}"
+        )
+    del PEERS[name]
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Return why the cache `name` cannot be measured on `device`, or None.
+
+    A quantized cache and a registered one are tried: some need a package, a newer transformers, or a compiler at their first step.
+    """
+    if name == "offloaded" and device.type != "cuda":
+        return "it moves layers from the GPU to the CPU, and there is no GPU"
+    if parse_cache_name(name)[0] not in (*QUANTIZED, *PEERS):
+        return None
+    config = LlamaConfig(
+        hidden_size=4096, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8
+    )
+    states = torch.randn(1, 8, 64, 128, dtype=torch.bfloat16, device=device)
+    try:
+        cache = cache_kind(name).make(config, 0)
+        for _ in range(2):  # what was quantized is read at the second call
+            cache.update(states, states, 0)
+    except Exception as error:  # whatever a missing or broken package raises
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{type(error).__name__}: {lines[0][:240]}"
+    return None
+
+
+def held_bytes(cache: Any) -> int:
+    """Return the bytes of all keys and values that a cache holds, with scales, wherever they lie."""
+    if isinstance(cache, PagedCache):
+        return cache.memory().total
+    return sum(tensor_bytes(vars(layer)) for layer in cache.layers)
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path of names, plain tensor [any shape]) for all tensors in tensors of tensors, lists and dicts.
+
+    A wrapper subclass (quanto) has no memory of its own: the tensors that it is made of count.
+    """
+    inner: Any = ()
+    if isinstance(value, torch.Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            yield name, value
+        else:
+            inner = ((part, getattr(value, part)) for part in flatten()[0])
+    elif isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, (list, tuple)):
+        inner = enumerate(value)
+    for part, item in inner:
+        yield from leaves(item, f"{name}.{part}")
+
+
+def cache_parts(cache: Cache, device: torch.device) -> dict[str, int]:
+    """Return the bytes of each of PARTS; those of HELD add up to what lies on `device`.
+
+    payload: codes of what is quantized, and the keys and values of caches that store them exactly, with
+        the room that a preallocated one keeps free. scales: scales and offsets. tail: exact tokens beside
+        quantized ones. tables, staging: of PagedCache only. other: counters and states that are no keys or
+        values. offloaded: of all these, what lies on another device.
+    """
+    if isinstance(cache, PagedCache):
+        memory = cache.memory()
+        return {part: int(getattr(memory, part)) for part in PARTS}
+    found = dict.fromkeys(PARTS, 0)
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            for path, tensor in leaves(value, name):
+                part = "other"
+                if name in ENCODED:
+                    # quanto: ._data._data, ._scale, ._shift; hqq and fp8: .0 are the codes, .1 the scales of them
+                    codes = path.startswith((f"{name}._data", f"{name}.0"))
+                    part = "payload" if codes else "scales"
+                elif name in ("keys", "values"):
+                    part = "tail" if hasattr(layer, ENCODED[0]) else "payload"
+                away = tensor.device.type != device.type
+                found["offloaded" if away else part] += tensor.nbytes
+    return found
+
+
+def kept_bytes(cache: Cache) -> int | None:
+    """Return the bytes of memory that the tensors of a cache of transformers keep alive; None for PagedCache.
+
+    More than the parts where a tensor is a view of a larger one (a sliding layer right behind a long prompt).
+    """
+    if isinstance(cache, PagedCache):
+        return None
+    found = [tensor for layer in cache.layers for _, tensor in leaves(vars(layer))]
+    blocks = {(one.untyped_storage().data_ptr(), one.device): one for one in found}
+    return sum(one.untyped_storage().nbytes() for one in blocks.values())
+
+
+def predicted_bytes(cache: Cache) -> int | None:
+    """Return what `predict_memory` says of a cache's tokens, None for caches that it does not cover.
+
+    Those are caches of transformers, layers without pages, sliding windows, preallocated pages, and pages that are shared
+    or lie outside of the device.
+    """
+    if not isinstance(cache, PagedCache):
+        return None
+    own, group, paged = cache.options, cache.group, cache.paged_layers
+    specs = [layer.spec for layer in paged if layer.spec is not None]
+    apart = (own.offload, own.prefix_store, own.max_length)
+    sliding = any(getattr(layer, "window", None) for layer in paged)
+    if sliding or len(specs) < len(cache.layers) or any(one is not None for one in apart):
+        return None
+    return predict_memory(
+        specs,
+        [group.tokens(row) for row in group.rows],
+        sink_tokens=own.sink_tokens,
+        recent_tokens=own.recent_tokens,
+        reserve_tokens=own.reserve_tokens,
+        max_pages=own.max_pages,
+    ).total
+
+
+def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """Return the shape of every layer's keys and values, found by one forward over two tokens."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    shapes: list[LayerShape] = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        empty = keys is None or values is None or not keys.numel()
+        shapes.append(None if empty else (keys.shape[1], keys.shape[-1], values.shape[-1]))
+    return shapes

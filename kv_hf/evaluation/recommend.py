@@ -1,0 +1,183 @@
+"""Which of several caches to take: what they lose against what they hold, within a budget, and as a picture."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from ..cache_names import parse_cache_name
+from ..extras import extra
+from ..files.writing import replace_text
+from ..formats import cache_names
+from .caches import cache_kind, why_not
+from .models import Measured, TextSettings, paged_attention
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The measured cache that loses least within a budget.
+
+    Attributes:
+        cache: its name with options, as commands take it.
+        cache_implementation, cache_config: the same, as `model.generate` takes it.
+        bits: bits per number that it holds, everything counted, at the measured length.
+        kl, kl_low, kl_high: mean KL divergence from the exact cache, nats per token, and its 95 % interval.
+        rows: of every measured cache (see `Measured.accuracy`), those beyond the budget too.
+    """
+
+    cache: str
+    bits: float
+    kl: float
+    kl_low: float
+    kl_high: float
+    rows: list[dict[str, Any]]
+
+    @property
+    def cache_implementation(self) -> str:
+        """The name without options."""
+        return parse_cache_name(self.cache)[0]
+
+    @property
+    def cache_config(self) -> dict[str, Any]:
+        """The options."""
+        return parse_cache_name(self.cache)[1]
+
+
+def shown(value: float, form: str) -> str:
+    """Return a figure as text in a format of Python's; what rounds to nothing has no minus."""
+    return re.sub(r"^-(?=[0.]+%?$)", "", format(value, form))
+
+
+def interval(row: Mapping[str, Any]) -> str:
+    """Return the KL of a row, or of a text in it, with its 95 % interval."""
+    mean, low, high = (shown(row[f"kl_{end}"], ".5f") for end in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def check_bits(bits: float) -> None:
+    """Raise ValueError for a budget that is no number of bits above 0."""
+    good = isinstance(bits, (int, float)) and not isinstance(bits, bool)
+    if not good or not 0 < bits < math.inf:
+        raise ValueError(
+            f"bits must be a number above 0 of bits per stored number, such as 5, got {bits!r}"
+        )
+
+
+def best(rows: Sequence[dict[str, Any]], bits: float) -> dict[str, Any]:
+    """Return the row of the cache that loses least among those that hold at most `bits` bits per number.
+
+    Raises: ValueError where none is so small.
+    """
+    check_bits(bits)
+    within = [row for row in rows if row["stored_bits"] <= bits]
+    if not within:
+        least = min(rows, key=lambda row: row["stored_bits"])
+        raise ValueError(
+            f"no cache holds at most {bits:g} bits per number: the smallest, {least['cache']}, holds "
+            f"{least['stored_bits']:.2f} at {least['window']} tokens"
+        )
+    return min(within, key=lambda row: row["kl_mean"])
+
+
+def recommend(
+    model: Any,
+    bits: float,
+    *,
+    caches: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    text: str = "held_out",
+    windows: int = 2,
+    window: int = 1600,
+    prompt: int = 512,
+) -> Recommendation:
+    """Measure caches on a model and a text, and return the one that loses least within a budget.
+
+        found = kv_hf.recommend(model, 5)
+        model.generate(**inputs, cache_implementation=found.cache_implementation, cache_config=found.cache_config)
+
+    Args:
+        model: a causal language model in eval mode.
+        bits: the budget: bits per number, scales, tails and tables counted, for a text of `window` tokens.
+        caches: names with options, see `cache_kind`; None takes every paged cache that has a name.
+        tokenizer: None loads the one that lies beside the model's weights.
+        text, windows, window, prompt: see `TextSettings`. Give text of the kind that the model will read.
+    Raises: ValueError for a bad budget, cache or text before anything is measured; for a budget that no cache meets.
+    """
+    check_bits(bits)
+    names = list(cache_names() if caches is None else caches)
+    if not names:
+        raise ValueError("caches must name at least one cache, got none")
+    for name in names:
+        cache_kind(name)
+        if reason := why_not(name, model.device):
+            raise ValueError(f"cache {name!r} cannot run here: {reason}")
+    measured = Measured(model, tokenizer or AutoTokenizer.from_pretrained(model.name_or_path))
+    settings = TextSettings(text, windows, window, prompt)
+    with paged_attention(model):
+        total = len(names) * len(measured.reference(settings).texts) * (window - prompt)
+        with tqdm(total=total, unit="token", disable=None) as bar:
+            rows = [
+                {"cache": name, **measured.accuracy(name, settings, 0, bar.update)}
+                for name in names
+            ]
+    row = best(rows, bits)
+    figures = (row[field] for field in ("cache", "stored_bits", "kl_mean", "kl_low", "kl_high"))
+    return Recommendation(*figures, rows)
+
+
+def front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of which no other holds as little and loses less, by rising bits."""
+    found: list[dict[str, Any]] = []
+    for row in sorted(rows, key=lambda row: (row["stored_bits"], row["kl_mean"])):
+        if not found or row["kl_mean"] < found[-1]["kl_mean"]:
+            found.append(row)
+    return found
+
+
+def pareto(rows: Sequence[dict[str, Any]], path: str | Path) -> list[Path]:
+    """Draw what caches lose against what they hold, with the Pareto front, and write the same as a Markdown table beside it.
+
+    Args:
+        rows: of kind "accuracy", one model and text; of several of one cache the newest counts.
+        path: the picture (.png, .svg); the table has the ending .md.
+    Returns: the files written.
+    Raises: ValueError for rows of several models or texts and where there is none.
+    """
+    rows = list({row["cache"]: row for row in rows}.values())
+    titles = {f"{row.get('model') or 'model'}, {row['text']}" for row in rows}
+    if len(titles) != 1:
+        raise ValueError(f"rows must be of one model and text, got {sorted(titles) or 'none'}")
+    with extra("eval", "the plot"):
+        from matplotlib.figure import Figure
+    best_ones, path = front(rows), Path(path)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        at, mean = row["stored_bits"], row["kl_mean"]
+        ends = [[max(0.0, mean - row["kl_low"])], [max(0.0, row["kl_high"] - mean)]]
+        colour = "tab:blue" if row["cache"].startswith("paged_") else "tab:gray"
+        axes.errorbar(at, mean, ends, fmt="o", color=colour)
+        beside = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+        axes.annotate(row["cache"], (at, mean), **beside)
+    line = [[row[field] for row in best_ones] for field in ("stored_bits", "kl_mean")]
+    axes.plot(*line, color="tab:blue", linewidth=1, zorder=0)
+    axes.set_yscale("symlog", linthresh=1e-6)
+    axes.set(title=titles.pop(), xlabel="bits per number", ylabel="KL from the exact cache, nats")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    lines = [
+        "| cache | bits | B/token | KL (95 % interval) | top-1 | on the front |",
+        "|---" * 6 + "|",
+    ]
+    for row in sorted(rows, key=lambda row: -row["stored_bits"]):
+        cells = [f"`{row['cache']}`", f"{row['stored_bits']:.2f}", f"{row['bytes_per_token']:.0f}"]
+        cells += [interval(row), f"{row['top1']:.1%}", "yes" if row in best_ones else ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    table = path.with_suffix(".md")
+    replace_text(table, "\n".join(lines) + "\n")
+    return [path, table]

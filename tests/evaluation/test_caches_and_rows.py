@@ -1,0 +1,275 @@
+"""Caches by name and their bytes by part; rows, what stands in each of them, and files that are damaged or full."""
+
+import json
+import resource
+import signal
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import make_model, tokens
+from transformers import DynamicCache
+
+import kv_hf
+from kv_hf.cache_names import all_cache_names
+from kv_hf.errors import CacheOptionError
+from kv_hf.evaluation import models, register_peer, unregister_peer
+from kv_hf.evaluation.accuracy import measure_accuracy
+from kv_hf.evaluation.caches import (
+    HELD,
+    cache_kind,
+    cache_parts,
+    held_bytes,
+    kept_bytes,
+    predicted_bytes,
+    why_not,
+)
+from kv_hf.evaluation.models import PACKAGED, UNKNOWN, Weights, weights_of
+from kv_hf.evaluation.rows import (
+    INSTRUCTIONS,
+    append_rows,
+    check_writable,
+    instructions,
+    latest_run,
+    make_row,
+    read_rows,
+)
+
+CPU = torch.device("cpu")
+STOCK = ("dynamic", "static", "quanto_int4", "hqq_int8", "hqq_int4", "quantized_fp8")
+OURS = (
+    "paged_exact",
+    "paged_int4:keys=int8,recent_tokens=32,page_size=16",
+    "paged_fp8:reserve_tokens=400",
+)
+
+
+@torch.no_grad()
+def filled(name, batch=2, length=150, steps=2):
+    reason = why_not(name, CPU)
+    if reason:
+        pytest.skip(reason)
+    model, kind = make_model("llama"), cache_kind(name)
+    model.set_attn_implementation(kind.attention)
+    cache = kind.make(model.config, length + steps + 8)
+    ids = tokens(batch, length)
+    for piece in (ids, *([ids[:, :1]] * steps)):
+        model(piece, past_key_values=cache)
+    return cache
+
+
+def tensors_in(value, seen):
+    """Find every plain tensor behind an object, by its attributes: another way than that of the library."""
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
+        yield value
+    elif isinstance(value, torch.Tensor):  # a wrapper: what it is made of are its attributes
+        value = list(vars(value).values())
+    if isinstance(value, dict):
+        value = list(value.values())
+    for item in value if isinstance(value, (list, tuple)) else ():
+        yield from tensors_in(item, seen)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_parts_of_stock_caches_are_their_tensors(name):
+    cache = filled(name)
+    parts = cache_parts(cache, CPU)
+    plain = list(tensors_in([vars(layer) for layer in cache.layers], {}))
+    total = sum(parts[part] for part in HELD)
+    assert total == sum(tensor.nbytes for tensor in plain) == held_bytes(cache)
+    assert kept_bytes(cache) == total
+    assert parts["offloaded"] == parts["tables"] == parts["staging"] == 0
+    assert predicted_bytes(cache) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "scale", "tail"),
+    [("dynamic", 32, 0, 0), ("quanto_int4", 4, 8, 2), ("hqq_int8", 8, 8, 2), ("hqq_int4", 4, 8, 2)],
+)
+def test_parts_of_stock_caches_by_hand(name, bits, scale, tail):
+    """160 tokens are encoded in groups of 64 with a scale and an offset each; the two behind them are exact."""
+    parts = cache_parts(filled(name, length=160), CPU)
+    numbers = 2 * 2 * 2 * 2 * 16  # keys and values, layers, rows, kv heads, head_dim
+    behind = 160 if tail else 162
+    assert parts["payload"] == numbers * behind * bits // 8
+    assert parts["scales"] == numbers * behind // 64 * scale
+    assert parts["tail"] == numbers * tail * 4
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_parts_of_pages_are_what_memory_and_the_prediction_say(name):
+    cache = filled(name)
+    memory, parts = cache.memory(), cache_parts(cache, CPU)
+    assert sum(parts[part] for part in HELD) == memory.total == held_bytes(cache)
+    assert parts["payload"] == memory.payload > 0
+    assert predicted_bytes(cache) == memory.total
+
+
+def test_bytes_outside_of_the_device_and_behind_views_are_told_apart():
+    cache = filled("paged_int4:offload=disk")
+    assert predicted_bytes(cache) is None and cache_parts(cache, CPU)["offloaded"] > 0
+    cache = DynamicCache()
+    whole = torch.zeros(1, 2, 100, 16)
+    cache.update(whole, whole.clone(), 0)
+    cache.layers[0].keys = cache.layers[0].keys[:, :, -10:]
+    assert cache_parts(cache, CPU)["payload"] == (100 + 10) * 2 * 16 * 4
+    assert kept_bytes(cache) == (100 + 100) * 2 * 16 * 4
+
+
+def test_register_peer_measures_a_cache_like_the_others():
+    class Rounded(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            keys = (key_states * self.steps).round() / self.steps
+            return super().update(keys, value_states, layer_idx)
+
+    def make(config, options):
+        cache = Rounded(config=config)
+        cache.steps = options.get("steps", 8)
+        return cache
+
+    register_peer("rounded", make)
+    try:
+        assert "rounded" in all_cache_names() and why_not("rounded", CPU) is None
+        model = make_model("llama")
+        subjects = {
+            name: lambda name=name: cache_kind(name).make(model.config, 90)
+            for name in ("rounded", "rounded:steps=64", "dynamic")
+        }
+        found = measure_accuracy(model, [tokens(1, 90)[0]], subjects, 30)
+        coarse, fine, exact = (one.kl_mean for one in found.values())
+        assert coarse > 4 * fine > 0 and exact == 0
+        with pytest.raises(CacheOptionError, match="'rounded' is there already"):
+            register_peer("rounded", make)
+    finally:
+        unregister_peer("rounded")
+    assert "rounded" not in all_cache_names()
+    with pytest.raises(CacheOptionError, match="'dynamic' is not a registered peer"):
+        unregister_peer("dynamic")
+    for name in ("paged_mine", "Mine", "dynamic"):
+        with pytest.raises(CacheOptionError):
+            register_peer(name, make)
+
+
+def test_cache_kind_takes_options_and_refuses_others():
+    config = make_model("llama").config
+    cache = cache_kind("paged_int4:keys=int8,page_size=32").make(config, 0)
+    assert (cache.options.keys, cache.options.values, cache.options.page_size) == (
+        "int8",
+        "int4",
+        32,
+    )
+    with pytest.raises(ValueError, match="takes no options"):
+        cache_kind("dynamic:a=1")
+    with pytest.raises(ValueError, match="NAME=VALUE"):
+        cache_kind("paged_int4:keys")
+    with pytest.raises(kv_hf.CacheOptionError, match="did you mean 'paged_int4'"):
+        cache_kind("pagedint4")
+
+
+# -- rows
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    """Folders of one test have the names of another's."""
+    weights_of.cache_clear()
+    yield
+    weights_of.cache_clear()
+
+
+def test_rows_are_appended_whole_and_an_unfinished_line_is_dropped(tmp_path):
+    out = tmp_path / "folder" / "rows.jsonl"
+    check_writable(out)
+    assert not out.exists() and read_rows(out) == []
+    append_rows(out, [{"a": 1}])
+    with out.open("a") as file:
+        file.write('{"b": 2, "c"')
+    assert read_rows(out) == [{"a": 1}]
+    append_rows(out, [{"d": 4}, {"e": 5}])
+    assert out.read_text() == '{"a": 1}\n{"d": 4}\n{"e": 5}\n'
+    with pytest.raises(ValueError, match="Out of range float"):
+        append_rows(out, [{"f": 6}, {"g": float("nan")}])
+    assert len(read_rows(out)) == 3
+    out.write_text('{"a": 1}\nnonsense\n{"d": 4}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: not a row"):
+        read_rows(out)
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_writable(tmp_path)
+
+
+def test_a_full_disk_leaves_whole_rows(tmp_path):
+    """The file system refuses in the middle of a line: what was there stays."""
+    out = tmp_path / "rows.jsonl"
+    append_rows(out, [{"first": 1}])
+    before = out.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            append_rows(out, [{"much": "x" * 5000}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert out.read_bytes() == before
+
+
+def test_latest_run_takes_one_date_commit_and_machine():
+    rows = [{"date": "1", "commit": c, "n": n} for n, c in enumerate("aabb")]
+    assert [row["n"] for row in latest_run(rows)] == [2, 3]
+    assert [row["n"] for row in latest_run(rows, commit="a")] == [0, 1]
+    assert latest_run(rows, commit="c") == []
+
+
+def test_make_row_says_which_weights_and_which_machine():
+    row = make_row(kind="x", model="smollm2-135m")
+    assert row["weights_precision"] == "Q4_1" and row["model_file"].startswith("SmolLM2")
+    assert {"date", "commit", "machine", "versions", "threads"} <= set(row)
+    assert make_row(model="tiny", weights="random")["weights_precision"] == "random weights"
+    assert "weights_precision" not in make_row(kind="sizes")
+    assert make_row(date="then")["date"] == "then"
+    assert instructions() is None or set(instructions()) <= set(INSTRUCTIONS)
+    json.dumps(row)
+
+
+def test_weights_of_a_converted_folder_are_those_of_its_package_only_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
+    folder = tmp_path / "models" / "Gemma-3-270M"
+    folder.mkdir(parents=True)
+    assert weights_of(str(folder)) == PACKAGED["gemma-3-270m"]
+    elsewhere = tmp_path / "Gemma-3-270M"
+    make_model("llama").to(torch.float16).save_pretrained(elsewhere)
+    assert weights_of(str(elsewhere)) == Weights("folder Gemma-3-270M", "float16")
+
+
+def test_weights_of_a_folder_have_the_dtype_of_most_numbers_or_their_method(tmp_path):
+    assert weights_of(str(tmp_path)).weights_precision is None
+    weights_of.cache_clear()
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(100)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.zeros(101, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    assert weights_of(str(tmp_path)).weights_precision == "bfloat16"
+    weights_of.cache_clear()
+    (tmp_path / "model-2.safetensors").write_bytes(b"no tensors")
+    assert weights_of(str(tmp_path)).weights_precision is None
+    weights_of.cache_clear()
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert weights_of(str(tmp_path)).weights_precision == "awq"
+
+
+def test_weights_of_a_hub_model_are_those_of_its_snapshot(tmp_path, monkeypatch):
+    snapshot, asked = tmp_path / "snapshots" / "0123456789abcdef", {}
+    make_model("llama").to(torch.bfloat16).save_pretrained(snapshot)
+
+    def found(name, file, **how):
+        asked.update(how)
+        return str(snapshot / file)
+
+    monkeypatch.setattr(models, "cached_file", found)
+    said = Weights("org/name of the hub, revision 0123456789ab", "bfloat16")
+    assert weights_of("org/name") == said and asked == {"local_files_only": True}
+    monkeypatch.setattr(models, "cached_file", lambda *args, **how: None)
+    assert weights_of("org/other") == UNKNOWN

@@ -1,0 +1,371 @@
+"""lm-eval's scores read the stored cache: equal to an independent loop and to generate(), never handed to another cache."""
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from tiny_encoder_decoders import shared_model as encoder_decoder
+from tiny_harness import TASKS, sentence, tiny_tokenizer, write_tasks
+from tiny_models import make_model, shared_model
+from transformers import DynamicCache
+
+import kv_hf
+import kv_hf_cli
+from kv_hf.evaluation.caches import CacheKind, cache_kind, why_not
+
+lm_eval = pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from kv_hf.evaluation.lm_eval import KVCacheLM, chosen_cache, run_tasks  # noqa: E402
+
+MAX_LENGTH = 200
+PAIRS = [
+    (sentence(30 + 13 * number, number), " " + sentence(length, 100 * number + length))
+    for number in range(4)
+    for length in (1, 3, 25, 90)
+]
+PAIRS += [
+    ("", sentence(40, 7)),
+    (sentence(190, 8), " " + sentence(30, 9)),  # too long: loses tokens on the left
+    (sentence(30, 0), " w4"),  # one token behind a context that others share
+    (sentence(30, 0), " w5"),
+]
+TEXTS = [(sentence(70 + 60 * number, 50 + number),) for number in range(4)]
+PROMPTS = [
+    (sentence(30 + 13 * number, number), {"until": ["w9"], "max_gen_toks": 12})
+    for number in range(4)
+]
+CACHES = (
+    "paged_int4:page_size=16",
+    "paged_int2:page_size=16,sink_tokens=0",
+    "paged_int4:page_size=16,read_tokens=36,read_from=50",
+    "quanto_int4:q_group_size=16,residual_length=20",
+    "quantized_fp8",
+)
+
+
+@pytest.fixture(scope="module", name="model")
+def double_model():
+    return make_model("llama", dtype=torch.float64)  # fp32 noise alone can flip a rounded code
+
+
+@pytest.fixture(scope="module")
+def own(model):
+    """lm-eval's own numbers."""
+    how = {"tokenizer": tiny_tokenizer(), "batch_size": 4, "max_length": MAX_LENGTH}
+    return scores(HFLM(pretrained=model, **how))
+
+
+def requests(kind, arguments):
+    return [
+        Instance(request_type=kind, doc={}, arguments=given, idx=number)
+        for number, given in enumerate(arguments)
+    ]
+
+
+def lm_of(model, cache="paged_exact", batch_size=4, **options):
+    options = {"max_length": MAX_LENGTH, "tokenizer": tiny_tokenizer(), **options}
+    return KVCacheLM(pretrained=model, batch_size=batch_size, cache_implementation=cache, **options)
+
+
+def scores(lm):
+    pairs = lm.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
+    texts = lm.loglikelihood_rolling(requests("loglikelihood_rolling", TEXTS), disable_tqdm=True)
+    made = lm.generate_until(requests("generate_until", PROMPTS), disable_tqdm=True)
+    sums = torch.tensor([total for total, _ in pairs], dtype=torch.float64)
+    return sums, [greedy for _, greedy in pairs], torch.tensor(texts, dtype=torch.float64), made
+
+
+def close(found, wanted, atol):
+    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=atol)
+    torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("cache", ["paged_exact:page_size=16", "dynamic", "static"])
+def test_exact_caches_reproduce_hf(model, own, cache, batch_size):
+    found = scores(lm_of(model, cache, batch_size))
+    close(found, own, 1e-10)
+    assert (found[1], found[3]) == (own[1], own[3])
+
+
+@pytest.mark.parametrize(
+    "options", [{"reread_tokens": 0}, {"reread_tokens": 40, "rolling_prefill": 1}]
+)
+def test_split_of_a_text_does_not_matter_to_exact_pages(model, own, options):
+    close(scores(lm_of(model, "paged_exact:page_size=16", **options)), own, 1e-10)
+
+
+def token_by_token(model, kind, context, continuation, reread=1):
+    """Return the log-likelihood by the slowest road: one row, an own prefill, one token per forward."""
+    text = torch.tensor([*context, *continuation])
+    cache, done, total = kind.make(model.config, len(text)), max(1, len(context) - reread), 0.0
+    with torch.no_grad():
+        logits = model(text[None, :done], past_key_values=cache, use_cache=True).logits[0, -1]
+        for position in range(done, len(text)):
+            if position >= len(context):
+                total += float(torch.log_softmax(logits, -1)[text[position]])
+            step = text[None, position : position + 1]
+            logits = model(step, past_key_values=cache, use_cache=True).logits[0, -1]
+    return total
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_scores_are_those_of_decoding_token_by_token(model, own, cache):
+    """In batches and chunks, with padding: what a decode step would have seen all the same."""
+    if reason := why_not(cache, torch.device("cpu")):
+        pytest.skip(reason)
+    lm = lm_of(model, cache)
+    found = lm.loglikelihood(requests("loglikelihood", PAIRS[:8]), disable_tqdm=True)
+    expected = [token_by_token(model, lm.kind, *lm._encode_pair(*pair)) for pair in PAIRS[:8]]
+    assert [total for total, _ in found] == pytest.approx(expected, abs=1e-9)
+    assert max(abs(a - b) for a, b in zip(expected, own[0][:8].tolist(), strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("cache", CACHES[:2])
+def test_rows_do_not_depend_on_their_batch(model, cache):
+    alone, together = scores(lm_of(model, cache, 1)), scores(lm_of(model, cache, 4))
+    close(alone, together, 1e-9)
+    assert (alone[1], alone[3]) == (together[1], together[3])
+
+
+def test_batches_are_kept_and_equal_texts_are_read_once(model, monkeypatch):
+    fed, forward = [], model.forward
+
+    def counting(input_ids, **inputs):
+        fed.append(tuple(input_ids.shape))
+        return forward(input_ids, **inputs)
+
+    monkeypatch.setattr(model, "forward", counting)
+    question = sentence(80, 1)
+    choices = [*(" " + sentence(length, length) for length in (2, 3, 4)), " w4", " w5", " w6"]
+    pairs = [(question, choice) for choice in choices]
+    lm_of(model, "paged_int4:page_size=16").loglikelihood(
+        requests("loglikelihood", pairs), disable_tqdm=True
+    )
+    # the choices of one token feed the same; all prefill the question but its last token
+    assert fed == [(4, 79), (4, 4)]
+
+
+@pytest.mark.parametrize("cache", ["paged_int4:page_size=16", "dynamic"])
+def test_generations_are_those_of_generate(model, cache):
+    lm = lm_of(model, cache, batch_size=1)
+    found = lm.generate_until(requests("generate_until", PROMPTS), disable_tqdm=True)
+    for text, (prompt, _) in zip(found, PROMPTS, strict=True):
+        ids = torch.tensor([lm.tok_encode(prompt)])
+        out = model.generate(
+            ids,
+            past_key_values=cache_kind(cache).make(model.config, 200),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert (
+            text
+            == tiny_tokenizer()
+            .decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            .split("w9")[0]
+        )
+
+
+def test_single_token_choices_read_the_store_by_default_only(model, own):
+    """As generate() does it the first token behind a prompt comes from the exact prefill: nothing is measured."""
+
+    def error(reread_tokens):
+        lm = lm_of(model, "paged_int2:page_size=16", reread_tokens=reread_tokens)
+        found = lm.loglikelihood(requests("loglikelihood", PAIRS[-2:]), disable_tqdm=True)
+        return max(abs(a[0] - b) for a, b in zip(found, own[0][-2:].tolist(), strict=True))
+
+    assert error(0) < 1e-10
+    assert error(1) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_models_that_take_no_positions_are_scored_in_batches(family):
+    model = shared_model(family)
+    close(
+        scores(lm_of(model, "paged_exact:page_size=16", 4)),
+        scores(HFLM(pretrained=model, tokenizer=tiny_tokenizer(), max_length=MAX_LENGTH)),
+        1e-3,  # fp32 sums of 90 tokens
+    )
+
+
+def test_nan_raises_in_place_of_a_score(model):
+    class Broken(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            keys, values = super().update(key_states, value_states, layer_idx)
+            return keys, values * float("nan") if keys.shape[2] > 35 else values
+
+    lm = lm_of(model, "dynamic")
+    lm.kind = CacheKind("broken", "sdpa", lambda config, _: Broken(config=config))
+    with pytest.raises(ValueError, match="broken gives logits that are not finite"):
+        lm.loglikelihood(requests("loglikelihood", PAIRS[:4]), disable_tqdm=True)
+    with pytest.raises(ValueError, match="broken gives logits that are not finite at token"):
+        lm.generate_until(requests("generate_until", PROMPTS[:1]), disable_tqdm=True)
+
+
+def test_bad_options_are_refused(model):
+    with pytest.raises(ValueError, match="cache_implementation must name the cache"):
+        lm_of(model, None)
+    with pytest.raises(ValueError, match="did you mean 'paged_int4'"):
+        lm_of(model, "pagedint4")
+    with pytest.raises(ValueError, match="must be one of .*, got 'sinks'"):
+        lm_of(model, "paged_int4", cache_config="sinks=3")
+    with pytest.raises(ValueError, match="reread_tokens must be an integer of at least 0, got -1"):
+        lm_of(model, reread_tokens=-1)
+    with pytest.raises(ValueError, match="rolling_prefill must be an integer of at least 1, got 0"):
+        lm_of(model, rolling_prefill=0)
+    prompts = [("w4 w5", {"until": ["w9"], "max_gen_toks": 2, "cache_implementation": "dynamic"})]
+    with pytest.raises(ValueError, match="cache_implementation='dynamic' stands in the generation"):
+        lm_of(model).generate_until(requests("generate_until", prompts), disable_tqdm=True)
+    with pytest.raises(ValueError, match="must be a decoder-only model, got the seq2seq model"):
+        lm_of(encoder_decoder("t5"))
+
+
+def test_options_reach_the_cache():
+    config = shared_model("llama").config
+    kind = chosen_cache("paged_int4:sink_tokens=0", "keys=int8;page_size=32")
+    options = kind.make(config, 10).options
+    found = (options.keys, options.values, options.page_size, options.sink_tokens)
+    assert found == ("int8", "int4", 32, 0)
+    layers = {"layers": {"0": "int8"}}
+    assert chosen_cache("paged_int4", layers).name == 'paged_int4:layers={"0": "int8"}'
+    assert chosen_cache("hqq_int4", {"residual_length": 20}).name == "hqq_int4:residual_length=20"
+    with pytest.raises(kv_hf.CacheOptionError, match="cache_config must be a mapping"):
+        chosen_cache("paged_int4", 3)
+    with pytest.raises(ValueError, match="NAME=VALUE"):
+        chosen_cache("paged_int4", "keys")
+
+
+# -- whole runs
+
+
+@pytest.fixture(scope="module", name="folder")
+def tasks_folder(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(autouse=True)
+def _few_tasks(monkeypatch):
+    """Leave lm-eval's own 14,000 task files unread, which takes seconds."""
+    few = functools.partial(TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", few)
+
+
+def evaluate(lm, folder, **options):
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    how = {"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0, **options}
+    return lm_eval.simple_evaluate(model=lm, **how)
+
+
+def figures(results):
+    return {
+        (task, key): value
+        for task, found in results["results"].items()
+        for key, value in found.items()
+        if "," in key and isinstance(value, float)
+    }
+
+
+def test_exact_pages_give_the_results_of_hf(folder):
+    own = HFLM(pretrained=shared_model("llama"), tokenizer=tiny_tokenizer(), batch_size=4)
+    expected = evaluate(own, folder)
+    found = evaluate(lm_of(shared_model("llama"), "paged_exact:page_size=16"), folder)
+    assert figures(found) == pytest.approx(figures(expected), rel=1e-5)
+
+
+def test_results_say_how_they_were_cached(folder):
+    lm = lm_of(shared_model("llama"), "paged_int4", cache_config={"page_size": 16, "keys": "int8"})
+    how = evaluate(lm, folder)["config"]["kv_cache"]
+    assert how["cache"] == "paged_int4:page_size=16,keys=int8"
+    assert (how["reread_tokens"], how["rolling_prefill"]) == (1, 64)
+    assert how["versions"]["kv_hf"] == kv_hf.__version__
+    assert how["bytes_per_token"] > 0 and 0.5 < how["encoded_share"] < 1
+    # the longest text: 70 + 20 * 5 words, its first predicted from <s>
+    assert how["longest"] == 170
+    json.dumps(how)
+    kv_hf.notices.forget()
+    lm = lm_of(shared_model("llama"), "paged_int2:page_size=256")
+    with pytest.warns(kv_hf.KVCacheWarning, match="scores are those of the exact cache"):
+        assert evaluate(lm, folder, limit=1)["config"]["kv_cache"]["encoded_share"] == 0.0
+
+
+def test_use_cache_repeats_results_of_the_same_cache_only(folder, tmp_path, monkeypatch):
+    """lm-eval finds results by the request alone, so that int2 would be handed what int4 had scored."""
+    model, path = shared_model("llama"), str(tmp_path / "results")
+    first = figures(evaluate(lm_of(model, "paged_int4:page_size=16"), folder, use_cache=path))
+    again = lm_of(model, "paged_int4:page_size=16")
+    monkeypatch.setattr(again, "_score", None)  # nothing is left to be scored
+    monkeypatch.setattr(again, "_model_generate", None)
+    assert figures(evaluate(again, folder, use_cache=path)) == first
+    for other in (
+        lm_of(model, "paged_int2:page_size=16"),
+        lm_of(model, "paged_int4:page_size=16", reread_tokens=2),
+    ):
+        with pytest.raises(ValueError, match="read through .*int4.*, not through"):
+            evaluate(other, folder, use_cache=path)
+    own = HFLM(pretrained=model, tokenizer=tiny_tokenizer(), batch_size=4)
+    evaluate(own, folder, use_cache=str(tmp_path / "own"), limit=1)
+    with pytest.raises(ValueError, match="read through another model class"):
+        evaluate(again, folder, use_cache=str(tmp_path / "own"))
+
+
+def test_run_tasks_returns_rows(folder):
+    how = {"limit": 4, "batch_size": 3, "include_path": folder, "seed": 1}
+    rows = run_tasks(
+        make_model("llama"), tiny_tokenizer(), "paged_int2:page_size=16", list(TASKS), **how
+    )
+    assert [(row["task"], row["metric"]) for row in rows] == [
+        ("tiny_choice", "acc"),
+        ("tiny_choice", "acc_norm"),
+        ("tiny_word", "acc"),
+        ("tiny_rolling", "word_perplexity"),
+        ("tiny_rolling", "bits_per_byte"),
+        ("tiny_generate", "exact_match"),
+    ]
+    for row in rows:
+        assert row["kind"] == "task" and row["samples"] == row["limit"] == 4
+        assert row["bytes_per_token"] > 0 and row["context"] > 60
+        assert isinstance(row["value"], float)
+    assert rows[0]["stderr"] > 0 and rows[3]["stderr"] is None
+    json.dumps(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tasks": []}, "tasks must name at least one"),
+        ({"tasks": "tiny_wort"}, "tasks: 'tiny_wort' cannot be loaded"),
+        ({"limit": 0}, "limit must be a positive integer, got 0"),
+        ({"include_path": "/nowhere"}, "include_path must be a folder"),
+        ({"cache_name": "paged_int5"}, "cache must be one of"),
+    ],
+    ids=str,
+)
+def test_run_tasks_refuses_what_cannot_run(folder, changes, says):
+    how = {"tasks": "tiny_word", "cache_name": "dynamic", "include_path": folder, **changes}
+    with pytest.raises(ValueError, match=says):
+        run_tasks(shared_model("llama"), tiny_tokenizer(), **how)
+
+
+def test_command_line_runs_lm_eval_with_our_class(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kv-hf"])
+    make_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    arguments = f"pretrained={tmp_path},cache_implementation=paged_int4"
+    asked = ["lm-eval", "--model", "kv_hf", "--device", "cpu", "--batch_size", "2"]
+    asked += ["--model_args", f"{arguments},cache_config=keys=int8;page_size=16,dtype=float32"]
+    asked += ["--include_path", str(folder), "--tasks", "tiny_choice,tiny_generate"]
+    assert kv_hf_cli.main([*asked, "--limit", "2", "--output_path", str(tmp_path / "out")]) == 0
+    (saved,) = (tmp_path / "out").rglob("results*.json")
+    results = json.loads(saved.read_text())
+    assert results["config"]["model"] == "kv_hf"
+    assert results["config"]["kv_cache"]["cache"] == "paged_int4:keys=int8,page_size=16"
+    assert set(results["results"]) == {"tiny_choice", "tiny_generate"}
+    wrong = ["lm-eval", "--model", "kv_hf", "--tasks", "tiny_choice", "--include_path", str(folder)]
+    assert kv_hf_cli.main([*wrong, "--model_args", f"pretrained={tmp_path}"]) == 2
+    assert "kv-hf lm-eval: error: cache_implementation must" in capsys.readouterr().err

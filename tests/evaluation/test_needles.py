@@ -1,0 +1,327 @@
+"""Needles: where they lie, that nothing else holds the answer, that it is read from the store; and Wilson's interval."""
+
+import json
+import math
+import random
+import re
+
+import pytest
+import torch
+import transformers
+from tiny_models import make_config, make_model
+from tiny_tokenizer import make_tokenizer
+from transformers import DynamicCache, LlamaForCausalLM
+
+import kv_hf
+from kv_hf.evaluation import accuracy, needles
+from kv_hf.evaluation.accuracy import Prefill, next_chunk
+from kv_hf.evaluation.caches import CacheKind, cache_kind, why_not
+from kv_hf.evaluation.needles import (
+    NOUNS,
+    SPARE,
+    TASKS,
+    Cell,
+    Frame,
+    Haystack,
+    Rate,
+    hide,
+    load_haystack,
+    make_prompt,
+    needle_grid,
+    read,
+)
+
+SMALL = "page_size=16,sink_tokens=0"
+PEERS = ("quanto_int4:residual_length=20,q_group_size=16", "quantized_fp8", "static")
+TOKENIZER = make_tokenizer()
+
+
+def prompt_of(task="single", length=700, depth=None, seed=0, sample=0, chat=False, hay="lincoln"):
+    tokenizer = make_tokenizer(chat=chat)
+    cell = Cell(task, length, depth)
+    return make_prompt(tokenizer, load_haystack(hay), Frame.of(tokenizer, None), cell, seed, sample)
+
+
+@pytest.mark.parametrize(("chat", "hay"), [(False, "lincoln"), (True, "lincoln"), (False, "noise")])
+@pytest.mark.parametrize("length", [600, 601, 1024])
+@pytest.mark.parametrize("task", TASKS)
+def test_make_prompt_fills_the_length(task, length, chat, hay):
+    prompt = prompt_of(task, length, chat=chat, hay=hay)
+    # one word more would not fit; a word of the haystack takes at most this many tokens here
+    assert length - 9 < prompt.tokens <= length
+    assert prompt.tokens == len(prompt.context + prompt.question + prompt.answer) + SPARE
+    tokenizer = make_tokenizer(chat=chat)
+    whole = tokenizer(prompt.text, add_special_tokens=not chat).input_ids
+    assert prompt.context + prompt.question == whole
+    behind = tokenizer.decode(prompt.question)
+    assert behind.lstrip().startswith("What") and ("<|bot|>" in behind) == chat
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_is_asked_for_stands_in_context_and_answer_once(task):
+    first = prompt_of(task)
+    assert first == prompt_of(task)
+    assert len({first.text, prompt_of(task, seed=1).text, prompt_of(task, sample=1).text}) == 3
+    for sample in range(4):
+        prompt = prompt_of(task, 900, sample=sample)
+        context, question, answer = map(
+            TOKENIZER.decode, (prompt.context, prompt.question, prompt.answer)
+        )
+        assert context.count(prompt.expected) == answer.count(prompt.expected) == 1
+        assert prompt.expected not in question
+        assert context.count("The secret code of the") == {"copy": 0}.get(task, TASKS[task])
+
+
+@pytest.mark.parametrize("task", ["single", "multi_key"])
+@pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 1.0])
+def test_needle_lies_at_its_depth(task, depth):
+    prompt = prompt_of(task, 1500, depth)
+    text = TOKENIZER.decode(prompt.context).removeprefix("<s>").split("\n\n")[1]
+    [(at, end)] = [m.span() for m in re.finditer(r"[^.?!]*" + prompt.expected + r"\.", text)]
+    assert re.fullmatch(r"The secret code of the \w+ is \d{7}\.", text[at:end].strip())
+    others = r"The secret code of the \w+ is \d{7}\. ?"
+    before, behind = re.sub(others, "", text[:at]), re.sub(others, "", text[end:])
+    words = len((before + behind).split())
+    longest = max(len(s.split()) for s in load_haystack().sentences)
+    assert abs(len(before.split()) - depth * words) <= longest / 2
+    assert not before.strip() or before.strip()[-1] in ".?!"  # at the border of a sentence
+    if depth in (0.0, 1.0):
+        assert len(before.split()) == depth * words
+
+
+def test_hide_measures_depth_in_words_and_keeps_the_order():
+    sentences = ["a b c d.", "e.", "f g h i j."]
+    assert hide(sentences, [(0.45, "X."), (0.41, "Y.")]) == "a b c d. X. Y. e. f g h i j."
+    assert hide(sentences, [(0.46, "X.")]) == "a b c d. e. X. f g h i j."
+    assert hide(sentences, [(1.0, "Z."), (0.0, "X.")]) == "X. a b c d. e. f g h i j. Z."
+
+
+def test_haystacks_are_cut_to_words_and_begin_anew(tmp_path):
+    haystack = Haystack("h", ("one two three.", "four, five."))
+    assert haystack.take(4) == ["one two three.", "four."]
+    assert haystack.take(9, start=1) == ["four, five.", "one two three.", "four, five.", "one two."]
+    numbers = Haystack("n", ("It is $901,125,674.86, all in all.",))
+    assert numbers.take(5) == ["It is $901,125."]
+    (tmp_path / "own.txt").write_text("One   sentence. Another\none! No end")
+    assert load_haystack(tmp_path / "own.txt").sentences == (
+        "One sentence.",
+        "Another one!",
+        "No end",
+    )
+    with pytest.raises(ValueError, match="haystack must be a file or one of lincoln, .*'moby'"):
+        load_haystack("moby")
+    assert len(NOUNS) > 100 and not [(a, b) for a in NOUNS for b in NOUNS if a != b and a in b]
+    with pytest.raises(ValueError, match="haystack holds nearly every name"):
+        needles._drawn(1, lambda: "aa", "an aa")
+
+
+def test_frame_needs_a_template_that_shows_the_message():
+    with pytest.raises(ValueError, match="chat=True needs a chat template"):
+        Frame.of(TOKENIZER, True)
+    tokenizer = make_tokenizer(chat=True)
+    assert Frame.of(tokenizer, False) == ("", "\n", False)
+    assert Frame.of(tokenizer, None) == ("<s><|user|>", "</s><|bot|>", True)
+    tokenizer.chat_template = "nothing"
+    with pytest.raises(ValueError, match="leaves the message out"):
+        Frame.of(tokenizer, True)
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "low", "high"),
+    # of tables of Wilson's interval, three digits
+    [(20, 20, 0.839, 1.0), (0, 20, 0.0, 0.161), (10, 20, 0.299, 0.701), (81, 263, 0.255, 0.366)],
+)
+def test_interval_is_wilsons(found, asked, low, high):
+    assert Rate(found, asked).interval() == pytest.approx((low, high), abs=6e-4)
+
+
+def test_interval_ends_where_the_share_is_just_credible():
+    """Wilson's ends are the shares p with |found / asked - p| = 1.96 standard errors of p."""
+    rate = Rate.of([1.0] * 13 + [0.5] * 7)
+    assert rate == Rate(13, 20)
+    for end in rate.interval():
+        error = math.sqrt(end * (1 - end) / rate.asked)
+        assert abs(rate.share - end) / error == pytest.approx(1.959964, rel=1e-9)
+
+
+# -- read through a cache
+
+
+def tiny(family="llama", dtype=torch.float32, **changes):
+    model = make_model(family, dtype, vocab_size=len(TOKENIZER), **changes)
+    model.set_attn_implementation("kv_hf")
+    return model
+
+
+def reading(model, kind, prompt):
+    kind = cache_kind(kind) if isinstance(kind, str) else kind
+    return read(model, TOKENIZER, kind, prompt, Prefill(model, torch.tensor([prompt.context])))
+
+
+@pytest.mark.parametrize("name", [f"paged_int4:{SMALL}", f"paged_int2:{SMALL}", PEERS[0]])
+def test_question_and_answer_are_read_as_token_by_token(name, monkeypatch):
+    if reason := why_not(name, torch.device("cpu")):
+        pytest.skip(reason)
+    model = tiny(dtype=torch.float64)  # fp32 noise alone can flip a rounded code
+    prompt = prompt_of(length=300, depth=0.5)
+    found = []
+    for chunk in (next_chunk, lambda cache, at: 1, lambda cache, at: 1000):
+        monkeypatch.setattr(accuracy, "next_chunk", chunk)
+        found.append(reading(model, name, prompt))
+    chunks, single, whole = found
+    assert chunks.nll == pytest.approx(single.nll, abs=1e-6)  # fp32 logits
+    assert chunks.generated == single.generated
+    # in one forward the question would not read its own stored tokens: the test can fail
+    assert abs(whole.nll - single.nll) > 1e-6
+
+
+def zeroed(what):
+    """Return an exact cache whose sealed pages read as zeros from the prefill on."""
+
+    class Zeroed(kv_hf.PagedCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            storage = self.layers[layer_idx].storage
+            if what == "pages":
+                for side in (storage.keys, storage.values):
+                    for tensor in side.fields.values():
+                        tensor.zero_()
+            return found
+
+    options = {"page_size": 16, "sink_tokens": 0}
+    return CacheKind(
+        "broken",
+        "kv_hf",
+        lambda config, most: Zeroed.from_implementation(config, "paged_exact", options),
+    )
+
+
+def test_what_is_stored_decides_the_score():
+    """Probe: broken pages and coarse formats change the likelihood of the answer, each by more than fp32 noise."""
+    model, prompt = tiny(), prompt_of(length=300, depth=0.5)
+    exact = reading(model, "dynamic", prompt)
+    same = reading(model, zeroed("nothing"), prompt)
+    assert same.nll == pytest.approx(exact.nll, abs=1e-5) and same.generated == exact.generated
+    assert abs(reading(model, zeroed("pages"), prompt).nll - exact.nll) > 1e-2
+    coarse = abs(reading(model, f"paged_int2:{SMALL}", prompt).nll - exact.nll)
+    fine = abs(reading(model, f"paged_int8:{SMALL}", prompt).nll - exact.nll)
+    assert coarse > 1e-3 and fine < coarse / 4
+
+
+def test_layers_without_keys_are_not_shared():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = {"layer_types": ["conv", "full_attention"], "vocab_size": len(TOKENIZER)}
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(**sizes, **heads, **kinds)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    prompt = prompt_of(length=300, depth=0.5)
+    assert Prefill(model, torch.tensor([prompt.context])).calls is None
+    [row] = needle_grid(model, TOKENIZER, "dynamic", [300], [0.5], 1)
+    ids = torch.tensor([prompt.context + prompt.question + prompt.answer])
+    with torch.no_grad():
+        logp = model(ids).logits[0].log_softmax(-1)
+    behind = len(prompt.answer)
+    expected = -logp[-behind - 1 : -1].gather(-1, ids[0, -behind:, None]).mean().item()
+    assert row["nll"] == pytest.approx(expected, rel=1e-4) and row["bytes_dtype"] == "float32"
+
+
+class Scripted(LlamaForCausalLM):
+    """A model that says what it was told to say, whatever it reads."""
+
+    script: list[int]
+
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        first = past_key_values.get_seq_length()
+        out = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+        out.logits = torch.full_like(out.logits, -30.0)
+        for i in range(out.logits.shape[1]):
+            following = first + input_ids.shape[1] - out.logits.shape[1] + i + 1
+            token = self.script[following] if following < len(self.script) else 2
+            out.logits[0, i, token] = 30.0
+        return out
+
+
+@pytest.mark.parametrize("task", ["single", "copy"])
+def test_a_model_that_answers_right_scores_one(task):
+    model = Scripted(make_config("llama", vocab_size=len(TOKENIZER))).eval()
+    prompt = prompt_of(task, 500)
+    asked = prompt.context + prompt.question
+    model.script = asked + prompt.answer
+    right = reading(model, "dynamic", prompt)
+    assert (right.score, right.top1) == (1.0, 1.0) and right.nll < 1e-9
+    assert right.generated == TOKENIZER.decode(prompt.answer)
+    model.script = asked + prompt.answer[:-1] + [TOKENIZER(" No").input_ids[-1]]
+    nearly = reading(model, "dynamic", prompt)
+    assert nearly.score == 0 and nearly.top1 == pytest.approx(1 - 1 / len(prompt.answer))
+    # a number that goes on is another one
+    model.script = asked + prompt.answer + [TOKENIZER("7").input_ids[-1]]
+    assert reading(model, "dynamic", prompt).score == (task == "copy" and 0.0)
+
+
+def test_needle_grid_gives_a_row_per_cache_length_and_depth():
+    model, read_tokens = tiny(), []
+    model.set_attn_implementation("sdpa")
+    names = ["dynamic", f"paged_int4:{SMALL}"]
+    how = {"seed": 3, "progress": read_tokens.append}
+    rows = needle_grid(model, TOKENIZER, names, [300, 200], [0, 1], 2, **how)
+    assert [(row["length"], row["depth"], row["cache"]) for row in rows] == [
+        (length, depth, name) for length in (200, 300) for depth in (0, 1) for name in names
+    ]
+    assert sum(read_tokens) == 2 * 2 * 2 * (200 + 300)
+    assert model.config._attn_implementation == "sdpa"
+    for row in rows:
+        assert row["kind"] == "needle" and row["task"] == "single" and row["samples"] == 2
+        assert row["nll"] == pytest.approx(sum(row["nlls"]) / 2)
+        assert (row["rate_low"], row["rate_high"]) == Rate(row["found"], 2).interval()
+        assert row["prompt_tokens"] + row["answer_tokens"] <= row["length"]
+        json.dumps(row)
+    # 2 layers, keys and values, 2 heads of 16, 2 bytes
+    assert [row["bytes_per_token"] for row in rows[::2]] == [256.0] * 4
+    assert all(row["bytes_per_token"] < 220 for row in rows[1::2])
+    # the same texts and numbers, whatever else is measured; further samples are others
+    alone = needle_grid(model, TOKENIZER, names[1], [300], [1], 2, seed=3)[0]
+    assert alone["nlls"] == rows[-1]["nlls"]
+    [later] = needle_grid(model, TOKENIZER, names[1], [300], [1], 1, seed=3, first_sample=1)
+    assert later["nlls"] == rows[-1]["nlls"][1:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [2000]}, "length 2000 is longer than .* max_position_embeddings is 1024"),
+        ({"lengths": [40]}, "length 40 is too short for the task 'single'"),
+        ({"lengths": []}, "lengths and depths must not be empty"),
+        ({"depths": [math.nan]}, "depths must be between 0 and 1, got nan"),
+        ({"samples": 0}, "samples of at least 1"),
+        ({"cache_name": "paged_int5"}, "paged_int5"),
+        ({"cache_name": "offloaded"}, "'offloaded' cannot be measured here"),
+        ({"task": "qa"}, "task must be one of single, multi_key, copy, got 'qa'"),
+        ({"haystack": "moby"}, "haystack must be"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_before_the_model_runs(changes, message):
+    model = tiny()
+    model.forward = None  # would fail if called
+    call = {"cache_name": "dynamic", "lengths": [300], "depths": [0.5], "samples": 1, **changes}
+    with pytest.raises(ValueError, match=message):
+        needle_grid(model, TOKENIZER, **call)
+
+
+def test_logits_that_are_not_finite_give_no_row(monkeypatch):
+    class Broken(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            keys, values = super().update(key_states, value_states, layer_idx)
+            return keys, values * math.nan if key_states.shape[2] < 100 else values
+
+    kind = CacheKind("dynamic", "sdpa", lambda config, most: Broken(config=config))
+    monkeypatch.setattr(needles, "cache_kind", lambda name: kind)
+    with pytest.raises(ValueError, match="single, length 300, .*dynamic gives logits that are not"):
+        needle_grid(tiny(), TOKENIZER, "dynamic", [300], [0.5], 1)
+
+
+def test_numbers_are_never_in_the_text():
+    rng = random.Random(5)
+    found = needles._drawn(3, lambda: str(rng.randrange(10)), "0 1 2 3 4 5 6")
+    assert set(found) == {"7", "8", "9"}

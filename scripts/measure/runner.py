@@ -1,0 +1,556 @@
+"""Run workloads: which configurations, in which process, for how long, and where their rows go.
+
+A workload is a function that takes a device and one configuration, and yields the fields of its rows:
+
+    @workload("beams", grid=[{"shape": ["smollm2"], "context": [512, 2048]}], tiny=[{...}], gate=equal_beams)
+    def beams(device: torch.device, shape: str, context: int) -> Iterator[Fields]:
+        ...
+
+The runner does the rest. Each configuration is measured in a child process, which may take a limited time and may die: the
+reason is then a row of kind "failed", and the next configuration goes on in a new child. A configuration's rows are
+written together as soon as it ends. Configurations whose rows are in the file already are skipped, failed ones are not.
+Knows nothing about what is measured. Needs torch and transformers alone.
+"""
+
+import argparse
+import gc
+import hashlib
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from kv_hf.evaluation.child import expendable, in_words
+from kv_hf.evaluation.rows import append_rows, check_writable, commit, machine, make_row, read_rows
+from kv_hf.evaluation.timing import interleave, quantile, spread
+from kv_hf.text_table import table_lines
+
+Fields = dict[str, Any]
+Grid = Sequence[Mapping[str, Sequence[Any]]]  # products of the fields' values, one behind the other
+Answer = list[Fields] | str  # the rows, or why there are none
+Task = tuple["Workload", Fields, str, str]  # workload, configuration, device, cell
+
+RESULTS = Path(__file__).parents[2] / "results"
+FAILED = "failed"  # the kind of rows that say why a configuration has no others
+WARMUP = 2  # rounds ahead of those that count
+LEAST_SECONDS = 2.0  # a configuration is not begun for less
+SPAWN = get_context("spawn")
+WORKLOADS: dict[str, "Workload"] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a result is from the truth, in the units of `allowed`. A NaN is wrong."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the result is right."""
+        return self.error <= self.allowed
+
+
+class WrongResultError(ValueError):
+    """A result is wrong, so nothing of its configuration is timed."""
+
+
+def check(verdicts: Iterable[Verdict]) -> None:
+    """Raise WrongResultError naming every result that is wrong."""
+    wrong = [
+        f"{one.name}: error {one.error:.3g}, allowed {one.allowed:.3g}"
+        for one in verdicts
+        if not one.ok
+    ]
+    if wrong:
+        raise WrongResultError(f"wrong results: {'; '.join(wrong)}")
+
+
+@dataclass
+class Contender:
+    """One of several calls that are timed in turns.
+
+    Attributes:
+        run: what is timed.
+        before: called ahead of each `run`, outside of the time.
+        verdict: judges the result of `run`; None where nothing is left to judge.
+        fields: what its row says about it.
+    """
+
+    name: str
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    verdict: Callable[[], Verdict] | None = None
+    fields: Fields = field(default_factory=dict)
+
+
+def judge(contenders: Iterable[Contender]) -> None:
+    """Judge each contender once, and note its error. Raises WrongResultError naming every one that is wrong."""
+    verdicts = []
+    for one in contenders:
+        if one.verdict is not None:
+            verdicts.append(one.verdict())
+            one.fields |= {"error": verdicts[-1].error, "error_allowed": verdicts[-1].allowed}
+            one.verdict = None
+    check(verdicts)
+
+
+def in_turns(
+    contenders: Sequence[Contender],
+    rounds: int,
+    device: torch.device,
+    *,
+    label: str = "contender",
+    ms: str = "ms",
+    scale: float = 1.0,
+) -> list[Fields]:
+    """Judge all contenders, then call each once per round, every second round backwards; return a row of each.
+
+    Rows have the milliseconds, times `scale`: median and spread as `ms`_p50 and so on, the least, and the least of the
+    calling thread's processor, to which other programs do not add. Ratios say how many times as fast as the first
+    contender: the median of the ratios within each round.
+
+    Args:
+        label: the rows' field for the contenders' names.
+    Raises: WrongResultError before anything is timed.
+    """
+    judge(contenders)
+    by_name = {one.name: one for one in contenders}
+    thread: dict[str, list[float]] = {name: [] for name in by_name}
+
+    def metered(name: str) -> Callable[[], None]:
+        def call() -> None:
+            start = time.thread_time()
+            by_name[name].run()
+            thread[name].append(1e3 * (time.thread_time() - start))
+
+        return call
+
+    def before(name: str) -> None:
+        by_name[name].before()
+
+    runs = {name: metered(name) for name in by_name}
+    wall = interleave(runs, rounds, device, warmup=WARMUP, before=before)
+    first = contenders[0].name
+    return [
+        {
+            label: name,
+            **one.fields,
+            **spread([scale * sample for sample in wall[name]]).row(ms),
+            f"{ms}_min": scale * min(wall[name]),
+            f"thread_{ms}_min": scale * min(thread[name][WARMUP:]),
+            f"ratio_to_{first}": quantile([a / b for a, b in zip(wall[first], wall[name], strict=True)], 0.5),
+        }
+        for name, one in by_name.items()
+    ]  # fmt: skip
+
+
+def of_this_state(config: Fields) -> object:
+    """Return what decides a time beside the configuration: the code, the machine and the threads."""
+    return commit(), machine(), torch.get_num_threads()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A function that measures, and how `bench.py NAME` runs it.
+
+    Attributes:
+        measure: gets a torch.device and a configuration's fields as keywords, and yields the fields of its rows.
+        grid: its configurations.
+        tiny: configurations that take seconds on a CPU, for tests.
+        kind, file: of its rows, where they are not `name`; the file is results/FILE.jsonl.
+        columns: the fields that its table shows beside those of the grid, with blanks between them.
+        gate: gets what `measure` gets, and judges before that is called.
+        state: what else decides the figures, as JSON. Rows of another state are not taken for finished. Of measurements
+            of quality it is the model's revision, say.
+        limit: seconds for a configuration.
+        until: part of the whole time after which no configuration begins.
+        timed: False lets several configurations be measured at once, in children or in processes of `accelerate launch`.
+    """
+
+    name: str
+    measure: Callable[..., Iterable[Fields]]
+    grid: Grid
+    tiny: Grid = ()
+    kind: str = ""
+    file: str = ""
+    columns: str = ""
+    gate: Callable[..., Iterable[Verdict]] | None = None
+    state: Callable[[Fields], object] = of_this_state
+    limit: float = math.inf
+    until: float = 1.0
+    timed: bool = True
+
+    def configurations(self, only: Mapping[str, Sequence[Any]], tiny: bool = False) -> list[Fields]:
+        """Return the configurations of the grid that have the values `only`, in the grid's order.
+
+        A value that no part of the grid has is measured in all of them, so that other sizes can be asked for.
+
+        Raises: ValueError for a field that the grid lacks.
+        """
+        grid = self.tiny if tiny else self.grid
+        known: dict[str, list[Any]] = {}
+        for name, own in itertools.chain.from_iterable(part.items() for part in grid):
+            known.setdefault(name, []).extend(own)
+        unknown = sorted(set(only) - set(known))
+        if unknown:
+            raise ValueError(
+                f"--only must name a field of {self.name}, got {unknown[0]!r}; it has {', '.join(known)}"
+            )
+        found: list[Fields] = []
+        for part in grid:
+            if set(only) <= set(part):
+                values = [
+                    [v for v in only.get(name, own) if v in own or v not in known[name]]
+                    for name, own in part.items()
+                ]
+                found += [dict(zip(part, one, strict=True)) for one in itertools.product(*values)]
+        return [config for place, config in enumerate(found) if config not in found[:place]]
+
+    def cell(self, config: Fields, device: str) -> str:
+        """Return what the rows of a configuration are found by: 16 hex digits."""
+        known = [self.name, config, torch.device(device).type, self.state(config)]
+        text = json.dumps(known, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+Measure = Callable[..., Iterable[Fields]]
+
+
+def workload(name: str, grid: Grid, **options: Any) -> Callable[[Measure], Measure]:
+    """Register the function of a module as a Workload with these options; the function stays as it is.
+
+    `bench.py NAME` runs it, and `bench.py PART` all workloads whose names begin with "PART/".
+    """
+
+    def register(measure: Measure) -> Measure:
+        WORKLOADS[name] = Workload(name, measure, grid, **options)
+        return measure
+
+    return register
+
+
+def measured(task: Task) -> Answer:
+    """Measure one configuration in this process; return its rows, or why there are none, in words."""
+    work, config, device, cell = task
+    place = torch.device(device)
+    made = {"kind": work.kind or work.name, "device": place.type, **config}
+    try:
+        if work.gate is not None:
+            check(work.gate(place, **config))
+        rows = [
+            make_row(**{**made, **found, "cell": cell}) for found in work.measure(place, **config)
+        ]
+        if not rows:
+            raise ValueError("nothing was measured")
+        json.dumps(rows, allow_nan=False)
+        return rows
+    except Exception as error:  # whatever a kernel, a compiler, a driver or a library raises
+        return in_words(error) or type(error).__name__
+    finally:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            _tried(torch.cuda.empty_cache)
+
+
+def _tried(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except RuntimeError:  # the GPU answers no longer; the reason is told already
+        return
+
+
+def _child(pipe: "connection.Connection[Any, Any]", threads: int) -> None:
+    os.setsid()  # Ctrl-C is for the parent, and what this process starts ends with it
+    expendable()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(None)
+        pipe.send(measured(task))
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+
+class Budget:
+    """Seconds for everything, from now on; None: no end."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = math.inf if seconds is None else seconds
+        self.begun = time.monotonic()
+
+    def left(self, part: float = 1.0) -> float:
+        """Return the seconds that are left of the first `part` of all."""
+        return part * self.seconds - (time.monotonic() - self.begun)
+
+
+class Child:
+    """A process that measures one configuration after another."""
+
+    def __init__(self, threads: int) -> None:
+        self.pipe, far = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=_child, args=(far, threads))
+        self.process.start()
+        far.close()
+        self.given = 0
+
+    def give(self, task: Task, left: float) -> None:
+        """Have a task done within its limit, which begins when the child does, and within what is left of the whole time."""
+        self.task, self.seconds = task, task[0].limit
+        self.last = self.end = time.monotonic() + left
+        self.given += 1
+        self.pipe.send(task)
+
+    def answer(self) -> Answer | None:
+        """Return the rows or the reason; None where it is still measuring."""
+        if not self.pipe.poll():
+            late = time.monotonic() >= self.end
+            return f"ended after {self.seconds:g} s or at the end of the time" if late else None
+        try:
+            found = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return f"its process died (exit code {self.process.exitcode})"
+        if found is None:
+            self.end = min(self.last, time.monotonic() + self.seconds)
+        return found  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        assert self.process.pid is not None
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not begun yet, or is gone
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def in_children(
+    tasks: Iterable[Task], workers: int, budget: Budget
+) -> Iterator[tuple[Task, Answer | None]]:
+    """Yield each task with its rows, the reason that there are none, or None where the time was over.
+
+    A child that failed is replaced. What ran out of memory beside the remains of others is tried once more, alone.
+    """
+    waiting, idle, busy = deque(tasks), list[Child](), list[Child]()
+    threads = max(1, torch.get_num_threads() // workers)
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < workers:
+                task = waiting.popleft()
+                left = budget.left(task[0].until)
+                if left < LEAST_SECONDS:
+                    yield task, None
+                    continue
+                busy.append(idle.pop() if idle else Child(threads))
+                busy[-1].give(task, left)
+            if not busy:
+                continue
+            first = min(child.end for child in busy) - time.monotonic()
+            pipes = [child.pipe for child in busy]
+            connection.wait(pipes, None if first == math.inf else max(0.0, first))
+            for child in tuple(busy):
+                found = child.answer()
+                if found is None:
+                    continue
+                busy.remove(child)
+                if isinstance(found, list):
+                    idle.append(child)
+                else:
+                    child.close()
+                    if found.startswith("out of memory") and child.given > 1:
+                        waiting.appendleft(child.task)
+                        continue
+                yield child.task, found
+    finally:
+        for child in (*idle, *busy):
+            child.close()
+
+
+@dataclass
+class Outcome:
+    """What became of the configurations: new rows, and in words those that failed or were left out."""
+
+    rows: list[Fields] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def finished_cells(path: Path) -> set[str]:
+    """Return the cells that have rows in a file."""
+    return {row["cell"] for row in read_rows(path) if "cell" in row and row.get("kind") != FAILED}
+
+
+def run(
+    work: Workload,
+    configurations: Sequence[Fields],
+    *,
+    device: str = "cpu",
+    out: Path | None = None,
+    workers: int = 1,
+    budget: Budget | None = None,
+    isolated: bool = True,
+    processes: Any = None,
+    say: Callable[[str], object] = tqdm.write,
+) -> Outcome:
+    """Measure the configurations that have no rows in `out` yet, and append each one's rows as soon as it ends.
+
+    Args:
+        out: a JSONL file; None keeps nothing.
+        workers: configurations at a time, of a workload that is not timed.
+        isolated: False measures in this process, without limits.
+        processes: accelerate's PartialState. Each process takes a part of the configurations; timed ones are all the
+            main process's, while the others wait.
+    Returns: for all processes what failed or was left out, for each its own rows.
+    Raises: OSError where rows cannot be written, because going on would measure for nothing.
+    """
+    outcome, budget = Outcome(), budget or Budget()
+    cells = [(config, work.cell(config, device)) for config in configurations]
+    finished = finished_cells(out) if out is not None else set()
+    todo = [(work, config, device, cell) for config, cell in cells if cell not in finished]
+    if len(todo) < len(cells):
+        say(f"{work.name}: {len(cells) - len(todo)} of {len(cells)} are finished already")
+    if processes is not None:
+        processes.wait_for_everyone()  # all have read the file before the first of them writes
+        every = processes.num_processes if not work.timed else 1
+        todo = (
+            todo[processes.process_index :: every] if every > 1 or processes.is_main_process else []
+        )
+    many = 1 if work.timed else workers
+    alone: Iterable[tuple[Task, Answer | None]] = ((task, measured(task)) for task in todo)
+    answers = in_children(todo, many, budget) if isolated else alone
+    for task, found in tqdm(answers, work.name, len(todo), disable=None):
+        _, config, _, cell = task
+        title = " ".join([work.name, *(f"{name}={value}" for name, value in config.items())])
+        if found is None:
+            outcome.left_out.append(title)
+            continue
+        if isinstance(found, str):
+            outcome.failed.append(f"{title}: {found}")
+            say(f"no rows for {outcome.failed[-1]}")
+            place = torch.device(device).type
+            more = {"workload": work.name, "device": place, **config, "cell": cell, "kind": FAILED}
+            found = [make_row(**more, failed=found)]
+        else:
+            outcome.rows += found
+        if out is not None:
+            append_rows(out, found)
+    if processes is not None and processes.num_processes > 1:
+        from accelerate.utils import gather_object
+
+        outcome.failed = gather_object(outcome.failed)
+        outcome.left_out = gather_object(outcome.left_out)
+    return outcome
+
+
+def table(rows: Sequence[Fields], columns: Sequence[str]) -> str:
+    """Return rows as a table: what they have in common in front, then the columns that any of them has."""
+    values = {name: [_cell(name, row.get(name)) for row in rows] for name in columns}
+    used = {name: cells for name, cells in values.items() if any(cells)}
+    same = [f"{name}={cells[0]}" for name, cells in used.items() if len(set(cells)) == 1]
+    shown = [(name, cells) for name, cells in used.items() if len(set(cells)) > 1]
+    return "\n".join([", ".join(same), *(table_lines(shown) if shown else [])])
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name.endswith("bytes"):
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def parsed(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each field of some "FIELD=VALUE"; a value is JSON, or a word."""
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--only must be FIELD=VALUE, got {text!r}")
+        try:
+            found.setdefault(name, []).append(json.loads(value))
+        except ValueError:
+            found[name].append(value)
+    return found
+
+
+def chosen(names: Sequence[str]) -> list[Workload]:
+    """Return the workloads of these names, and those below a name. Raises ValueError for one that there is not."""
+    found = []
+    for name in names:
+        own = [one for one in WORKLOADS.values() if f"{one.name}/".startswith(f"{name}/")]
+        if not own:
+            raise ValueError(f"WORKLOAD must be one of {', '.join(WORKLOADS)}, got {name!r}")
+        found += own
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure workloads; 0 when all gave rows, 1 when something failed, 2 for bad arguments, 130 when it was stopped."""
+    parser = argparse.ArgumentParser(description="Measure workloads, each beside its peers.")
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help="see --list")
+    parser.add_argument("--list", action="store_true", help="list workloads and their fields")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--record", action="store_true", help="append rows to files of results/")
+    parser.add_argument("--out", type=Path, help="append rows to files of this folder")
+    parser.add_argument("--budget-s", type=float, help="seconds for everything")
+    parser.add_argument("--only", nargs="+", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--tiny", action="store_true", help="sizes to try it out on a CPU")
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--workers", type=int, default=1, help="processes where nothing is timed")
+    args = parser.parse_args(argv)
+    if args.list or not args.workloads:
+        for work in WORKLOADS.values():
+            print(f"{work.name}: {str(work.measure.__doc__).splitlines()[0]}")
+            print("".join(f"    {json.dumps(part)}\n" for part in work.grid), end="")
+        return 0
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folder = args.out or (RESULTS if args.record else None)
+    budget, whole = Budget(args.budget_s), Outcome()
+    try:
+        only = parsed(args.only)
+        for work in chosen(args.workloads):
+            out = None if folder is None else folder / f"{work.file or work.name}.jsonl"
+            if out is not None:
+                check_writable(out)
+            configurations = work.configurations(only, args.tiny)
+            of = {"device": args.device, "out": out, "workers": args.workers, "budget": budget}
+            found = run(work, configurations, **of)
+            whole.failed += found.failed
+            whole.left_out += found.left_out
+            if found.rows:
+                fields = dict.fromkeys(name for config in configurations for name in config)
+                print(table(found.rows, [*fields, *work.columns.split()]), end="\n\n", flush=True)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on behind the rows that are written", file=sys.stderr)
+        return 130
+    except ValueError as error:
+        parser.error(str(error))
+    for title, names in (("left out", whole.left_out), ("failed", whole.failed)):
+        print(f"{title}: {len(names)}" + "".join(f"\n  {name}" for name in names))
+    return int(bool(whole.failed))

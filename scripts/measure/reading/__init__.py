@@ -1,1 +1,0 @@
-"""What reading a part of a long text loses: the caches that choose pages, beside choosers that are simulated on exact keys."""

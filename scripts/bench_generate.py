@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
+from kv_hf.evaluation.shapes import RANDOM_MODELS, random_model
+from kv_hf.evaluation.timing import Budget
 from measure.models.packaged import resolve_model
 from measure.speed.compare_steps import compare_steps, ms_per_1k_tokens
 from measure.speed.decode_gate import gate
@@ -28,10 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from kv_hf.backend_names import kernel_choices
 from kv_hf.cache_names import all_cache_names
-from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, why_not
 from kv_hf.evaluation.rows import append_rows, make_row
-from kv_hf.evaluation.shapes import RANDOM_MODELS, random_model
-from kv_hf.evaluation.timing import Budget
 
 RESULTS = Path(__file__).parent.parent / "results" / "generate.jsonl"
 LONGEST_PROMPT = {"cpu": 2048, "cuda": 32768}  # --fill auto prefills up to here

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_hf.evaluation.resident import give_freed_memory_back
+from kv_hf.evaluation.shapes import RANDOM_MODELS, random_model
+from kv_hf.evaluation.timing import Budget
 from measure.models.packaged import resolve_model
 from measure.speed.offload_steps import differing, offload_steps
 from rich.console import Console
@@ -23,10 +26,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from kv_hf.evaluation.resident import give_freed_memory_back
 from kv_hf.evaluation.rows import append_rows, make_row
-from kv_hf.evaluation.shapes import RANDOM_MODELS, random_model
-from kv_hf.evaluation.timing import Budget
 from kv_hf.formats import format_names
 
 RESULTS = Path(__file__).parent.parent / "results" / "offload.jsonl"

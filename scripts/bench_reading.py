@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_hf.evaluation.shapes import SHAPES
+from kv_hf.evaluation.timing import interleave, spread
 from measure.models.packaged import smollm2
 from measure.speed.decode_contenders import Workload, paged
 from measure.speed.decode_reading import reading
@@ -23,8 +25,6 @@ from transformers import AutoModelForCausalLM
 
 import kv_hf
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
-from kv_hf.evaluation.shapes import SHAPES
-from kv_hf.evaluation.timing import interleave, spread
 
 RESULTS = Path(__file__).parent.parent / "results" / "reading_speed.jsonl"
 LAYERS = 30

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_hf.evaluation.cache_bytes import layer_shapes
 from measure.models.packaged import resolve_model
 from measure.serving.batches import OWN, Load, mixed_load, run_load, shared_load
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kv_hf.evaluation.cache_bytes import layer_shapes
 from kv_hf.evaluation.rows import append_rows, make_row
 from kv_hf.units import format_bytes, parse_bytes
 

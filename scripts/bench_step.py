@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_hf.evaluation.shapes import SHAPES
+from kv_hf.evaluation.timing import Budget, interleave, spread
 from measure.speed.decode_contenders import Contender, Workload, dynamic, kernel_calls, paged
 from rich.console import Console
 from rich.table import Table
 
 from kv_hf.doctor.kernels import paged_names
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
-from kv_hf.evaluation.shapes import SHAPES
-from kv_hf.evaluation.timing import Budget, interleave, spread
 
 RESULTS = Path(__file__).parent.parent / "results" / "steps.jsonl"
 LAYERS = {"smollm2": 30, "llama-8b": 32}

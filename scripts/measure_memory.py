@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kv_hf.evaluation.shapes import RANDOM_MODELS
 from measure.models.packaged import resolve_model
 from rich.console import Console
 from rich.table import Table
@@ -22,11 +23,9 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from kv_hf.cache_names import all_cache_names
-from kv_hf.evaluation.cache_kinds import why_not
-from kv_hf.evaluation.child import MeasurementError
-from kv_hf.evaluation.footprint import DTYPES, check_request, measure_footprint
+from kv_hf.evaluation.caches import why_not
+from kv_hf.evaluation.memory import DTYPES, MeasurementError, check_request, measure_footprint
 from kv_hf.evaluation.rows import append_rows, make_row
-from kv_hf.evaluation.shapes import RANDOM_MODELS
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory.jsonl"
 console = Console(width=170)

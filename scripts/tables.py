@@ -6,7 +6,7 @@ from typing import Any
 
 from table_engine import ROOT, Cell, Pivot, Row, Rows, Table, filled, grouped, merged, pages
 
-from kv_hf.evaluation.retrieval.rate import Rate
+from kv_hf.evaluation.needles import Rate
 from kv_hf.formats import cache_names
 
 MIB = 2**20

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kv_hf.evaluation.weights import weights_of
 from measure.models.packaged import PACKAGED, resolve_model
 
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, make_row
-from kv_hf.evaluation.weights import weights_of
 from kv_hf.gqa.checkpoint import read_json
 from kv_hf.gqa.uptrain import UptrainReport, UptrainSettings
 from kv_hf.gqa.uptrain.uptrain_command import parser, train

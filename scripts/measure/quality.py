@@ -20,12 +20,9 @@ from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
 from kv_hf.config_reading import check_reading, read_budget
-from kv_hf.evaluation.accuracy import PROTOCOL, summary, tally_caches
-from kv_hf.evaluation.by_text import block_means
-from kv_hf.evaluation.loaded_model import LoadedModel, TextSettings, digest_of, revision_of
-from kv_hf.evaluation.retrieval.grid import measure_cells
-from kv_hf.evaluation.retrieval.haystack import LINCOLN
-from kv_hf.evaluation.retrieval.prompt import Cell
+from kv_hf.evaluation.accuracy import PROTOCOL, block_means, score, summary
+from kv_hf.evaluation.models import LoadedModel, TextSettings, digest_of, revision_of
+from kv_hf.evaluation.needles import LINCOLN, Cell, measure_cells
 from kv_hf.formats import cache_names
 from kv_hf.geometry import Geometry
 from kv_hf.read_budget import READ_FROM
@@ -176,7 +173,7 @@ def tasks(
     device: torch.device, model: str, dtype: str, cache: str, task: str, limit: int, **how: Any
 ) -> list[Fields]:
     """Tasks of lm-eval, every token read through the cache; a limit of 0 asks all questions."""
-    from kv_hf.evaluation.harness.tasks import run_tasks  # lm-eval is asked for here alone
+    from kv_hf.evaluation.lm_eval import run_tasks  # lm-eval is asked for here alone
 
     loaded = held(packaged_model, model, dtype, device)
     rows = run_tasks(loaded.model, loaded.tokenizer, cache, task, limit=limit or None, **how)
@@ -239,10 +236,7 @@ def reading(
         return PagedCache.from_implementation(own, base, given)
 
     with reads_so:
-        found = tally_caches(
-            loaded.model, reference.texts, {"it": make}, prompt, reference=reference
-        )
-    tally, _ = found["it"]
+        tally = score(reference, make, part["contender"])
     pages = places.sealed(window)
     row = {
         "model_revision": loaded.revision,
@@ -254,7 +248,7 @@ def reading(
         "pages": pages,
         "pages_read": pages if budget is None else budget.most(pages),
         "protocol": SIMULATED if chooser else PROTOCOL,
-        **asdict(summary(tally, 0.0)),
+        **asdict(summary(tally)),
         "kl_blocks": block_means(tally.kl[0]),
     }
     if counts:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from kv_hf.cache.paged_cache import PagedCache
-from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, held_bytes, why_not
 from kv_hf.evaluation.decode_steps import Decoding, kernel_of, predicted_bytes, random_prompt
 from kv_hf.evaluation.footprint import measure_footprint
 from kv_hf.evaluation.memory_meter import meter_for
+
+from kv_hf.cache.paged_cache import PagedCache
+from kv_hf.cache_names import all_cache_names
 from kv_hf.formats import ATTENTION_NAME, cache_names
 from measure.runner import Contender, Fields, Verdict, in_turns, workload
 from measure.shapes import RANDOM_MODELS, SHAPES, folder_of, load, random_model

@@ -6,8 +6,8 @@ from measure.peers import RESIDUAL, known_peers, levels, rotation
 from tiny_models import make_model, tokens
 
 from kv_hf.cache_names import all_cache_names
-from kv_hf.evaluation.cache_kinds import cache_kind, held_bytes, why_not
-from kv_hf.evaluation.teacher_forcing import forced_logits
+from kv_hf.evaluation.accuracy import decoded
+from kv_hf.evaluation.caches import cache_kind, held_bytes, why_not
 from kv_hf.formats import format_names, get_format
 from kv_hf.geometry import Geometry
 
@@ -41,7 +41,7 @@ def test_chunks_of_peers_equal_token_by_token(name, peers):
     model.set_attn_implementation("kv_hf")
     ids = tokens(1, 90)
     chunks, single = (cache_kind(name).make(model.config, 90) for _ in range(2))
-    found = torch.cat([out for _, out in forced_logits(model, ids[0], chunks, 21)])
+    found = torch.cat([out for _, out in decoded(model, ids[0], chunks, 21)])
     model(ids[:, :21], past_key_values=single)
     steps = [model(ids[:, at : at + 1], past_key_values=single) for at in range(21, 90)]
     expected = torch.cat([step.logits[0] for step in steps])

@@ -8,8 +8,8 @@ from transformers import AttentionInterface, DynamicCache
 
 from kv_hf.backends.reference import selection
 from kv_hf.config_reading import read_budget
-from kv_hf.evaluation.cache_kinds import cache_kind
-from kv_hf.evaluation.teacher_forcing import forced_logits
+from kv_hf.evaluation.accuracy import decoded
+from kv_hf.evaluation.caches import cache_kind
 from kv_hf.geometry import Geometry
 from kv_hf.page_summary import Summary
 from kv_hf.read_budget import ReadBudget
@@ -43,15 +43,15 @@ def test_simulated_oracle_reads_what_exact_pages_read_that_know_their_mass(
     ids = tokens(1, 200)[0]
     cache = cache_kind(f"paged_exact:page_size=16,read_from=110,{sizes},{amount}")
     cache = cache.make(model.config, 200)
-    stored = torch.cat([out for _, out in forced_logits(model, ids, cache, 90)])
-    dense = torch.cat([out for _, out in forced_logits(model, ids, DynamicCache(), 90)])
+    stored = torch.cat([out for _, out in decoded(model, ids, cache, 90)])
+    dense = torch.cat([out for _, out in decoded(model, ids, DynamicCache(), 90)])
     assert (stored - dense)[:19].abs().max() < 1e-5 < 1e-3 < (stored - dense)[19:].abs().max()
     own = cache.options
     places = Geometry(own.page_size, own.sink_tokens, own.recent_tokens)
     found = {}
     for name, chooser in CHOOSERS.items():
         with simulated(model, chooser, read_budget(own), places):
-            parts = [out for _, out in forced_logits(model, ids, DynamicCache(), 90)]
+            parts = [out for _, out in decoded(model, ids, DynamicCache(), 90)]
         found[name] = torch.cat(parts)
     # logits come in fp32, whose eps times logits of about ten is 1e-6
     torch.testing.assert_close(found["oracle"], stored, rtol=0, atol=1e-5)

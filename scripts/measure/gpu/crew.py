@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kv_hf.evaluation.child import search_path
+
 from measure.gpu.plan import Job
 
 MODULE = "measure.gpu.worker"

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kv_hf.evaluation.cache_kinds import cache_kind
+from kv_hf.evaluation.decode_steps import Decoding, kernel_of, random_prompt
+from kv_hf.evaluation.shapes import SHAPES, random_model
+from kv_hf.evaluation.timing import captured, copy_bandwidth, interleave, spread, timed
 
 from kv_hf.cache.latent_layer import LatentLayer
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.doctor import plan_trials
 from kv_hf.doctor.kernels import paged_names, report_formats
-from kv_hf.evaluation.cache_kinds import cache_kind
-from kv_hf.evaluation.decode_steps import Decoding, kernel_of, random_prompt
-from kv_hf.evaluation.shapes import SHAPES, random_model
-from kv_hf.evaluation.timing import captured, copy_bandwidth, interleave, spread, timed
 from kv_hf.formats import is_cache_name
 from kv_hf.hf.latent import prepare_latents
 from measure.speed import decode_reading

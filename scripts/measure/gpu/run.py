@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kv_hf.evaluation.rows import append_rows, commit, read_rows
 from kv_hf.evaluation.timing import Budget
+
+from kv_hf.evaluation.rows import append_rows, commit, read_rows
 from measure.gpu.crew import Worker, together
 from measure.gpu.plan import Job, Part
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 import torch
-
 from kv_hf.evaluation.child import expendable, in_words
+
 from kv_hf.evaluation.rows import make_row
 from measure.gpu.measure import KINDS
 

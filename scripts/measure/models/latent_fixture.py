@@ -23,8 +23,8 @@ from transformers.models.youtu.modeling_youtu import YoutuForCausalLM
 
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.config import CacheConfig
-from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind
-from kv_hf.evaluation.loaded_model import LoadedModel
+from kv_hf.evaluation.caches import CacheKind, cache_kind
+from kv_hf.evaluation.models import LoadedModel
 from kv_hf.formats import ATTENTION_NAME, Scheme, value_scheme
 from kv_hf.hf.latent import longest_absorbed
 from kv_hf.texts import text_windows

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.evaluation.cache_kinds import CacheKind, held_bytes
 from kv_hf.evaluation.shapes import AttentionShape
 from kv_hf.evaluation.timing import Budget, interleave, spread
+
+from kv_hf.cache.paged_cache import PagedCache
 
 PARTS = ("reorder", "append")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kv_hf.evaluation.shapes import AttentionShape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,7 +24,6 @@ from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.registry import chooser
 from kv_hf.bridge.lazy_kv import view_behind
 from kv_hf.cache.paged_cache import PagedCache
-from kv_hf.evaluation.shapes import AttentionShape
 from kv_hf.hf.attention import kv_hf_attention
 from measure.speed.oracle import Verdict, judge, judge_pages, worst
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from kv_hf.evaluation.cache_kinds import cache_kind
 from kv_hf.evaluation.decode_steps import Decoding, random_prompt
+
 from kv_hf.formats import cache_names
 
 # largest difference of two logits, as a part of the largest logit. fp32: sums in another order, and on a GPU

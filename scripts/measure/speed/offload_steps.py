@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-
-from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.evaluation.cache_kinds import CacheKind
 from kv_hf.evaluation.decode_steps import Decoding, random_prompt, step_times
 from kv_hf.evaluation.resident import resident, restart_peak
 from kv_hf.evaluation.timing import Budget, spread
+
+from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.formats import ATTENTION_NAME
 
 SETTLING = 3  # steps before resident memory is read: buffers are made at the first

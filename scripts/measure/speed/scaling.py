@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
 from kv_hf.evaluation.cache_kinds import CacheKind
 from kv_hf.evaluation.decode_steps import (
     WARMUP,

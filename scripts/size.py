@@ -1,5 +1,7 @@
 """Print how much code each room of the repository holds, and fail where a room is over its budget.
 
+usage: size.py [--toml]    with --toml, today's sizes as pyproject.toml takes them
+
 A code line holds code: blank lines, comments and docstrings are free. A token is a name, a number, a string or a sign. Budgets
 stand in pyproject.toml, [tool.kv_hf.size]: room = [code lines, files, tokens a line].
 """
@@ -92,6 +94,10 @@ def main() -> int:
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     found = sizes(listed.stdout.splitlines(), list(budgets))
+    if "--toml" in sys.argv[1:]:
+        for room, size in found.items():
+            print(f'"{room}" = [{size.code}, {size.files}, {size.per_line:.1f}]')
+        return 0
     print(f"{'room':20}{'code':>8}{'files':>8}{'tokens a line':>16}")
     for room, size in found.items():
         print(f"{room:20}{size.code:8}{size.files:8}{size.per_line:16.1f}")

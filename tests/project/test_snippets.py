@@ -192,7 +192,7 @@ def test_commands_named_in_prose_have_the_options_named_with_them(parsing, monke
     named: dict[str, set[str]] = {}
     for _, command, options in doc_snippets.options_in_prose():
         named.setdefault(command, set()).update(options)
-    assert {"doctor", "eval", "recommend"} <= set(named) <= {*kv_hf_cli.COMMANDS, "--help"}
+    assert {"doctor", "eval"} <= set(named) <= {*kv_hf_cli.COMMANDS, "--help"}
     named.pop("lm-eval")  # lm-eval's own
     for command, options in named.items():
         with pytest.raises((Parsed, SystemExit)):

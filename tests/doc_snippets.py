@@ -29,8 +29,6 @@ TEXTS = {
     "my.txt": "lincoln_1862",
     "text.txt": "novel",
 }
-# pages whose chats go on with the answers of a model, see `make_word_tokenizer`
-CHATS = ("README.md", "docs/how_to.md")
 FOLDERS = ("SmolLM2-135M", "model", "model-2", "my-model")
 
 
@@ -120,7 +118,9 @@ def tokenizer_of(page: str) -> Callable[..., Any]:
     """Return what stands in for AutoTokenizer.from_pretrained of a hub id on a page."""
 
     def load_tokenizer(**options: Any) -> Any:
-        made = make_word_tokenizer(WORDS) if page in CHATS else make_tokenizer(WORDS, chat=True)
+        # a chat goes on with the answers of a model, see `make_word_tokenizer`
+        chats = "apply_chat_template" in (ROOT / page).read_text("utf-8")
+        made = make_word_tokenizer(WORDS) if chats else make_tokenizer(WORDS, chat=True)
         made.padding_side = options.pop("padding_side", "right")
         assert not options, options
         return made

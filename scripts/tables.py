@@ -353,7 +353,7 @@ TABLES = [
         "docs/accuracy.md", "accuracy", GRID, lambda rows: f"{scored(rows[0])}, exact perplexity {rows[0]['perplexity_exact']:.2f}",
         {
             "cache": title, "bits": "{stored_bits:.2f}", "bytes/token": "{bytes_per_token:,.0f}", "KL": kl, "worst text": worst,
-            "median": of("kl_median"), "p99": of("kl_p99"), "same top token": percent("top1"),
+            "median": of("kl_median"), "same top token": percent("top1"),
             "perplexity": "{perplexity_delta:+.2f} % ({perplexity_delta_low:+.2f} to {perplexity_delta_high:+.2f})",
         },
         where=accuracy, split=("model",), prepare=newest,
@@ -364,7 +364,7 @@ TABLES = [
         + filled(" of {window:,} tokens, {tokens:,} of them scored", rows[0]),
         {
             "cache": title, "bits": "{stored_bits:.2f}",
-            "bytes/token": "{bytes_per_token:,.0f}", "KL (95 % interval)": kl, "p99": of("kl_p99"), "same top token": percent("top1"),
+            "bytes/token": "{bytes_per_token:,.0f}", "KL (95 % interval)": kl, "same top token": percent("top1"),
         },
         where=lambda r: r["window"] > 768,
         split=("model", "model_revision", "text_digest", "window", "prompt", "dtype"), key=("cache",), sort=bits,

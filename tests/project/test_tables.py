@@ -75,6 +75,7 @@ def test_table_splits_orders_and_keeps_the_newest_row_of_a_key():
         split=("load",), order=lambda rows: -rows[-1]["seconds"], key=("cache",), given={"kind": "x"},
     )  # fmt: skip
     rows = [row(load=load, cache="c", seconds=s) for load, s in (("a", 1), ("b", 2), ("a", 3))]
+    rows.append({"kind": "failed", "failed": "out of memory"})
     first, second = split.markdown(rows).split("\n\nLoad b")
     assert first.startswith("Load a") and "| c | 3 | - |" in first and "| c | 1 |" not in first
     assert "| c | 2 | - |" in second

@@ -2,7 +2,7 @@
 
 Each build goes into a folder of its own (build/sanitizers/), never into the package, and is loaded through
 KV_HF_LIBRARY. The interpreter and torch stay as they are: the sanitizer's runtime is loaded in front of them.
-Instruction sets are `make test-processors`.
+Instruction sets need no build of their own: `make help` names the target that runs the tests on each.
 
 Example: python scripts/check_kernels.py address thread
 """

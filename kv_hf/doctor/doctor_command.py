@@ -131,7 +131,7 @@ def check_c_kernel() -> Finding:
 
 def check_device(device: torch.device, formats: list[FormatReport]) -> Finding:
     """Say whether a compiled kernel reads any format on `device`; a CUDA device without one is broken."""
-    taken = sorted({one.kernel for one in formats} & {"c", "triton"}) or ["plain torch"]
+    taken = sorted({str(one.kernel) for one in formats} & {"c", "triton"}) or ["plain torch"]
     status = BROKEN if device.type == "cuda" and "triton" not in taken else OK
     return Finding(f"device {device}", status, f"kernels: {', '.join(taken)} (reasons below)")
 
@@ -232,8 +232,9 @@ def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
     if args.verbose:
         show(iter([("", collect_env.pretty_str(_system()))]))
     if not args.no_self_test:
-        diagnosis = replace(diagnosis, self_test=self_test(subject, args.seconds))
-        show(tested(diagnosis.self_test))
+        result = self_test(subject, args.seconds)
+        diagnosis = replace(diagnosis, self_test=result)
+        show(tested(result))
     show(verdict(diagnosis))
     if args.json:
         tell(json.dumps(diagnosis.as_dict(), indent=2, default=_name))

@@ -49,7 +49,7 @@ class Subject:
     def of(cls, device: torch.device, *, model: str | None = None, **given: Any) -> "Subject":
         """Take the fields that are not given (or None) from the config of `model`, where one is named; see `report_model`."""
         own: dict[str, Any] = {}
-        config = None if model is None else decoder_config(_config_of(model))
+        config: Any = None if model is None else decoder_config(_config_of(model))
         sizes = None if config is None else page_sizes(config)
         if sizes is not None and latent_rank(config) is not None and given.get("head_dim") is None:
             own["latent"] = sizes["key_dim"], sizes["value_dim"]
@@ -121,12 +121,12 @@ def spec_of(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) ->
     Raises: CacheOptionError where the format cannot store them.
     """
     page_size, key_dim, value_dim, latent = sizes
-    cache, more = ("paged_exact", {"latent": name}) if latent else (PREFIX + name, {})
-    options = CacheConfig.from_options(cache, {"page_size": page_size, **more})
+    given: Any = {"page_size": page_size, **({"latent": name} if latent else {})}
+    options = CacheConfig.from_options("paged_exact" if latent else PREFIX + name, given)
     options = replace(options, layers=None)  # of no model's layers in particular
-    heads = {"num_kv_heads": 1 if latent else KV_HEADS, "key_dim": key_dim, "value_dim": value_dim}
+    heads: Any = {"num_kv_heads": 1 if latent else KV_HEADS, "layout": layout_for(device)}
     formats = LayerFormats.of(options, 0, 1, key_dim if latent else None)
-    return formats.spec(**heads, dtype=dtype, layout=layout_for(device))
+    return formats.spec(key_dim=key_dim, value_dim=value_dim, dtype=dtype, **heads)
 
 
 def report_model(name: str) -> list[tuple[str, str]]:

@@ -104,7 +104,7 @@ def self_test(subject: Subject, seconds: float = SECONDS) -> SelfTest:
     """
     if not seconds > 0:
         raise CacheOptionError(f"seconds must be more than 0, got {seconds:g}")
-    start, done, plans = time.monotonic(), [], []
+    start, done, plans = time.monotonic(), list[Trial](), list[tuple[bool, Planned]]()
     device, dtype, page = subject.device, subject.dtype, subject.page_size
     with silenced(), torch.inference_mode():
         for ranks in (None, subject.latent or LATENT):
@@ -169,7 +169,8 @@ def make_case(spec: PageSpec) -> Case:
     lengths = counts * size + exact
     seen = int(lengths.max())
     table = order[places % pages].int()
-    kv = PagedKV(*fields, spec, table, counts, *windows, exact, seen - lengths, seen, SINKS)
+    given: Any = (*fields, spec, table, counts, *windows, exact, seen - lengths, seen, SINKS)
+    kv = PagedKV(*given)  # in the order of its fields
     query = random(len(ROWS), heads * GROUP, QUERIES, spec.query_dim).to(dtype)
     return tuple(tokens), jobs.int(), kv, query
 

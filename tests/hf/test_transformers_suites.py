@@ -122,11 +122,6 @@ def modules_of_this_transformers(suites):
     }
 
 
-def test_default_prompts_are_long_enough_to_seal_pages(suites):
-    args = suites.arguments(["--checkout", "."])
-    assert args.seq_length + args.new_tokens > 3 * args.page_size > 16 + args.sink_tokens
-
-
 @pytest.mark.slow
 def test_run_on_a_checkout(suites, tmp_path):
     (tmp_path / "tests").mkdir()

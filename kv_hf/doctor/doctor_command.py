@@ -1,9 +1,9 @@
 """What the doctor finds on this machine, and the command `kv-hf doctor` that prints it."""
 
 import argparse
-import functools
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +22,6 @@ from ..version import __version__
 from .kernels import PREFIX, FormatReport, Subject, paged_names, report_formats, report_model
 from .self_test import BROKEN, NOTE, OK, SECONDS, SelfTest, Trial, self_test
 
-_system = functools.cache(collect_env.get_env_info)
 WARNING = "warning"  # may work, but slowly, or nobody has tried
 TESTED = ("5.17.0", "5.23.0")  # versions of transformers that the whole test suite ran with
 PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "triton")
@@ -92,12 +91,13 @@ def examine(subject: Subject) -> Diagnosis:
 
 def environment() -> list[Finding]:
     """Return versions, devices, the C kernel and the variables that change any of it."""
-    system = _system()
+    run = collect_env.run
     shown = {
-        "python": system.python_version,
-        "system": system.os,
+        "python": sys.version,
+        "system": collect_env.get_os(run),
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of torch",
-        "gpu": f"{system.nvidia_gpu_models or 'none'}, driver {system.nvidia_driver_version or 'none'}",
+        "gpu": collect_env.get_gpu_info(run) or "none",
+        "gpu driver": collect_env.get_nvidia_driver_version(run) or "none",
     }
     shown |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
     return [
@@ -131,9 +131,9 @@ def check_c_kernel() -> Finding:
 
 def check_device(device: torch.device, formats: list[FormatReport]) -> Finding:
     """Say whether a compiled kernel reads any format on `device`; a CUDA device without one is broken."""
-    taken = sorted({str(one.kernel) for one in formats} & {"c", "triton"}) or ["plain torch"]
+    taken = sorted({str(one.kernel) for one in formats} & {"c", "triton"})
     status = BROKEN if device.type == "cuda" and "triton" not in taken else OK
-    return Finding(f"device {device}", status, f"kernels: {', '.join(taken)} (reasons below)")
+    return Finding(f"device {device}", status, f"compiled kernels: {', '.join(taken) or 'none'}")
 
 
 def described(diagnosis: Diagnosis) -> Lines:
@@ -230,7 +230,7 @@ def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
     show = (lambda lines: None) if args.json else _tell
     show(described(diagnosis))
     if args.verbose:
-        show(iter([("", collect_env.pretty_str(_system()))]))
+        show(iter([("", collect_env.get_pretty_env_info())]))
     if not args.no_self_test:
         result = self_test(subject, args.seconds)
         diagnosis = replace(diagnosis, self_test=result)

@@ -2,7 +2,7 @@
 
 Each build goes into a folder of its own (build/sanitizers/), never into the package, and is loaded through
 KV_HF_LIBRARY. The interpreter and torch stay as they are: the sanitizer's runtime is loaded in front of them.
-Instruction sets are `make test-processors`.
+Instruction sets need no build of their own: `make help` names the target that runs the tests on each.
 
 Example: python scripts/check_kernels.py address thread
 """
@@ -21,10 +21,10 @@ BUILD = ROOT / "build" / "sanitizers"
 
 
 class Sanitizer(NamedTuple):
-    """One build: what the compiler checks, what has to be loaded first, which tests run on it, and variables."""
+    """One build: what the compiler checks, what has to be loaded first, what pytest runs on it, and variables."""
 
     flags: str
-    runtimes: tuple[str, ...]
+    runtimes: str
     tests: str
     variables: dict[str, str]
 
@@ -33,7 +33,7 @@ KERNELS = "backends/test_cpu_kernels.py backends/test_cpu_latent.py backends/tes
 SANITIZERS = {
     "address": Sanitizer(
         "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
-        ("libasan.so", "libubsan.so"),
+        "libasan.so libubsan.so",
         f"{KERNELS} backends/test_cpu_bounds.py backends/test_cpu_outliers.py formats/test_mixed_and_rotated.py",
         # Python keeps memory for the whole process, which is no leak; a test expects SIGSEGV; freed memory that is
         # held back would look like a leak to the test that watches the process's size
@@ -45,21 +45,19 @@ SANITIZERS = {
     ),
     "thread": Sanitizer(
         "-fsanitize=thread -DKV_HF_OWN_THREADS",
-        ("libtsan.so",),
+        "libtsan.so",
         f"{KERNELS} backends/test_threads.py",
         {"TSAN_OPTIONS": f"suppressions={ROOT / 'scripts' / 'tsan.supp'}:exitcode=66"},
     ),
 }
-# of the tests on a sanitizer; that of threads does not know threads that start in a forked process
+# of the tests on a sanitizer: it does not know threads that start in a forked process
 SELECTED = {"thread": ["-k", "thread and not fork"]}
 
 
-def runtimes_of(compiler: str, sanitizer: Sanitizer) -> list[str]:
-    """Return the paths of the runtimes that the compiler has."""
-    asked = [[compiler, f"-print-file-name={name}"] for name in sanitizer.runtimes]
-    told = [
-        subprocess.run(command, capture_output=True, text=True).stdout.strip() for command in asked
-    ]
+def runtimes_of(compiler: str, names: list[str]) -> list[str]:
+    """Return the paths of the runtimes of these names, as far as the compiler has them."""
+    commands = [[compiler, f"-print-file-name={name}"] for name in names]
+    told = [subprocess.run(one, capture_output=True, text=True).stdout.strip() for one in commands]
     return [path for path in told if os.path.isabs(path) and Path(path).is_file()]
 
 
@@ -80,19 +78,17 @@ def build(compiler: str, name: str, sanitizer: Sanitizer) -> Path:
 def run(name: str, compiler: str) -> int:
     """Build and test with one sanitizer; return the exit status, 0 where there is nothing to run it with."""
     sanitizer = SANITIZERS[name]
-    runtimes = runtimes_of(compiler, sanitizer)
-    if len(runtimes) < len(sanitizer.runtimes):
-        print(f"skipped: {compiler} has no {' and '.join(sanitizer.runtimes)} for {name!r}")
+    wanted = sanitizer.runtimes.split()
+    runtimes = runtimes_of(compiler, wanted)
+    if len(runtimes) < len(wanted):
+        print(f"skipped: {compiler} has no {' and '.join(wanted)} for {name!r}")
         return 0
     print(f"{name}: building", flush=True)
-    environment = {
-        **os.environ,
-        **sanitizer.variables,
-        "LD_PRELOAD": " ".join(runtimes),
-        "KV_HF_LIBRARY": str(build(compiler, name, sanitizer)),
-        "OMP_WAIT_POLICY": "passive",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    library = build(compiler, name, sanitizer)
+    environment = {**os.environ, **sanitizer.variables, "LD_PRELOAD": " ".join(runtimes)}
+    environment["KV_HF_LIBRARY"] = str(library)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment["OMP_WAIT_POLICY"] = "passive"
     # -s: a report goes to stderr, where pytest would swallow it
     command = [
         sys.executable,

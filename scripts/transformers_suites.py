@@ -8,9 +8,10 @@
 nothing in it is changed. Wherever generate() would make a DynamicCache, and wherever a test or a model makes one itself,
 the second run gets a paged cache. The exit code is 1 when a test passes with DynamicCache and fails with pages.
 
-pytest loads this file as a plugin, too (`-p transformers_suites`). $KV_HF_SUITE then holds the settings as JSON: cache
-("dynamic" substitutes nothing), options of the paged caches, seq_length and new_tokens of the model tests (0: as transformers
-has them), and report, a JSONL file that gets one line per test: outcome, message, caches made, pages sealed.
+pytest loads this file as a plugin, too (`-p transformers_suites`), which imports kv_hf for the second run alone. $KV_HF_SUITE
+then holds the settings as JSON: cache ("dynamic" substitutes nothing), options of the paged caches, seq_length and
+new_tokens of the model tests (0: as transformers has them), and report, a JSONL file that gets one line per test: outcome,
+message, caches made, pages sealed.
 """
 
 import argparse
@@ -31,13 +32,14 @@ import numpy
 import pytest
 import torch
 from measure.family_models import ROLES, families
-from measure.runner import RESULTS
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.utils import GenerationMixin
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 Rows = dict[str, dict[str, Any]]
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results" / "transformers_suites.jsonl"
 GENERAL = ("tests/utils/test_cache_utils.py", "tests/generation/test_utils.py")
 # what a cache has a part in; compiled, exported and static caches are no DynamicCache
 SELECTION = (
@@ -64,7 +66,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, default=12, help="tokens to generate (0: as is)")
     add("--timeout", type=float, default=3600, help="seconds per run")
     add("--record", action="store_true", help="append rows to the file --out")
-    add("--out", type=Path, default=RESULTS / "transformers_suites.jsonl")
+    add("--out", type=Path, default=RESULTS)
     return parser.parse_args(argv)
 
 
@@ -82,8 +84,7 @@ def run(args: argparse.Namespace, cache: str) -> Rows:
         options = {"page_size": args.page_size, "sink_tokens": args.sink_tokens}
         settings = {"cache": cache, "options": options, "report": str(report)}
         settings |= {"seq_length": args.seq_length, "new_tokens": args.new_tokens}
-        here = Path(__file__).parent
-        paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         environment = {
             "HF_HUB_OFFLINE": "1",  # models of the hub are used where they are there already
             **os.environ,

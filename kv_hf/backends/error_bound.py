@@ -124,7 +124,7 @@ def tokens_of(kv: PagedKV, number: int, row: int) -> Tokens:
     ids = kv.block_table[row, : int(kv.num_pages[row])].long()
     pages = {name: field[ids] for name, field in (kv.key_pages, kv.value_pages)[number].items()}
 
-    def in_order(pages: Mapping[str, torch.Tensor], side: SideSpec) -> torch.Tensor:
+    def in_order(pages: dict[str, torch.Tensor], side: SideSpec) -> torch.Tensor:
         paged = decode(pages, side, torch.float32).transpose(0, 1).flatten(1, 2)
         return torch.cat([window[:, : kv.sink_tokens], paged, window[:, kv.sink_tokens :]], 1)
 

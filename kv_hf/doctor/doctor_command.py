@@ -1,47 +1,41 @@
 """What the doctor finds on this machine, and the command `kv-hf doctor` that prints it."""
 
 import argparse
-import functools
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from packaging.requirements import Requirement
 from packaging.version import Version
 from torch.utils import collect_env
 
 from ..backends.cpu import library
 from ..errors import KVCacheError
-from ..formats import is_cache_name
 from ..printable import printable, tell
 from ..text_table import text_width, wrap
-from ..user_dir import user_dir
 from ..version import __version__
-from .kernels import PREFIX, FormatReport, Subject, report_formats, report_model
-from .self_test import BROKEN, NOTE, OK, SECONDS, SelfTest, self_test
+from .kernels import PREFIX, FormatReport, Subject, paged_names, report_formats, report_model
+from .self_test import BROKEN, NOTE, OK, SECONDS, SelfTest, Trial, self_test
 
-_system = functools.cache(collect_env.get_env_info)
 WARNING = "warning"  # may work, but slowly, or nobody has tried
 TESTED = ("5.17.0", "5.23.0")  # versions of transformers that the whole test suite ran with
-OPTIONAL = ("triton", "accelerate")  # of the extras: what kv_hf itself uses where it is there
+PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "triton")
 VARIABLES = ("KV_HF_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 SYMBOLS = {OK: "[ok]", NOTE: "[--]", WARNING: "[!!]", BROKEN: "[XX]"}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ABOUT = "What would run here, why, and whether it works."
 CODES = "exit codes: 0 nothing is broken, 1 something is, 2 bad arguments"
-MODEL = "folder, preset or hub name: say how each layer would be cached"
 Lines = Iterator[
     tuple[str, str]
 ]  # first column and the rest of a line; a heading has no first column
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that was looked at: "ok", "note" (absent, which is no fault), "warning" or "broken", and why in words."""
 
     name: str
@@ -77,7 +71,10 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, for JSON."""
-        return {"healthy": not self.broken, "broken": self.broken, **asdict(self)}
+        found = {"healthy": not self.broken, "broken": self.broken, **asdict(self)}
+        found["formats"] = [{**vars(one), "others": dict(one.others)} for one in self.formats]
+        found["environment"] = {one.name: one.detail for one in self.environment}
+        return {**found, "health": [one._asdict() for one in self.environment]}
 
 
 def examine(subject: Subject) -> Diagnosis:
@@ -94,42 +91,29 @@ def examine(subject: Subject) -> Diagnosis:
 
 def environment() -> list[Finding]:
     """Return versions, devices, the C kernel and the variables that change any of it."""
-    system = _system()
+    run = collect_env.run
     shown = {
-        "python": system.python_version,
-        "system": system.os,
+        "python": sys.version,
+        "system": collect_env.get_os(run),
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads of torch",
-        "gpu": f"{system.nvidia_gpu_models or 'none'}, driver {system.nvidia_driver_version or 'none'}",
-        "KV_HF_HOME": str(user_dir()),
+        "gpu": collect_env.get_gpu_info(run) or "none",
+        "gpu driver": collect_env.get_nvidia_driver_version(run) or "none",
     }
     shown |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
     return [
         Finding("kv_hf", OK, f"{__version__}, in {Path(__file__).parents[1]}"),
-        *check_requirements(),
+        *map(check_package, PACKAGES),
         check_c_kernel(),
         *(Finding(name, OK, " ".join(detail.split())) for name, detail in shown.items()),
     ]
 
 
-def check_requirements() -> list[Finding]:
-    """Look at what kv_hf needs, and at what it uses where it is there; at nothing where it is not installed."""
-    try:
-        wanted = [Requirement(line) for line in requires("kv_hf") or ()]
-    except PackageNotFoundError:
-        return []
-    asked = {one.name: one for one in wanted if not one.marker or one.name in OPTIONAL}
-    return [check_requirement(one) for one in asked.values()]
-
-
-def check_requirement(needed: Requirement) -> Finding:
-    """Compare an installed package with what kv_hf was packaged to need."""
-    name, asked = needed.name, f"needed is {needed.specifier}"
+def check_package(name: str) -> Finding:
+    """Return the version of an installed package; a transformers that is newer than the tested ones is a warning."""
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Finding(name, NOTE if needed.marker else BROKEN, f"not installed; {asked}")
-    if not needed.specifier.contains(found, prereleases=True):
-        return Finding(name, BROKEN, f"{found}, but {asked}")
+        return Finding(name, NOTE, "not installed")
     if name == "transformers" and Version(found) > Version(TESTED[-1]):
         return Finding(name, WARNING, f"{found} is newer than kv_hf was tested with: {TESTED[-1]}")
     return Finding(name, OK, found)
@@ -140,18 +124,16 @@ def check_c_kernel() -> Finding:
     reason = library.missing()
     if reason is None:
         return Finding("C kernel", OK, f"{library.ISA_NAMES[library.isa()]}, {library.threads()}")
-    if os.environ.get(library.ISA_VARIABLE) == "none":
-        return Finding("C kernel", NOTE, reason)
-    return Finding("C kernel", BROKEN if library.compiled_files() else WARNING, reason)
+    turned_off = os.environ.get(library.ISA_VARIABLE) == "none"
+    status = NOTE if turned_off else BROKEN if library.compiled_files() else WARNING
+    return Finding("C kernel", status, reason)
 
 
 def check_device(device: torch.device, formats: list[FormatReport]) -> Finding:
     """Say whether a compiled kernel reads any format on `device`; a CUDA device without one is broken."""
-    taken = {report.kernel for report in formats} & {"c", "triton"}
-    if taken or device.type != "cuda":
-        return Finding(f"device {device}", OK, f"kernels: {', '.join(taken) or 'plain torch'}")
-    reasons = [dict(report.others).get("triton") for report in formats]
-    return Finding(f"device {device}", BROKEN, next(filter(None, reasons), "no kernel"))
+    taken = sorted({str(one.kernel) for one in formats} & {"c", "triton"})
+    status = BROKEN if device.type == "cuda" and "triton" not in taken else OK
+    return Finding(f"device {device}", status, f"compiled kernels: {', '.join(taken) or 'none'}")
 
 
 def described(diagnosis: Diagnosis) -> Lines:
@@ -162,13 +144,10 @@ def described(diagnosis: Diagnosis) -> Lines:
     sizes = f"head_dim {subject.head_dim}"
     if subject.latent is not None:
         sizes = f"latents of {subject.latent[0]} and RoPE keys of {subject.latent[1]}"
-    yield (
-        "",
-        f"Pages on {subject.device}: {_name(subject.dtype)}, {sizes}, page_size {subject.page_size}",
-    )
+    sizes = f"{_name(subject.dtype)}, {sizes}, page_size {subject.page_size}"
+    yield "", f"Pages on {subject.device}: {sizes}"
     for report in diagnosis.formats:
-        name = PREFIX + report.format
-        name = name if is_cache_name(name) else report.format
+        name = PREFIX * (report.format in paged_names()) + report.format
         yield f"  {name:<13}", report.kernel or "none"
         for kernel, reason in report.others:
             why[kernel, reason or "can run, but a faster one is there"] = None
@@ -184,26 +163,26 @@ def tested(result: SelfTest) -> Lines:
     yield "", "Self-test (largest error against the reference, and what rounding explains):"
     for name in dict.fromkeys(one.format for one in result.trials):
         trials = [one for one in result.trials if one.format == name]
-        good = [one for one in trials if one.status == OK]
-        figures = "{0.kernel} {0.error:.1g} (bound {0.bound:.1g})"
-        well = [figures.format(one) if one.bound else one.what for one in good]
-        if well:
-            yield f"  {SYMBOLS[OK]} {name:<25}", ", ".join(well)
-        for one in (one for one in trials if one.status == BROKEN):
-            what = f"{one.what}, {one.kernel}: {one.detail}"
-            yield f"  {SYMBOLS[BROKEN]} {name:<25}", what
+        for status in (OK, BROKEN):
+            said = [_said(one) for one in trials if one.status == status]
+            if said:
+                yield f"  {SYMBOLS[status]} {name:<25}", ", ".join(said)
     left = [one.detail for one in result.trials if one.status == NOTE]
     if left:
         yield f"  {SYMBOLS[NOTE]}", f"{len(left)} trials left out: {left[0]}; see --seconds"
     yield "  ", f"{len(result.trials) - len(left)} trials in {result.seconds:.1f} s"
 
 
+def _said(one: Trial) -> str:
+    if one.status == BROKEN:
+        return f"{one.what}, {one.kernel}: {one.detail}"
+    return f"{one.kernel} {one.error:.1g} (bound {one.bound:.1g})" if one.bound else one.what
+
+
 def verdict(diagnosis: Diagnosis) -> Lines:
     """Yield what is broken, or that nothing is."""
-    warned = sum(one.status == WARNING for one in diagnosis.environment)
-    more = f", {warned} warnings above" if warned else ""
     broken = diagnosis.broken
-    yield "", f"{len(broken)} broken:" if broken else f"Nothing is broken{more}."
+    yield "", f"{len(broken)} broken:" if broken else "Nothing is broken."
     yield from (("  ", line) for line in broken)
 
 
@@ -227,7 +206,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="of the model; default: --model's, else bfloat16")
     add("--head-dim", type=int, help="default: --model's, else 128")
     add("--page-size", type=int, default=64)
-    add("--model", help=MODEL)
+    add("--model", help="folder, preset or hub name: say how each layer would be cached")
     add("--no-self-test", "--quick", action="store_true", help="run no kernels and no model")
     add("--seconds", type=float, default=SECONDS, help="of the self-test (%(default)g)")
     add("--verbose", action="store_true", help="also what torch.utils.collect_env says")
@@ -251,10 +230,11 @@ def main(argv: Sequence[str], prog: str = "kv-hf doctor") -> int:
     show = (lambda lines: None) if args.json else _tell
     show(described(diagnosis))
     if args.verbose:
-        show(iter([("", collect_env.pretty_str(_system()))]))
+        show(iter([("", collect_env.get_pretty_env_info())]))
     if not args.no_self_test:
-        diagnosis = replace(diagnosis, self_test=self_test(subject, args.seconds))
-        show(tested(diagnosis.self_test))
+        result = self_test(subject, args.seconds)
+        diagnosis = replace(diagnosis, self_test=result)
+        show(tested(result))
     show(verdict(diagnosis))
     if args.json:
         tell(json.dumps(diagnosis.as_dict(), indent=2, default=_name))

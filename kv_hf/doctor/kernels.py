@@ -48,11 +48,17 @@ class Subject:
     @classmethod
     def of(cls, device: torch.device, *, model: str | None = None, **given: Any) -> "Subject":
         """Take the fields that are not given (or None) from the config of `model`, where one is named; see `report_model`."""
-        own = {} if model is None else _sizes_of(model)
-        given = {name: value for name, value in given.items() if value is not None}
-        if "head_dim" in given:
-            own.pop("latent", None)
-        return cls(device, model=model, **{**own, **given})
+        own: dict[str, Any] = {}
+        config: Any = None if model is None else decoder_config(_config_of(model))
+        sizes = None if config is None else page_sizes(config)
+        if sizes is not None and latent_rank(config) is not None and given.get("head_dim") is None:
+            own["latent"] = sizes["key_dim"], sizes["value_dim"]
+        elif sizes is not None:
+            own["head_dim"] = sizes["key_dim"]
+        if isinstance(getattr(config, "dtype", None), torch.dtype):
+            own["dtype"] = config.dtype
+        own |= {name: value for name, value in given.items() if value is not None}
+        return cls(device, model=model, **own)
 
 
 @dataclass(frozen=True)
@@ -107,24 +113,20 @@ def paged_names() -> list[str]:
     return [name.removeprefix(PREFIX) for name in cache_names()]
 
 
-def spec_of(
-    name: str, device: torch.device, dtype: torch.dtype, page_size: int, *dims: int | bool
-) -> PageSpec:
+def spec_of(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> PageSpec:
     """Return what pages of format `name` are like on `device`.
 
     Args:
-        dims: key_dim, value_dim, and whether the two are those of latents and RoPE keys.
+        sizes: page_size, key_dim, value_dim, and whether the two are those of latents and RoPE keys.
     Raises: CacheOptionError where the format cannot store them.
     """
-    key_dim, value_dim, latent = dims
-    if latent:
-        options = CacheConfig(latent=name, page_size=page_size)
-    else:
-        options = CacheConfig.from_options(PREFIX + name, {"page_size": page_size})
-        options = replace(options, layers=None)  # of no model's layers in particular
-    sizes = {"num_kv_heads": 1 if latent else KV_HEADS, "key_dim": key_dim, "value_dim": value_dim}
+    page_size, key_dim, value_dim, latent = sizes
+    given: Any = {"page_size": page_size, **({"latent": name} if latent else {})}
+    options = CacheConfig.from_options("paged_exact" if latent else PREFIX + name, given)
+    options = replace(options, layers=None)  # of no model's layers in particular
+    heads: Any = {"num_kv_heads": 1 if latent else KV_HEADS, "layout": layout_for(device)}
     formats = LayerFormats.of(options, 0, 1, key_dim if latent else None)
-    return formats.spec(**sizes, dtype=dtype, layout=layout_for(device))
+    return formats.spec(key_dim=key_dim, value_dim=value_dim, dtype=dtype, **heads)
 
 
 def report_model(name: str) -> list[tuple[str, str]]:
@@ -137,28 +139,12 @@ def report_model(name: str) -> list[tuple[str, str]]:
     config = _config_of(name)
     kind = PagedEncoderDecoderCache if is_encoder_decoder(config) else PagedCache
     layers: dict[str, list[str]] = {}
-    rows = groupby(
-        kind(config).report(), lambda row: f"{row.kind}: {row.reason}" if row.reason else row.kind
-    )
-    for how, run in rows:
+    report = kind(config).report()
+    for how, run in groupby(report, lambda row: ": ".join(filter(None, [row.kind, row.reason]))):
         places = [row.layer_idx for row in run]
         ends = str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
         layers.setdefault(how, []).append(ends)
     return [(", ".join(runs), how) for how, runs in layers.items()]
-
-
-def _sizes_of(name: str) -> dict[str, Any]:
-    """Return head_dim (or latent: rank and RoPE channels) and dtype of a model, as far as its config says them."""
-    config = decoder_config(_config_of(name))
-    found: dict[str, Any] = {}
-    sizes = page_sizes(config)
-    if sizes is not None and latent_rank(config) is None:
-        found["head_dim"] = sizes["key_dim"]
-    elif sizes is not None:
-        found["latent"] = sizes["key_dim"], sizes["value_dim"]
-    if isinstance(getattr(config, "dtype", None), torch.dtype):
-        found["dtype"] = config.dtype
-    return found
 
 
 def _config_of(name: str) -> Any:

@@ -17,7 +17,7 @@ from ..backends.dispatch import paged_attention
 from ..backends.error_bound import Rounding, attend_pages
 from ..backends.inputs import PagedKV
 from ..backends.registry import load
-from ..errors import CacheOptionError
+from ..errors import CacheOptionError, KVCacheError
 from ..notices import silenced
 from ..quant.codec import encode
 from ..spec import PageSpec
@@ -26,13 +26,14 @@ from .kernels import FormatReport, Subject, report_formats, spec_of
 OK, NOTE, BROKEN = "ok", "note", "broken"
 SECONDS = 5.0
 LATENT = (512, 64)  # rank and RoPE channels of latents, where no model says otherwise: DeepSeek's
-SINKS, GROUP = 4, 4
-QUERIES = 2  # the second sees a token more than the first
+SINKS, GROUP, QUERIES = 4, 4, 2  # the second query sees a token more than the first
 # (pages, exact tokens) of each row: pages and a tail, sinks and a tail only, a page and the sinks
 ROWS = ((3, 11), (0, 7), (1, 4))
 SEED = 42  # a prompt behind which no second-best token comes close
 PROMPT, NEW_TOKENS, PAGE = 37, 12, 16  # the prompt fills pages, and so do the new tokens
 Figures = tuple[float, float] | tuple[None, None]  # largest error, and what rounding explains
+Case = tuple[tuple[torch.Tensor, ...], torch.Tensor, PagedKV, torch.Tensor]  # see make_case
+Plans = Iterator[tuple[bool, "Planned"]]
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,10 @@ class Planned(NamedTuple):
         """Run it; whatever it raises is its result."""
         try:
             return Trial(*self[:3], OK, "", *self.run())
-        except _Wrong as error:
-            return Trial(*self[:3], BROKEN, str(error))
         except Exception as error:  # a broken kernel may raise anything
-            said = (str(error).splitlines() or [""])[0]
-            return Trial(*self[:3], BROKEN, f"failed with {type(error).__name__}: {said}")
-
-
-class _Wrong(Exception):
-    """A kernel gave something else than it should."""
+            said, own = str(error).partition("\n")[0], isinstance(error, KVCacheError)
+            detail = said if own else f"failed with {type(error).__name__}: {said}"
+            return Trial(*self[:3], BROKEN, detail)
 
 
 @dataclass(frozen=True)
@@ -95,9 +91,7 @@ class SelfTest:
         return [trial for trial in self.trials if trial.status == BROKEN]
 
 
-def self_test(
-    subject: Subject, seconds: float = SECONDS, *, clock: Callable[[], float] = time.monotonic
-) -> SelfTest:
+def self_test(subject: Subject, seconds: float = SECONDS) -> SelfTest:
     """Seal and attend in every format with every kernel that can run, and generate with a tiny model.
 
     What "auto" would take comes first, then the generations, then the other kernels. A trial that has not begun when
@@ -106,12 +100,11 @@ def self_test(
     Args:
         subject: device, dtype and sizes of the pages; without `latent` the formats of latents have DeepSeek's sizes.
         seconds: after which no further trial begins.
-        clock: gives seconds.
     Raises: CacheOptionError unless `seconds` is positive.
     """
     if not seconds > 0:
         raise CacheOptionError(f"seconds must be more than 0, got {seconds:g}")
-    start, done, plans = clock(), [], []
+    start, done, plans = time.monotonic(), list[Trial](), list[tuple[bool, Planned]]()
     device, dtype, page = subject.device, subject.dtype, subject.page_size
     with silenced(), torch.inference_mode():
         for ranks in (None, subject.latent or LATENT):
@@ -120,16 +113,16 @@ def self_test(
             plans += plan_trials(reports, device, dtype, page, *dims)
         best = [planned for is_best, planned in plans if is_best]
         others = [planned for is_best, planned in plans if not is_best]
-        for one in (*best, *plan_generations(device), *others):
-            over = clock() - start >= seconds
+        run = functools.partial(_generate, device)
+        tiny = Planned("tiny model, paged_exact", "generate", "auto", run)
+        for one in (*best, tiny, *others):
+            over = time.monotonic() - start >= seconds
             why = f"the {seconds:g} seconds were over"
             done.append(Trial(*one[:3], NOTE, why) if over else one.tried())
-    return SelfTest(tuple(done), clock() - start)
+    return SelfTest(tuple(done), time.monotonic() - start)
 
 
-def plan_trials(
-    reports: list[FormatReport], device: torch.device, *sizes: Any
-) -> Iterator[tuple[bool, Planned]]:
+def plan_trials(reports: list[FormatReport], device: torch.device, *sizes: Any) -> Plans:
     """Yield (whether "auto" takes this kernel, trial) for all formats that can be stored and kernels that can run.
 
     Args:
@@ -148,9 +141,7 @@ def plan_trials(
 
 
 @functools.lru_cache(maxsize=1)
-def make_case(
-    spec: PageSpec,
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, PagedKV, torch.Tensor]:
+def make_case(spec: PageSpec) -> Case:
     """Return random tokens, pages in random places and queries for pages like `spec`; the same ones each time.
 
     Returns: all of it on the CPU:
@@ -178,13 +169,19 @@ def make_case(
     lengths = counts * size + exact
     seen = int(lengths.max())
     table = order[places % pages].int()
-    kv = PagedKV(*fields, spec, table, counts, *windows, exact, seen - lengths, seen, SINKS)
+    given: Any = (*fields, spec, table, counts, *windows, exact, seen - lengths, seen, SINKS)
+    kv = PagedKV(*given)  # in the order of its fields
     query = random(len(ROWS), heads * GROUP, QUERIES, spec.query_dim).to(dtype)
     return tuple(tokens), jobs.int(), kv, query
 
 
 def _on(device: torch.device, tensors: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda one: one.to(device), tensors)
+
+
+def _bytes(tensors: Any) -> torch.Tensor:
+    flat = [one.cpu().contiguous().flatten() for one in pytree.tree_leaves(tensors)]
+    return torch.cat([one.view(torch.uint8) for one in flat])
 
 
 def _seal(spec: PageSpec, kernel: str, device: torch.device) -> Figures:
@@ -195,14 +192,13 @@ def _seal(spec: PageSpec, kernel: str, device: torch.device) -> Figures:
     damaged = torch.zeros((), dtype=torch.uint8, device=device)
     load(kernel).seal_pair(_on(device, tokens), jobs.to(device), made, spec, damaged, {})
     if bool(damaged):
-        raise _Wrong(f"it calls finite {' or '.join(side.side for side in spec.sides)} not finite")
-    own, other = (
-        torch.cat([one.cpu().contiguous().view(torch.uint8).flatten() for one in leaves])
-        for leaves in (pytree.tree_leaves(made), pytree.tree_leaves(rights))
-    )
+        raise KVCacheError(
+            f"it calls finite {' or '.join(side.side for side in spec.sides)} not finite"
+        )
+    own, other = _bytes(made), _bytes(rights)
     if not torch.equal(own, other):
         differing = int((own != other).sum())
-        raise _Wrong(f"{differing} of {len(own)} bytes differ from the reference's")
+        raise KVCacheError(f"{differing} of {len(own)} bytes differ from the reference's")
     return 0.0, 0.0
 
 
@@ -212,39 +208,31 @@ def _attend(spec: PageSpec, kernel: str, device: torch.device) -> Figures:
     integers = kernel == "c" and ISA_NAMES[isa()] == "AVX-512 VNNI"
     expected, bounds = attend_pages(query, kv, Rounding.of(kernel, query.dtype, integers))
     kv = replace(kv, **{one.name: _on(device, getattr(kv, one.name)) for one in fields(PagedKV)})
-    call = AttentionCall(query.to(device), kv, spec.query_dim**-0.5)
-    out = paged_attention(call, kernel).cpu().double()
+    out = paged_attention(AttentionCall(query.to(device), kv, spec.query_dim**-0.5), kernel)
     if out.shape != expected.shape:
-        raise _Wrong(f"its result has the shape {list(out.shape)}, not {list(expected.shape)}")
-    errors = (out - expected).abs()
+        raise KVCacheError(
+            f"its result has the shape {list(out.shape)}, not {list(expected.shape)}"
+        )
+    errors = (out.cpu().double() - expected).abs()
     worst = int((errors / bounds).nan_to_num(nan=math.inf).argmax())
     error, bound = float(errors.flatten()[worst]), float(bounds.flatten()[worst])
     if not error <= bound:  # nan too
-        raise _Wrong(f"differs from the reference by {error:.2g}, more than {bound:.2g}")
+        raise KVCacheError(f"differs from the reference by {error:.2g}, more than {bound:.2g}")
     return error, bound
 
 
-def plan_generations(device: torch.device) -> Iterator[Planned]:
-    """Yield trials of whole generations: they need every seam of transformers, and write pages token by token."""
-    for name in ("paged_exact", "paged_int4"):
-        run = functools.partial(_generate, device, name)
-        yield Planned(f"tiny model, {name}", "generate", "auto", run)
-
-
-def _generate(device: torch.device, name: str) -> Figures:
-    """Generating through pages gives the tokens of DynamicCache (exact), or those of the reference kernel (encoded).
+def _generate(device: torch.device) -> Figures:
+    """Generating through pages needs every seam of transformers, writes token by token, and gives DynamicCache's tokens.
 
     In fp32 the tokens of two right caches are the same: rounding moves these logits by some 1e-5, and the best token
-    of these weights lies 0.05 and more above the second (tests/doctor/test_self_test.py).
+    of these weights lies 0.05 and more above the second (tests/doctor/test_doctor_self_test.py).
     """
     model, ids = tiny_model(device)
-    paged = {"cache_implementation": name, "cache_config": {"page_size": PAGE}}
-    plain = {**paged, "cache_config": {"page_size": PAGE, "kernel": "reference"}}
-    other = ({}, "DynamicCache") if name == "paged_exact" else (plain, "kernel='reference'")
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    got = model.generate(ids, **options, **paged)
-    for row, column in (got != model.generate(ids, **options, **other[0])).nonzero().tolist():
-        raise _Wrong(f"new token {column - PROMPT} of row {row} is not that of {other[1]}")
+    paged = {"cache_implementation": "paged_exact", "cache_config": {"page_size": PAGE}}
+    differ = model.generate(ids, **options) != model.generate(ids, **options, **paged)
+    for row, column in differ.nonzero().tolist():
+        raise KVCacheError(f"new token {column - PROMPT} of row {row} is not that of DynamicCache")
     return None, None
 
 

@@ -11,8 +11,6 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 import kv_hf
 import kv_hf_cli
@@ -82,7 +80,7 @@ def test_a_library_that_was_not_compiled_is_a_warning_and_one_that_cannot_be_loa
     assert code == int(compiled)
     assert ("[XX] C kernel" if compiled else "[!!] C kernel") in printed
     assert ("cannot be loaded" if compiled else "was not compiled") in printed
-    assert ("1 broken:" if compiled else "Nothing is broken, 1 warnings above.") in printed
+    assert ("1 broken:" if compiled else "Nothing is broken.") in printed
 
 
 @pytest.mark.usefixtures("uncached")
@@ -94,15 +92,15 @@ def test_a_bad_isa_variable_is_broken(monkeypatch):
 
 
 def test_a_gpu_without_triton_is_broken(monkeypatch):
-    monkeypatch.setattr(support, "installed_version", lambda: None)
     cuda = torch.device("cuda")
-    spec = doctor.kernels.spec_of("int4", cuda, torch.bfloat16, 64, 128, 128, False)
-    why = kv_hf.backends.registry.why_not("triton", cuda, spec)
-    report = doctor.FormatReport("int4", "sdpa", (("triton", why), ("reference", None)))
-    found = command.check_device(cuda, [report])
-    assert found.status == "broken" and "triton is not installed" in found.detail
+    monkeypatch.setattr(support, "installed_version", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: torch.ones(*sizes))  # sees a GPU
+    reports = doctor.report_formats(cuda, torch.bfloat16, 128, 64)
+    assert all("triton is not installed" in dict(one.others)["triton"] for one in reports)
+    assert not {one.kernel for one in reports} & {"c", "triton"}
+    assert command.check_device(cuda, reports).status == "broken"
     right = doctor.FormatReport("int4", "triton", (("sdpa", None),))
-    assert command.check_device(cuda, [report, right]).status == "ok"
+    assert command.check_device(cuda, [*reports, right]).status == "ok"
 
 
 def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(capsys):
@@ -157,26 +155,22 @@ def test_doctor_knows_presets_and_latents(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "found", "status", "says"),
+    ("found", "status", "says"),
     [
-        ("torch>=2.11", "2.11.0", "ok", "2.11.0"),
-        ("torch>=2.11", "2.10.0", "broken", "2.10.0, but needed is >=2.11"),
-        ("torch>=2.11", None, "broken", "not installed; needed is >=2.11"),
-        ("triton>=3.6; extra == 'gpu'", None, "note", "not installed; needed is >=3.6"),
-        ("transformers>=5.17", "5.20.1", "ok", "5.20.1"),
-        ("transformers>=5.17", "99.0", "warning", "99.0 is newer than kv_hf was tested with"),
+        ("5.20.1", "ok", "5.20.1"),
+        ("99.0", "warning", "99.0 is newer than kv_hf was tested with"),
+        (None, "note", "not installed"),
     ],
 )
-def test_a_package_is_compared_with_what_is_needed(monkeypatch, line, found, status, says):
+def test_a_newer_transformers_is_a_warning(monkeypatch, found, status, says):
     def version(name):
         if found is None:
             raise PackageNotFoundError(name)
         return found
 
     monkeypatch.setattr(command, "version", version)
-    told = command.check_requirement(Requirement(line))
-    assert (told.name, told.status) == (Requirement(line).name, status)
-    assert told.detail.startswith(says)
+    told = command.check_package("transformers")
+    assert (told.name, told.status) == ("transformers", status) and told.detail.startswith(says)
 
 
 def test_json_holds_everything(monkeypatch, capsys, tmp_path):
@@ -185,12 +179,14 @@ def test_json_holds_everything(monkeypatch, capsys, tmp_path):
     code, printed = quick(capsys, "--json", "--page-size", "32")
     told = json.loads(printed)
     assert (code == 0) is told["healthy"] is (told["broken"] == [])
-    found = {one["name"]: one["detail"] for one in told["environment"]}
+    found = told["environment"]
+    assert found == {one["name"]: one["detail"] for one in told["health"]}
     assert found["torch"] == torch.__version__ and found["KV_HF_HOME"] == str(tmp_path)
     assert found["kv_hf"].startswith(kv_hf.__version__) and found["CUDA_VISIBLE_DEVICES"] == ""
     assert {"python", "system", "cpu", "gpu", "C kernel", "device cpu"} <= set(found)
     assert told["subject"]["page_size"] == 32 and told["subject"]["dtype"] == "bfloat16"
     assert [f"paged_{one['format']}" for one in told["formats"]] == list(kv_hf.cache_names())
+    assert all("triton" in one["others"] for one in told["formats"])
     assert told["self_test"] is None
 
 
@@ -230,8 +226,3 @@ def test_doctor_is_installed_as_a_command():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Pages on cpu" in done.stdout and "Nothing is broken" in done.stdout
-
-
-def test_the_tested_versions_have_the_installed_one_between_them():
-    first, last = map(Version, command.TESTED)
-    assert first <= Version(transformers.__version__) <= last

@@ -1,6 +1,9 @@
 """scripts/transformers_suites.py: its verdicts, and a run on a checkout made up for the purpose."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,9 +125,12 @@ def modules_of_this_transformers(suites):
     }
 
 
-def test_default_prompts_are_long_enough_to_seal_pages(suites):
-    args = suites.arguments(["--checkout", "."])
-    assert args.seq_length + args.new_tokens > 3 * args.page_size > 16 + args.sink_tokens
+def test_the_run_on_dynamic_cache_imports_nothing_of_kv_hf():
+    """Importing it patches generate(), which would no longer be transformers' own."""
+    code = "import sys, transformers_suites as own; own.pytest_configure(); sys.exit('kv_hf' in sys.modules)"
+    environment = {**os.environ, "KV_HF_SUITE": json.dumps({"cache": "dynamic"})}
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=SCRIPTS, env=environment, timeout=120).returncode == 0
 
 
 @pytest.mark.slow

@@ -241,7 +241,8 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
         model(ids, past_key_values=cache, use_cache=True)
     shapes: list[LayerShape] = []
     for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        empty = keys is None or values is None or not keys.numel()
-        shapes.append(None if empty else (keys.shape[1], keys.shape[-1], values.shape[-1]))
+        keys: Any = getattr(layer, "keys", None)
+        values: Any = getattr(layer, "values", None)
+        there = keys is not None and values is not None and keys.numel()
+        shapes.append((keys.shape[1], keys.shape[-1], values.shape[-1]) if there else None)
     return shapes

@@ -95,7 +95,8 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
         load: makes the model, as `LoadedModel` does.
     """
     transformers_logging.disable_progress_bar()
-    settings = TextSettings(args.text, args.windows, args.window, args.prompt)
+    rows: list[dict[str, Any]] = []
+    code = 0
     try:
         for cache in args.caches:
             cache_kind(cache)
@@ -105,26 +106,41 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
         for path in (args.out if args.record else None, args.plot):
             if path is not None:
                 check_writable(path)
-        loaded = load(args.model, getattr(torch, args.dtype), args.device)
-        texts = loaded.reference(settings).texts
+        code = _measure(args, load, rows)
+    except KeyboardInterrupt:
+        where = f", recorded in {args.out}" if args.record and rows else ""
+        done = f"{len(rows)} of {len(args.caches)} caches are measured{where}"
+        tell(f"\n{prog}: interrupted; {done}", to_errors=True)
+        code = 130
     except (KVCacheError, ValueError, ImportError, OSError) as error:
         tell_error(prog, error)
         return 2
+    if not rows:
+        return code
+    show(f"{args.model}, {args.text}", rows)
+    try:
+        if args.bits is not None:
+            row = best(rows, args.bits)
+            tell(f"\nleast KL within {args.bits:g} bits: {row['cache']}, {interval(row)}")
+        if args.plot is not None:
+            tell("\n" + "\n".join(map(str, pareto(rows, args.plot))))
+    except (ValueError, ImportError, OSError) as error:
+        tell_error(prog, error)
+        return code or 1
+    return code
+
+
+def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict[str, Any]]) -> int:
+    """Append a row of each cache to `rows`, and to the file of rows; return 1 where some could not be measured, else 0."""
+    settings, code = TextSettings(args.text, args.windows, args.window, args.prompt), 0
+    loaded = load(args.model, getattr(torch, args.dtype), args.device)
+    scored = len(loaded.reference(settings).texts) * (args.window - args.prompt)
     common = {"kind": "accuracy", "model": args.model, "model_revision": loaded.revision}
     common |= {"dtype": args.dtype, "device": torch.device(args.device).type}
-    rows: list[dict[str, Any]] = []
-    scored, code = len(texts) * (args.window - args.prompt), 0
     with tqdm(total=scored * len(args.caches), unit="token", desc=args.model) as bar:
         for number, cache in enumerate(args.caches, 1):
             try:
                 found = loaded.accuracy(cache, settings, args.divergence, bar.update)
-            except KeyboardInterrupt:
-                code = 130
-                tell(
-                    f"{prog}: interrupted at {cache}; {len(rows)} caches are measured",
-                    to_errors=True,
-                )
-                break
             except Exception as error:  # whatever a cache or its library raises; the others go on
                 tell(f"no figures for {cache}: {in_words(error)}", to_errors=True)
                 code = 1
@@ -133,17 +149,6 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
                 if args.record:
                     append_rows(args.out, rows[-1:])
             bar.update(number * scored - bar.n)
-    if rows:
-        show(f"{args.model}, {args.text}", rows)
-    try:
-        if rows and args.bits is not None:
-            row = best(rows, args.bits)
-            tell(f"\nleast KL within {args.bits:g} bits: {row['cache']}, {interval(row)}")
-        if rows and args.plot is not None:
-            tell("\n" + "\n".join(map(str, pareto(rows, args.plot))))
-    except (ValueError, ImportError, OSError) as error:
-        tell_error(prog, error)
-        return code or 1
     return code
 
 

@@ -209,8 +209,8 @@ class KVCacheLM(HFLM):
                 lines, columns = (targets[:, position:end] >= 0).nonzero(as_tuple=True)
                 keep = end - position - min(columns.tolist(), default=end - position - 1)
                 last = {"logits_to_keep": keep} if "logits_to_keep" in named else {}
-                tokens = ids[:, position:end]
-                logits = self.model(tokens, past_key_values=cache, use_cache=True, **last).logits
+                fed = ids[:, position:end]
+                logits = self.model(fed, past_key_values=cache, use_cache=True, **last).logits
             dropped = end - position - logits.shape[1]
             logits = check_finite(logits[of_row[lines], columns - dropped], self.kind.name)
             chosen = targets[lines, position + columns]

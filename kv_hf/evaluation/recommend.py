@@ -50,7 +50,7 @@ class Recommendation:
 
 def shown(value: float, form: str) -> str:
     """Return a figure as text in a format of Python's; what rounds to nothing has no minus."""
-    return re.sub(r"^-(?=[0.]+%?$)", "", format(value, form))
+    return re.sub(r"^-(?=[0.]+%?$)", "+" * form.startswith("+"), format(value, form))
 
 
 def interval(row: Mapping[str, Any]) -> str:
@@ -126,8 +126,8 @@ def recommend(
                 for name in names
             ]
     row = best(rows, bits)
-    figures = (row[field] for field in ("cache", "stored_bits", "kl_mean", "kl_low", "kl_high"))
-    return Recommendation(*figures, rows)
+    mean, low, high = (row[f"kl_{end}"] for end in ("mean", "low", "high"))
+    return Recommendation(row["cache"], row["stored_bits"], mean, low, high, rows)
 
 
 def front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,11 +162,12 @@ def pareto(rows: Sequence[dict[str, Any]], path: str | Path) -> list[Path]:
         ends = [[max(0.0, mean - row["kl_low"])], [max(0.0, row["kl_high"] - mean)]]
         colour = "tab:blue" if row["cache"].startswith("paged_") else "tab:gray"
         axes.errorbar(at, mean, ends, fmt="o", color=colour)
-        beside = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+        beside: Any = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
         axes.annotate(row["cache"], (at, mean), **beside)
     line = [[row[field] for row in best_ones] for field in ("stored_bits", "kl_mean")]
     axes.plot(*line, color="tab:blue", linewidth=1, zorder=0)
     axes.set_yscale("symlog", linthresh=1e-6)
+    axes.margins(x=0.15)  # names stay inside
     axes.set(title=titles.pop(), xlabel="bits per number", ylabel="KL from the exact cache, nats")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -125,7 +125,7 @@ def check_writable(path: Path) -> None:
         if not there:
             path.unlink()
     except OSError as error:
-        raise ValueError(f"--out {str(path)!r} cannot be written: {error.strerror}") from error
+        raise ValueError(f"file {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:

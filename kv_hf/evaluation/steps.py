@@ -42,11 +42,7 @@ def quantile(samples: Sequence[float], part: float) -> float:
     """Return the `part` quantile (0 to 1), linear between neighbouring samples. Raises ValueError without samples."""
     if not samples:
         raise ValueError("a quantile needs at least one sample, got none")
-    ordered = sorted(samples)
-    place = part * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return torch.tensor(samples, dtype=torch.float64).quantile(part).item()
 
 
 def spread(samples: Sequence[float]) -> Spread:
@@ -101,24 +97,6 @@ def interleave(
     return times
 
 
-def resident(trim: bool = True) -> dict[str, int]:
-    """Return bytes by name: VmRSS (now), VmHWM (most), RssAnon, RssFile; empty where /proc does not tell.
-
-    Args:
-        trim: give back what glibc holds although it is free, first.
-    """
-    if not STATUS.is_file():
-        return {}
-    if trim:
-        trim_heap()
-    fields = (line.split() for line in STATUS.read_text().splitlines())
-    return {
-        field[0].rstrip(":"): 1024 * int(field[1])
-        for field in fields
-        if field[0].startswith(("VmRSS", "VmHWM", "Rss"))
-    }
-
-
 class Meter:
     """The growth of memory since a moment, and its peak: on CUDA what torch's allocator has given, else resident memory.
 
@@ -157,11 +135,15 @@ class Meter:
         return None if most is None or self.base is None else most - self.base
 
     def _now(self, field: str, trim: bool = False) -> int | None:
-        if self.name == "resident":
-            return resident(trim).get(field)
-        peak = field == "VmHWM"
-        tell = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-        return tell(self.device)
+        """Return bytes, as /proc calls them: VmRSS (now), VmHWM (most)."""
+        if self.name == "allocated":
+            most = field == "VmHWM"
+            tell = torch.cuda.max_memory_allocated if most else torch.cuda.memory_allocated
+            return tell(self.device)
+        if trim:  # what glibc holds although it is free
+            trim_heap()
+        lines = STATUS.read_text().splitlines() if STATUS.is_file() else []
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), None)
 
 
 def fill_random(cache: Any, model: Any, batch: int, tokens: int, seed: int = 0) -> None:

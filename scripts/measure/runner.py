@@ -7,8 +7,8 @@ A workload is a function that takes a device and one configuration, and yields t
         ...
 
 The runner does the rest. Each configuration is measured in a child process, which may take a limited time and may die: the
-reason is then a row of failed.jsonl beside the file, and the next configuration goes on in a new child. A configuration's
-rows are written together as soon as it ends. Configurations whose rows are in the file already are skipped.
+reason is then a row of kind "failed", and the next configuration goes on in a new child. A configuration's rows are
+written together as soon as it ends. Configurations whose rows are in the file already are skipped, failed ones are not.
 Knows nothing about what is measured. Needs torch and transformers alone.
 """
 
@@ -44,7 +44,7 @@ Answer = list[Fields] | str  # the rows, or why there are none
 Task = tuple["Workload", Fields, str, str]  # workload, configuration, device, cell
 
 RESULTS = Path(__file__).parents[2] / "results"
-FAILED = "failed.jsonl"  # beside the rows: why configurations have none
+FAILED = "failed"  # the kind of rows that say why a configuration has no others
 WARMUP = 2  # rounds ahead of those that count
 LEAST_SECONDS = 2.0  # a configuration is not begun for less
 SPAWN = get_context("spawn")
@@ -422,7 +422,7 @@ def run(
     """Measure the configurations that have no rows in `out` yet, and append each one's rows as soon as it ends.
 
     Args:
-        out: a JSONL file; None keeps nothing. What failed goes into FAILED beside it.
+        out: a JSONL file; None keeps nothing.
         workers: configurations at a time, of a workload that is not timed.
         isolated: False measures in this process, without limits.
         idle: children to begin with, which are the caller's to close.
@@ -433,7 +433,8 @@ def run(
     """
     outcome, budget = Outcome(), budget or Budget()
     cells = [(config, work.cell(config, device)) for config in configurations]
-    finished = set() if out is None else {row.get("cell") for row in read_rows(out)}
+    rows = [] if out is None else read_rows(out)
+    finished = {row.get("cell") for row in rows if row.get("kind") != FAILED}
     todo = [(work, config, device, cell) for config, cell in cells if cell not in finished]
     if len(todo) < len(cells):
         say(f"{work.name}: {len(cells) - len(todo)} of {len(cells)} are finished already")
@@ -454,13 +455,12 @@ def run(
             elif isinstance(found, str):
                 outcome.failed.append(f"{title}: {found}")
                 say(f"no rows for {outcome.failed[-1]}")
-                if out is not None:
-                    row = make_row(kind="failed", workload=work.name, **config, reason=found)
-                    append_rows(out.with_name(FAILED), [row])
+                facts = {"device": torch.device(device).type, "workload": work.name, **config}
+                found = [make_row(**{**facts, "kind": FAILED, "failed": found})]
             else:
                 outcome.rows += found
-                if out is not None:
-                    append_rows(out, found)
+            if out is not None and found is not None:
+                append_rows(out, found)
     finally:
         for child in children if idle is None else ():
             child.close()

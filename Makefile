@@ -140,20 +140,16 @@ $(VENV)/.bench: $(VENV)/.installed
 	@touch $@
 
 bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU beside other caches, about 6 minutes
-	$(BIN)/python scripts/bench_decode.py --device cpu --record
-	$(BIN)/python scripts/bench_generate.py --device cpu --record
+	$(BIN)/python scripts/bench.py decode generate --device cpu --record
 	$(BIN)/python scripts/plots.py
 	$(BIN)/python scripts/tables.py
 
-LATENT = $(BIN)/python scripts/bench_generate.py --device cpu --record --out results/mla.jsonl --fill random --context 512 2048 8192 32768 --caches dynamic paged_exact paged_fp8 paged_int8 paged_int4
-
 bench-mla: $(VENV)/.bench ## measure decode steps of models with latent attention (DeepSeek sizes, random weights) on this machine's CPU
-	$(LATENT) --random deepseek-v2-lite-layer --steps 20
-	$(LATENT) --random deepseek-v3-2-layers --steps 5
+	$(BIN)/python scripts/bench.py mla --device cpu --record
 	$(BIN)/python scripts/tables.py
 
 bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole steps on a CUDA GPU (random weights, no network) into OUT=folder, at most 8 minutes; goes on where it was stopped
-	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/bench_gpu.py --budget-s $(BUDGET_S) --out $(OUT)
+	PYTHONPATH=. $(or $(BENCH_PYTHON),$(BIN)/python) scripts/bench.py gpu --device cuda --workers 12 --budget-s $(BUDGET_S) --out $(OUT)
 
 plots: $(VENV)/.bench ## draw the picture of docs/ from results/*.jsonl
 	$(BIN)/python scripts/plots.py

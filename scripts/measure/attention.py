@@ -199,7 +199,8 @@ def verdict_of(
     Returns: the error, and how far rounding may move it (backends/error_bound.py), where it is nearest to that or
         furthest beyond.
     """
-    rounding = Rounding.of(kernel, query.dtype, ISA_NAMES[isa()] == "AVX-512 VNNI")
+    integers = kernel == "c" and ISA_NAMES[isa()] == "AVX-512 VNNI"
+    rounding = Rounding.of(kernel, query.dtype, integers)
     errors, bounds = [], []
     for row in range(kv.rows):
         right, bound = attend_exactly(query[row], *stored(kv, row), scale, rounding)

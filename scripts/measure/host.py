@@ -31,45 +31,14 @@ from measure.shapes import AttentionShape
 
 # what torch answers without a kernel
 VIEWS = frozenset(
-    [
-        "view",
-        "transpose",
-        "slice",
-        "select",
-        "detach",
-        "expand",
-        "unsqueeze",
-        "_unsafe_view",
-        "reshape",
-        "permute",
-        "alias",
-        "split",
-        "unbind",
-        "empty",
-        "new_empty",
-        "as_strided",
-        "squeeze",
-        "empty_like",
-        "empty_strided",
-        "new_empty_strided",
-        "unflatten",
-        "lift_fresh",
-        "t",
-        "narrow",
-    ]
-)
+    {
+        *("view", "transpose", "slice", "select", "detach", "expand", "unsqueeze", "_unsafe_view", "reshape", "permute"),
+        *("alias", "split", "unbind", "empty", "new_empty", "as_strided", "squeeze", "empty_like", "empty_strided"),
+        *("new_empty_strided", "unflatten", "lift_fresh", "t", "narrow"),
+    }
+)  # fmt: skip
 # methods of a tensor that wait for its device
-WAITING = [
-    "item",
-    "tolist",
-    "numpy",
-    "cpu",
-    "nonzero",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-]
+WAITING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")  # fmt: skip
 BLOCK = 10  # steps of one cache before the other's turn
 
 

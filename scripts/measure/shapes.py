@@ -73,6 +73,9 @@ SHAPES = {
     "smollm2": AttentionShape(9, 3, 64, 30),
     "qwen2.5-7b": AttentionShape(28, 4, 128, 28),
     "llama-70b-layer": AttentionShape(64, 8, 128, 1),
+    "heads-96": AttentionShape(8, 2, 96, 1),
+    "heads-80": AttentionShape(8, 2, 80, 1),
+    "heads-256": AttentionShape(8, 2, 256, 1),
     "tiny": AttentionShape(4, 2, 16, 2),
 }
 # sizes as published; the weights are random
@@ -87,6 +90,7 @@ RANDOM_MODELS: dict[str, PreTrainedConfig] = {
     "small": _llama(
         512, 512, 512, 2, 8, 2
     ),  # cheap in float32, with heads as real models have them
+    "small-latent": _deepseek(DeepseekV3Config, 512, 512, 512, 2, 8, None, 512, 64, 64, 64),
     "tiny": _llama(128, 64, 96, 2, 4, 2),
     "tiny-latent": _deepseek(DeepseekV3Config, 128, 64, 96, 2, 4, None, 32, 16, 8, 16),
 }

@@ -9,16 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind, held_bytes, why_not
-from kv_hf.evaluation.decode_steps import Decoding, kernel_of, predicted_bytes, random_prompt
-from kv_hf.evaluation.footprint import measure_footprint
-from kv_hf.evaluation.memory_meter import meter_for
 
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache_names import all_cache_names
+from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes, why_not
+from kv_hf.evaluation.memory import measure_footprint
+from kv_hf.evaluation.steps import Decoding, Meter, kernel_of, predicted_bytes, random_prompt
 from kv_hf.formats import ATTENTION_NAME, cache_names
 from measure.runner import Contender, Fields, Verdict, in_turns, workload
-from measure.shapes import RANDOM_MODELS, SHAPES, folder_of, load, random_model
+from measure.shapes import RANDOM_MODELS, SHAPES, AttentionShape, folder_of, load, random_model
 
 # largest difference of two logits, as a part of the largest. fp32: sums in another order, and on a GPU products of fewer
 # digits; 16 bits: what the roundings of some 30 layers come to
@@ -246,7 +245,7 @@ def offload(
                 None, (place or "none", f"{share:.0%}" * bool(share), f"{read} read" * bool(read))
             )
         )
-        meter = meter_for(device)
+        meter = Meter(device)
         kind = _offloaded(name, keys=keys, **options, **({"read_tokens": read} if read else {}))
         one = Decoding(loaded, kind, prompt, fill="random")
         meter.restart()
@@ -287,9 +286,9 @@ class Beams:
     """
 
     def __init__(
-        self, kind: CacheKind, shape: str, layers: int, beams: int, context: int, dtype: torch.dtype, device: torch.device
+        self, kind: CacheKind, shape: AttentionShape, layers: int, beams: int, context: int, dtype: torch.dtype, device: torch.device
     ) -> None:  # fmt: skip
-        self.name, self.beams, self.shape, self.dtype = kind.name, beams, SHAPES[shape], dtype
+        self.name, self.beams, self.shape, self.dtype = kind.name, beams, shape, dtype
         self.numbers, self.choices = torch.Generator(device).manual_seed(0), random.Random(0)
         self.cache = kind.make(self.shape.config(layers), context + 64)
         for layer in range(layers):
@@ -335,11 +334,17 @@ BEAM_CACHES = ("dynamic", "paged_exact", "paged_int4")
 
 def equal_beams(device: torch.device, shape: str, beams: int, **others: Any) -> Iterator[Verdict]:
     """Take the same random steps with every cache, and compare what they hold."""
-    yield from beam_verdicts([cache_kind(name) for name in BEAM_CACHES], shape, beams, device)
+    yield from beam_verdicts(
+        [cache_kind(name) for name in BEAM_CACHES], SHAPES[shape], beams, device
+    )
 
 
 def beam_verdicts(
-    kinds: Sequence[CacheKind], shape: str, beams: int, device: torch.device, steps: int = 140
+    kinds: Sequence[CacheKind],
+    shape: AttentionShape,
+    beams: int,
+    device: torch.device,
+    steps: int = 140,
 ) -> Iterator[Verdict]:
     """Judge all caches but the first, DynamicCache.
 
@@ -368,9 +373,9 @@ def beam_verdicts(
 )
 def beams(device: torch.device, shape: str, beams: int, context: int) -> Iterator[Fields]:
     """What beam search asks of a cache in each step, by length of the context."""
-    layers = SHAPES[shape].layers
+    heads, layers = SHAPES[shape], SHAPES[shape].layers
     kinds = [cache_kind(name) for name in BEAM_CACHES]
-    found = {kind.name: Beams(kind, shape, layers, beams, context, torch.bfloat16, device) for kind in kinds}  # fmt: skip
+    found = {kind.name: Beams(kind, heads, layers, beams, context, torch.bfloat16, device) for kind in kinds}  # fmt: skip
     parts: dict[str, list[Fields]] = {}
     for part in ("reorder", "append"):
         contenders = [Contender(name, getattr(each, part), each.prepare) for name, each in found.items()]  # fmt: skip

@@ -1,17 +1,13 @@
-"""What beam search asks of a cache: rows move as references, and the benchmark of it. No time is ever judged."""
-
-import json
+"""What beam search asks of a cache: rows move as references, and the gate of its benchmark."""
 
 import pytest
 import torch
-from measure.speed.beams import Beams, beam_steps, wrong_beams
-from paths import ROOT
+from measure.shapes import AttentionShape
+from measure.steps import Beams, beam_verdicts
 
 import kv_hf
-from kv_hf.evaluation.cache_kinds import CacheKind, cache_kind
-from kv_hf.evaluation.shapes import AttentionShape
+from kv_hf.evaluation.caches import CacheKind, cache_kind
 
-SCRIPTS = ROOT / "scripts"
 CPU = torch.device("cpu")
 TINY = AttentionShape(4, 2, 32)
 CACHES = ("dynamic", *kv_hf.IMPLEMENTATIONS)
@@ -61,7 +57,8 @@ def test_reorder_that_moves_no_row_shares_and_frees_nothing():
 
 def test_all_caches_hold_the_right_numbers_after_many_steps():
     kinds = [cache_kind(name) for name in CACHES]
-    assert wrong_beams(kinds, TINY, torch.bfloat16, CPU) == []
+    found = list(beam_verdicts(kinds, TINY, 4, CPU))
+    assert len(found) == len(CACHES) - 1 and all(one.ok for one in found)
 
 
 def test_gate_finds_rows_that_were_not_moved():
@@ -71,36 +68,5 @@ def test_gate_finds_rows_that_were_not_moved():
 
     kind = CacheKind("broken", "sdpa", lambda config, _: Broken(config))
     kinds = [cache_kind("dynamic"), kind, cache_kind("paged_exact")]
-    assert wrong_beams(kinds, TINY, torch.float32, CPU, steps=3) == ["broken"]
-
-
-def test_beam_steps_times_each_cache():
-    kinds = [cache_kind(name) for name in ("dynamic", "paged_int4")]
-    results = beam_steps(kinds, TINY, 2, 200, steps=3, device=CPU)
-    assert [found["cache"] for found in results] == ["dynamic", "paged_int4"]
-    for found in results:
-        assert found["reorder_ms_n"] == found["append_ms_n"] == 3
-        assert found["step_ms_p50"] == found["reorder_ms_p50"] + found["append_ms_p50"] > 0
-    assert results[0]["ratio_to_dynamic"] == 1
-
-
-def test_script_writes_rows_only_when_the_gate_is_passed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench_beams
-
-    monkeypatch.setitem(bench_beams.SHAPES, "tiny", TINY)
-    out = tmp_path / "beams.jsonl"
-    command = ["--shape", "tiny", "--layers", "2", "--steps", "2", "--out", str(out)]
-    command += ["--context", "100", "200", "--caches", "paged_int8", "--device", "cpu"]
-    assert bench_beams.main(command) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["cache"], row["context"]) for row in rows] == [
-        ("dynamic", 100),
-        ("paged_int8", 100),
-        ("dynamic", 200),
-        ("paged_int8", 200),
-    ]
-    assert all(row["copied_bytes"] <= row["kv_bytes"] for row in rows)
-    monkeypatch.setattr(bench_beams, "wrong_beams", lambda *a, **k: ["paged_int8"])
-    assert bench_beams.main(command) == 1
-    assert len(out.read_text().splitlines()) == 4
+    broken, right = beam_verdicts(kinds, TINY, 4, CPU, steps=3)
+    assert (broken.name, broken.ok, right.ok) == ("broken", False, True)

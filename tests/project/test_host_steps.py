@@ -1,11 +1,9 @@
 """What a whole decode step launches and waits for, on a GPU that is not here; masks and flags that nobody waits for."""
 
-import json
 from importlib.util import find_spec
 
 import pytest
 import torch
-from paths import ROOT
 from tiny_models import make_model
 
 import kv_hf
@@ -22,10 +20,11 @@ needs_triton = pytest.mark.skipif(
 
 def counted(steps=70, **options):
     """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
-    from measure.speed.host_steps import HostRun, HostShape, gpu
+    from measure.host import HostRun, gpu
+    from measure.shapes import AttentionShape
 
     with gpu() as fake:
-        shape = HostShape(layers=2, heads=8, kv_heads=2)
+        shape = AttentionShape(8, 2, 128, 2)
         settings = {"batch": 1, "context": 300, "keys": "int4", **options}
         run = HostRun(
             shape, settings.pop("batch"), settings.pop("context"), settings.pop("keys"), **settings
@@ -65,25 +64,6 @@ def test_a_step_launches_few_kernels_and_waits_for_nothing(options, plain, seali
 def test_what_is_done_once_per_step_does_not_grow_with_the_context():
     short, long = counted(3, reserve_tokens=8192), counted(3, context=4000, reserve_tokens=8192)
     assert [step.kernels for step in short] == [step.kernels for step in long]
-
-
-@needs_triton
-def test_bench_host_prints_one_object_as_its_last_line(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import bench_host
-
-    assert bench_host.main(["--layers", "2", "--steps", "20", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["launches_plain"], found["launches_sealing"], found["launches_ragged"]) == (
-        2,
-        3,
-        3,
-    )
-    assert (found["launches_preallocated"], found["synchronisations"]) == (3, 0)
-    assert found["paged_us_per_layer"] > 0 and found["dynamic_us_per_layer"] > 0
-
-
-# -- what is compared later ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -171,9 +151,6 @@ def test_a_preallocated_cache_leaves_out_masks_and_reports_wrong_ones_late(far):
         run(cache, [(41, mask), (42, holed), (43, mask), (44, mask)])
     cache.reset()
     run(cache, right)
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def test_tables_write_new_pages_in_place_and_follow_every_other_change():

@@ -7,10 +7,9 @@ import socket
 import struct
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
-from measure.serving import second_turn
+from measure import serving
 from tiny_server import WAIT_S, free_port, running, save_model, wait_until
 
 from kv_hf.cache.paged_cache import PagedCache
@@ -302,11 +301,10 @@ def test_prompt_beyond_the_budget_is_status_400_and_others_go_on(folder):
 
 
 def test_two_turns_counts_what_the_second_one_computes(server):
-    """The client of scripts/bench_serve.py, on a server that is there already."""
+    """The client of `scripts/bench.py serving/turns`, on a server that is there already."""
     port = int(server.address.rpartition(":")[2])
-    here = SimpleNamespace(pid=os.getpid())
-    asked = second_turn.Server(here, port, server.model_name)
-    first, second = second_turn.two_turns(asked, TEXT[300:1400], ["What is it?", "Who?"], 4)
+    asked = serving.Server(os.getpid(), port, server.model_name)
+    first, second = serving.two_turns(asked, TEXT[300:1400], ["What is it?", "Who?"], 4)
     assert first.tokens_computed == first.prompt_tokens
     assert second.prompt_tokens > first.prompt_tokens > second.tokens_computed
     assert 0 < second.first_s <= second.whole_s and second.answer

@@ -1,1 +1,0 @@
-"""Measuring servers from outside: processes of their own, asked over HTTP."""

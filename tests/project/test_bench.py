@@ -1,0 +1,319 @@
+"""scripts/bench.py: what the runner promises, a tiny run of every workload, and gates that refuse wrong results."""
+
+import os
+import threading
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from measure import attention, gpu, host, runner, serving, shapes, steps  # noqa: F401
+from measure.runner import FAILED, WORKLOADS, Budget, Contender, Verdict, Workload, in_turns, run
+
+import kv_hf
+from kv_hf.evaluation.rows import read_rows
+
+CPU = torch.device("cpu")
+
+
+def act(device, what):
+    """A workload whose configurations say what happens."""
+    if what == "dies":
+        os._exit(3)
+    if what == "hangs":
+        threading.Event().wait()
+    if what == "raises":
+        raise RuntimeError("out of ideas")
+    if what == "stops":
+        raise KeyboardInterrupt
+    if what == "wrong":
+        never = Contender("c", pytest.fail, verdict=lambda: Verdict("c", float("nan"), 1.0))
+        in_turns([never], 3, device)
+    yield {"value": 1, "pid": os.getpid()}
+
+
+ACT = Workload("act", act, [{"what": ["fine"]}], limit=1.0)
+
+
+def configured(*what):
+    return [{"what": one} for one in what]
+
+
+def ended(path):
+    return [(row["what"], row.get("failed", "")) for row in read_rows(path)]
+
+
+# -- the runner
+
+
+def test_run_goes_on_behind_a_child_that_dies_or_hangs(tmp_path):
+    out = tmp_path / "act.jsonl"
+    found = run(ACT, configured("fine", "dies", "hangs", "last"), out=out)
+    assert [row["what"] for row in found.rows] == ["fine", "last"]
+    first, died, hung, last = read_rows(out)
+    assert (first["kind"], died["kind"], died["workload"]) == ("act", FAILED, "act")
+    assert "died (exit code 3)" in died["failed"] and "ended after 1 s" in hung["failed"]
+    assert first["pid"] != last["pid"] != os.getpid()
+    assert {"date", "commit", "machine", "versions", "threads", "cell"} <= first.keys()
+    assert len(found.failed) == 2 and not found.left_out
+
+
+def test_run_times_nothing_that_is_wrong_and_goes_on(tmp_path):
+    out = tmp_path / "act.jsonl"
+    found = run(ACT, configured("wrong", "raises", "fine"), out=out, isolated=False, say=len)
+    assert len(found.failed) == 2
+    assert ended(out) == [
+        ("wrong", "wrong results: c: error nan, allowed 1"),
+        ("raises", "RuntimeError: out of ideas"),
+        ("fine", ""),
+    ]
+
+
+def test_run_skips_what_is_finished_and_tries_again_what_failed(tmp_path, monkeypatch):
+    out = tmp_path / "act.jsonl"
+    both, of = configured("fine", "raises"), {"out": out, "isolated": False, "say": len}
+    run(ACT, both, **of)
+    with out.open("a") as file:
+        file.write('{"half a ro')  # a run that was killed
+    run(ACT, both, **of)
+    assert [what for what, _ in ended(out)] == ["fine", "raises", "raises"]
+    monkeypatch.setattr(runner, "commit", lambda: "another")
+    assert len(run(ACT, both, **of).rows) == 1
+    lasting = replace(ACT, state=lambda config: "revision of a model")
+    assert len(run(lasting, both, **of).rows) == 1
+    monkeypatch.setattr(runner, "commit", lambda: "a third")
+    assert not run(lasting, both, **of).rows
+
+
+def test_an_interrupt_leaves_the_rows_that_were_written(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "act.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(ACT, configured("fine", "stops", "last"), out=out, isolated=False)
+    assert ended(out) == [("fine", "")]
+
+    def stopped(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", stopped)
+    assert runner.main(["decode", "--device", "cpu"]) == 130
+    assert "goes on behind the rows" in capsys.readouterr().err
+
+
+def test_run_leaves_out_what_has_no_time_left():
+    late = replace(ACT, until=0.5)
+    budget = Budget(100.0)
+    budget.begun -= 49.0
+    found = run(late, configured("dies"), budget=budget)
+    assert found.left_out == ["act what=dies"] and not found.failed
+
+
+def test_processes_share_what_is_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda found: found)
+    waits = []
+    four = configured("a", "b", "c", "d")
+    for timed, wanted in ((False, ["b", "d"]), (True, [])):
+        state = SimpleNamespace(
+            num_processes=2, process_index=1, is_main_process=False, wait_for_everyone=lambda: waits.append(1),
+        )  # fmt: skip
+        found = run(replace(ACT, timed=timed), four, isolated=False, processes=state)
+        assert [row["what"] for row in found.rows] == wanted
+    assert len(waits) == 2
+
+
+def test_contenders_take_turns_and_ratios_are_of_the_same_round(monkeypatch):
+    calls = []
+    contenders = [Contender(name, lambda n=name: calls.append(n)) for name in "ab"]
+    rows = in_turns(contenders, 2, CPU)
+    assert "".join(calls) == "abbaabba" and [row["ms_n"] for row in rows] == [2, 2]
+    walls = {"a": [2.0, 4.0, 100.0], "b": [1.0, 4.0, 10.0]}
+
+    def interleave(runs, rounds, device, *, warmup, before):
+        for _ in range(warmup + rounds):
+            for call in runs.values():
+                call()
+        return walls
+
+    monkeypatch.setattr(runner, "interleave", interleave)
+    first, second = in_turns(contenders, 3, CPU, scale=10.0)
+    assert (first["ratio_to_a"], second["ratio_to_a"]) == (1.0, 2.0)
+    assert (second["ms_p50"], second["ms_min"], second["ms_max"]) == (40.0, 10.0, 100.0)
+
+
+def test_only_chooses_values_and_takes_others_that_the_grid_lacks():
+    work = Workload("some", act, [{"n": [1, 2], "cache": ["a"]}, {"n": [3], "cache": ["b", "c"]}])
+    assert len(work.configurations({})) == 4
+    assert work.configurations({"n": [2, 3], "cache": ["c"]}) == [{"n": 3, "cache": "c"}]
+    assert [one["n"] for one in work.configurations({"n": [9], "cache": ["a"]})] == [9]
+    with pytest.raises(ValueError, match="must name a field of some, got 'm'; it has n, cache"):
+        work.configurations({"m": [1]})
+    assert runner.parsed(["n=1", "n=[2]", "cache=x:k=v,w=2"]) == {"n": [1, [2]], "cache": ["x:k=v,w=2"]}  # fmt: skip
+
+
+def test_bench_refuses_bad_arguments(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    for arguments, said in (
+        (["speed"], "WORKLOAD must be one of decode"),
+        (["decode", "--only", "shape"], "--only must be FIELD=VALUE, got 'shape'"),
+        (["gpu", "--device", "cpu"], "gpu/pages needs --device cuda, got 'cpu'"),
+        (["decode", "--device", "cpu", "--out", str(tmp_path / "file")], "cannot be written"),
+    ):
+        with pytest.raises(SystemExit):
+            runner.main(arguments)
+        assert said in capsys.readouterr().err
+    assert runner.main(["--list"]) == 0 and "decode: Attention of one step" in capsys.readouterr().out  # fmt: skip
+
+
+# -- the workloads
+
+STEP = "step_ms_p50 step_ms_p20 step_ms_p80 kv_bytes ratio_to_dynamic cache model context batch dtype fill"
+LEAST = "contender context dtype ms_min thread_ms_min"
+# file of rows -> what the tables and plots of docs/ read
+FIELDS = {
+    "decode": "kind path shape batch context contender dtype ms_p50 ms_p20 ms_p80 ratio_to_dynamic",
+    "steps": f"{LEAST} shape batch ratio_to_dynamic",
+    "generate": STEP,
+    "mla": f"{STEP} bytes_per_token transient_bytes weights",
+    "reading_speed": f"{LEAST} kind cache read_tokens",
+    "offload": "kind context device_bytes keys offload layers_outside total_bytes resident_bytes resident_peak_stepping "
+    "step_ms_p50 ratio_to_none page_bytes read_tokens model dtype",
+    "beams": "shape layers beams context cache step_ms_p50 dtype",
+    "host": "setting format layers paged_us_per_layer sealing_us_per_layer dynamic_us_per_layer launches_plain "
+    "launches_sealing synchronisations",
+    "prefix": "metric config value tokens_computed skipped pages page_bytes model dtype",
+    "serving": "load cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s first_token_ratio "
+    "requests prompt_tokens answer budget batch_tokens model dtype",
+    "memory": "model batch device context cache dtype steps held_bytes",
+    "resident": "model batch device context cache dtype steps held_bytes",
+    "correctness": "dtype",
+    "models": "kernel step_ms_p50 tokens_per_s kv_bytes",
+    "latents": "kernel step_ms_p50 tokens_per_s kv_bytes",
+    "kernels": "ms_p50 part_of_copy timing",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "serving/turns"])
+def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path):
+    if name == "host" and find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    monkeypatch.setattr(attention, "ROUNDS", 2)
+    monkeypatch.setitem(shapes.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(attention.COLD_BYTES, "cpu", 1 << 10)
+    monkeypatch.setattr(steps, "all_cache_names", lambda: ("dynamic", "static", "paged_int4"))
+    monkeypatch.setattr(steps, "measure_footprint", lambda *of, **options: {"held_bytes": 1})
+    work = WORKLOADS[name]
+    found = run(work, work.configurations({}, tiny=True), out=tmp_path / "rows", isolated=False)
+    assert not found.failed and found.rows
+    wanted = set(FIELDS[work.file or name].split())
+    for row in found.rows:
+        assert wanted <= row.keys(), wanted - row.keys()
+        assert row["kind"].startswith(work.kind or name)
+        assert row.get("ms_p50", 1.0) > 0 and row.get("step_ms_p50", 1.0) > 0
+    assert runner.table(found.rows, work.columns.split())
+
+
+def test_offloaded_steps_say_what_is_on_the_device(tmp_path):
+    work = WORKLOADS["offload"]
+    (config, _) = work.configurations({}, tiny=True)
+    plain, least, most = run(work, [config], isolated=False).rows
+    assert [row["layers_outside"] for row in (plain, least, most)] == [0, 2, 2]
+    assert least["offloaded_bytes"] >= plain["page_bytes"] > least["page_bytes"]
+    assert most["page_bytes"] <= most["device_bytes"]
+
+
+# -- gates
+
+
+@pytest.fixture
+def wrong_kernel(monkeypatch):
+    """Let every kernel but the reference give results that are a tenth too large."""
+    right = kv_hf.hf.attention.paged_attention
+
+    def wrong(asked, kernel):
+        out = right(asked, kernel)
+        return out if kernel.name == "reference" else out * 1.1
+
+    monkeypatch.setattr("kv_hf.hf.attention.paged_attention", wrong)
+
+
+@pytest.mark.parametrize("name", ["decode", "generate"])
+def test_a_wrong_kernel_is_not_timed(wrong_kernel, monkeypatch, name):
+    monkeypatch.setattr(runner, "interleave", lambda *of, **options: pytest.fail("timed"))
+    steps._judged.cache_clear()
+    work = WORKLOADS[name]
+    found = run(work, work.configurations({}, tiny=True)[:1], isolated=False, say=len)
+    assert "wrong results: " in found.failed[0] and "paged_int4: error" in found.failed[0]
+    steps._judged.cache_clear()
+
+
+def stepped(name):
+    """Return a step of one layer, and the pages behind it."""
+    work = attention.Step("tiny", 1, 90, 1, "float32", CPU)
+    cache = kv_hf.PagedCache.from_implementation(work.shape.config(1), f"paged_{name}")
+    out = attention.through_cache(work, cache, kv_hf.hf.attention.kv_hf_attention)()
+    return work, cache.paged_layers[0], out
+
+
+def test_pages_with_other_numbers_than_the_reference_are_wrong():
+    work, layer, _ = stepped("int8")
+    kv = layer.current_kv()
+    assert attention.equal_to_reference(work, "paged_int8", {}, kv)
+    codes = {**kv.value_pages, "codes": kv.value_pages["codes"] + 1}
+    assert not attention.equal_to_reference(work, "paged_int8", {}, replace(kv, value_pages=codes))
+
+
+def test_oracle_allows_what_rounding_explains_and_no_more():
+    work, layer, out = stepped("int4")
+    facts = work.queries[0], layer.current_kv(), work.scale, layer.store.kernel.name
+    assert attention.verdict_of("right", out, *facts).ok
+    for wrong in (out * 1.1, out * float("nan")):
+        assert not attention.verdict_of("wrong", wrong, *facts).ok
+
+
+def test_logits_that_offload_changes_are_wrong():
+    def decoding(*logits):
+        left = [torch.tensor(one) for one in logits]
+        return SimpleNamespace(step=lambda: left.pop(0))
+
+    same = steps.same_as_first([decoding(1.0, 2.0), decoding(1.0, 2.0)], 2)
+    other = steps.same_as_first([decoding(1.0, 2.0), decoding(1.0, 2.5)], 2)
+    assert same.ok and not other.ok
+
+
+# -- the order on a GPU
+
+
+def test_gpu_checks_first_and_times_the_headline_before_the_rest():
+    names = [name for name in WORKLOADS if name.startswith("gpu/")]
+    assert names == [f"gpu/{one}" for one in ["pages", "logits", "warm", "steps", "kernels", "compiled", "latents"]]  # fmt: skip
+    works = [WORKLOADS[name] for name in names]
+    assert [work.timed for work in works] == [False] * 3 + [True] * 4
+    assert [work.until for work in works] == sorted(work.until for work in works)
+    assert works[0].until * 480 <= 160 and works[-1].until == 1.0
+    assert all(work.device == "cuda" and 0 < work.limit < 480 for work in works)
+    pages, _, warm, headline, kernels, compiled, latents = (work.configurations({}) for work in works)  # fmt: skip
+    for timed in kernels:
+        wanted = {name: timed[name] for name in ("shape", "context", "batch", "format")}
+        assert timed["format"] == "torch" or any(wanted.items() <= one.items() for one in pages)
+    for timed in (*headline, *latents):
+        assert (timed in warm) == timed["cache"].startswith("paged")
+    modes = [(one["context"], one["batch"], one["cache"], one["mode"]) for one in headline]
+    for context, batch in ((2048, 1), (32768, 16)):
+        for one in (("dynamic", "eager"), ("paged_int4", "eager"), ("paged_int4", "graph")):
+            assert (context, batch, *one) in modes
+    assert {one["mode"] for one in compiled} == {"compiled"}
+    for one in (*headline, *compiled, *latents, *warm):
+        assert one["model"] in shapes.RANDOM_MODELS
+
+
+@pytest.mark.parametrize("cache", ["static", "paged_int4"])
+def test_compiled_steps_take_preallocated_caches(monkeypatch, cache):
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda call, mode: modes.append(mode) or call)
+    model = shapes.random_model("tiny", CPU, torch.bfloat16)
+    decoding, step = gpu._decoding(model, 40, 2, cache, "compiled")
+    with torch.no_grad():
+        assert torch.isfinite(step()).all() and modes == ["reduce-overhead"]
+    assert cache == "static" or decoding.cache.options.max_length == 40 + gpu.STEPS + 22
+    with pytest.raises(ValueError, match="a graph needs a CUDA device, got cpu"):
+        gpu._decoding(model, 40, 2, cache, "graph")

@@ -9,8 +9,8 @@ from ..errors import KVCacheError
 from ..printable import printable, tell_error
 from .devices import DEVICES
 from .memory_plan import Plan, plan
+from .plan_command import plain_table
 from .presets import preset_names
-from .table import plain_table
 
 HOST = "127.0.0.1"
 CACHES = ["dynamic", "paged_exact", "paged_int8", "paged_int4", "paged_int2"]

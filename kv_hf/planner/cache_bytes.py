@@ -68,22 +68,7 @@ def predict(
         and for what cannot be known without the texts (prefix_store).
     """
     check_choice("cache", cache, KINDS)
-    check_choice("layout", layout, (ROWS, LANES))
-    for tokens in set(row_tokens):
-        check_int("row_tokens", tokens, 0)
     rows, columns = len(row_tokens), max(row_tokens, default=0)
-    if prompt is not None:
-        check_int("prompt", prompt, 1)
-        if prompt > columns:
-            raise CacheOptionError(
-                f"prompt={prompt} is more than the longest row of row_tokens holds, {columns}"
-            )
-    if cache != "paged" and options is not None:
-        raise CacheOptionError(f"options are those of a paged cache, got cache={cache!r}")
-    if cache != "static" and max_length is not None:
-        raise CacheOptionError(
-            f"max_length={max_length} is of cache='static'; for pages give CacheConfig(max_length={max_length})"
-        )
     for index, layer in enumerate(inventory.layers):
         if layer.cache_class not in KNOWN:
             raise UnsupportedModelError(

@@ -100,10 +100,9 @@ class Inventory:
         experts, experts_per_token: routed experts of a layer and how many a token takes; 0 without experts.
         max_positions: the context that the model was made for, None where its config does not say.
         source: where these figures come from: a folder, a hub id, a preset's source.
-        how: "meta" when the model's own code was run without weights, "fields" when only names of a config were read.
         weight_bytes: of the checkpoint, where that is not one number of `dtype` for each of `parameters` (quantized).
         notes: what a reader of these figures has to know beside them, as sentences.
-        config: transformers' config of the model, by which a real cache is made; None where only names were read.
+        config: transformers' config of the model, by which a real cache is made; None for an inventory made by hand.
     """
 
     name: str
@@ -116,7 +115,6 @@ class Inventory:
     experts_per_token: int = 0
     max_positions: int | None = None
     source: str = ""
-    how: str = "meta"
     weight_bytes: int | None = None
     notes: tuple[str, ...] = ()
     config: Any = field(default=None, repr=False, compare=False)

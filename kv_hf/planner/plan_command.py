@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ..cache_names import STOCK
 from ..errors import KVCacheError
@@ -20,102 +21,73 @@ NO_LIMIT = "no limit"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
+# flag, metavar, help; each is the argument of kv_hf.plan with that name
+_OPTIONS = (
+    ("--context", "S", "tokens of each row: 8192 or 128k (default: 8192, or what the model was made for if that is less)"),
+    ("--prompt", "P", "how many of them came in one prefill (default: the most that any takes)"),
+    ("--device", "NAME", "memory and bandwidth of a known device"),
+    ("--device-memory", "SIZE", "24GiB (1024**3) or 24GB (1000**3)"),
+    ("--bandwidth", "SPEED", "of the device's memory: 3.35TB/s"),
+    ("--host-bandwidth", "SPEED", "of the way to offloaded pages: 64GB/s"),
+    ("--reserve", "SIZE", "memory to keep free (default: none)"),
+    ("--weights", "SIZE", "of all weights, for quantized checkpoints; 0 to leave them out"),
+)  # fmt: skip
+_NUMBERS = (
+    ("--batch", "B", 1, "rows (default: 1)"),
+    ("--kv-heads", "G", None, "in place of the model's"),
+    ("--tensor-parallel", "N", 1, "devices that share each layer"),
+)
+_FLAGS = (
+    ("--json", "print the plan as JSON"),
+    ("--list-presets", "list the presets, and stop"),
+    ("--list-devices", "list known devices, and stop"),
+)
+
+
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(
-        prog=prog,
-        allow_abbrev=False,
-        description="Say what the caches of a model take, what fits and how fast memory lets it decode. Loads no weights.",
+    says = "Say what the caches of a model take, what fits and how fast memory lets it decode. Loads no weights."
+    found = argparse.ArgumentParser(prog=prog, allow_abbrev=False, description=says)
+    model = "hub id, folder, config.json, or a preset such as llama-3.1-8b"
+    found.add_argument("model", nargs="?", metavar="CONFIG_OR_MODEL", help=model)
+    names = (
+        f"{', '.join([*STOCK[:3], *cache_names()])}, with options of kv_hf.CacheConfig, such as "
     )
+    names += "paged_int4:keys=int8,offload=cpu (default: the common ones)"
+    many: Any = {"nargs": "+", "action": "extend", "dest": "caches"}
+    found.add_argument("--cache", "--caches", metavar="NAME[:OPTION=VALUE,...]", help=names, **many)
+    for flag, metavar, text in _OPTIONS:
+        found.add_argument(flag, metavar=metavar, help=text)
+    for flag, metavar, default, text in _NUMBERS:
+        found.add_argument(flag, type=int, metavar=metavar, default=default, help=text)
+    kinds = (*DTYPES, *DTYPES.values())
     found.add_argument(
-        "model",
-        nargs="?",
-        metavar="CONFIG_OR_MODEL",
-        help="hub id, folder, config.json, or a preset such as llama-3.1-8b",
+        "--dtype", choices=kinds, help="of weights and cache (default: the config's)"
     )
-    found.add_argument("--batch", type=int, default=1, metavar="B", help="rows (default: 1)")
-    found.add_argument(
-        "--context",
-        metavar="S",
-        help="tokens of each row: 8192 or 128k (default: 8192, or what the model was made for if that is less)",
-    )
-    found.add_argument(
-        "--prompt",
-        metavar="P",
-        help="how many of them came in one prefill (default: the most that any takes)",
-    )
-    found.add_argument(
-        "--cache",
-        "--caches",
-        nargs="+",
-        action="extend",
-        metavar="NAME[:OPTION=VALUE,...]",
-        help=f"{', '.join([*STOCK[:3], *cache_names()])}, with options of kv_hf.CacheConfig, such as "
-        "paged_int4:keys=int8,offload=cpu (default: the common ones)",
-    )
-    found.add_argument("--device", metavar="NAME", help="memory and bandwidth of a known device")
-    found.add_argument("--device-memory", metavar="SIZE", help="24GiB (1024**3) or 24GB (1000**3)")
-    found.add_argument("--bandwidth", metavar="SPEED", help="of the device's memory: 3.35TB/s")
-    found.add_argument(
-        "--host-bandwidth", metavar="SPEED", help="of the way to offloaded pages: 64GB/s"
-    )
-    found.add_argument("--reserve", metavar="SIZE", help="memory to keep free (default: none)")
-    found.add_argument(
-        "--weights",
-        metavar="SIZE",
-        help="of all weights, for quantized checkpoints; 0 to leave them out",
-    )
-    found.add_argument(
-        "--dtype",
-        choices=(*DTYPES, *DTYPES.values()),
-        help="of weights and cache (default: the config's)",
-    )
-    found.add_argument("--kv-heads", type=int, metavar="G", help="in place of the model's")
-    found.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="devices that share each layer"
-    )
-    found.add_argument("--json", action="store_true", help="print the plan as JSON")
-    found.add_argument("--list-presets", action="store_true", help="list the presets, and stop")
-    found.add_argument("--list-devices", action="store_true", help="list known devices, and stop")
+    for flag, text in _FLAGS:
+        found.add_argument(flag, action="store_true", help=text)
     return found
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "kv-hf memory") -> int:
     """Plan and print; return the exit code: 0, or 2 for an error that says its reason."""
     asked = parser(prog)
-    args = asked.parse_args(sys.argv[1:] if argv is None else list(argv))
-    if args.list_devices:
-        print_devices()
+    given = vars(asked.parse_args(sys.argv[1:] if argv is None else list(argv)))
+    model, as_json, presets, devices = (
+        given.pop(name) for name in ("model", "json", "list_presets", "list_devices")
+    )
+    if presets or devices:
+        (print_presets if presets else print_devices)()
         return 0
-    if args.list_presets:
-        print_presets()
-        return 0
-    if args.model is None:
+    if model is None:
         asked.error("CONFIG_OR_MODEL is missing; --list-presets shows models that need no download")
+    given |= {"dtype": DTYPES.get(given["dtype"], given["dtype"]), "reserve": given["reserve"] or 0}
     try:
-        found = plan(
-            args.model,
-            caches=args.cache,
-            batch=args.batch,
-            context=args.context,
-            prompt=args.prompt,
-            device=args.device,
-            device_memory=args.device_memory,
-            bandwidth=args.bandwidth,
-            host_bandwidth=args.host_bandwidth,
-            reserve=0 if args.reserve is None else args.reserve,
-            weights=args.weights,
-            dtype=DTYPES.get(args.dtype, args.dtype),
-            kv_heads=args.kv_heads,
-            tensor_parallel=args.tensor_parallel,
-        )
+        found = plan(model, **given)
     except (KVCacheError, OSError) as error:
         tell_error(prog, error)
         return 2
-    if args.json:
-        print(json.dumps(found.as_dict(), indent=2))
-    else:
-        tell(plain_table(found, text_width()))
+    tell(json.dumps(found.as_dict(), indent=2) if as_json else plain_table(found, text_width()))
     return 0
 
 

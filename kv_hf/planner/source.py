@@ -1,4 +1,4 @@
-"""A model's config, wherever it is, turned into an Inventory: by a forward of the model, or by the names in its config."""
+"""A model's config, wherever it is, turned into an Inventory by a forward of the model without weights."""
 
 import copy
 import os
@@ -19,13 +19,8 @@ from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank
 from ..config_numbers import check_numbers
 from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
 from ..field_names import (
-    EXPERTS,
-    EXPERTS_PER_TOKEN,
-    HEAD_DIM,
     HEADS,
-    HIDDEN,
     KV_HEADS,
-    LAYERS,
     POSITIONS,
     first,
     read,
@@ -34,7 +29,7 @@ from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
 from ..hub import CONFIG, cached_config, looks_like_path, why_not_model
 from ..notices import say_once
 from ..printable import in_a_line, short
-from .inventory import CachedLayer, Inventory
+from .inventory import Inventory
 from .meta_model import first_line, look, quiet
 from .presets import is_preset, near_presets, preset_of_model, read_preset
 
@@ -46,7 +41,7 @@ ENCODERS = (
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
-_MOST_NUMBERS = 1 << 60  # of a checkpoint, and of its bytes; the largest known ones have 2**41
+_MOST_BYTES = 1 << 60  # of a checkpoint; the largest known ones have 2**41
 _MODEL_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -89,7 +84,9 @@ def _load(model: Any, given: _Given) -> Inventory:
     if isinstance(model, Inventory):
         if given.kv_heads is not None:
             raise PlanError("kv_heads changes a model's config; an Inventory has none any more")
-        return model if given.dtype is None else replace(model, dtype=named_dtype({}, given.dtype))
+        return (
+            model if given.dtype is None else replace(model, dtype=named_dtype(None, given.dtype))
+        )
     if isinstance(model, PreTrainedConfig):
         name = model.name_or_path or model.model_type
         check_numbers(model.to_dict(), name)
@@ -176,51 +173,35 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _of_dict(
     config: Mapping[str, Any], name: str, source: str, given: _Given, folder: Path | None
 ) -> Inventory:
-    """Return the Inventory of a config.json, by its names where transformers does not know the model."""
+    """Return the Inventory of a config.json. Raises UnsupportedModelError where transformers does not know the model."""
     check_numbers(config, source)
     kind = config.get("model_type")
-    stored = None if folder is None else read_weights(folder)
-    notes = []
-    if stored is not None and stored.dtype and not named_dtype(config, given.dtype, ""):
-        given = replace(given, dtype=stored.dtype)
-        notes.append(f"its config names no dtype: {stored.dtype} is that of its files")
-    if isinstance(kind, str) and kind in CONFIG_MAPPING:
-        try:
-            with quiet():
-                own = CONFIG_MAPPING[kind].from_dict(dict(config))
-        except Exception as error:  # transformers validates some configs with errors of its own
-            why = f"transformers cannot read it: {in_a_line(error)}"
-        else:
-            return _of_config(own, name, source, given, stored).with_note(*notes)
-    else:
-        why = f"transformers {transformers_version} does not know model_type {short(kind)}, and other code is not run"
-    if given.kv_heads is not None:
-        raise PlanError(f"kv_heads={given.kv_heads}: {why}, so that its heads cannot be replaced")
-    found = inventory_of_names(
-        config,
-        name=name,
-        model_type=str(kind)[:80],
-        dtype=named_dtype(config, given.dtype),
-        max_positions=first(language_part(config), POSITIONS),
-        source=source,
-    )
-    say_once(f"planner names {name}", f"kv_hf: {name}: {why}; the names of its config were read")
-    found = found.with_note(why, *_assumed(config, given), *notes)
-    return _with_files(found, config, stored, given)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{name}: transformers {transformers_version} does not know model_type {short(kind)}, and other code is not "
+            "run; use a transformers that knows it"
+        )
+    try:
+        with quiet():
+            own = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # transformers validates some configs with errors of its own
+        raise PlanError(
+            f"{name}: transformers cannot read its config: {in_a_line(error)}"
+        ) from error
+    return _of_config(own, name, source, given, None if folder is None else read_weights(folder))
 
 
 def _of_config(
     config: Any, name: str, source: str, given: _Given, stored: "StoredWeights | None"
 ) -> Inventory:
-    """Return the Inventory of a transformers config: of a forward, or of its names where its code cannot run so.
+    """Return the Inventory of a transformers config.
 
-    Raises: UnsupportedModelError for encoders, encoder-decoder models, models without a cache of transformers, and
-        caches that an Inventory cannot describe.
+    Raises: UnsupportedModelError for encoders, encoder-decoder models, models without a cache of transformers, models whose
+        code cannot run without weights, and caches that an Inventory cannot describe.
     """
     heads = given.kv_heads
     config = config if heads is None else _with_heads(config, heads, name)
-    text = decoder_config(config)
-    at = f"{name} ({config.model_type})"
+    text, at = decoder_config(config), f"{name} ({config.model_type})"
     if is_encoder_decoder(config) or is_encoder_decoder(text):
         raise UnsupportedModelError(
             f"{at} is an encoder-decoder model, with a second cache for its encoder's output; plans are for decoders"
@@ -229,14 +210,13 @@ def _of_config(
         raise UnsupportedModelError(
             f"{at} is an encoder (its config has no is_decoder=true): it generates no text, and keeps no cache"
         )
-    facts: dict[str, Any] = {
-        "name": name,
-        "model_type": config.model_type,
-        "dtype": named_dtype(config, given.dtype),
-        "max_positions": first(text, POSITIONS),
-        "source": source,
-    }
-    assumed = _assumed(config, given)
+    dtype, notes = named_dtype(config, given.dtype), []
+    if dtype is None and stored is not None and stored.dtype is not None:
+        dtype = stored.dtype
+        notes.append(f"its config names no dtype: {dtype} is that of its files")
+    elif dtype is None:
+        dtype = DEFAULT_DTYPE
+        notes.append(f"its config names no dtype: weights and cache are taken to be {dtype}")
     try:
         seen = look(config, name)
     except UnsupportedModelError:
@@ -244,35 +224,39 @@ def _of_config(
     except (
         Exception
     ) as error:  # whatever a model's code raises: it was not written to run without weights
-        why = f"{type(error).__name__}: {first_line(error)}"
-        found = _by_names(config, facts, why).with_note(*assumed)
-    else:
-        found = Inventory(**facts, **{**seen, "notes": (*assumed, *seen["notes"])}, config=config)
+        raise UnsupportedModelError(
+            f"{at} cannot be run without weights ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    notes += seen.pop("notes")
+    size, parts = None, (getattr(part, "quantization_config", None) for part in (config, text))
+    quantized = next(filter(None, parts), None)
+    if quantized is not None:
+        settings = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
+        note = f"its weights are stored as {settings.get('quant_method') or 'quantized'}"
+        # with other kv heads the weights are others than those in the files
+        if stored is None or heads is not None:
+            notes.append(f"{note}; they are counted as {dtype}")
+        else:
+            size = stored.nbytes
+            notes.append(f"{note}: the {size:,} bytes of its files are counted")
+    found = Inventory(
+        **seen,
+        name=name,
+        model_type=config.model_type,
+        dtype=dtype,
+        max_positions=first(text, POSITIONS),
+        source=source,
+        weight_bytes=size,
+        notes=tuple(notes),
+        config=config,
+    )
     _check_heads(found)
     wrong = {layer.kv_heads for layer in found.layers if layer.elements} - {heads}
     if heads is not None and wrong:
         raise UnsupportedModelError(
             f"kv_heads={heads}: layers of {at} have {sorted(wrong)} kv heads whatever its config's number"
         )
-    parts = (getattr(part, "quantization_config", None) for part in (config, text))
-    quantized = next(filter(None, parts), None)
-    if quantized is not None and not isinstance(quantized, Mapping):
-        quantized = quantized.to_dict()
-    return _with_files(found, {"quantization_config": quantized}, stored, given)
-
-
-def _by_names(config: Any, facts: dict[str, Any], why: str) -> Inventory:
-    name = facts["name"]
-    try:
-        found = inventory_of_names(config.to_dict(), **facts)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"{name} ({config.model_type}) cannot be run without weights ({why}), and the names of its config do not say "
-            f"enough: {error}"
-        ) from error
-    note = f"its code cannot be run without weights ({why}); names of its config were read instead"
-    say_once(f"planner fields {name} {why}", f"kv_hf: {name}: {note}")
-    return found.with_note(note)
+    return found
 
 
 def _check_heads(found: Inventory) -> None:
@@ -288,31 +272,21 @@ def _check_heads(found: Inventory) -> None:
 # -- the dtype -------------------------------------------------------------------------------------------------
 
 
-def named_dtype(config: Any, dtype: torch.dtype | str | None, default: str = DEFAULT_DTYPE) -> str:
-    """Return `dtype`, else the one in a config or its dict, as "bfloat16"; `default` where neither names one.
+def named_dtype(config: Any, dtype: torch.dtype | str | None) -> str | None:
+    """Return `dtype`, else the one in a config, as "bfloat16"; None where neither names one.
 
     Raises: UnsupportedModelError for names of no floating-point dtype.
     """
-    values = [dtype]
-    for part in (config, read(config, "text_config")):
-        # transformers' configs answer the old name with a warning, and have the new one
-        names = ("dtype", "torch_dtype") if isinstance(part, Mapping) else ("dtype",)
-        values += [read(part, name) for name in names]
+    values = [dtype, *(read(part, "dtype") for part in (config, read(config, "text_config")))]
     found = next((value for value in values if value not in (None, "auto")), None)
     if found is None:
-        return default
+        return None
     own = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
     if not isinstance(own, torch.dtype) or not own.is_floating_point:
         raise UnsupportedModelError(
             f"dtype must be a floating-point dtype of torch, as 'bfloat16', got {short(found)}"
         )
     return str(own).removeprefix("torch.")
-
-
-def _assumed(config: Any, given: _Given) -> list[str]:
-    if named_dtype(config, given.dtype, ""):
-        return []
-    return [f"its config names no dtype: weights and cache are taken to be {DEFAULT_DTYPE}"]
 
 
 # -- another number of key/value heads ----------------------------------------------------------------------------
@@ -350,16 +324,12 @@ class StoredWeights:
     """Weights as they are stored.
 
     Attributes:
-        numbers: of all tensors; packed numbers of quantized weights count as they are stored. None: not known.
-        nbytes: of all tensors, None where not known.
+        nbytes: of all tensors.
         dtype: the dtype that most parameters have, as "float32"; None: no parameter has a dtype that a model can have.
-        packed: whether there are tensors of other dtypes: integers, fp8.
     """
 
-    numbers: int | None
-    nbytes: int | None
+    nbytes: int
     dtype: str | None = None
-    packed: bool = False
 
 
 def read_weights(folder: Path) -> StoredWeights | None:
@@ -388,10 +358,10 @@ def read_weights(folder: Path) -> StoredWeights | None:
         except (OSError, SafetensorError):
             return None
     total = index.get("metadata")
-    if not isinstance(total, Mapping):
-        return None
-    numbers, nbytes = (_whole(total.get(name)) for name in ("total_parameters", "total_size"))
-    return None if numbers is nbytes is None else StoredWeights(numbers, nbytes)
+    size = total.get("total_size") if isinstance(total, dict) else None
+    # older versions of transformers wrote 16060522496.0
+    is_size = type(size) in (int, float) and 0 < size <= _MOST_BYTES
+    return StoredWeights(int(size)) if is_size else None
 
 
 def _sum(paths: list[Path]) -> StoredWeights:
@@ -403,149 +373,6 @@ def _sum(paths: list[Path]) -> StoredWeights:
                 entry = file.get_slice(name)
                 numbers[entry.get_dtype()] += torch.Size(entry.get_shape()).numel()
     bits = {dtype: int((re.findall(r"\d+", dtype) or ["8"])[0]) for dtype in numbers}
-    plain = [dtype for dtype in numbers if dtype in _MODEL_DTYPES]
-    most = max(plain, key=numbers.__getitem__, default="")
-    return StoredWeights(
-        numbers=numbers.total(),
-        nbytes=sum(count * bits[dtype] for dtype, count in numbers.items()) // 8,
-        dtype=_MODEL_DTYPES.get(most),
-        packed=len(plain) < len(numbers),
-    )
-
-
-def _whole(value: Any) -> int | None:
-    """Return a number of an index as an integer: older versions of transformers wrote 16060522496.0. None if it is none."""
-    whole = type(value) in (int, float) and 0 < value <= _MOST_NUMBERS and value == int(value)
-    return int(value) if whole else None
-
-
-def _with_files(
-    found: Inventory, config: Mapping[str, Any], stored: StoredWeights | None, given: _Given
-) -> Inventory:
-    """Count weights as they are stored where they are quantized, or the model's code did not say how many there are."""
-    quantized = config.get("quantization_config") or language_part(config).get(
-        "quantization_config"
-    )
-    if quantized is None:
-        if found.parameters is not None or stored is None:
-            return found
-        size = stored.nbytes if stored.packed or stored.numbers is None else None
-        return replace(found, parameters=stored.numbers, weight_bytes=size)
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-    note = f"its weights are stored as {method or 'quantized'}"
-    # with other kv heads the weights are others than those in the files
-    if stored is None or stored.nbytes is None or given.kv_heads is not None:
-        return found.with_note(f"{note}; they are counted as {found.dtype}")
-    return replace(found, weight_bytes=stored.nbytes).with_note(
-        f"{note}: the {stored.nbytes:,} bytes of its files are counted"
-    )
-
-
-# -- the names in a config alone: for models whose code cannot be run here ----------------------------------------------
-
-TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-# starts of names of configs whose layers are not all plain attention
-_OTHER_LAYERS = (
-    *("mamba", "ssm_", "linear_", "conv_", "rwkv", "wkv", "lru_", "state_size", "block_configs"),
-    *("layers_block_type", "block_types", "hybrid_", "attn_layer_", "full_attn_idxs"),
-    *("cross_attention_layers", "compress_r", "attention_chunk_size", "num_kv_shared_layers"),
-    "index_head_dim",
-)
-
-
-def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names of a config's language model, those of its attention among them."""
-    part = next((config[key] for key in TEXT_PARTS if isinstance(config.get(key), dict)), config)
-    attention = part.get("attn_config")
-    return {**attention, **part} if isinstance(attention, dict) else dict(part)
-
-
-def inventory_of_names(config: Mapping[str, Any], *, name: str, **facts: Any) -> Inventory:
-    """Return an Inventory from the names of a config.json: plain attention, MLA, sliding windows.
-
-    Parameters are not known from names (None). `facts` are other fields of the Inventory.
-
-    Raises: UnsupportedModelError for a name that is missing, with those that are there, and for configs that speak of
-        other layers than attention.
-    """
-    own = language_part(config)
-    if config.get("is_encoder_decoder") or own.get("is_encoder_decoder"):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; plans are for decoders")
-    count = _need(own, LAYERS, name, "the number of layers")
-    kinds = own.get("layer_types") or _kinds(own, count)
-    others = [*sorted(set(kinds) - {_FULL, _SLIDING})]
-    others += sorted(key for key in own if key.startswith(_OTHER_LAYERS) and own[key])
-    if others:
-        raise UnsupportedModelError(
-            f"{name}: not all layers of its config are plain attention ({', '.join(others)}), and the names of its fields "
-            "do not say what these layers cache"
-        )
-    if len(kinds) != count:
-        raise UnsupportedModelError(
-            f"{name}: layer_types has {len(kinds)} entries for {count} layers"
-        )
-    full = CachedLayer(**_sizes(own, name))
-    windows = ("sliding_window", "window_size")
-    sliding = _SLIDING in kinds and replace(
-        full,
-        cache_class="DynamicSlidingWindowLayer",
-        window=_need(own, windows, name, "its sliding window"),
-    )
-    note = "latents are taken to be cached, as transformers does; other code may expand them"
-    facts["notes"] = (note,) if full.latent else ()
-    experts = first(own, EXPERTS) or 0
-    if experts > 1:
-        facts["notes"] += ("the weights of experts are not told apart from the others",)
-        facts["experts"] = experts
-        facts["experts_per_token"] = min(first(own, EXPERTS_PER_TOKEN) or 0, experts)
-    layers = tuple(sliding if kind == _SLIDING else full for kind in kinds)
-    found = Inventory(name=name, layers=layers, how="fields", **facts)
-    _check_heads(found)
-    return found
-
-
-def _kinds(own: Mapping[str, Any], count: int) -> list[str]:
-    """Return the kind of each layer of a config without `layer_types`."""
-    if not own.get("sliding_window") or own.get("use_sliding_window") is False:
-        return [_FULL] * count
-    pattern, begin = own.get("sliding_window_pattern"), own.get("max_window_layers")
-    if isinstance(pattern, int) and pattern > 0:  # each last one of so many is full
-        return [_SLIDING if (index + 1) % pattern else _FULL for index in range(count)]
-    begin = min(count, begin) if isinstance(begin, int) else 0
-    return [_FULL] * begin + [_SLIDING] * (count - begin)
-
-
-def _need(own: Mapping[str, Any], names: tuple[str, ...], name: str, what: str) -> int:
-    value = first(own, names)
-    if value is None:
-        raise UnsupportedModelError(
-            f"{name}: its config does not say {what}: none of {', '.join(names)} is a number above 0 there; it has "
-            f"{', '.join(sorted(own)) or 'no names at all'}"
-        )
-    return value
-
-
-def _sizes(own: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return heads and channels of a layer."""
-    heads = _need(own, HEADS, name, "the number of query heads")
-    rank, rope = own.get("kv_lora_rank"), own.get("qk_rope_head_dim")
-    if rank:
-        _need(own, ("qk_rope_head_dim",), name, "the channels of its RoPE keys")
-        sizes = {"kv_heads": 1, "key_dim": rank, "value_dim": rope, "latent": True}
-        return {**sizes, "query_heads": heads}
-    dim = first(own, HEAD_DIM)
-    if dim is None:
-        hidden = _need(own, HIDDEN, name, "the width of a head (head_dim), or of a token")
-        if hidden % heads:
-            raise UnsupportedModelError(
-                f"{name}: its config has no head_dim, and {hidden} channels do not divide into {heads} heads"
-            )
-        dim = hidden // heads
-    groups = first(own, KV_HEADS) or heads
-    if own.get("multi_query_attention") is False:  # ChatGLM keeps the number of groups beside it
-        groups = heads
-    elif own.get("multi_query") and not own.get("new_decoder_architecture"):  # Falcon, StarCoder
-        groups = 1
-    value_dim = first(own, ("v_head_dim",)) or dim
-    return {"kv_heads": groups, "key_dim": dim, "value_dim": value_dim, "query_heads": heads}
+    most = max(filter(_MODEL_DTYPES.get, numbers), key=numbers.__getitem__, default="")
+    size = sum(count * bits[dtype] for dtype, count in numbers.items()) // 8
+    return StoredWeights(size, _MODEL_DTYPES.get(most))

@@ -209,7 +209,7 @@ def test_bad_arguments_are_named(options, words):
 def test_every_preset_has_a_plan(name):
     found = kv_hf.plan(name, batch=2, caches=["dynamic", "static", "paged_int8"], bandwidth="1TB/s")
     assert found.rows[2].ratio > 1 and found.rows[2].tokens_per_second > 0
-    assert found.inventory.parameters > 10**8 and found.inventory.how == "meta"
+    assert found.inventory.parameters > 10**8
     json.dumps(found.as_dict())
     layers = found.inventory.layers
     if all(layer.readers == 1 for layer in layers):

@@ -1,4 +1,4 @@
-"""Where the planner's figures come from: folders, files, presets, the hub, names of unknown models, a forward without weights."""
+"""Where the planner's figures come from: folders, files, presets, the hub, a forward without weights."""
 
 import copy
 import json
@@ -21,13 +21,14 @@ import kv_hf
 from kv_hf.config_numbers import check_numbers
 from kv_hf.errors import PlanError
 from kv_hf.planner import meta_model, presets
-from kv_hf.planner.inventory import CachedLayer, Inventory
-from kv_hf.planner.source import inventory_of_names, load_inventory
+from kv_hf.planner.inventory import Inventory
+from kv_hf.planner.source import load_inventory
 
 NAMES = {
     **{"model_type": "brand_new", "num_hidden_layers": 4, "hidden_size": 64},
-    **{"num_attention_heads": 4, "dtype": "bfloat16"},
+    **{"num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99},
 }
+LLAMA = {**NAMES, "model_type": "llama"}
 PROBES = {"kv_hf_probe", "kv_hf_probe_masked"}
 
 
@@ -40,11 +41,6 @@ def _no_network(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-
-
-def of_names(**changes):
-    config = {key: value for key, value in {**NAMES, **changes}.items() if value is not None}
-    return inventory_of_names(config, name="new", model_type="brand_new", dtype="bfloat16")
 
 
 def write(folder, config):
@@ -117,7 +113,7 @@ def test_folders_files_configs_and_inventories_say_the_same(tmp_path, monkeypatc
     config = tiny_models.make_config("llama", dtype="float16")
     config.save_pretrained(tmp_path / "gpt2")
     found = load_inventory(tmp_path / "gpt2")
-    assert (found.name, found.dtype, found.how) == ("gpt2", "float16", "meta")
+    assert (found.name, found.dtype) == ("gpt2", "float16")
     assert load_inventory(tmp_path / "gpt2" / "config.json").layers == found.layers
     assert load_inventory(config).layers == found.layers
     assert load_inventory(found) is found
@@ -131,8 +127,8 @@ def test_folders_files_configs_and_inventories_say_the_same(tmp_path, monkeypatc
     [
         ("{", "is no JSON"),
         ("[]", "must hold a JSON object, got list"),
-        (json.dumps({**NAMES, "num_hidden_layers": 10**9}), "from 1 to 1,024, got 1000000000"),
-        (json.dumps({**NAMES, "num_key_value_heads": 3}), "3 key/value heads do not divide the 4"),
+        (json.dumps({**LLAMA, "num_hidden_layers": 10**9}), "from 1 to 1,024, got 1000000000"),
+        (json.dumps({**LLAMA, "num_key_value_heads": 3}), "3 key/value heads do not divide the 4"),
         (json.dumps({"model_type": "bert", "num_hidden_layers": 1}), "is an encoder"),
         (json.dumps({"model_type": "t5"}), "encoder-decoder"),
     ],
@@ -149,7 +145,7 @@ def test_models_of_modules_without_end_are_stopped(monkeypatch):
 
 
 def test_fields_that_break_the_code_that_reads_them_end_in_an_error(tmp_path):
-    for field, value in (("rope_parameters", 3), ("hidden_act", "\x1b[2J"), ("layer_types", ["x"])):
+    for field, value in (("hidden_act", "\x1b[2J"), ("layer_types", ["\x1b[2J"])):
         config = {**tiny_models.make_config("llama").to_dict(), field: value}
         folder = write(tmp_path / field, config)
         with pytest.raises(kv_hf.KVCacheError) as caught:
@@ -162,28 +158,25 @@ def test_the_dtype_is_what_is_given_then_the_configs_then_that_of_the_files(tmp_
     plain = tiny_models.make_config("llama")
     assert load_inventory(plain).notes == (assumed,) and load_inventory(plain).dtype == "bfloat16"
     assert load_inventory(tiny_models.make_config("llama", dtype="float32")).dtype == "float32"
-    config = {key: value for key, value in NAMES.items() if key != "dtype"}
-    for kind in ("llama", "brand_new"):
-        sizes = {"model_type": kind, "intermediate_size": 64, "vocab_size": 99}
-        folder = write(tmp_path / kind, {**config, **sizes})
-        assert assumed in load_inventory(folder).notes
-        tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.float16)}
-        save_file(tensors, folder / "model.safetensors")
-        found = load_inventory(folder)
-        assert found.dtype == "float32"
-        assert "its config names no dtype: float32 is that of its files" in found.notes
-        assert load_inventory(folder, dtype="float16").dtype == "float16"
+    folder = write(tmp_path / "new", LLAMA)
+    assert assumed in load_inventory(folder).notes
+    tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.float16)}
+    save_file(tensors, folder / "model.safetensors")
+    found = load_inventory(folder)
+    assert found.dtype == "float32"
+    assert found.notes == ("its config names no dtype: float32 is that of its files",)
+    assert load_inventory(folder, dtype="float16").dtype == "float16"
     with pytest.raises(kv_hf.KVCacheError, match="floating-point dtype"):
         load_inventory(plain, dtype="int8")
     assert "deprecated" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["llama", "brand_new"])
-def test_bytes_of_quantized_files_are_counted(tmp_path, kind):
-    config = {**NAMES, "model_type": kind, "intermediate_size": 64, "vocab_size": 99}
-    config["quantization_config"] = {"quant_method": "gptq"}
-    folder = write(tmp_path / "new", config)
+def test_bytes_of_quantized_files_are_counted(tmp_path):
+    config = {**LLAMA, "dtype": "bfloat16", "quantization_config": {"quant_method": "gptq"}}
+    folder, index = write(tmp_path / "new", config), {"metadata": {"total_size": 99.0}}
     assert load_inventory(folder).notes[-1].endswith("stored as gptq; they are counted as bfloat16")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert load_inventory(folder).stored_bytes == 99
     save_file({"a": torch.zeros(9, dtype=torch.int32)}, folder / "model-1.safetensors")
     halves = {"b": torch.zeros(7, dtype=torch.float16), "c": torch.zeros(3, dtype=torch.bool)}
     save_file(halves, folder / "model-2.safetensors")
@@ -192,20 +185,20 @@ def test_bytes_of_quantized_files_are_counted(tmp_path, kind):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     found = load_inventory(folder)
     assert found.stored_bytes == 9 * 4 + 7 * 2 + 3
-    assert "its weights are stored as gptq: the 53 bytes of its files are counted" in found.notes
+    assert found.notes[-1].endswith("stored as gptq: the 53 bytes of its files are counted")
     assert kv_hf.plan(found, caches=["dynamic"], tensor_parallel=2).weights == 27
     del config["quantization_config"]
     found = load_inventory(write(folder, config))
-    assert found.stored_bytes == (53 if kind == "brand_new" else found.parameters * 2)
+    assert found.stored_bytes == found.parameters * 2
     (folder / "model-1.safetensors").write_bytes(b"\xff" * 20)  # claims more than it holds
-    assert load_inventory(folder).stored_bytes != 53
+    assert load_inventory(folder).stored_bytes == found.stored_bytes
     index["weight_map"]["a"] = "../model-1.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(PlanError, match="weight_map must name files of its own folder"):
         load_inventory(folder)
 
 
-def test_another_number_of_kv_heads(tmp_path):
+def test_another_number_of_kv_heads():
     config = tiny_models.make_config("llama")
     two, one = load_inventory(config), load_inventory(config, kv_heads=1)
     assert {layer.kv_heads for layer in one.layers} == {1} and config.num_key_value_heads == 2
@@ -217,81 +210,16 @@ def test_another_number_of_kv_heads(tmp_path):
         (tiny_latent.make_config("deepseek_v3"), 2, "caches latents"),
         (Inventory("x", "x", "bfloat16", ()), 2, "an Inventory has none"),
         (tiny_models.make_config("opt"), 2, r"have \[4\] kv heads whatever"),
-        (write(tmp_path / "new", NAMES), 2, "cannot be replaced"),
     ):
         with pytest.raises(kv_hf.KVCacheError, match=message):
             load_inventory(made, kv_heads=kv_heads)
 
 
-# -- names of unknown models ----------------------------------------------------------------------------------------
-
-
-def test_code_of_a_model_is_never_run(tmp_path, caplog):
+def test_code_of_a_model_is_never_run(tmp_path):
     folder = write(tmp_path / "new", {**NAMES, "auto_map": {"AutoConfig": "code.NewConfig"}})
     (folder / "code.py").write_text("raise SystemExit('it was run')")
-    found = load_inventory(folder)
-    assert found.how == "fields" and found.parameters is None
-    assert found.layers == (CachedLayer(kv_heads=4, key_dim=16, value_dim=16, query_heads=4),) * 4
-    assert "does not know model_type 'brand_new'" in found.notes[-1]
-    assert "names of its config were read" in caplog.text
-    totals = '{"metadata": {"total_parameters": 99.0}}'
-    (folder / "model.safetensors.index.json").write_text(totals)
-    assert load_inventory(folder).parameters == 99
-    rows = kv_hf.plan(found, caches=["dynamic", "paged_exact:sink_tokens=0"], context=640).rows
-    assert rows[0].total == 640 * 4 * 2 * 64 * 2 and rows[1].memory.payload == rows[0].total
-
-
-def layer(**given):
-    return CachedLayer(**{"kv_heads": 4, "key_dim": 16, "value_dim": 16, "query_heads": 4, **given})
-
-
-MOVING = layer(window=20, cache_class="DynamicSlidingWindowLayer")
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"num_key_value_heads": 2}, [layer(kv_heads=2)] * 4),
-        ({"multi_query": True}, [layer(kv_heads=1)] * 4),
-        ({"multi_query_attention": False, "multi_query_group_num": 2}, [layer()] * 4),
-        ({"head_dim": 24, "v_head_dim": 8}, [layer(key_dim=24, value_dim=8)] * 4),
-        ({"attn_config": {"kv_n_heads": 1}}, [layer(kv_heads=1)] * 4),
-        ({"sliding_window": 20, "use_sliding_window": False}, [layer()] * 4),
-        ({"sliding_window": 20, "sliding_window_pattern": 2}, [MOVING, layer()] * 2),
-        ({"sliding_window": 20, "max_window_layers": 3}, [layer()] * 3 + [MOVING]),
-        (
-            {"kv_lora_rank": 32, "qk_rope_head_dim": 8},
-            [layer(kv_heads=1, key_dim=32, value_dim=8, latent=True)] * 4,
-        ),
-        ({"text_config": {**NAMES, "num_hidden_layers": 2}}, [layer()] * 2),
-    ],
-)
-def test_names_of_a_config(changes, expected):
-    assert list(of_names(**changes).layers) == expected
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "mpt", "gpt_bigcode"])
-def test_names_alone_say_the_same_of_plain_models(family):
-    config = tiny_models.make_config(family)
-    named = inventory_of_names(config.to_dict(), name="x", model_type=family, dtype="bfloat16")
-    assert named.layers == load_inventory(config).layers
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"num_hidden_layers": None},
-            "the number of layers: none of num_hidden_layers.* it has dtype",
-        ),
-        ({"num_attention_heads": 3}, "64 channels do not divide into 3 heads"),
-        ({"layer_types": ["mamba"] * 4, "mamba_d_state": 4}, r"\(mamba, mamba_d_state\)"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
-    ],
-)
-def test_names_that_do_not_say_enough_are_refused(changes, message):
-    with pytest.raises(kv_hf.UnsupportedModelError, match=message):
-        of_names(**changes)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="does not know model_type 'brand_new'"):
+        load_inventory(folder)
 
 
 # -- a forward without weights --------------------------------------------------------------------------------------
@@ -359,8 +287,8 @@ def test_nothing_else_notices_a_forward(caplog, monkeypatch):
         raise ZeroDivisionError("no numbers here")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", broken)
-    planned = load_inventory(tiny_models.make_config("llama"))
-    assert planned.how == "fields" and "ZeroDivisionError: no numbers here" in str(planned.notes)
+    with pytest.raises(kv_hf.UnsupportedModelError, match="ZeroDivisionError: no numbers here"):
+        load_inventory(tiny_models.make_config("llama"))
     check()
 
 

@@ -9,8 +9,8 @@ from ..errors import KVCacheError
 from ..printable import printable, tell_error
 from .devices import DEVICES
 from .memory_plan import Plan, plan
+from .plan_command import plain_table
 from .presets import preset_names
-from .table import plain_table
 
 HOST = "127.0.0.1"
 CACHES = ["dynamic", "paged_exact", "paged_int8", "paged_int4", "paged_int2"]
@@ -24,31 +24,16 @@ def planned(
     model: str, caches: Sequence[str], batch: float, power: float, device: str, degree: float
 ) -> Plan:
     """Return the plan that the controls ask for; `power` is the context's binary logarithm."""
-    return plan(
-        model.strip(),
-        caches=list(caches) or ["dynamic"],
-        batch=int(batch),
-        context=2 ** int(power),
-        device=device or None,
-        weights=None,
-        tensor_parallel=int(degree),
-    )
+    load: Any = {"batch": int(batch), "context": 2 ** int(power), "tensor_parallel": int(degree)}
+    return plan(model.strip(), caches=list(caches) or ["dynamic"], device=device or None, **load)
 
 
 def curves(found: Plan) -> tuple[list[int], dict[str, list[float]]]:
     """Return contexts, and for each cache of a plan its GiB on the device at each of them."""
-    contexts = [2**power for power in range(LEAST_CONTEXT, MOST_CONTEXT + 1)]
+    contexts = [2**power for power in range(LEAST_CONTEXT, MOST_CONTEXT + 1, 2)]
     names = [row.cache for row in found.rows]
-    rows = [
-        plan(
-            found.inventory,
-            caches=names,
-            batch=found.batch,
-            context=context,
-            tensor_parallel=found.tensor_parallel,
-        ).rows
-        for context in contexts
-    ]
+    same: Any = {"batch": found.batch, "tensor_parallel": found.tensor_parallel, "caches": names}
+    rows = [plan(found.inventory, context=context, **same).rows for context in contexts]
     totals = {name: [row[i].total / GIB for row in rows] for i, name in enumerate(names)}
     return contexts, totals
 
@@ -86,7 +71,8 @@ def build(models: Sequence[str]) -> Any:
             raise gr.Error(printable(str(error))) from None
 
     names = [*models, *(name for name in preset_names() if name not in models)]
-    first = names[0] if models or FIRST_MODEL not in names else FIRST_MODEL
+    first, own = (models or [FIRST_MODEL])[0], {"allow_custom_value": True}
+    powers = (LEAST_CONTEXT, MOST_CONTEXT)
     with gr.Blocks(title="KV memory planner", analytics_enabled=False) as app:
         gr.Markdown(
             "# KV memory planner\nWhat caches take, what fits, how fast memory lets decode."
@@ -94,58 +80,28 @@ def build(models: Sequence[str]) -> Any:
         with gr.Row():
             with gr.Column(scale=1):
                 controls = [
-                    gr.Dropdown(
-                        names,
-                        value=first,
-                        allow_custom_value=True,
-                        label="Model: preset, hub id, folder",
-                    ),
-                    gr.Dropdown(
-                        CACHES,
-                        value=CACHES,
-                        multiselect=True,
-                        allow_custom_value=True,
-                        label="Caches",
-                    ),
+                    gr.Dropdown(names, value=first, label="Model: preset, hub id, folder", **own),
+                    gr.Dropdown(CACHES, value=CACHES, multiselect=True, label="Caches", **own),
                     gr.Slider(1, 256, value=1, step=1, label="Batch (rows)"),
-                    gr.Slider(
-                        LEAST_CONTEXT,
-                        MOST_CONTEXT,
-                        value=13,
-                        step=1,
-                        label="Context (power of two)",
-                    ),
+                    gr.Slider(*powers, value=13, step=1, label="Context (power of two)"),
                     gr.Dropdown(["", *DEVICES], value=FIRST_DEVICE, label="Device"),
                     gr.Slider(1, 8, value=1, step=1, label="Tensor parallel devices"),
                 ]
             with gr.Column(scale=3):
                 outputs = [gr.Plot(show_label=False), gr.Markdown()]
-        gr.on(
-            [app.load, *(control.change for control in controls)],
-            show,
-            controls,
-            outputs,
-            show_progress="minimal",
-            trigger_mode="always_last",
-        )
+        triggers = [app.load, *(control.change for control in controls)]
+        gr.on(triggers, show, controls, outputs, trigger_mode="always_last")
     return app
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(
-        prog=prog,
-        allow_abbrev=False,
-        description="The memory planner in a browser: choose a model, caches and a device, see what fits. "
-        f"Serves http://{HOST} until Ctrl-C.",
-    )
+    says = "The memory planner in a browser: choose a model, caches and a device, see what fits. "
+    says += f"Serves http://{HOST} until Ctrl-C."
+    found = argparse.ArgumentParser(prog=prog, allow_abbrev=False, description=says)
     found.add_argument("--port", type=int, help="default: the first free one from 7860 on")
-    found.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        help="offered first: hub id, folder, config.json or preset; may be repeated",
-    )
+    models = "offered first: hub id, folder, config.json or preset; may be repeated"
+    found.add_argument("--model", action="append", default=[], help=models)
     return found
 
 

@@ -1,12 +1,20 @@
-"""All facts that a plan needs of a model: its cache, layer by layer, and the bytes of its weights."""
+"""All facts that a plan needs of a model: its cache, layer by layer, the bytes of its weights, and one device's share of them."""
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
+
+from ..checks import check_int
+from ..errors import CacheOptionError
+
+COUNTER = torch.int64.itemsize  # bytes of a layer's number that lives in a tensor
+SLIDING = ("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+# projections by which a tensor parallel plan shows whether it cuts keys and values by heads
+_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
 
 
 @dataclass(frozen=True)
@@ -23,8 +31,7 @@ class State:
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of one row."""
-        own = dtype if self.dtype is None else getattr(torch, self.dtype)
-        return math.prod(self.shape) * int(own.itemsize)
+        return math.prod(self.shape) * _itemsize(self.dtype, dtype)
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,16 @@ class CachedLayer:
 
     def index_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the indexer's keys per token, in a cache of `dtype`."""
-        own = dtype if self.index_dtype is None else getattr(torch, self.index_dtype)
-        return self.index_dim * int(own.itemsize)
+        return self.index_dim * _itemsize(self.index_dtype, dtype)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the indexer's positions per token."""
+        return self.index_positions * torch.int64.itemsize
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row of what does not grow."""
+        return sum(state.nbytes(dtype) for state in self.states)
 
 
 @dataclass(frozen=True)
@@ -85,9 +100,9 @@ class Inventory:
         experts, experts_per_token: routed experts of a layer and how many a token takes; 0 without experts.
         max_positions: the context that the model was made for, None where its config does not say.
         source: where these figures come from: a folder, a hub id, a preset's source.
-        how: "meta" when the model's own code was run without weights, "fields" when only names of a config were read.
         weight_bytes: of the checkpoint, where that is not one number of `dtype` for each of `parameters` (quantized).
         notes: what a reader of these figures has to know beside them, as sentences.
+        config: transformers' config of the model, by which a real cache is made; None for an inventory made by hand.
     """
 
     name: str
@@ -100,9 +115,9 @@ class Inventory:
     experts_per_token: int = 0
     max_positions: int | None = None
     source: str = ""
-    how: str = "meta"
     weight_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    config: Any = field(default=None, repr=False, compare=False)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -123,38 +138,104 @@ class Inventory:
         return replace(self, notes=(*self.notes, *notes))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` takes: JSON types; equal layers that follow each other are one entry with "count"."""
-        runs = []
-        for layer, group in itertools.groupby(self.layers):
-            given = _without_defaults(layer)
-            if layer.states:
-                given["states"] = [
-                    {**_without_defaults(state), "shape": list(state.shape)}
-                    for state in layer.states
-                ]
-            runs.append({"count": len(list(group)), **given})
-        found = {**asdict(replace(self, layers=())), "layers": runs, "notes": list(self.notes)}
+        """Return it in JSON types, without the config; equal layers that follow each other are one entry with "count"."""
+        found = asdict(replace(self, layers=(), config=None))
+        del found["config"]
+        runs = [(layer, len(list(group))) for layer, group in itertools.groupby(self.layers)]
+        found["layers"] = [{"count": count, **_without_defaults(layer)} for layer, count in runs]
+        found["notes"] = list(self.notes)
         if self.weight_bytes is None:
             del found["weight_bytes"]
         return found
 
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> "Inventory":
-        """Build it from what `as_dict` returned."""
-        layers: list[CachedLayer] = []
-        for run in given["layers"]:
-            own = {name: value for name, value in run.items() if name != "count"}
-            own["states"] = tuple(
-                State(tuple(state["shape"]), state.get("dtype")) for state in run.get("states", ())
-            )
-            layers += [CachedLayer(**own)] * run["count"]
-        notes = tuple(given.get("notes", ()))
-        return cls(**{**given, "layers": tuple(layers), "notes": notes})
+
+def _itemsize(name: str | None, dtype: torch.dtype) -> int:
+    own: torch.dtype = dtype if name is None else getattr(torch, name)
+    return own.itemsize
 
 
 def _without_defaults(given: Any) -> dict[str, Any]:
-    return {
-        field.name: getattr(given, field.name)
-        for field in fields(given)
-        if getattr(given, field.name) != field.default
+    own = {one.name: getattr(given, one.name) for one in fields(given)}
+    found = {one.name: own[one.name] for one in fields(given) if own[one.name] != one.default}
+    if "states" in found:
+        found["states"] = [
+            {**_without_defaults(state), "shape": list(state.shape)} for state in given.states
+        ]
+    return found
+
+
+def cut_heads(model_type: str) -> bool | None:
+    """Say whether transformers' tensor parallel plan of a family cuts keys and values by heads; None: there is no plan."""
+    known = model_type in CONFIG_MAPPING
+    kind = CONFIG_MAPPING[model_type] if known else None  # it is lazy: get() finds nothing
+    text = getattr(kind, "sub_configs", {}).get("text_config")
+    plans = (getattr(one, "base_model_tp_plan", None) for one in (kind, text))
+    plan = next(filter(None, plans), None)
+    if plan is None:
+        return None
+    styles = {style for name, style in plan.items() if name.split(".")[-1] in _PROJECTIONS}
+    return bool(styles & {"colwise", "packed_colwise"})
+
+
+def device_share(inventory: Inventory, degree: int) -> tuple[Inventory, list[str]]:
+    """Return what one of `degree` devices holds, as an inventory of its own, and notes about what was assumed.
+
+    transformers cuts a model by the tensor parallel plan of its config class. Where the plan cuts the projections of keys
+    and values by heads, a device caches its heads; otherwise every device caches all. Latents, indexer keys and states of
+    linear attention are whole on every device.
+
+    Raises: CacheOptionError where kv heads do not divide.
+    """
+    check_int("tensor_parallel", degree, 1)
+    if degree == 1:
+        return inventory, []
+    layers, family, notes = inventory.layers, inventory.model_type, []
+    heads = sorted({layer.kv_heads for layer in layers if layer.kv_heads and not layer.latent})
+    cut = cut_heads(family)
+    if heads and cut is not False:
+        if any(count % degree for count in heads):
+            common = math.gcd(*heads)
+            fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise CacheOptionError(
+                f"tensor_parallel={degree} does not divide the {' and '.join(map(str, heads))} kv heads of "
+                f"{inventory.name}; these do: {fits}"
+            )
+        layers = tuple(
+            layer
+            if layer.latent
+            else replace(
+                layer, kv_heads=layer.kv_heads // degree, query_heads=layer.query_heads // degree
+            )
+            for layer in layers
+        )
+        notes.append(f"a device holds 1/{degree} of the kv heads")
+        if cut is None:
+            notes.append(
+                f"transformers has no tensor parallel plan for {family}: that heads are cut is an assumption"
+            )
+    elif heads:
+        notes.append(
+            f"every device holds all kv heads: transformers' tensor parallel plan of {family} does not cut them"
+        )
+    parts = {
+        "latents": any(layer.latent for layer in layers),
+        "indexer keys": any(layer.index_dim for layer in layers),
+        "states of linear attention": any(layer.states for layer in layers),
     }
+    if any(parts.values()):
+        whole = " and ".join(name for name, there in parts.items() if there)
+        notes.append(f"{whole} are whole on every device")
+    if inventory.stored_bytes is not None:
+        notes.append(
+            f"weights are taken as 1/{degree}; transformers keeps embeddings and norms whole, and attention where its plan "
+            "leaves it alone"
+        )
+    return replace(inventory, layers=layers, **_weights_share(inventory, degree)), notes
+
+
+def _weights_share(inventory: Inventory, degree: int) -> dict[str, Any]:
+    counts = {
+        name: getattr(inventory, name)
+        for name in ("parameters", "expert_parameters", "weight_bytes")
+    }
+    return {name: count and -(-count // degree) for name, count in counts.items()}

@@ -1,30 +1,95 @@
 """Memory of a model's caches and the loads that fit, before anything is loaded: `kv_hf.plan(...)`."""
 
+import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from ..cache_names import cache_label, parse_cache_name
 from ..checks import check_int
 from ..config import CacheConfig
-from ..errors import CacheOptionError, KVCacheError
+from ..config_given import given_options
+from ..config_reading import is_reading_part, read_budget
+from ..errors import CacheOptionError, DeviceBudgetError, KVCacheError, PagePoolExhaustedError
+from ..formats import cache_names, is_cache_name
+from ..page_summary import part_bytes
 from ..printable import short
-from ..spec import MemoryReport
+from ..spec import ROWS, MemoryReport
 from ..units import format_bytes, parse_bandwidth, parse_bytes, parse_tokens
-from .choices import Choice, choices_of, default_caches
+from .cache_bytes import Pages, filled, predict
 from .devices import find_device
-from .fit import Fit, find_fit
-from .growing import behind_prefill
-from .inventory import Inventory
-from .roofline import Decode, cache_read, weights_read
-from .shares import device_share
+from .inventory import Inventory, device_share
 from .source import load_inventory
 
 DEFAULT_CONTEXT = 8192
 MOST_BATCH = 1_000_000  # rows are listed one by one
 MOST_CONTEXT = 1 << 40
+MOST_FILLED = 256  # rows of a real cache that is filled
+MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
+MOST_ROWS = 1 << 16  # larger batches are not searched
+FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
+EXACT_CACHES = ("dynamic", "static")  # transformers' own whose bytes are predicted
+NOT_PLANNED = {"offloaded": "the layer that is being computed"}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest loads in the memory behind the weights. None: nothing grows, or the limit lies beyond all use.
+
+    Attributes:
+        context: tokens of each row at the batch of the plan.
+        batch: rows at the context of the plan; None: MOST_ROWS or more.
+        resident_tokens: tokens over all rows of the plan's batch, in whole pages: what an engine may admit.
+    """
+
+    context: int | None
+    batch: int | None
+    resident_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Bytes that one decode step of all rows reads.
+
+    Attributes:
+        batch: rows, each of which gets a token in a step.
+        weights: of the model, of routed experts the share that is expected to be asked for; None where not known.
+        cache: keys, values and states, once per layer of the model that reads them.
+        outside: part of `cache` that comes from outside of the device first.
+    """
+
+    batch: int
+    weights: int | None
+    cache: int
+    outside: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a step."""
+        return (self.weights or 0) + self.cache
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a step per token that it makes."""
+        return self.step_bytes / self.batch
+
+    def tokens_per_second(self, bandwidth: int, host_bandwidth: int | None = None) -> float:
+        """Return the tokens per second over all rows that memory allows at most.
+
+        A bound, not a forecast: computing, writing, launching kernels and talking between devices take their time on top.
+
+        Args:
+            bandwidth: of the device's memory, bytes per second.
+            host_bandwidth: of the way from outside to the device; None leaves that way out.
+        """
+        seconds = self.step_bytes / bandwidth
+        if host_bandwidth is not None:
+            seconds = max(seconds, self.outside / host_bandwidth)
+        return self.batch / seconds if seconds else float("inf")
 
 
 @dataclass(frozen=True)
@@ -60,12 +125,9 @@ class CachePlan:
 
     def __str__(self) -> str:
         fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
-        outside = (
-            f" and {format_bytes(self.memory.offloaded)} outside" if self.memory.offloaded else ""
-        )
-        beside = (
-            "" if self.cache == "dynamic" else f", dynamic takes {self.ratio:.2f} times as much"
-        )
+        away = self.memory.offloaded
+        outside = f" and {format_bytes(away)} outside" if away else ""
+        beside = f", dynamic takes {self.ratio:.2f} times as much" * (self.cache != "dynamic")
         return f"{self.cache}: {format_bytes(self.total)}{outside}{beside}{fits}"
 
 
@@ -108,20 +170,15 @@ class Plan:
         return self.device_memory - self.reserve - self.weights
 
     def __str__(self) -> str:
-        weights = "" if self.weights is None else f", weights {format_bytes(self.weights)}"
-        room = (
-            ""
-            if self.device_memory is None
-            else f", {format_bytes(self.device_memory)} of device memory"
-        )
+        held, memory = self.weights, self.device_memory
+        weights = "" if held is None else f", weights {format_bytes(held)}"
+        room = "" if memory is None else f", {format_bytes(memory)} of device memory"
         rows = f"{self.batch:,} row{'s' * (self.batch > 1)} of {self.context:,} tokens"
-        return "\n".join(
-            [
-                f"{self.inventory.name}: {rows}{weights}{room}",
-                *(f"  {row}" for row in self.rows),
-                *(f"  note: {note}" for note in self.notes),
-            ]
-        )
+        lines = [
+            f"{self.inventory.name}: {rows}{weights}{room}",
+            *(f"  {row}" for row in self.rows),
+        ]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def row(self, cache: str) -> CachePlan:
         """Return the row of a cache by its name. Raises CacheOptionError for one that was not planned."""
@@ -133,15 +190,13 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan in JSON types, totals included."""
-        found = {**asdict(self), "inventory": self.inventory.as_dict(), "available": self.available}
-        found["notes"] = list(self.notes)
-        found["rows"] = []
-        for row in self.rows:
-            given = asdict(row)
+        found = asdict(replace(self, inventory=replace(self.inventory, config=None)))
+        found |= {"inventory": self.inventory.as_dict(), "available": self.available}
+        found |= {"notes": list(self.notes), "rows": list(found["rows"])}
+        for given, row in zip(found["rows"], self.rows, strict=True):
             given["memory"]["total"] = row.total
             given["decode"]["step_bytes"] = row.decode.step_bytes
             given["decode"]["bytes_per_token"] = row.decode.bytes_per_token
-            found["rows"].append(given)
         return found
 
 
@@ -168,8 +223,8 @@ def plan(
     Args:
         model: a preset (`kv-hf memory --list-presets`), a hub id, a folder, a config.json, a transformers config or an
             Inventory.
-        caches: names ("dynamic", "static", "offloaded", "paged_int4", "paged_int4:keys=int8,offload=cpu",
-            "recipe:PATH") or CacheConfigs. None takes the common ones that the model can have.
+        caches: names ("dynamic", "static", "paged_int4", "paged_int4:keys=int8,offload=cpu") or CacheConfigs. None takes
+            the common ones that the model can have.
         batch: rows, a million at most.
         context: tokens per row that the cache holds: a number or "128k" (128 * 1024). None takes 8,192, or what the
             model was made for if that is less.
@@ -209,37 +264,33 @@ def plan(
     speed = None if bandwidth is None else parse_bandwidth("bandwidth", bandwidth)
     host = None if host_bandwidth is None else parse_bandwidth("host_bandwidth", host_bandwidth)
     kept = parse_bytes("reserve", reserve, least=0)
-    held = _weights(whole, weights, tensor_parallel, notes)
-    available = None if memory is None or held is None else memory - kept - held
-    if memory is not None and held is None:
-        notes.append("so what fits is not known either: give weights (0 to leave them out)")
-    if memory is not None and available is not None and available <= 0:
+    held = whole.stored_bytes if weights is None else parse_bytes("weights", weights, least=0)
+    held = held if held is None else -(-held // tensor_parallel)
+    name = None if known is None else known.name
+    empty = Plan(
+        whole, batch, context, prompt, tensor_parallel, held, name, memory, speed, host, kept, (), ()
+    )  # fmt: skip
+    if held is None:
+        notes.append("the number of weights is not known: they are left out")
+        if memory is not None:
+            notes.append("so what fits is not known either: give weights (0 to leave them out)")
+    elif memory is not None and (empty.available or 0) <= 0:
         also = f" and the reserve of {format_bytes(kept)}" if kept else ""
         notes.append(
-            f"the weights ({format_bytes(held or 0)}){also} do not fit into {format_bytes(memory)}: no cache does"
+            f"the weights ({format_bytes(held)}){also} do not fit into {format_bytes(memory)}: no cache does"
         )
-    planner = _Planner(inventory, batch, context, prompt, held, available, speed, host)
-    rows = planner.rows(caches, cache_config, notes)
-    if prompt is None and any(row.cache == "dynamic" for row in rows):
-        more = behind_prefill(inventory, [context] * batch, inventory.torch_dtype)
-        if more:
-            notes.append(
-                "dynamic: right behind a prefill transformers' sliding layers keep the whole prompt alive (up to "
-                f"{format_bytes(more)} more), until the next token"
-            )
-    if host is None and any(row.decode.outside for row in rows) and speed is not None:
-        notes.append(
-            "tokens/s of pages outside of the device need host_bandwidth, of the way to them; tokens_per_second of the plan "
-            "leaves that way out"
-        )
-    if available is not None and any(row.outside_bytes_per_token for row in rows):
-        notes.append(
-            "what fits with an offload is what the device holds: the place outside of it is taken to be endless"
-        )
-    name = None if known is None else known.name
-    return Plan(
-        whole, batch, context, prompt, tensor_parallel, held, name, memory, speed, host, kept, rows, tuple(notes)
-    )  # fmt: skip
+    if isinstance(caches, str):
+        raise CacheOptionError(f"caches must be a sequence of names, got {caches!r}")
+    dynamic = Choice("dynamic", "dynamic").memory(inventory, batch, context, prompt).total
+    rows = []
+    for choice in choices_of(default_caches() if caches is None else caches, cache_config):
+        try:
+            rows.append(_row(choice, empty, inventory, dynamic))
+        except KVCacheError as error:
+            if caches is not None:
+                raise
+            notes.append(f"no {choice.name}: {error}")  # a default cache that the model cannot have
+    return replace(empty, rows=tuple(rows), notes=(*notes, *_notes_of_rows(empty, inventory, rows)))
 
 
 def _context(inventory: Inventory, given: int | str | None, notes: list[str]) -> int:
@@ -256,82 +307,301 @@ def _context(inventory: Inventory, given: int | str | None, notes: list[str]) ->
     return context
 
 
-def _weights(
-    inventory: Inventory, given: int | str | None, degree: int, notes: list[str]
-) -> int | None:
-    """Return the bytes of the weights on one device."""
-    if given is not None:
-        return -(-parse_bytes("weights", given, least=0) // degree)
-    if inventory.stored_bytes is None:
-        notes.append("the number of weights is not known: they are left out")
-        return None
-    return -(-inventory.stored_bytes // degree)
+def _row(choice: "Choice", asked: Plan, inventory: Inventory, dynamic: int) -> CachePlan:
+    """Return the row of a cache; `inventory` is that of one device."""
+    memory = choice.memory(inventory, asked.batch, asked.context, asked.prompt)
+    here, outside = choice.slope(inventory)
+    decode = Decode(
+        asked.batch,
+        weights_read(inventory, asked.batch, asked.weights),
+        *cache_read(choice, inventory, memory, batch=asked.batch, context=asked.context),
+    )
+    speed, fit, available = None, None, asked.available
+    if asked.bandwidth is not None:
+        speed = decode.tokens_per_second(asked.bandwidth, asked.host_bandwidth)
+    if available is not None:
+        fit = find_fit(choice, inventory, available, batch=asked.batch, context=asked.context)
+    return CachePlan(
+        cache=choice.name,
+        memory=memory,
+        bytes_per_token=here,
+        outside_bytes_per_token=outside,
+        ratio=dynamic / memory.total if memory.total else 1.0,
+        decode=decode,
+        tokens_per_second=speed,
+        fit=fit,
+        fits=None if available is None else memory.total <= available,
+    )
+
+
+def _notes_of_rows(asked: Plan, inventory: Inventory, rows: Sequence[CachePlan]) -> list[str]:
+    notes = []
+    if asked.prompt is None and any(row.cache == "dynamic" for row in rows):
+        prefilled, stepped = (
+            predict(inventory, "dynamic", row_tokens=[asked.context] * asked.batch, prompt=prompt)
+            for prompt in (asked.context, None)
+        )
+        if prefilled.total > stepped.total:
+            notes.append(
+                "dynamic: right behind a prefill transformers' sliding layers keep the whole prompt alive (up to "
+                f"{format_bytes(prefilled.total - stepped.total)} more), until the next token"
+            )
+    if asked.host_bandwidth is None and asked.bandwidth and any(row.decode.outside for row in rows):
+        notes.append(
+            "tokens/s of pages outside of the device need host_bandwidth, of the way to them; tokens_per_second of the plan "
+            "leaves that way out"
+        )
+    if asked.available is not None and any(row.outside_bytes_per_token for row in rows):
+        notes.append(
+            "what fits with an offload is what the device holds: the place outside of it is taken to be endless"
+        )
+    return notes
+
+
+# -- the caches of a plan ------------------------------------------------------------------------------------------
+
+
+def planned_caches() -> tuple[str, ...]:
+    """Return the names of caches whose bytes are predicted."""
+    return (*EXACT_CACHES, *cache_names())
+
+
+def default_caches() -> tuple[str, ...]:
+    """Return what a plan compares where no cache is named."""
+    return (*planned_caches(), "paged_int4:offload=cpu")
 
 
 @dataclass(frozen=True)
-class _Planner:
-    """Everything that the rows of a plan have in common; `inventory` is that of one device."""
+class Choice:
+    """A cache to plan for.
 
-    inventory: Inventory
-    batch: int
-    context: int
-    prompt: int | None
-    weights: int | None
-    available: int | None
-    bandwidth: int | None
-    host_bandwidth: int | None
+    Attributes:
+        name: as the user wrote it, the label of its row.
+        kind: what `predict` calls it: "dynamic", "static" or "paged".
+        options: of a paged cache.
+        length: columns that a static cache is made for; None: as many as the longest row has tokens.
+    """
 
-    def rows(
-        self,
-        caches: Sequence[str | CacheConfig] | None,
-        cache_config: CacheConfig | Mapping[str, Any] | None,
-        notes: list[str],
-    ) -> tuple[CachePlan, ...]:
-        """Plan every cache. One of `default_caches` that the model cannot have becomes a note."""
-        if isinstance(caches, str):
-            raise CacheOptionError(f"caches must be a sequence of names, got {caches!r}")
-        dynamic = self._memory(Choice("dynamic", "dynamic")).total
-        rows = []
-        for choice in choices_of(default_caches() if caches is None else caches, cache_config):
-            try:
-                rows.append(self._row(choice, dynamic))
-            except KVCacheError as error:
-                if caches is not None:
-                    raise
-                notes.append(f"no {choice.name}: {error}")
-        return tuple(rows)
+    name: str
+    kind: str
+    options: CacheConfig | None = None
+    length: int | None = None
 
-    def _memory(self, choice: Choice) -> MemoryReport:
-        return choice.predict(self.inventory, [self.context] * self.batch, self.prompt)
+    @classmethod
+    def of(
+        cls, given: str | CacheConfig, cache_config: CacheConfig | Mapping[str, Any] | None
+    ) -> "Choice":
+        """Read a name such as "paged_int4:keys=int8", or take options of a paged cache as they are.
 
-    def _row(self, choice: Choice, dynamic: int) -> CachePlan:
-        memory = self._memory(choice)
-        here, outside = choice.slope(self.inventory)
-        read, from_outside = cache_read(
-            choice, self.inventory, memory, batch=self.batch, context=self.context
-        )
-        weights = weights_read(self.inventory, self.batch, self.weights)
-        decode = Decode(self.batch, weights, read, from_outside)
-        speed = None
-        if self.bandwidth is not None:
-            speed = decode.tokens_per_second(self.bandwidth, self.host_bandwidth)
-        fit = None
-        if self.available is not None:
-            fit = find_fit(
-                choice,
-                self.inventory,
-                self.available,
-                batch=self.batch,
-                context=self.context,
+        Args:
+            cache_config: options of every paged cache that is given by name; those in the name win.
+        Raises: CacheOptionError for unknown names and options, and for caches whose bytes are not predicted.
+        """
+        if isinstance(given, CacheConfig):
+            return cls(_label(given), "paged", given)
+        if not isinstance(given, str):
+            raise CacheOptionError(
+                f"caches must be names such as 'paged_int4:keys=int8' or kv_hf.CacheConfig, got {given!r}"
             )
-        return CachePlan(
-            cache=choice.name,
-            memory=memory,
-            bytes_per_token=here,
-            outside_bytes_per_token=outside,
-            ratio=dynamic / memory.total if memory.total else 1.0,
-            decode=decode,
-            tokens_per_second=speed,
-            fit=fit,
-            fits=None if self.available is None else memory.total <= self.available,
+        try:
+            base, options = parse_cache_name(given)
+        except CacheOptionError:
+            raise
+        except ValueError as error:
+            raise CacheOptionError(str(error)) from None
+        if base not in planned_caches():
+            raise CacheOptionError(
+                f"cache {base!r} is not planned: its bytes depend on {NOT_PLANNED.get(base, 'another package')}; planned "
+                f"are {', '.join(planned_caches())}"
+            )
+        if is_cache_name(base):
+            both = {**given_options(cache_config, CacheConfig), **options}
+            return cls(cache_label(given), "paged", CacheConfig.from_options(base, both))
+        length = options.pop("max_length", None) if base == "static" else None
+        if options:
+            takes = "only max_length" if base == "static" else "no options"
+            raise CacheOptionError(f"cache {base!r} takes {takes}, got {given!r}")
+        if length is not None:
+            length = parse_tokens("max_length", length) if isinstance(length, str) else length
+            check_int("max_length", length, 1)
+        return cls(given, base, length=length)
+
+    def predict(
+        self, inventory: Inventory, row_tokens: Sequence[int], prompt: int | None = None
+    ) -> MemoryReport:
+        """Return the bytes of rows that hold `row_tokens` tokens, of which `prompt` came at once, by formulas."""
+        given = {"row_tokens": row_tokens, "prompt": prompt, "max_length": self.length}
+        return predict(inventory, self.kind, self.options, **given)  # type: ignore[arg-type]
+
+    def memory(
+        self, inventory: Inventory, batch: int, context: int, prompt: int | None
+    ) -> MemoryReport:
+        """Return the bytes of rows that hold `context` tokens: those of the real cache where it can be filled without a device."""
+        own = self.options
+        grows = own is not None and own.max_length is None and own.offload is None
+        if own is None or not grows or inventory.config is None or batch > MOST_FILLED:
+            return self.predict(inventory, [context] * batch, prompt)
+        return filled(inventory, own, batch, context, prompt)
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of a row at most, for which room is made at once; None: rows grow."""
+        return self.length if self.options is None else self.options.max_length
+
+    def slope(self, inventory: Inventory) -> tuple[float, float]:
+        """Return the bytes of one more token of one row in the long run, on the device and outside of it.
+
+        Pages only: block tables (4 bytes per page) are not counted. A budget of an offload is taken to be used up: what
+        comes then lies outside.
+        """
+        grown, page_size, exact = replace(self, length=None), 1, 0
+        widest = max((layer.window or 0 for layer in inventory.layers), default=0)
+        own = self.options
+        if own is not None:
+            page_size, exact = own.page_size, own.sink_tokens + own.recent_tokens
+            free = dict.fromkeys(("max_length", "max_pages", "device_bytes", "device_pages"))
+            grown = replace(grown, options=replace(own, **free, reserve_tokens=0))  # type: ignore[arg-type]
+            if is_reading_part(own):  # from where on staging buffers stop to grow
+                widest = max(widest, own.read_from)
+        tokens = FAR_PAGES * page_size
+        while tokens <= 2 * widest:
+            tokens *= 2
+        near, far = (grown.predict(inventory, [exact + tokens * times]) for times in (1, 2))
+        here = far.total - far.tables - (near.total - near.tables)
+        return here / tokens, (far.offloaded - near.offloaded) / tokens
+
+
+def choices_of(
+    caches: Sequence[str | CacheConfig], cache_config: CacheConfig | Mapping[str, Any] | None
+) -> list[Choice]:
+    """Return every cache of `caches` as `Choice.of` reads it.
+
+    Raises: CacheOptionError as that does, and for options in `cache_config` that no cache reads.
+    """
+    options = given_options(cache_config, CacheConfig)
+    found = [Choice.of(given, options) for given in caches]
+    read = any(
+        isinstance(given, str) and choice.kind == "paged"
+        for given, choice in zip(caches, found, strict=True)
+    )
+    if options and not read:
+        raise CacheOptionError(
+            f"cache_config={options} is for paged caches that are given by name, and caches has none; leave it "
+            "out, or put it into the CacheConfig"
         )
+    return found
+
+
+def _label(options: CacheConfig) -> str:
+    """Return a name for options that were given without one: the cache name that differs in the fewest, and these."""
+    given = {one.name: getattr(options, one.name) for one in fields(options)}
+    plain = {name: CacheConfig.from_options(name, None) for name in cache_names()}
+    found = {
+        name: [f"{key}={value}" for key, value in given.items() if value != getattr(own, key)]
+        for name, own in plain.items()
+    }
+    base = min(found, key=lambda name: len(found[name]))
+    return base + (":" if found[base] else "") + ",".join(found[base])
+
+
+# -- what fits ----------------------------------------------------------------------------------------------------------
+
+
+def find_fit(
+    choice: Choice, inventory: Inventory, available: int, *, batch: int, context: int
+) -> Fit:
+    """Search what fits into `available` bytes, whatever the prompts; 0 where not even one token, row or page does.
+
+    What the cache itself would refuse, by max_pages or the budget of an offload, does not fit.
+    """
+    own, bound = choice.options, choice.max_length
+    page = 1 if own is None else own.page_size
+    exact = 0 if own is None else own.sink_tokens + own.recent_tokens
+
+    def cost(row_tokens: Sequence[int]) -> float:
+        try:
+            return choice.predict(inventory, row_tokens).total
+        except (DeviceBudgetError, PagePoolExhaustedError):
+            return math.inf
+
+    def of_pages(pages: int) -> float:
+        each, more = divmod(pages, batch)
+        tokens = [exact + (each + (row < more)) * page for row in range(batch)]
+        return cost([count for count in tokens if count])
+
+    most = MOST_TOKENS if bound is None else bound
+    most_pages = max(0, most - exact) // page * (1 if bound is None else batch)
+    tokens = largest(lambda count: cost([count] * batch), available, most)
+    rows = largest(lambda count: cost([context] * count), available, MOST_ROWS)
+    pages = largest(of_pages, available, most_pages)
+    if bound is not None:  # no row is longer
+        tokens = bound if tokens is None else tokens
+        pages = most_pages if pages is None else pages
+    return Fit(tokens, rows, None if pages is None else pages * page)
+
+
+def largest(cost: Callable[[int], float], limit: int, most: int) -> int | None:
+    """Return the largest number of 1 to `most` with cost(number) <= limit: 0 if none, None if `most` still fits.
+
+    `cost` must not fall.
+    """
+    found = bisect_left(range(1, most + 1), True, key=lambda count: cost(count) > limit)
+    return None if found == most > 0 else found
+
+
+# -- what a decode step reads -----------------------------------------------------------------------------------------
+
+
+def expected_experts(experts: int, per_token: int, batch: int) -> float:
+    """Return the share of a layer's routed experts that at least one of `batch` tokens is expected to take.
+
+    1 - (1 - per_token / experts) ** batch: tokens choose independently, and all experts are equally likely.
+    """
+    return 1 - (1 - per_token / experts) ** batch if experts else 1.0
+
+
+def weights_read(inventory: Inventory, batch: int, weights: int | None) -> int | None:
+    """Return the bytes of `weights` bytes of weights that a step of `batch` tokens reads."""
+    if weights is None or not inventory.expert_parameters or not inventory.parameters:
+        return weights
+    share = expected_experts(inventory.experts, inventory.experts_per_token, batch)
+    of_experts = weights * inventory.expert_parameters / inventory.parameters
+    return round(weights - of_experts * (1 - share))
+
+
+def cache_read(
+    choice: Choice, inventory: Inventory, report: MemoryReport, *, batch: int, context: int
+) -> tuple[int, int]:
+    """Return the bytes of a cache that a step reads, and how many of them lie outside of the device.
+
+    A layer with a window reads the tokens in it. Sealed tokens are read as stored, with their scales; the others exact.
+    Of a static cache transformers reads all columns, those too that hold no token yet. Where steps read a part of the pages, a
+    choice reads of every page what page_summary.part_fields lists, which lies on the device, and attention the pages that it
+    takes, at most.
+
+    Args:
+        report: of the cache, for the part of its pages that lies outside.
+    """
+    dtype, options = inventory.torch_dtype, choice.options
+    pages = None if options is None else Pages(inventory, options, dtype, ROWS)
+    specs = {} if pages is None else pages.specs
+    budget = None if options is None else read_budget(options)
+    columns = context if choice.length is None else choice.length
+    stored = chosen_by = exact = 0.0
+    for index, layer in enumerate(inventory.layers):
+        plain = tokens = columns if layer.window is None else min(columns, layer.window)
+        if pages is not None and index in specs:
+            sizes, spec = pages.sizes(layer.window), specs[index]
+            plain, count = min(tokens, sizes.exact(context)), sizes.sealed(context)
+            sealed = float(tokens - plain)
+            if budget is not None and layer.window is None and budget.chooses(count, context):
+                sealed = budget.most(count) * sizes.page_size
+                chosen_by += layer.readers * count * part_bytes(spec.keys)
+            stored += layer.readers * sealed * spec.page_bytes / sizes.page_size
+        exact += layer.readers * plain * layer.elements * dtype.itemsize
+        # an indexer's positions grow in any cache
+        read = columns * layer.index_bytes(dtype) + context * layer.position_bytes
+        exact += layer.readers * read + layer.state_bytes(dtype)
+    held = report.payload + report.scales + report.offloaded
+    outside = stored * report.offloaded / held if held else 0.0
+    return round((stored + chosen_by + exact) * batch), round(outside * batch)

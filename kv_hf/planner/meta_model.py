@@ -1,124 +1,446 @@
-"""Build a model without weights, and run it for a few tokens, without anything else in the process noticing."""
+"""The layers of a model's cache and its weights, read off one forward of the model on torch's meta device.
+
+Decides what a layer holds and who reads it. Knows no cache but the DynamicCache that the model fills, and no bytes.
+"""
 
 import copy
 import inspect
+import itertools
 import logging
+import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from transformers import DynamicCache
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 from ..cache.compat import is_dummy
+from ..cache.model_shape import decoder_config, kept_layers, latent_ranks
 from ..errors import UnsupportedModelError
-from .tracing import Reads, follow_layer, reading
+from ..field_names import EXPERTS, EXPERTS_PER_TOKEN, HEADS, first
+from .inventory import CachedLayer, State
 
 ROWS, TOKENS = 2, 3
+# a model is run with this dtype, so that states that are float32 whatever the model's dtype show
+DTYPE = torch.bfloat16
 MOST_MODULES = 250_000  # of a model; 61 layers of 384 experts have 71,000
-
 # in this order: what people load to generate text with
-_KINDS = (
-    "AutoModelForCausalLM",
-    "AutoModelForImageTextToText",
-    "AutoModelForMultimodalLM",
+_KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+# attention that computes nothing, by two names, as models differ in whether they can do without a mask
+_ATTENTION: dict[str, Any] = {
+    "kv_hf_probe": lambda *_, **__: None,
+    "kv_hf_probe_masked": eager_mask,
+}
+# one vector per token beside keys and values: transformers' DynamicIndexedLayer, and MiniMax-M3's own
+_INDEX_KEYS = ("indexer_keys", "idx_keys")
+_INDEX_POSITIONS = "indexer_position_ids"
+_STATES = ("conv_states", "recurrent_states")
+# what else layers hold: numbers of transformers' own, the same for every model and row
+_COUNTERS = ("_sliding_window_tensor", "cumulative_length")
+_KNOWN = {"keys", "values", *_STATES, *_INDEX_KEYS, _INDEX_POSITIONS, *_COUNTERS}
+_SOURCES = (
+    "_kv_hf_sources"  # the mark of tensors that were made of cached ones: layers of the cache
 )
-# one probe at a time: Python's warning filters, and torch's default dtype while a model is built, are the process's
+# one model at a time: Python's warning filters, and torch's default dtype while a model is built, are the process's
 _alone = threading.RLock()
-
-
-class _ThisThread(logging.Filter):
-    """Drops the records of one thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread != self.thread
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Run alone, and keep what transformers says about slow paths from the user: nothing is computed here."""
-    with _alone, _without_records(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    thread = threading.get_ident()
 
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
 
-@contextmanager
-def _without_records() -> Iterator[None]:
-    drop = _ThisThread()
     loggers = (transformers.logging.get_logger("transformers"), logging.getLogger())
-    handlers = [handler for logger in loggers for handler in logger.handlers]
-    for handler in handlers:
-        handler.addFilter(drop)
-    try:
-        yield
-    finally:
+    with _alone, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handlers = [handler for logger in loggers for handler in logger.handlers]
         for handler in handlers:
-            handler.removeFilter(drop)
+            handler.addFilter(of_others)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.removeFilter(of_others)
+
+
+def look(config: Any, name: str) -> dict[str, Any]:
+    """Return `layers`, `parameters`, `expert_parameters`, `experts`, `experts_per_token` and `notes` of an Inventory.
+
+    The model is built without weights and run for three tokens with a DynamicCache; `config` is not changed.
+
+    Raises: UnsupportedModelError for models without a cache of transformers, and caches that an Inventory cannot
+        describe; whatever the model's code raises where it cannot run without weights.
+    """
+    own = copy.deepcopy(config)
+    # says how weights are stored, and wants its library
+    own.__dict__.pop("quantization_config", None)
+    notes: list[str] = []
+    if model_kind(own) is None:
+        own, notes = _text_part(own, name, "no class of transformers generates text from all of it")
+    failed: Exception | None = None
+    with quiet(), _registered():
+        for attention in (*_ATTENTION, "eager"):  # without a mask, with one, and the model's own
+            try:
+                try:
+                    model = _build(own, attention)
+                except ImportError as error:  # of a vision tower
+                    own, notes = _text_part(own, name, first_line(error))
+                    model = _build(own, attention)
+                cache, reads = _run(model, name)
+            except UnsupportedModelError:
+                raise
+            except Exception as error:
+                failed = error
+                continue
+            layers, more = _layers(cache, reads, decoder_config(model.config))
+            if not any(layer.elements or layer.states for layer in layers):
+                raise UnsupportedModelError(
+                    f"{name} ({config.model_type}) keeps nothing in a cache of transformers"
+                )
+            weights = _weights(model)
+            return {**weights, "layers": layers, "notes": [*notes, *more, *weights["notes"]]}
+    assert failed is not None
+    raise failed
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of a message, of 200 characters at most."""
+    return next((line for line in str(error).splitlines() if line.strip()), "")[:200].strip()
+
+
+# -- the model ------------------------------------------------------------------------------------------------
 
 
 def model_kind(config: Any) -> Any:
     """Return the auto class that builds a model which generates text from `config`, None where none does."""
-    for name in _KINDS:
-        kind = getattr(transformers, name, None)
-        if kind is not None and type(config) in kind._model_mapping:
-            return kind
-    return None
+    kinds = (getattr(transformers, name, None) for name in _KINDS)
+    return next((k for k in kinds if k is not None and type(config) in k._model_mapping), None)
 
 
-def build(config: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Build the model of a copy of `config` on the meta device: shapes and dtypes, no numbers. Call it in `quiet`."""
-    own = copy.deepcopy(config)
-    with torch.device("meta"), _few_modules():
-        return model_kind(own).from_config(own, attn_implementation=attention, dtype=dtype).eval()
+def _text_part(config: Any, name: str, reason: str) -> tuple[Any, list[str]]:
+    text = decoder_config(config)
+    if text is config or model_kind(text) is None:
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}): transformers has no class that generates text from this config ({reason})"
+        )
+    return text, [f"weights are those of the language model alone: {reason}"]
 
 
-@contextmanager
-def _few_modules() -> Iterator[None]:
-    """Stop a model of this thread that goes on and on: some config's number says how often a part is repeated."""
-    thread, count = threading.get_ident(), 0
+def _build(config: Any, attention: str) -> Any:
+    """Build the model of a copy of `config` on the meta device: shapes and dtypes, no numbers.
+
+    A model of this thread that goes on and on is stopped: some config's number says how often a part is repeated.
+    """
+    own, thread, count = copy.deepcopy(config), threading.get_ident(), itertools.count()
 
     def note(*_: Any) -> None:
-        nonlocal count
-        count += threading.get_ident() == thread
-        if count > MOST_MODULES:
+        if threading.get_ident() == thread and next(count) > MOST_MODULES:
             raise UnsupportedModelError(
                 f"a model of this config has more than {MOST_MODULES:,} modules, more than a plan builds"
             )
 
     handle = register_module_module_registration_hook(note)
     try:
-        yield
+        with torch.device("meta"):
+            return (
+                model_kind(own).from_config(own, attn_implementation=attention, dtype=DTYPE).eval()
+            )
     finally:
         handle.remove()
 
 
-def run(model: Any) -> tuple[Any, Reads]:
-    """Return the cache of a forward of 2 rows of 3 tokens, and what attention read in it.
+def _run(model: Any, name: str) -> tuple[Any, dict[int, dict[int, int]]]:
+    """Return the cache of a forward of 2 rows of 3 tokens, and {layer: {id of attention that reads it: query heads}}.
 
     The cache is a DynamicCache, or one of the model's own class where it takes no other.
     """
     takes = inspect.signature(model.forward).parameters
-    name = "past_key_values" if "past_key_values" in takes else "cache_params"
-    if name not in takes:
+    argument = "past_key_values" if "past_key_values" in takes else "cache_params"
+    if argument not in takes:
         raise UnsupportedModelError(f"{type(model).__name__} takes no cache of transformers")
-    with torch.device("meta"), torch.no_grad(), reading() as reads:
-        ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
-        cache = DynamicCache(config=model.config)
-        for index, layer in enumerate(cache.layers):
-            if not is_dummy(layer) and hasattr(layer, "update"):
-                follow_layer(layer, index)
-        try:
-            model(input_ids=ids, use_cache=True, **{name: cache})
-        except ValueError as error:
-            if "cache of its own" not in str(error):  # MiniMax
-                raise
-            cache = getattr(model(input_ids=ids, use_cache=True), name)
-    return cache, reads
+    cache: Any = DynamicCache(config=model.config)
+    try:
+        with torch.device("meta"), torch.no_grad(), _Follow() as follow:
+            for index, layer in enumerate(cache.layers):
+                if not is_dummy(layer) and hasattr(layer, "update"):
+                    layer.update = _marking(layer.update, index)
+            ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+            try:
+                model(input_ids=ids, use_cache=True, **{argument: cache})
+            except ValueError as error:
+                if "cache of its own" not in str(error):  # MiniMax
+                    raise
+                cache = getattr(model(input_ids=ids, use_cache=True), argument)
+        return cache, follow.reads
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        # names are read next, which would take it for attention
+        if any("attention" in type(module).__name__.lower() for module in model.modules()):
+            raise
+        raise UnsupportedModelError(
+            f"{name} ({model.config.model_type}) has no attention, and keeps its state in no cache of "
+            f"transformers ({type(error).__name__}: {first_line(error)})"
+        ) from error
+
+
+# -- attention that notes which cached keys it is given -------------------------------------------------------------
+
+
+def _marking(update: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Return a layer's `update` with marks on the keys and values that it returns."""
+
+    def marking(*args: Any, **kwargs: Any) -> Any:
+        out = update(*args, **kwargs)
+        # views, as a model may update one layer with the tensors of another
+        out = tuple(part.view_as(part) if isinstance(part, torch.Tensor) else part for part in out)
+        _mark(out, frozenset((index,)))
+        return out
+
+    return marking
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+
+
+def _mark(given: Any, layers: frozenset[int]) -> None:
+    for tensor in _tensors(given):
+        setattr(tensor, _SOURCES, layers)
+
+
+def _sources(given: Any) -> frozenset[int]:
+    none: frozenset[int] = frozenset()
+    return none.union(*(getattr(tensor, _SOURCES, none) for tensor in _tensors(given)))
+
+
+class _Follow(TorchFunctionMode):
+    """Marks what torch's functions make of marked tensors with the same layers of the cache.
+
+    Where a model asks for numbers, which tensors of the meta device do not have, they count as 0: no expert is
+    chosen, no token is special. The shapes of a cache do not depend on them.
+
+    Attributes:
+        reads: layer of the cache -> id of attention module -> its query heads.
+    """
+
+    current: "_Follow | None" = None  # that of the one thread that holds `_alone`
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: dict[int, dict[int, int]] = {}
+        _Follow.current = self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stand_in = _without_numbers(func, args, kwargs)
+        out = func(*args, **kwargs) if stand_in is None else stand_in()
+        layers = _sources((args, kwargs))
+        if layers:
+            _mark(out, layers)
+        return out
+
+
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    layers = _sources(key) or _sources(value)
+    if len(layers) == 1 and _Follow.current is not None:  # keys of several layers are nobody's
+        (layer,) = layers
+        _Follow.current.reads.setdefault(layer, {})[id(module)] = query.shape[1]
+    out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    _mark(out, frozenset())
+    return out, None
+
+
+@contextmanager
+def _registered() -> Iterator[None]:
+    """Let transformers know the attention for a while. One at a time: it keeps one table for the process."""
+    for name, mask in _ATTENTION.items():
+        AttentionInterface.register(name, _attention)
+        AttentionMaskInterface.register(name, mask)
+    try:
+        yield
+    finally:
+        for name, interface in itertools.product(
+            _ATTENTION, (AttentionInterface, AttentionMaskInterface)
+        ):
+            interface._global_mapping.pop(name, None)
+
+
+_ZERO: dict[Any, Callable[[torch.Tensor], Any]] = {
+    torch.Tensor.item: lambda tensor: False if tensor.dtype is torch.bool else 0,
+    torch.Tensor.__contains__: lambda tensor: False,
+    torch.Tensor.__bool__: lambda tensor: False,
+    torch.Tensor.__int__: lambda tensor: 0,
+    torch.Tensor.__index__: lambda tensor: 0,
+    torch.Tensor.__float__: lambda tensor: 0.0,
+    torch.Tensor.tolist: lambda tensor: torch.zeros(tensor.shape, device="cpu").tolist(),
+    # a check of numbers that torch.distributions makes of its arguments
+    torch._is_all_true: lambda tensor: True,
+}
+_NONZERO = (torch.nonzero, torch.Tensor.nonzero)
+_INDEX = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_SPLIT = (torch.split, torch.Tensor.split)
+
+
+def _is_mask(place: Any) -> bool:
+    return isinstance(place, torch.Tensor) and place.is_meta and place.dtype is torch.bool
+
+
+def _without_numbers(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """Return what to call in place of a function that the meta device cannot run, None for all others."""
+    tensor = args[0] if args else None
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
+        return None
+    if func in _ZERO:
+        return lambda: _ZERO[func](tensor)
+    if func in _NONZERO or (func is torch.where and len(args) == 1 and not kwargs):
+        if func is torch.where or kwargs.get("as_tuple"):
+            return lambda: (tensor.new_empty(0, dtype=torch.long),) * tensor.dim()
+        return lambda: tensor.new_empty((0, tensor.dim()), dtype=torch.long)
+    if func in _INDEX:
+        places = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(_is_mask(place) for place in places):
+            none = tensor.new_empty(0, dtype=torch.long)
+            chosen = [(none,) * place.dim() if _is_mask(place) else (place,) for place in places]
+            return lambda: func(tensor, tuple(itertools.chain(*chosen)), *args[2:], **kwargs)
+    sizes = args[1] if func in _SPLIT and len(args) > 1 else None
+    if isinstance(sizes, (list, tuple)) and sizes and not any(sizes):
+        # sizes that were counted: all 0, so that the first part is everything
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        return lambda: func(tensor, [tensor.shape[dim], *sizes[1:]], dim)
+    return None
+
+
+# -- the layers of its cache ----------------------------------------------------------------------------------------
+
+
+def _layers(
+    cache: Any, reads: dict[int, dict[int, int]], config: Any
+) -> tuple[tuple[CachedLayer, ...], list[str]]:
+    """Return the layers of a cache, and notes about them."""
+    ranks, heads = latent_ranks(config, len(cache.layers)), first(config, HEADS) or 0
+    linear = getattr(cache, "linear_cache", [])  # MiniMaxCache
+    layers = tuple(
+        _layer(
+            layer,
+            f"layer {index} of its cache ({type(layer).__name__})",
+            linear[index : index + 1],
+            list(reads.get(index, {}).values()),
+            ranks[index],
+            heads,
+        )
+        for index, layer in enumerate(cache.layers)
+    )
+    notes = []
+    outside = layers.count(CachedLayer(cache_class="LinearAttentionLayer"))
+    if outside:
+        notes.append(
+            f"{outside} layers keep their states in the model, not in its cache: not counted"
+        )
+    kept = kept_layers(config)
+    notes += [f"{len(kept)} layers are not counted: {reason}" for reason in set(kept.values())]
+    if type(cache).__name__ != "DynamicCache":
+        notes.append(f"the model takes no cache but its own {type(cache).__name__}")
+    return layers, notes
+
+
+def _layer(
+    layer: Any, at: str, linear: Any, readers: list[int], rank: int | None, heads: int
+) -> CachedLayer:
+    """Return what a layer holds. Raises UnsupportedModelError where a CachedLayer cannot say it."""
+    if is_dummy(layer):
+        return CachedLayer(cache_class=type(layer).__name__)
+    held = {name: list(_tensors(value)) for name, value in vars(layer).items()}
+    strange = [name for name, tensors in held.items() if tensors and name not in _KNOWN]
+    if strange:
+        raise UnsupportedModelError(f"{at} holds {strange[0]}, whose size a plan does not know")
+    states = [tensor for name in _STATES for tensor in held.get(name, ())]
+    if any(tensor.shape[0] != ROWS for tensor in states):
+        raise UnsupportedModelError(f"{at} holds states that do not begin with the {ROWS} rows")
+    given: dict[str, Any] = {
+        "cache_class": type(layer).__name__,
+        "states": tuple(
+            State(tuple(t.shape[1:]), _dtype(t)) for t in (*states, *_tensors(list(linear)))
+        ),
+    }
+    for index in (tensor for name in _INDEX_KEYS for tensor in held.get(name, ())):
+        positions = held.get(_INDEX_POSITIONS)
+        given["index_dim"] = index.numel() // (ROWS * TOKENS)
+        given["index_dtype"] = _dtype(index)
+        given["index_positions"] = positions[0].shape[0] if positions else 0
+    found = [held[name][0] for name in ("keys", "values") if held.get(name)]
+    if not found or not found[0].numel():
+        return CachedLayer(**given)
+    for tensor in found:
+        wrong = tensor.dim() != 4 or (tensor.shape[0], tensor.shape[2]) != (ROWS, TOKENS)
+        if tensor.numel() and (wrong or tensor.dtype != DTYPE):
+            raise UnsupportedModelError(
+                f"{at} holds keys or values of shape {list(tensor.shape)} and {tensor.dtype} for {ROWS} rows of {TOKENS} "
+                f"tokens; expected [{ROWS}, heads, {TOKENS}, head_dim] in the model's dtype"
+            )
+    keys, values = found
+    return CachedLayer(
+        **given,
+        kv_heads=keys.shape[1],
+        key_dim=keys.shape[3],
+        value_dim=values.shape[3],
+        latent=rank is not None and keys.shape[1] == 1 and keys.shape[3] == rank,
+        window=getattr(layer, "sliding_window", None),
+        readers=max(1, len(readers)),
+        query_heads=max(readers, default=heads),
+    )
+
+
+def _dtype(tensor: torch.Tensor) -> str | None:
+    return None if tensor.dtype == DTYPE else str(tensor.dtype).removeprefix("torch.")
+
+
+# -- its weights ------------------------------------------------------------------------------------------------------
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    """Count the parameters of a model, tied ones once, those of routed experts, and those of towers in notes."""
+    config = decoder_config(model.config)
+    named = dict(model.named_parameters())
+    stated = first(config, EXPERTS) or 0
+    experts = [
+        p
+        for name, p in named.items()
+        if re.search(r"(^|\.)experts\.", name) or (p.ndim == 3 and p.shape[0] == stated > 1)
+    ]
+    lists = (
+        len(module)
+        for name, module in model.named_modules()
+        if name.endswith(".experts") and isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    )
+    count = max(lists, default=0)
+    count = count or max((p.shape[0] for p in experts if p.ndim == 3), default=stated)
+    notes = []
+    towers = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    for name in model.config.sub_configs:
+        own = getattr(model.config, name, None)
+        tower = next((m for m in towers if m.config is own), None)
+        if own is not None and own is not config and tower is not None:
+            size = sum(p.numel() for p in tower.parameters())
+            notes.append(f"weights include {name.removesuffix('_config')}: {size:,} parameters")
+    return {
+        "parameters": sum(p.numel() for p in named.values()),
+        "expert_parameters": sum(p.numel() for p in experts),
+        "experts": count if experts else 0,
+        "experts_per_token": (first(config, EXPERTS_PER_TOKEN) or 0) if experts else 0,
+        "notes": notes,
+    }

@@ -1,33 +1,56 @@
-"""Find a model's config, wherever it is, and turn it into an Inventory."""
+"""A model's config, wherever it is, turned into an Inventory by a forward of the model without weights."""
 
+import copy
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers import __version__ as transformers_version
+from transformers.utils import cached_file
 
-from ..cache.compat import SPARSE_MODELS_CACHE_LATENTS
+from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank
 from ..config_numbers import check_numbers
 from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
-from ..field_names import POSITIONS, first
-from ..files.reading import CONFIG_BYTES, read_json_object
-from ..hub import cached_config
+from ..field_names import (
+    HEADS,
+    KV_HEADS,
+    POSITIONS,
+    first,
+    read,
+)
+from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
+from ..hub import CONFIG, cached_config, looks_like_path, why_not_model
 from ..notices import say_once
 from ..printable import in_a_line, short
-from .fields import inventory_of_fields, language_part
-from .hub import fetch_config
 from .inventory import Inventory
-from .kv_heads import replace_kv_heads, replace_named_kv_heads
-from .meta_model import quiet
-from .presets import is_preset, preset_of_model, read_preset
-from .probe import named_dtype, probe, resolve_dtype
-from .weight_files import StoredWeights, read_weights
+from .meta_model import first_line, look, quiet
+from .presets import is_preset, near_presets, preset_of_model, read_preset
 
-_CONFIG = "config.json"
+DEFAULT_DTYPE = "bfloat16"
+# families whose configs say is_decoder=False unless they were made to generate text
+ENCODERS = (
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+_INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
+_MOST_BYTES = 1 << 60  # of a checkpoint; the largest known ones have 2**41
+_MODEL_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the user said beside the model."""
+
+    dtype: torch.dtype | str | None
+    kv_heads: int | None
 
 
 def load_inventory(
@@ -45,8 +68,9 @@ def load_inventory(
         PlanError: there is no such file, model or preset, or kv_heads does not divide the query heads.
         UnsupportedModelError: the model keeps its keys and values in ways that a plan does not know.
     """
+    given = _Given(dtype, kv_heads)
     try:
-        return _load(model, dtype, kv_heads)
+        return _load(model, given)
     except (KVCacheError, MemoryError):
         raise
     except Exception as error:  # a config's fields reach code of transformers that trusts them
@@ -56,19 +80,17 @@ def load_inventory(
         ) from error
 
 
-def _load(model: Any, dtype: torch.dtype | str | None, kv_heads: int | None) -> Inventory:
+def _load(model: Any, given: _Given) -> Inventory:
     if isinstance(model, Inventory):
-        if kv_heads is not None:
+        if given.kv_heads is not None:
             raise PlanError("kv_heads changes a model's config; an Inventory has none any more")
-        return _with_dtype(model, dtype)
+        return (
+            model if given.dtype is None else replace(model, dtype=named_dtype(None, given.dtype))
+        )
     if isinstance(model, PreTrainedConfig):
         name = model.name_or_path or model.model_type
         check_numbers(model.to_dict(), name)
-        found = _of_config(model, name, "a config object", dtype, kv_heads)
-        quantized = getattr(model, "quantization_config", None)
-        if quantized is not None and not isinstance(quantized, Mapping):
-            quantized = quantized.to_dict()
-        return _with_files(found, {"quantization_config": quantized}, None, kv_heads)
+        return _of_config(model, name, "a config object", given, None)
     if not isinstance(model, (str, os.PathLike)):
         raise PlanError(
             f"model must be a path, a hub id, a preset, a config or an Inventory, got {type(model).__name__}"
@@ -82,71 +104,59 @@ def _load(model: Any, dtype: torch.dtype | str | None, kv_heads: int | None) -> 
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, no such user
         raise PlanError(f"model {short(name)} is no name of a file: {reason(error)}") from None
     if is_there:
-        return _of_path(path, name, dtype, kv_heads)
-    if is_preset(name):
-        return inventory_of_preset(read_preset(name), dtype=dtype, kv_heads=kv_heads)
-    return _of_hub(name, dtype, kv_heads)
+        return _of_path(path, name, given)
+    return _of_preset(name, given) if is_preset(name) else _of_hub(name, given)
 
 
-def _of_path(
-    path: Path, name: str, dtype: torch.dtype | str | None, kv_heads: int | None
-) -> Inventory:
+def _of_path(path: Path, name: str, given: _Given) -> Inventory:
     """Return the Inventory of a folder or a config.json, and say where it takes the name of a preset or its model."""
     hidden = name.lower() if is_preset(name) else preset_of_model(name)
     folder = path if path.is_dir() else None
-    try:
-        given = _read_json(path if folder is None else path / _CONFIG)
-    except PlanError as error:
-        if hidden is None:
-            raise
-        raise PlanError(
-            f"{error}; this {'file' if folder is None else 'folder'} hides the preset {hidden}: plan from another folder"
-        ) from error
-    known_as = _folder_name(path.parent if folder is None else path)
-    found = _of_dict(given, known_as, str(path), dtype, kv_heads, folder)
+    config = _read_json(path if folder is None else path / CONFIG)
+    own = path.parent if folder is None else path
+    found = _of_dict(config, own.resolve().name or str(own), str(path), given, folder)
     if hidden is None:
         return found
     return found.with_note(f"{str(path)!r} was read from here, not the preset {hidden}")
 
 
-def inventory_of_preset(
-    preset: Mapping[str, Any],
-    *,
-    dtype: torch.dtype | str | None = None,
-    kv_heads: int | None = None,
-    again: bool = False,
-) -> Inventory:
-    """Return the Inventory that a preset carries; with kv_heads or `again`, read its config in place of that."""
-    if "inventory" in preset and kv_heads is None and not again:
-        inventory = Inventory.from_dict(preset["inventory"])
-        if SPARSE_MODELS_CACHE_LATENTS or not any(layer.index_dim for layer in inventory.layers):
-            return _with_dtype(inventory, dtype)
+def _of_preset(name: str, given: _Given) -> Inventory:
+    preset = read_preset(name)
     source = f"the preset of {preset['model']}"
-    found = _of_dict(preset["config"], preset["name"], source, dtype, kv_heads)
+    found = _of_dict(preset["config"], preset["name"], source, given, None)
     return found.with_note(*preset.get("notes", ()))
 
 
-def _with_dtype(inventory: Inventory, dtype: torch.dtype | str | None) -> Inventory:
-    if dtype is None:
-        return inventory
-    return replace(inventory, dtype=resolve_dtype({}, dtype)[0])
-
-
-def _of_hub(model: str, dtype: torch.dtype | str | None, kv_heads: int | None) -> Inventory:
-    path = cached_config(model)
-    preset = preset_of_model(model)
+def _of_hub(model: str, given: _Given) -> Inventory:
+    path, preset = cached_config(model), preset_of_model(model)
     if path is None and preset is not None:
         say_once(
             f"planner preset {model}",
             f"kv_hf: {model} is not in the local hub cache; the preset {preset} is taken",
         )
-        return inventory_of_preset(read_preset(preset), dtype=dtype, kv_heads=kv_heads)
-    path = path or fetch_config(model)
-    return _of_dict(_read_json(path), model, f"hub: {model}", dtype, kv_heads, path.parent)
+        return _of_preset(preset, given)
+    path = path or _fetched(model)
+    return _of_dict(_read_json(path), model, f"hub: {model}", given, path.parent)
 
 
-def _folder_name(folder: Path) -> str:
-    return folder.resolve().name or str(folder)
+def _fetched(model: str) -> Path:
+    """Return the path of a hub model's config.json, fetched. Raises PlanError where there is none."""
+    hint = near_presets(model)
+    if looks_like_path(model):
+        raise PlanError(f"there is no file or folder {model!r}{hint}")
+    why, path = why_not_model(model), None
+    if why is None:
+        try:
+            path = cached_file(model, CONFIG)
+        except (OSError, ValueError) as error:
+            why = in_a_line(error).rstrip(".")
+    if why is not None:
+        raise PlanError(
+            f"{model!r} is no folder, file or preset, and its config could not be had from the hub ({why}){hint}"
+        )
+    if path is None:
+        raise PlanError(f"the hub's {model!r} has no {CONFIG}{hint}")
+    return Path(path)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -161,96 +171,208 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _of_dict(
-    given: Mapping[str, Any],
-    name: str,
-    source: str,
-    dtype: torch.dtype | str | None,
-    kv_heads: int | None,
-    folder: Path | None = None,
+    config: Mapping[str, Any], name: str, source: str, given: _Given, folder: Path | None
 ) -> Inventory:
-    """Return the Inventory of a config.json, by its names where transformers does not know the model."""
-    check_numbers(given, source)
-    kind = given.get("model_type")
-    stored = None if folder is None else read_weights(folder)
-    notes = []
-    if stored is not None and stored.dtype is not None and named_dtype(given, dtype) is None:
-        dtype = stored.dtype
-        notes.append(f"its config names no dtype: {dtype} is that of its files")
-    if isinstance(kind, str) and kind in CONFIG_MAPPING:
-        try:
-            with quiet():
-                config = CONFIG_MAPPING[kind].from_dict(dict(given))
-        except Exception as error:  # transformers validates some configs with errors of its own
-            why = f"transformers cannot read it: {in_a_line(error)}"
-        else:
-            found = _of_config(config, name, source, dtype, kv_heads)
-            return _with_files(found, given, stored, kv_heads).with_note(*notes)
-    else:
-        why = f"transformers {transformers_version} does not know model_type {short(kind)}, and other code is not run"
-    if kv_heads is not None:
-        given = replace_named_kv_heads(given, kv_heads, name)
-    own, assumed = resolve_dtype(given, dtype)
-    found = inventory_of_fields(
-        given,
-        name=name,
-        model_type=str(kind)[:80],
-        dtype=own,
-        max_positions=first(language_part(given), POSITIONS),
-        source=source,
-    )
-    say_once(f"planner names {name}", f"kv_hf: {name}: {why}; the names of its config were read")
-    found = _checked_heads(found).with_note(why, *assumed, *notes)
-    return _with_files(found, given, stored, kv_heads)
+    """Return the Inventory of a config.json. Raises UnsupportedModelError where transformers does not know the model."""
+    check_numbers(config, source)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{name}: transformers {transformers_version} does not know model_type {short(kind)}, and other code is not "
+            "run; use a transformers that knows it"
+        )
+    try:
+        with quiet():
+            own = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # transformers validates some configs with errors of its own
+        raise PlanError(
+            f"{name}: transformers cannot read its config: {in_a_line(error)}"
+        ) from error
+    return _of_config(own, name, source, given, None if folder is None else read_weights(folder))
 
 
 def _of_config(
-    config: Any,
-    name: str,
-    source: str,
-    dtype: torch.dtype | str | None,
-    kv_heads: int | None,
+    config: Any, name: str, source: str, given: _Given, stored: "StoredWeights | None"
 ) -> Inventory:
-    if kv_heads is not None:
-        config = replace_kv_heads(config, kv_heads, name)
-    found = _checked_heads(probe(config, name=name, source=source, dtype=dtype))
-    wrong = {layer.kv_heads for layer in found.layers if layer.elements} - {kv_heads}
-    if kv_heads is not None and wrong:
+    """Return the Inventory of a transformers config.
+
+    Raises: UnsupportedModelError for encoders, encoder-decoder models, models without a cache of transformers, models whose
+        code cannot run without weights, and caches that an Inventory cannot describe.
+    """
+    heads = given.kv_heads
+    config = config if heads is None else _with_heads(config, heads, name)
+    text, at = decoder_config(config), f"{name} ({config.model_type})"
+    if is_encoder_decoder(config) or is_encoder_decoder(text):
         raise UnsupportedModelError(
-            f"kv_heads={kv_heads}: layers of {name} ({config.model_type}) have {sorted(wrong)} kv heads whatever its "
-            "config's number"
+            f"{at} is an encoder-decoder model, with a second cache for its encoder's output; plans are for decoders"
+        )
+    if config.model_type in ENCODERS and not config.is_decoder:
+        raise UnsupportedModelError(
+            f"{at} is an encoder (its config has no is_decoder=true): it generates no text, and keeps no cache"
+        )
+    dtype, notes = named_dtype(config, given.dtype), []
+    if dtype is None and stored is not None and stored.dtype is not None:
+        dtype = stored.dtype
+        notes.append(f"its config names no dtype: {dtype} is that of its files")
+    elif dtype is None:
+        dtype = DEFAULT_DTYPE
+        notes.append(f"its config names no dtype: weights and cache are taken to be {dtype}")
+    try:
+        seen = look(config, name)
+    except UnsupportedModelError:
+        raise
+    except (
+        Exception
+    ) as error:  # whatever a model's code raises: it was not written to run without weights
+        raise UnsupportedModelError(
+            f"{at} cannot be run without weights ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    notes += seen.pop("notes")
+    size, parts = None, (getattr(part, "quantization_config", None) for part in (config, text))
+    quantized = next(filter(None, parts), None)
+    if quantized is not None:
+        settings = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
+        note = f"its weights are stored as {settings.get('quant_method') or 'quantized'}"
+        # with other kv heads the weights are others than those in the files
+        if stored is None or heads is not None:
+            notes.append(f"{note}; they are counted as {dtype}")
+        else:
+            size = stored.nbytes
+            notes.append(f"{note}: the {size:,} bytes of its files are counted")
+    found = Inventory(
+        **seen,
+        name=name,
+        model_type=config.model_type,
+        dtype=dtype,
+        max_positions=first(text, POSITIONS),
+        source=source,
+        weight_bytes=size,
+        notes=tuple(notes),
+        config=config,
+    )
+    _check_heads(found)
+    wrong = {layer.kv_heads for layer in found.layers if layer.elements} - {heads}
+    if heads is not None and wrong:
+        raise UnsupportedModelError(
+            f"kv_heads={heads}: layers of {at} have {sorted(wrong)} kv heads whatever its config's number"
         )
     return found
 
 
-def _checked_heads(found: Inventory) -> Inventory:
-    """Return it. Raises PlanError for query heads that the kv heads of their layer do not divide."""
+def _check_heads(found: Inventory) -> None:
+    """Raise PlanError for query heads that the kv heads of their layer do not divide."""
     for index, layer in enumerate(found.layers):
         if layer.elements and layer.query_heads % layer.kv_heads:
             raise PlanError(
                 f"{found.name}: {layer.kv_heads} key/value heads do not divide the {layer.query_heads} query heads of "
                 f"layer {index}: no model runs with this config"
             )
-    return found
 
 
-def _with_files(
-    found: Inventory,
-    given: Mapping[str, Any],
-    stored: StoredWeights | None,
-    kv_heads: int | None,
-) -> Inventory:
-    """Count weights as they are stored where they are quantized, or the model's code did not say how many there are."""
-    quantized = given.get("quantization_config") or language_part(given).get("quantization_config")
-    if quantized is None:
-        if found.parameters is not None or stored is None:
-            return found
-        size = stored.nbytes if stored.packed or stored.numbers is None else None
-        return replace(found, parameters=stored.numbers, weight_bytes=size)
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-    note = f"its weights are stored as {method or 'quantized'}"
-    # with other kv heads the weights are others than those in the files
-    if stored is None or stored.nbytes is None or kv_heads is not None:
-        return found.with_note(f"{note}; they are counted as {found.dtype}")
-    return replace(found, weight_bytes=stored.nbytes).with_note(
-        f"{note}: the {stored.nbytes:,} bytes of its files are counted"
-    )
+# -- the dtype -------------------------------------------------------------------------------------------------
+
+
+def named_dtype(config: Any, dtype: torch.dtype | str | None) -> str | None:
+    """Return `dtype`, else the one in a config, as "bfloat16"; None where neither names one.
+
+    Raises: UnsupportedModelError for names of no floating-point dtype.
+    """
+    values = [dtype, *(read(part, "dtype") for part in (config, read(config, "text_config")))]
+    found = next((value for value in values if value not in (None, "auto")), None)
+    if found is None:
+        return None
+    own = getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
+    if not isinstance(own, torch.dtype) or not own.is_floating_point:
+        raise UnsupportedModelError(
+            f"dtype must be a floating-point dtype of torch, as 'bfloat16', got {short(found)}"
+        )
+    return str(own).removeprefix("torch.")
+
+
+# -- another number of key/value heads ----------------------------------------------------------------------------
+
+
+def _with_heads(config: Any, kv_heads: Any, name: str) -> Any:
+    """Return a copy of a transformers config with `kv_heads` key/value heads in its decoder.
+
+    Raises: PlanError where they do not divide the query heads, or there is no number of them to replace.
+    """
+    own = copy.deepcopy(config)
+    text = decoder_config(own)
+    if latent_rank(text) is not None:
+        raise PlanError(f"kv_heads={kv_heads}: {name} caches latents (MLA), which have no heads")
+    key = next((key for key in KV_HEADS if read(text, key) is not None), None)
+    heads = first(text, HEADS)
+    if heads is None or key is None:
+        raise PlanError(
+            f"kv_heads={kv_heads}: the config of {name} has no number of key/value heads to replace"
+        )
+    divisors = [count for count in range(1, heads + 1) if not heads % count]
+    if type(kv_heads) is not int or kv_heads not in divisors:
+        raise PlanError(
+            f"kv_heads must divide the {heads} query heads of {name} ({', '.join(map(str, divisors))}), got {kv_heads!r}"
+        )
+    setattr(text, key, kv_heads)
+    return own
+
+
+# -- the files of its weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights as they are stored.
+
+    Attributes:
+        nbytes: of all tensors.
+        dtype: the dtype that most parameters have, as "float32"; None: no parameter has a dtype that a model can have.
+    """
+
+    nbytes: int
+    dtype: str | None = None
+
+
+def read_weights(folder: Path) -> StoredWeights | None:
+    """Return what the weights of a folder take, None where it has no readable safetensors files.
+
+    Raises: PlanError for an index that names a file outside of the folder.
+    """
+    path = folder / _INDEX
+    try:
+        index = read_json_object(path, INDEX_BYTES, "index") if path.is_file() else {}
+    except (OSError, InputFileError):
+        return None
+    listed = index.get("weight_map")
+    names = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
+    strange = [name for name in names if name in ("", ".", "..") or Path(name).name != name]
+    if strange:
+        raise PlanError(
+            f"{path}: weight_map must name files of its own folder, got {short(strange[0])}"
+        )
+    if not names and (folder / _ONE).is_file():
+        names = [_ONE]
+    paths = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
+    if paths and all(one.is_file() for one in paths):
+        try:
+            return _sum(paths)
+        except (OSError, SafetensorError):
+            return None
+    total = index.get("metadata")
+    size = total.get("total_size") if isinstance(total, dict) else None
+    # older versions of transformers wrote 16060522496.0
+    is_size = type(size) in (int, float) and 0 < size <= _MOST_BYTES
+    return StoredWeights(int(size)) if is_size else None
+
+
+def _sum(paths: list[Path]) -> StoredWeights:
+    """Add up the tensors of files by their headers, which safetensors checks against the files' lengths."""
+    numbers: Counter[str] = Counter()
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (a file is no mapping)
+                entry = file.get_slice(name)
+                numbers[entry.get_dtype()] += torch.Size(entry.get_shape()).numel()
+    bits = {dtype: int((re.findall(r"\d+", dtype) or ["8"])[0]) for dtype in numbers}
+    most = max(filter(_MODEL_DTYPES.get, numbers), key=numbers.__getitem__, default="")
+    size = sum(count * bits[dtype] for dtype, count in numbers.items()) // 8
+    return StoredWeights(size, _MODEL_DTYPES.get(most))

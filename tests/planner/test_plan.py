@@ -1,0 +1,418 @@
+"""kv_hf.plan: what fits by the predicted bytes, what a decode step reads, and what one of several devices holds."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import ROOT
+
+import kv_hf
+from kv_hf.errors import CacheOptionError, DeviceBudgetError, UnsupportedModelError
+from kv_hf.page_summary import part_bytes
+from kv_hf.planner.cache_bytes import predict
+from kv_hf.planner.devices import DEVICES
+from kv_hf.planner.inventory import CachedLayer, Inventory, State, cut_heads, device_share
+from kv_hf.planner.memory_plan import (
+    Choice,
+    Decode,
+    default_caches,
+    expected_experts,
+    find_fit,
+    largest,
+)
+from kv_hf.planner.presets import preset_names
+
+GIB = 2**30
+LLAMA = "llama-3.1-8b"
+
+
+def attention(kv_heads, dim=128, **more):
+    return CachedLayer(kv_heads=kv_heads, key_dim=dim, value_dim=dim, query_heads=64, **more)
+
+
+def model(*layers, model_type="llama", **more):
+    return Inventory("m", model_type, "bfloat16", layers, **more)
+
+
+def seventy(kv_heads=8, **more):
+    return model(*[attention(kv_heads)] * 80, **more)
+
+
+def sliding(window, kv_heads=2, dim=16):
+    return attention(kv_heads, dim, cache_class="DynamicSlidingWindowLayer", window=window)
+
+
+LATENT = CachedLayer(kv_heads=1, key_dim=64, value_dim=16, latent=True)
+STATES = CachedLayer("LinearAttentionLayer", states=(State((4, 8)), State((4, 8, 8), "float32")))
+SMALL = {
+    "full": model(*[attention(2, 16)] * 3),
+    "windows": model(sliding(40), attention(2, 16), sliding(40), model_type="gemma3_text"),
+    "latent": model(LATENT, LATENT, model_type="deepseek_v3"),
+    "states": model(attention(2, 16), STATES, model_type="qwen3_next"),
+}
+CACHES = (
+    "dynamic",
+    "static",
+    "paged_exact:page_size=16",
+    "paged_int4:page_size=16,recent_tokens=5",
+)
+
+
+def row_of(inventory, cache, **options):
+    return kv_hf.plan(inventory, caches=[cache], **options).rows[0]
+
+
+def page_spec(options, layers=3):
+    sizes = {"num_kv_heads": 2, "key_dim": 16, "value_dim": 16, "dtype": torch.bfloat16}
+    schemes = options.schemes(0, layers)
+    return kv_hf.PageSpec.build(*schemes, **sizes, page_size=options.page_size)
+
+
+# -- what a plan says -------------------------------------------------------------------------------------------
+
+
+def test_plan_gives_the_figures_of_the_field():
+    found = row_of(seventy(), "dynamic", batch=32, context=8192)
+    assert (found.total, found.bytes_per_token) == (85_899_345_920, 327_680)
+    assert row_of(seventy(), "dynamic", context="128k").total == 42_949_672_960
+    held = row_of(seventy(64), "dynamic", context=1, device_memory="40GiB", weights=0)
+    assert held.fit.resident_tokens == held.fit.context == 16_384
+
+
+def test_a_row_is_the_real_cache_filled_with_meta_tensors(monkeypatch):
+    """Pages and tail of a plan are those that kv_hf.PagedCache itself reports, for a model with windows too."""
+    for name, cache in (("llama-3.2-1b", "paged_int4"), ("gemma-3-4b", "paged_int8:page_size=32")):
+        found = kv_hf.plan(name, caches=[cache], batch=2, context=3000, prompt=2900)
+        choice = Choice.of(cache, None)
+        real = kv_hf.PagedCache.from_options(found.inventory.config, choice.options)
+        for columns in (2900, *[1] * 100):
+            for index, layer in enumerate(found.inventory.layers):
+                sizes = (2, layer.kv_heads, columns, layer.key_dim)
+                keys = torch.empty(sizes, dtype=torch.bfloat16, device="meta")
+                real.update(keys, keys, index)
+        assert found.rows[0].memory == real.memory()
+        assert choice.predict(found.inventory, [3000] * 2, 2900) == real.memory()
+
+
+def test_plan_rows_are_what_predict_says():
+    inventory = SMALL["windows"]
+    found = kv_hf.plan(inventory, caches=CACHES, batch=3, context=100, prompt=70)
+    dynamic = predict(inventory, "dynamic", row_tokens=[100] * 3).total
+    for name, row in zip(CACHES, found.rows, strict=True):
+        choice = Choice.of(name, None)
+        memory = predict(inventory, choice.kind, choice.options, row_tokens=[100] * 3, prompt=70)
+        assert row.memory == memory and row.ratio == dynamic / memory.total
+        assert row.fit is row.fits is row.tokens_per_second is None
+    assert found.row("static") is found.rows[1]
+    with pytest.raises(CacheOptionError, match="plan's"):
+        found.row("paged_int2")
+
+
+def test_bytes_per_token_are_those_of_a_page():
+    for name in ("paged_int4", "paged_int8:page_size=32"):
+        options = Choice.of(name, None).options
+        # one layer of three grows for ever
+        each = page_spec(options).page_bytes / options.page_size
+        assert row_of(SMALL["windows"], name, context=64).bytes_per_token == each
+    for name in ("static:max_length=256", "paged_exact:max_length=256"):
+        assert row_of(SMALL["full"], name, context=100).bytes_per_token == 3 * 2 * 2 * 16 * 2
+
+
+def test_plan_as_dict_is_json_with_totals():
+    caches = ["dynamic", "paged_int4:offload=cpu"]
+    found = kv_hf.plan(SMALL["full"], device="L4", caches=caches, context=300, weights=0)
+    given = json.loads(json.dumps(found.as_dict()))
+    assert (given["device"], given["device_memory"]) == ("l4", DEVICES["l4"].memory)
+    assert [row["memory"]["total"] for row in given["rows"]] == [row.total for row in found.rows]
+    assert given["inventory"]["layers"] == [
+        {"count": 3, "kv_heads": 2, "key_dim": 16, "value_dim": 16, "query_heads": 64}
+    ]
+    assert given["rows"][0]["fit"] == vars(found.rows[0].fit)
+    assert str(found).startswith("m: 1 row of 300 tokens, weights 0 B, 22.49 GiB of device memory")
+
+
+def test_options_come_from_the_name_then_from_cache_config_then_as_cache_config():
+    own = kv_hf.CacheConfig(keys="int4", values="int4", page_size=32)
+    names = ["paged_int4:page_size=16", "paged_int4", own, "paged_int4:max_length=2k"]
+    found = kv_hf.plan(
+        SMALL["full"], caches=names, cache_config={"page_size": 32}, context=500
+    ).rows
+    assert found[1].memory == found[2].memory != found[0].memory
+    assert found[2].cache == "paged_int4:page_size=32"
+    long = row_of(SMALL["full"], "paged_int4:max_length=2048,page_size=32", context=500)
+    assert found[3].memory == long.memory
+
+
+def test_default_caches_leave_out_with_a_reason_what_the_model_cannot_have():
+    inventory = model(STATES, model_type="mamba")
+    found = kv_hf.plan(inventory, device_memory="1MiB", weights=0)
+    assert [row.cache for row in found.rows] == ["dynamic", "static"]
+    reasons = [note for note in found.notes if "no attention layer that pages could hold" in note]
+    assert len(reasons) == len(default_caches()) - 2
+    # states do not grow: no context is too long
+    assert found.rows[0].fit.context is found.rows[0].fit.resident_tokens is None
+    assert found.rows[0].fit.batch == 2**20 // (32 * 2 + 256 * 4)
+    with pytest.raises(UnsupportedModelError):
+        kv_hf.plan(inventory, caches=["paged_int4"])
+
+
+def test_notes_name_what_is_beyond_the_model_or_the_device():
+    inventory = seventy(max_positions=8192, parameters=70 * 10**9)
+    given = {"caches": ["dynamic"]}
+    assert kv_hf.plan(inventory, **given).notes == ()
+    found = kv_hf.plan(inventory, context="16k", device_memory="24GB", reserve="1GiB", **given)
+    assert any("8,192 positions" in note for note in found.notes)
+    said = "weights (130.39 GiB) and the reserve of 1.00 GiB do not fit"
+    assert any(said in note for note in found.notes)
+    assert found.rows[0].fits is False and set(vars(found.rows[0].fit).values()) == {0}
+    assert found.available == 24 * 10**9 - GIB - 140 * 10**9
+    assert "not known" in kv_hf.plan(seventy(), **given).notes[0]
+    assert kv_hf.plan(seventy(max_positions=2048), **given).context == 2048
+    prefill = kv_hf.plan(SMALL["windows"], context=100, **given).notes[-1]
+    assert "right behind a prefill" in prefill and "15.00 KiB more" in prefill
+
+
+def test_weights_are_parameters_or_what_is_given():
+    inventory = seventy(parameters=10**9 + 1)
+    assert kv_hf.plan(inventory, caches=["dynamic"]).weights == 2 * (10**9 + 1)
+    assert kv_hf.plan(inventory, caches=["dynamic"], weights="5GB").weights == 5 * 10**9
+    found = kv_hf.plan(inventory, caches=["dynamic"], dtype="float32")
+    assert found.weights == 4 * (10**9 + 1) and found.rows[0].bytes_per_token == 2 * 327_680
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"caches": ["paged_int5"]}, "did you mean 'paged_int"),
+        ({"caches": ["offloaded"]}, "not planned"),
+        ({"caches": "dynamic"}, "sequence"),
+        ({"batch": 1_000_001}, "batch must be at most 1,000,000 rows, got 1,000,001"),
+        ({"cache_config": {"page_size": 16}, "caches": ["dynamic"]}, "caches has none"),
+        ({"caches": ["static:page_size=16"]}, "takes only max_length"),
+        ({"context": "8G"}, "context must be a number of tokens"),
+        ({"context": 10, "prompt": 11}, "prompt must be at most the context"),
+        ({"device_memory": "24G"}, "24GiB"),
+        ({"device": "h10"}, "did you mean 'h100'"),
+        ({"tensor_parallel": 4}, "does not divide the 2 kv heads of m; these do: 1, 2"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(options, words):
+    with pytest.raises(CacheOptionError, match=words):
+        kv_hf.plan(SMALL["full"], **{"context": 64, **options})
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_has_a_plan(name):
+    found = kv_hf.plan(name, batch=2, caches=["dynamic", "static", "paged_int8"], bandwidth="1TB/s")
+    assert found.rows[2].ratio > 1 and found.rows[2].tokens_per_second > 0
+    assert found.inventory.parameters > 10**8
+    json.dumps(found.as_dict())
+    layers = found.inventory.layers
+    if all(layer.readers == 1 for layer in layers):
+        # a step reads what is there: a window's newest token is gone behind it, and layers count a number or two
+        newest = 2 * 2 * sum(layer.elements for layer in layers if layer.window is not None)
+        for row in found.rows[:2]:
+            assert -16 * len(layers) <= row.decode.cache - row.total <= newest
+
+
+# -- what fits --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    start=st.integers(0, 500), slope=st.integers(0, 40), step=st.integers(1, 90),
+    flat=st.integers(1, 3000), limit=st.integers(0, 100_000), most=st.integers(1, 3000),
+)  # fmt: skip
+def test_largest_finds_the_last_number_that_fits(start, slope, step, flat, limit, most):
+    def cost(count):
+        assert 1 <= count <= most
+        return start + slope * step * (min(count, flat) // step)
+
+    expected = max((count for count in range(1, most + 1) if cost(count) <= limit), default=0)
+    assert largest(cost, limit, most) == (None if expected == most else expected)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_fits_is_what_counting_up_finds(kind, name, batch):
+    inventory, choice, context = SMALL[kind], Choice.of(name, None), 50
+    own = choice.options
+    page, exact = (1, 0) if own is None else (16, own.sink_tokens + own.recent_tokens)
+    for available in (3_000, 60_000, 150_001):
+        found = find_fit(choice, inventory, available, batch=batch, context=context)
+
+        def count_up(rows_of, available=available):
+            count = 0
+            while choice.predict(inventory, rows_of(count + 1)).total <= available:
+                count += 1
+                assert count < 5000
+            return count
+
+        def of_pages(pages):
+            rows = [pages // batch + (row < pages % batch) for row in range(batch)]
+            return [tokens for tokens in (exact + count * page for count in rows) if tokens]
+
+        assert found.context == count_up(lambda tokens: [tokens] * batch)
+        assert found.batch == count_up(lambda rows: [context] * rows)
+        assert found.resident_tokens == page * count_up(of_pages)
+
+
+def test_what_fits_is_the_last_that_fits_into_a_real_cache():
+    """The search counts by formulas; the cache filled with meta tensors says the same at the border."""
+    for name, cache in (("llama-3.2-1b", "paged_int4"), ("gemma-3-4b", "paged_int8")):
+        found = kv_hf.plan(name, caches=[cache], batch=4, context=9000, device="rtx4090")
+        fit, choice = found.rows[0].fit, Choice.of(cache, None)
+        for batch, context, fits in (
+            *((4, fit.context, True), (4, fit.context + 1, False)),
+            *((fit.batch, 9000, True), (fit.batch + 1, 9000, False)),
+        ):
+            memory = choice.memory(found.inventory, batch, context, None)
+            assert (memory.total <= found.available) is fits
+
+
+def test_bounds_of_the_cache_bound_what_fits():
+    given = {"batch": 2, "context": 100, "device_memory": "1GiB", "weights": 0}
+    for name, resident in (("static:max_length=300", 600), ("paged_exact:page_size=16,max_length=300", 2 * 18 * 16)):  # fmt: skip
+        fit = row_of(SMALL["full"], name, **given).fit
+        assert (fit.context, fit.resident_tokens) == (300, resident)
+    pool = "paged_int4:page_size=16,recent_tokens=5,sink_tokens=4,max_pages=20"
+    fit = row_of(SMALL["full"], pool, **given).fit
+    # 10 pages of a row, 9 exact tokens, and 15 more that seal none
+    assert vars(fit) == {"context": 10 * 16 + 9 + 15, "batch": 20 // 5, "resident_tokens": 20 * 16}
+    budget = "paged_int4:offload=cpu,device_bytes=2GiB"
+    inventory = model(*[attention(32)] * 8, parameters=10**9)
+    found = row_of(inventory, budget, context=8192, device_memory="24GiB")
+    assert found.fits and found.outside_bytes_per_token > 0
+    choice = Choice.of(budget, None)
+    assert choice.predict(inventory, [found.fit.context]).total <= 24 * GIB
+    with pytest.raises(DeviceBudgetError):
+        choice.predict(inventory, [found.fit.context + 1])
+
+
+# -- the roofline -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_reads_weights_once_and_the_tokens_of_every_row():
+    inventory = seventy(parameters=70 * 10**9)
+    row = row_of(inventory, "dynamic", batch=4, context=1000, bandwidth="1TB/s")
+    step = 140 * 10**9 + 4 * 1000 * 327_680
+    assert row.decode == Decode(4, 140 * 10**9, 4 * 1000 * 327_680)
+    assert (row.decode.step_bytes, row.decode.bytes_per_token) == (step, step / 4)
+    assert row.tokens_per_second == pytest.approx(4 * 1e12 / step)
+
+
+def test_a_step_reads_windows_readers_states_and_indexer_keys():
+    token = 2 * 32 * 2
+    inventory = model(sliding(40), attention(2, 16, readers=3), STATES)
+    read = row_of(inventory, "dynamic", batch=2, context=100).decode.cache
+    assert read == 2 * (40 * token + 3 * 100 * token + 32 * 2 + 256 * 4)
+    indexed = replace(LATENT, cache_class="DynamicIndexedLayer", index_dim=32)
+    given = model(indexed, model_type="deepseek_v32")
+    assert row_of(given, "dynamic", context=10).decode.cache == 10 * 112 * 2
+    # a static cache is read with the columns that hold nothing
+    assert row_of(given, "static:max_length=99", context=30).decode.cache == 99 * 112 * 2
+    layers = model(sliding(40), sliding(200), attention(2, 16))
+    found = row_of(layers, "static:max_length=150", batch=2, context=30).decode.cache
+    assert found == 2 * (40 + 150 + 150) * token
+
+
+def test_a_step_reads_sealed_pages_as_stored_and_of_a_part_what_tells_which():
+    inventory, options = SMALL["windows"], {"keys": "int4", "values": "int4", "page_size": 16}
+    whole = kv_hf.CacheConfig(**options)
+    part = kv_hf.CacheConfig(**options, read_tokens=52, read_from=90)
+    spec = page_spec(whole)
+    # 4 sinks, 6 pages of 16, 3 tokens open; a window of 40 holds 7 exact ones and 33 of pages
+    read = row_of(inventory, whole, context=103).decode.cache
+    assert read == round(3 * 7 * 2 * 32 * 2 + (96 + 2 * 33) * spec.page_bytes / 16)
+    # of the one full layer 2 of 6 pages, and of each page what tells whether to read it
+    some = row_of(inventory, part, context=103).decode.cache
+    assert some == read - 4 * spec.page_bytes + 6 * part_bytes(spec.keys)
+    once, shared = (model(attention(2, 16, readers=count)) for count in (1, 3))
+    one, three = (row_of(each, "paged_int4", context=1000) for each in (once, shared))
+    assert three.decode.cache == 3 * one.decode.cache and three.memory == one.memory
+
+
+def test_offloaded_pages_come_over_the_host_link():
+    inventory = seventy(parameters=10**9)
+    given = {"caches": ["paged_int4", "paged_int4:offload=cpu"], "context": 100_000}
+    found = kv_hf.plan(inventory, **given, bandwidth="3TB/s")
+    plain, outside = found.rows
+    assert plain.decode.outside == 0 and outside.decode.cache == plain.decode.cache
+    assert outside.decode.outside > 0.99 * outside.decode.cache
+    assert outside.tokens_per_second == plain.tokens_per_second
+    assert any("host_bandwidth" in note for note in found.notes)
+    slow = kv_hf.plan(inventory, **given, bandwidth="3TB/s", host_bandwidth="64GB/s").rows[1]
+    assert slow.tokens_per_second == pytest.approx(64e9 / slow.decode.outside)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_take():
+    inventory = seventy(parameters=100, expert_parameters=80, experts=8, experts_per_token=2)
+    for batch, share in ((1, 0.25), (2, 1 - 0.75**2), (1000, 1)):
+        found = row_of(inventory, "dynamic", batch=batch, context=1)
+        assert found.decode.weights == round(2 * (20 + 80 * share))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(4000, 5, 16, generator=generator).topk(3).indices  # 5 tokens take 3 of 16
+    taken = torch.zeros(4000, 16).scatter_(1, draws.flatten(1), 1).mean().item()
+    # five deviations of a mean of 64,000 draws of 0 or 1
+    assert abs(taken - expected_experts(16, 3, 5)) < 5 * 0.5 / 64_000**0.5
+
+
+# -- several devices, and known ones ----------------------------------------------------------------------------
+
+
+def test_a_device_holds_its_kv_heads():
+    inventory = seventy(parameters=70 * 10**9)
+    one, four = (kv_hf.plan(inventory, context=4096, tensor_parallel=n) for n in (1, 4))
+    assert four.weights == one.weights // 4 and four.inventory == inventory
+    for whole, part in zip(one.rows, four.rows, strict=True):
+        tables = whole.memory.tables
+        if whole.cache not in ("static", "paged_int4:offload=cpu"):
+            assert 4 * (part.total - tables) == whole.total - tables
+        assert 4 * part.decode.cache == whole.decode.cache
+    assert "1/4 of the kv heads" in four.notes[0]
+
+
+def test_what_transformers_keeps_whole_stays_whole_on_every_device():
+    share, notes = device_share(SMALL["latent"], 4)
+    assert share.layers == SMALL["latent"].layers and notes == ["latents are whole on every device"]
+    share, notes = device_share(SMALL["states"], 2)
+    assert [layer.kv_heads for layer in share.layers] == [1, 0] and share.layers[1] == STATES
+    assert notes[-1] == "states of linear attention are whole on every device"
+    assert [cut_heads(name) for name in ("llama", "gemma3", "gpt_neox")] == [True] * 3
+    assert [cut_heads(name) for name in ("olmo2", "phi3", "deepseek_v3")] == [False] * 3
+    assert [cut_heads(name) for name in ("gpt2", "no such family")] == [None] * 2
+    assert device_share(seventy(5, model_type="olmo2"), 4)[0].layers[0].kv_heads == 5
+    assert "assumption" in device_share(seventy(8, model_type="gpt2"), 4)[1][1]
+
+
+def test_devices_hold_what_their_driver_reports():
+    """They held the data sheets' gigabytes, 7 % less."""
+    gib = {name: round(d.memory / 2**30, 2) for name, d in DEVICES.items() if d.memory is not None}
+    assert (gib["rtx4090"], gib["h100"], gib["h200"]) == (23.99, 79.65, 140.4)
+    for name, device in DEVICES.items():
+        assert device.name == name == name.lower() and device.source
+        assert bool(device.memory_source) == (device.memory is not None)
+        notes = kv_hf.plan(SMALL["full"], caches=["dynamic"], device=name, context=9).notes
+        assert (f"memory of {name}: {device.memory_source}" in notes) is not device.reported
+
+
+def test_examples_of_the_documentation_run(capsys):
+    text = (ROOT / "docs" / "planning.md").read_text()
+    examples = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    exec(compile("\n".join(examples), "docs/planning.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_plan_names_options_by_the_nearest_cache_name():
+    """Formats of one side have no cache name of their own: they were refused here."""
+    for options, label in (
+        ({"keys": "int8", "values": "int4"}, "paged_k8v4"),
+        ({"keys": "int2_mixed", "values": "int8"}, "paged_int8:keys=int2_mixed"),
+        ({"keys": "int4", "values": "int4", "page_size": 32}, "paged_int4:page_size=32"),
+    ):
+        assert row_of(LLAMA, kv_hf.CacheConfig(**options), context=1000).cache == label

@@ -1,0 +1,135 @@
+"""`kv-hf memory`: the table, JSON, the lists, and errors that say their reason."""
+
+import json
+
+import pytest
+
+import kv_hf
+import kv_hf_cli
+from kv_hf.planner.devices import DEVICES
+from kv_hf.planner.inventory import CachedLayer, Inventory, State
+from kv_hf.planner.memory_plan import MOST_ROWS
+from kv_hf.planner.plan_command import describe_layers, main, plain_table
+from kv_hf.planner.presets import preset_names
+
+LLAMA = "llama-3.1-8b"
+
+
+def table_of(text):
+    """Return {cache: {heading: cell}} of a printed plan."""
+    found, headings = {}, None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        if cells[:1] == ["cache"]:
+            headings = cells
+        elif not cells:
+            headings = None if found else headings
+        elif headings and len(cells) == len(headings):
+            found.setdefault(cells[0], {}).update(zip(headings[1:], cells[1:], strict=True))
+    return found
+
+
+def test_memory_prints_what_the_plan_says(capsys):
+    arguments = [LLAMA, "--batch", "8", "--context", "16k", "--device-memory", "80GB"]
+    assert kv_hf_cli.main(["memory", *arguments, "--bandwidth", "3.35TB/s"]) == 0
+    text = capsys.readouterr().out
+    sizes = {"device_memory": 80 * 10**9, "bandwidth": 3_350 * 10**9}
+    found = kv_hf.plan(LLAMA, batch=8, context=16384, **sizes)
+    table = table_of(text)
+    assert list(table) == [row.cache for row in found.rows]
+    for row in found.rows:
+        cells = table[row.cache]
+        assert cells["bytes/token"] == f"{row.bytes_per_token:,.0f}"
+        assert (cells["ratio"], cells["fits"]) == (f"{row.ratio:,.2f}x", "yes")
+        assert cells["batch"] == f"{row.fit.batch:,}"
+        assert cells["resident"] == f"{row.fit.resident_tokens:,}"
+        assert cells["context"] == f"{row.fit.context:,}" + "*" * (row.fit.context > 131_072)
+        # nobody said how fast pages outside of the device can be read
+        speed = "-" if row.decode.outside else f"{row.tokens_per_second:,.1f}"
+        assert cells["tokens/s"] == speed or row.tokens_per_second >= 1000
+    assert table["dynamic"]["cache bytes"] == "16.00 GiB"
+    assert "layers: 32 x 8 kv heads of 128" in text and "8.03 B parameters" in text
+    assert "* more than the 131,072 positions" in text
+
+
+def test_memory_as_json_is_the_plan(capsys):
+    options = ["--device", "h200", "--tensor-parallel", "2", "--dtype", "fp16", "--reserve", "2GiB"]
+    options += ["--kv-heads", "4", "--cache", "paged_int4", "dynamic", "--cache", "static"]
+    assert main([LLAMA, *options, "--weights", "5GB", "--prompt", "4k", "--json"]) == 0
+    found = kv_hf.plan(
+        LLAMA,
+        caches=["paged_int4", "dynamic", "static"],
+        **{"device": "h200", "tensor_parallel": 2, "dtype": "float16", "reserve": "2GiB"},
+        **{"weights": "5GB", "prompt": 4096, "kv_heads": 4},
+    )
+    given = json.loads(capsys.readouterr().out)
+    assert given == json.loads(json.dumps(found.as_dict()))
+    assert given["weights"] == 25 * 10**8
+
+
+def test_lists(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag, names in (("--list-presets", preset_names()), ("--list-devices", DEVICES)):
+        assert main([flag]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines if line[0] != " "] == list(names)
+        assert max(map(len, lines)) <= 80
+    assert "79.65 GiB    3.35 TB/s  nvidia-smi 81,559 MiB" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./llama-3.1-8b.json"], "there is no file or folder"),
+        ([LLAMA, "--cache", "paged_int7"], "cache must be one of"),
+        (["deepseek-v3", "--cache", "paged_int4:max_length=9000"], "max_length"),
+    ],
+)
+def test_errors_say_their_reason(arguments, words, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and words in printed.err
+    assert printed.err.startswith("kv-hf memory: error: ")
+
+
+def test_a_model_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2 and "--list-presets" in capsys.readouterr().err
+
+
+def test_limits_are_written_plainly():
+    inventory = Inventory("m", "llama", "bfloat16", (CachedLayer("DynamicLayer", 1, 1, 1),))
+    given = {"caches": ["dynamic"], "context": 4, "weights": 0}
+    for bytes_, batch in ((16 * MOST_ROWS, f"{MOST_ROWS:,}+"), (16 * 50_000, "50,000")):
+        plan = kv_hf.plan(inventory, device_memory=bytes_, **given)
+        assert table_of(plain_table(plan))["dynamic"]["batch"] == batch
+    text = plain_table(kv_hf.plan(inventory, caches=["dynamic"], device="l4"))
+    assert "fits" not in table_of(text)["dynamic"] and "give weights" in text
+    text = plain_table(kv_hf.plan("llama-3.1-70b", device="rtx4090", caches=["paged_int4"]))
+    assert "the weights (131.42 GiB) do not fit into 23.99 GiB: no cache does" in text
+    row = table_of(text)["paged_int4"]
+    assert (row["fits"], row["context"], row["batch"]) == ("no", "0", "0")
+
+
+def test_plain_table_fits_its_width():
+    plan = kv_hf.plan(LLAMA, device="h100")
+    for width, tables in ((60, 4), (80, 3), (110, 2), (400, 1)):
+        text = plain_table(plan, width)
+        assert sum(line.startswith("cache ") for line in text.splitlines()) == tables
+        assert max(map(len, text.splitlines())) <= width
+        assert table_of(text) == table_of(plain_table(plan))
+
+
+def test_layers_are_described_in_words():
+    layers = (
+        CachedLayer(kv_heads=8, key_dim=128, value_dim=128),
+        CachedLayer(kv_heads=1, key_dim=64, value_dim=32, window=4096, readers=3),
+        CachedLayer(kv_heads=1, key_dim=512, value_dim=64, latent=True, index_dim=128),
+        CachedLayer("LinearAttentionLayer", states=(State((8, 4)), State((2, 3, 5)))),
+        *[CachedLayer("DummyLayer")] * 2,
+    )
+    assert describe_layers(Inventory("m", "llama", "bfloat16", layers)) == (
+        "1 x 8 kv heads of 128; 1 x 1 kv head of 64 (keys) and 32 (values), window of 4,096, read by 3 layers; "
+        "1 x a latent of 512 and a RoPE key of 64, indexer key of 128; 1 x states of 8x4 and 2x3x5; 2 x nothing of its own"
+    )

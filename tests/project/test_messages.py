@@ -7,7 +7,7 @@ import torch
 from tiny_models import make_model, shared_model, tokens
 
 import kv_hf
-from kv_hf.gqa.heads import check_heads
+from kv_hf.gqa.structure import check_heads
 from kv_hf.user_dir import check_writable, made_once, user_dir
 
 

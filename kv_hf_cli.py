@@ -24,7 +24,6 @@ COMMANDS = {
     "lm-eval": ("kv_hf.evaluation.lm_eval", "lm-eval's command line, which then knows our caches"),
     "serve": ("kv_hf.serving.serve_command", "transformers' own server, with pages as its cache"),
     "convert-gqa": ("kv_hf.gqa.convert_command", "write a checkpoint with fewer kv heads"),
-    "uptrain": ("kv_hf.gqa.uptrain.uptrain_command", "train a converted checkpoint towards its original"),
 }  # fmt: skip
 NO_PACKAGE = (
     "kv-hf: error: Python finds no package kv_hf, only the folder {found}, as in the parent folder of a clone named kv_hf: "

@@ -50,18 +50,15 @@ from .version import __version__
 # Names that need an extra are not in __all__: `from kv_hf import *` works without it.
 _LATER = {
     "CachePlan": "planner.memory_plan",
-    "ConversionReport": "gqa.report",
+    "ConversionReport": "gqa.convert",
     "Plan": "planner.memory_plan",
     "Recommendation": "evaluation.recommend",
-    "UptrainReport": "gqa.uptrain",
-    "UptrainSettings": "gqa.uptrain",
     "convert_to_gqa": "gqa.convert",
     "measure_accuracy": "evaluation.accuracy",
     "measure_footprint": "evaluation.memory",
     "needle_grid": "evaluation.needles",
     "plan": "planner.memory_plan",
     "recommend": "evaluation.recommend",
-    "uptrain": "gqa.uptrain",
 }
 _PARTS = ("doctor", "evaluation", "gqa", "planner", "texts")
 __all__ = [
@@ -117,11 +114,7 @@ if TYPE_CHECKING:
     from .evaluation.memory import measure_footprint as measure_footprint
     from .evaluation.needles import needle_grid as needle_grid
     from .evaluation.recommend import Recommendation, recommend
-    from .gqa.convert import convert_to_gqa
-    from .gqa.report import ConversionReport
-    from .gqa.uptrain import UptrainReport as UptrainReport
-    from .gqa.uptrain import UptrainSettings as UptrainSettings
-    from .gqa.uptrain import uptrain as uptrain
+    from .gqa.convert import ConversionReport, convert_to_gqa
     from .planner.memory_plan import CachePlan, Plan, plan
 
 

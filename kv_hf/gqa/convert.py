@@ -1,35 +1,117 @@
-"""Convert a checkpoint to fewer kv heads: plan, merge, write, one tensor at a time."""
+"""Convert a checkpoint to fewer kv heads: a map over its files of weights, written aside and renamed."""
 
 import contextlib
 import copy
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from ..checks import check_choice
 from ..errors import ConversionError
-from ..files.folders import scratch_folder
+from ..files.folders import becoming_folder, scratch_folder
+from ..files.reading import BESIDE_BYTES, read_bytes
 from ..files.writing import create_text
 from ..records import CONVERSION
-from .beside import CARD, copy_files, files_beside
-from .card import model_card
-from .checkpoint import INDEX, Checkpoint
-from .cross_class import CROSS_CLASS, plan_cross_class
-from .heads import check_count
-from .merge_plan import Plan, cast, plan_merging
-from .new_config import merged_config, set_dtype
-from .pooling import METHODS
-from .report import ConversionReport, make_report, record
-from .structure import Structure, find_structure, load_config
-from .writer import becoming, check_destination, write_shard
+from ..version import __version__
+from .heads import Made, merged_tensors
+from .renames import ROUTES
+from .source import CARD, INDEX, Source
+from .structure import Structure, build, config_of, find_names, find_structure, shapes_of
 
+METHODS = ("mean", "svd")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CALIBRATED = ("align", "svd")  # methods of calibrated.py, which read text
+
+WHAT = {
+    "mean": "the key and value projections of each group of heads were replaced by their mean (GQA, arXiv 2305.13245)",
+    "svd": "the heads of each group were replaced by their principal components on calibration text, and queries, keys and "
+    "outputs fitted to what the original computes there",
+    "exact": "no heads were merged",
+}
+# no figures: those of another model would read as if they were this one's
+WARNING = {
+    "mean": "Without further training such a model is of little use.",
+    "svd": "It needs further training to come near the original.",
+    "exact": "It computes what the original computes, up to rounding.",
+}
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The report of a conversion: planned, or done.
+
+    Attributes:
+        source, destination: as given.
+        method: how heads were merged; "exact" where none was.
+        num_heads, num_kv_heads, new_kv_heads: of a layer.
+        changed: tensors that were not copied byte for byte.
+        parameters, new_parameters: numbers in all tensors.
+        kv_bytes_per_token, new_kv_bytes_per_token: of a cache in bf16, all layers.
+        files: files with weights.
+        nbytes: bytes of the new weights.
+        new_class: class of the result where it is another one than the source's, else "".
+        notes: what else the user should know.
+        seconds: that it took; 0 for a dry run.
+    """
+
+    source: str
+    destination: str
+    method: str
+    num_heads: int
+    num_kv_heads: int
+    new_kv_heads: int
+    changed: tuple[str, ...]
+    parameters: int
+    new_parameters: int
+    kv_bytes_per_token: int
+    new_kv_bytes_per_token: int
+    files: int
+    nbytes: int
+    new_class: str = ""
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion, ready to run.
+
+    Attributes:
+        made: tensors of the result by name -> (names on disk, what makes them of these; None copies).
+        shapes: of those that are not copied.
+        dtype: of all weights of the result; None keeps each one's own.
+        config: config.json of the result, without the record of the conversion.
+        structure: of a conversion within a class; None where the class changes.
+        figures: fields of the report.
+    """
+
+    made: Made
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype | None
+    config: dict[str, Any]
+    structure: Structure | None
+    figures: dict[str, Any]
+
+    def dtype_of(self, source: Source, name: str) -> torch.dtype:
+        """Return the dtype of a tensor of the result."""
+        own = source.tensors[self.made[name][0][0]].dtype
+        return self.dtype if self.dtype is not None and own.is_floating_point else own
+
+    def make(self, source: Source, name: str) -> torch.Tensor:
+        """Return one tensor of the result, contiguous."""
+        names, how = self.made[name]
+        tensors = [source.read(each) for each in names]
+        found = tensors[0] if how is None else how(*tensors)
+        return cast(name, found, self.dtype_of(source, name)).contiguous()
 
 
 def convert_to_gqa(
@@ -47,178 +129,303 @@ def convert_to_gqa(
     """Write a checkpoint whose attention layers have `num_kv_heads` kv heads; the source is only read.
 
     The result is an ordinary checkpoint, which needs no code of ours: of the same class, or for GPT-NeoX (with parallel
-    residual) and GPT-2, whose classes know no grouped kv heads, of Phi and GPTBigCode, which compute the same. Weights are
-    read and written one tensor at a time.
+    residual) and GPT-2, whose classes know no grouped kv heads, of Phi and GPTBigCode, which compute the same. One file of
+    weights is in memory at a time.
 
     Args:
         source: folder of a checkpoint, or a model of the hub.
         destination: a folder that does not exist, or is empty.
         num_kv_heads: must divide the model's.
-        method: "mean" (GQA, arXiv 2305.13245) or "first" need no data and lose most of a model's quality until it is trained
-            again; "align" and "svd" fit the merged heads to what the model computes on `calibration`, and lose far less.
-        calibration: text for "align" and "svd", as calibrated.calibrate takes it; None for the others.
+        method: "mean" (GQA, arXiv 2305.13245) needs no data and loses most of a model's quality until it is trained
+            again; "svd" fits the merged heads to what the model computes on `calibration`, and loses far less.
+        calibration: for "svd" a text (a bundled name, a file, "dataset:..") or token ids [windows, tokens], int64.
         dtype: of all weights of the result (float32, bfloat16, float16); None keeps each one's own.
         dry_run: check everything and report, but write nothing.
         progress: called with (bytes written, bytes in all).
         calibrating: called with (layers done, layers), before anything is written.
     Raises: ConversionError with the reason, with `destination` as it was; CacheOptionError for an unknown method or dtype.
     """
-    check_choice("method", method, (*METHODS, *CALIBRATED))
-    check_calibration(method, calibration)
+    check_choice("method", method, METHODS)
+    if (method == "svd") != (calibration is not None):
+        raise ConversionError(
+            f"method {method!r} "
+            + ("needs calibration text: give calibration" if method == "svd" else "reads no calibration text; svd does")
+        )  # fmt: skip
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
-    check_count(num_kv_heads)
     target = Path(destination)
-    check_destination(target)
-    checkpoint = Checkpoint.open(source)
-    plan = make_plan(checkpoint, num_kv_heads, method, None if dtype is None else DTYPES[dtype])
-    report = make_report(checkpoint, plan, str(destination), method)
-    check_destination(target, checkpoint.folder, report.nbytes)
-    beside = files_beside(checkpoint.folder)
-    if method in CALIBRATED and plan.structure is not None:
-        from .ready import ready_to_calibrate
+    opened = Source.open(source)
+    plan = make_plan(opened, num_kv_heads, method, None if dtype is None else DTYPES[dtype])
+    report = make_report(opened, plan, str(destination))
+    check_destination(target, opened.folder)
+    beside = opened.beside()
+    windows = None
+    if method == "svd" and plan.structure is not None:
+        from .stream import calibration_windows
 
-        calibration, memory = ready_to_calibrate(
-            checkpoint, plan.structure, method, calibration, dry_run
-        )
-        report = replace(report, memory=memory)
+        windows = calibration_windows(opened, plan.structure, calibration)
     if dry_run:
         return report
     began = time.monotonic()
-    with becoming(target) as folder, scratch_beside(folder, method) as scratch:
-        overrides = find_overrides(
-            checkpoint, plan.structure, method, calibration, scratch, calibrating
-        )
-        write_weights(checkpoint, plan, overrides, folder, progress)
-        report = replace(report, changed=tuple(dict.fromkeys([*report.changed, *overrides])))
-        write_rest(checkpoint, plan, folder, report, beside)
-        checkpoint.check_unchanged()
+    with becoming(target) as folder, scratch_folder(folder) as scratch:
+        overrides: Mapping[str, torch.Tensor] = {}
+        if windows is not None and plan.structure is not None:
+            from .svd import calibrate
+
+            overrides = calibrate(opened, plan.structure, windows, scratch, progress=calibrating)
+            report = replace(report, changed=tuple(dict.fromkeys([*report.changed, *overrides])))
+        write_weights(opened, plan, overrides, folder, progress, report.nbytes)
+        write_rest(opened, plan, folder, report, beside)
     return replace(report, seconds=time.monotonic() - began)
 
 
-def make_plan(
-    checkpoint: Checkpoint, num_kv_heads: int, method: str, dtype: torch.dtype | None
-) -> Plan:
+def make_plan(source: Source, num_kv_heads: int, method: str, dtype: torch.dtype | None) -> Plan:
     """Return the plan of a conversion. Raises ConversionError for models that cannot be converted, with the reason."""
-    if checkpoint.config["model_type"] not in CROSS_CLASS:
-        structure = find_structure(checkpoint, num_kv_heads)
-        config = merged_config(checkpoint, structure)
-        plan = plan_merging(checkpoint, structure, method, dtype, config)
-    else:
-        plan = plan_cross_class(
-            checkpoint, load_config(checkpoint.folder), num_kv_heads, method, dtype
-        )
-        if method in CALIBRATED and not plan.exact:
-            raise ConversionError(
-                f"method {method!r} merges heads within a class: convert {checkpoint.name} to {plan.new_class} with "
-                f"num_kv_heads={plan.counts[1]} first, which is exact, and that to {num_kv_heads}"
-            )
-    if dtype is not None:
-        set_dtype(plan.config, dtype)
-    return plan
+    if source.config.get("model_type") in ROUTES:
+        return _plan_renames(source, num_kv_heads, method, dtype)
+    structure = find_structure(source, num_kv_heads)
+    made = merged_tensors(source, structure)
+    size = structure.num_kv_heads // structure.new_kv_heads
+    unknown = structure.names.unknown
+    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    told = f"the class does not have {unknown[0]!r}{more}: copied as they are, with all their kv heads" if unknown else ""  # fmt: skip
+    lost = sum(
+        old[0] - new[0]
+        for name, (old, new) in structure.changed.items()
+        if len(old) == 2 and "k_norm" not in name
+    )
+    return Plan(
+        made, {name: new for name, (_, new) in structure.changed.items()}, dtype,
+        _with_dtype(structure.new_json, dtype), structure,
+        {
+            "method": method,
+            "num_heads": structure.num_heads, "num_kv_heads": structure.num_kv_heads, "new_kv_heads": structure.new_kv_heads,
+            # 2 bytes of each number of keys and values; the merge leaves one of `size`
+            "kv_bytes_per_token": 2 * lost * size // (size - 1), "new_kv_bytes_per_token": 2 * lost // (size - 1),
+            "notes": (told,) if told else (),
+        },
+    )  # fmt: skip
 
 
-def check_calibration(method: str, calibration: Any) -> None:
-    """Raise ConversionError unless a method that needs text has it, and no other."""
-    if method in CALIBRATED and calibration is None:
-        raise ConversionError(f"method {method!r} needs calibration text: give calibration")
-    if method in METHODS and calibration is not None:
+def _plan_renames(
+    source: Source, num_kv_heads: int, method: str, dtype: torch.dtype | None
+) -> Plan:
+    """Return the plan of a conversion to another class; with as many kv heads as there are, nothing is merged."""
+    config = config_of(source.config, source)
+    route = ROUTES[config.model_type]
+    new, heads = route.config(config, num_kv_heads), config.num_attention_heads
+    exact = num_kv_heads == heads
+    if method == "svd" and not exact:
         raise ConversionError(
-            f"method {method!r} reads no calibration text; those that do are {', '.join(CALIBRATED)}"
+            f"method 'svd' merges heads within a class: convert {source.name} to {route.target} with "
+            f"num_kv_heads={heads} first, which is exact, and that to {num_kv_heads}"
         )
+    names, shapes = find_names(source, build(config)), shapes_of(build(new))
+    made = route.tensors(config, num_kv_heads)
+    if config.tie_word_embeddings and "lm_head.weight" not in names.on_disk:
+        made.pop("lm_head.weight")
+    used = {each for sources, _ in made.values() for each in sources}
+    lost = [name for own, name in names.on_disk.items() if own not in used]
+    if lost := lost + names.rebuilt + names.unknown:
+        raise ConversionError(f"{source.folder} holds {lost[0]!r}, which would be lost")
+    found = json.loads(new.to_json_string(use_diff=True))
+    for name in ("dtype", "torch_dtype", "tokenizer_class", "task_specific_params"):
+        if name in source.config:
+            found[name.removeprefix("torch_")] = source.config[name]
+    per_head = 2 * 2 * config.num_hidden_layers * (config.hidden_size // heads)
+    said = "which computes the same as" if exact else "as no grouped kv heads are known to"
+    return Plan(
+        {name: (tuple(names.on_disk[each] for each in sources), how) for name, (sources, how) in made.items()},
+        shapes, dtype, _with_dtype(found, dtype), None,
+        {
+            "method": "exact" if exact else method, "new_class": route.target,
+            "num_heads": heads, "num_kv_heads": heads, "new_kv_heads": num_kv_heads,
+            "kv_bytes_per_token": per_head * heads, "new_kv_bytes_per_token": per_head * num_kv_heads,
+            "notes": (f"the result is a {route.target}, {said} {route.source}",),
+        },
+    )  # fmt: skip
+
+
+def _with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Write the dtype of all weights into a config.json, and into its parts that have one."""
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        if dtype is not None and (part is config or "dtype" in part or "torch_dtype" in part):
+            part.pop("torch_dtype", None)
+            part["dtype"] = str(dtype).removeprefix("torch.")
+    return config
+
+
+def make_report(source: Source, plan: Plan, destination: str) -> ConversionReport:
+    """Return the report of a plan that was not run yet."""
+    copied = {name: source.tensors[names[0]] for name, (names, _) in plan.made.items()}
+    numbers = {n: torch.Size(plan.shapes.get(n, t.shape)).numel() for n, t in copied.items()}
+    return ConversionReport(
+        source=source.name,
+        destination=destination,
+        changed=tuple(name for name, (_, how) in plan.made.items() if how is not None),
+        parameters=sum(tensor.numel for tensor in source.tensors.values()),
+        new_parameters=sum(numbers.values()),
+        files=len({tensor.file for tensor in copied.values()}),
+        nbytes=sum(plan.dtype_of(source, name).itemsize * n for name, n in numbers.items()),
+        **plan.figures,
+    )
+
+
+def check_destination(destination: Path, source: Path) -> None:
+    """Raise ConversionError unless a folder can become `destination`, outside of the folder that is converted."""
+    name = f"destination {str(destination)!r}"
+    try:
+        if destination.is_symlink():
+            raise ConversionError(f"{name} is a link; give the folder itself")
+        if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+            raise ConversionError(
+                f"{name} is {'not empty' if destination.is_dir() else 'a file'}; give a folder that does not exist"
+            )
+        home = source.resolve()
+        if home in (place := destination.resolve(), *place.parents):
+            raise ConversionError(f"{name} lies within the source, which is never changed")
+    except OSError as error:
+        raise ConversionError(f"{name} cannot be used: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
-def scratch_beside(folder: Path, method: str) -> Iterator[Path]:
-    """Make a folder for what a calibrated method keeps meanwhile, on the disk of the result; the others need none."""
-    if method not in CALIBRATED:
-        yield folder
-        return
-    with scratch_folder(folder) as scratch:
-        yield scratch
+def becoming(destination: Path) -> Iterator[Path]:
+    """Make a folder that becomes `destination` when the block ends, and is deleted when it fails (files/folders.py).
 
-
-def find_overrides(
-    checkpoint: Checkpoint,
-    structure: Structure | None,
-    method: str,
-    calibration: Any,
-    scratch: Path,
-    calibrating: Callable[[int, int], object] = lambda done, of: None,
-) -> Mapping[str, torch.Tensor]:
-    """Return the tensors that a calibrated method makes, by name on disk; none for the other methods.
-
-    Args:
-        calibration: text, or token ids [windows, tokens], int64.
-        scratch: an existing folder for the new tensors.
-        calibrating: called with (layers done, layers).
-    Returns: float32 tensors [new shapes], each read from `scratch` when it is asked for.
-    Raises: ConversionError as in `calibrate`; OSError where `scratch` cannot be written.
+    Raises: ConversionError where it cannot be written.
     """
-    if method not in CALIBRATED or structure is None:
-        return {}
-    from .calibrated import calibrate
+    try:
+        with becoming_folder(destination) as folder:
+            yield folder
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConversionError(
+            f"destination {str(destination)!r} cannot be written: {why}"
+        ) from error
 
-    overrides: Mapping[str, torch.Tensor] = calibrate(
-        checkpoint, structure, method, calibration, scratch, progress=calibrating
-    )
-    return overrides
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor [any shape] in another dtype. Raises ConversionError where finite numbers would become infinite."""
+    found = tensor.to(dtype)
+    if found.dtype != tensor.dtype and int(found.isinf().sum()) > int(tensor.isinf().sum()):
+        lost = tensor[found.isinf() & tensor.isfinite()].abs().min().item()
+        raise ConversionError(
+            f"{name!r} holds {lost:.3g}, which {str(dtype).removeprefix('torch.')} cannot hold"
+        )
+    return found
 
 
 def write_weights(
-    checkpoint: Checkpoint,
+    source: Source,
     plan: Plan,
     overrides: Mapping[str, torch.Tensor],
     folder: Path,
     progress: Callable[[int, int], object],
+    nbytes: int,
 ) -> None:
-    """Write the files of weights, under the names that they have in the source.
+    """Write the files of weights, under the names that they have in the source; one is in memory at a time.
 
     Args:
-        overrides: tensors [new shapes] by name, in place of the plan's; cast to the plan's dtypes.
-        progress: called with (bytes written, bytes of all).
+        overrides: tensors [new shapes] by name, in place of the plan's.
+        progress: called with (bytes written, nbytes).
     """
-    done, nbytes = 0, plan.nbytes
-
-    def written(count: int) -> None:
-        nonlocal done
-        done += count
+    done = 0
+    for file, reader in source.files.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for name, (names, _) in plan.made.items():
+            if source.tensors[names[0]].file != file:
+                continue
+            if name in overrides:
+                tensors[name] = cast(name, overrides[name], plan.dtype_of(source, name))
+            else:
+                tensors[name] = plan.make(source, name)
+        if (
+            tensors
+        ):  # else it held masks of an old checkpoint alone, which the new class does not have
+            save_file(tensors, folder / file, {**(reader.metadata() or {}), "format": "pt"})
+        done += sum(tensor.nbytes for tensor in tensors.values())
         progress(done, nbytes)
-
-    def make(name: str) -> torch.Tensor:
-        if name in overrides:
-            return cast(name, overrides[name], plan.recipes[name].dtype)
-        return plan.make(checkpoint, name)
-
-    for file, opened in checkpoint.opened.items():
-        entries = {
-            name: (recipe.dtype, recipe.shape)
-            for name, recipe in plan.recipes.items()
-            if recipe.file == file
-        }
-        if not entries:  # masks of an old checkpoint, which the new class does not have
-            continue
-        write_shard(folder / file, entries, make, written, opened.metadata)
 
 
 def write_rest(
-    checkpoint: Checkpoint, plan: Plan, folder: Path, report: ConversionReport, beside: list[Path]
+    source: Source, plan: Plan, folder: Path, report: ConversionReport, beside: list[Path]
 ) -> None:
     """Write everything but the weights: index, config, tokenizer, model card."""
-    if checkpoint.index is not None:
-        index = copy.deepcopy(checkpoint.index)
-        index["weight_map"] = {name: recipe.file for name, recipe in plan.recipes.items()}
-        metadata = index.get("metadata")
-        metadata = index["metadata"] = dict(metadata) if isinstance(metadata, dict) else {}
+    if source.index is not None:
+        index = copy.deepcopy(source.index)
+        index["weight_map"] = {
+            n: source.tensors[names[0]].file for n, (names, _) in plan.made.items()
+        }
+        old = index.get("metadata")
+        metadata = index["metadata"] = dict(old) if isinstance(old, dict) else {}
         metadata["total_size"] = report.nbytes
         if "total_parameters" in metadata:
             metadata["total_parameters"] = report.new_parameters
-        _write_json(folder / INDEX, index)
-    config = {**plan.config, CONVERSION: record(checkpoint, report)}
-    _write_json(folder / "config.json", config)
-    copy_files(checkpoint.folder, folder, beside)
-    create_text(folder / CARD, model_card(checkpoint, report))
+        create_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    made = record(source, report)
+    config = {**plan.config, CONVERSION: made}
+    create_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    for path in beside:
+        place = folder / path.relative_to(source.folder)
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(read_bytes(path, BESIDE_BYTES, "file"))
+    create_text(folder / CARD, model_card(source.card(), made, report))
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    create_text(path, json.dumps(value, indent=2, sort_keys=path.name == INDEX) + "\n")
+def record(source: Source, report: ConversionReport) -> dict[str, Any]:
+    """Return the record of a conversion that config.json keeps."""
+    folder = Path(os.path.realpath(source.folder))
+    found: dict[str, Any] = {"kv_hf": __version__, "source": folder.name, "method": report.method}
+    if (
+        folder.parent.name == "snapshots"
+    ):  # of the hub's cache: models--<owner>--<name>/snapshots/<revision>
+        found["source"] = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+        found["revision"] = folder.name
+    found["num_key_value_heads"] = [report.num_kv_heads, report.new_kv_heads]
+    if report.new_class:
+        found["class"] = [source.config["model_type"], report.new_class]
+    if history := source.config.get(CONVERSION):
+        found["before"] = history
+    return found
+
+
+def model_card(own: str, record: dict[str, Any], report: ConversionReport) -> str:
+    """Return README.md of a converted checkpoint: front matter, what was done, the source's own card (`own`) behind it.
+
+    Args:
+        record: of the conversion, as config.json keeps it; its source becomes `base_model`.
+    """
+    found = REGEX_YAML_BLOCK.search(own)
+    head = _front_matter(found[2] if found else "", record["source"])
+    own = own[found.end() :].strip() if found else own.strip()
+    counts = f"{report.num_kv_heads} to {report.new_kv_heads} kv heads"
+    title = f"as {report.new_class}" if report.method == "exact" else counts
+    of_class = f" It is a `{report.new_class}` now." if report.new_class else ""
+    measured = "" if report.method == "exact" else " How far it is from the original was not measured when it was converted."  # fmt: skip
+    text = (
+        f"# {record['source'].rpartition('/')[2]}, {title}\n\n"
+        f"Converted by kv_hf (method `{report.method}`): {WHAT[report.method]}.{of_class} {WARNING[report.method]}{measured}\n\n"
+        f"| | before | after |\n| --- | ---: | ---: |\n"
+        f"| kv heads of a layer | {report.num_kv_heads} | {report.new_kv_heads} |\n"
+        f"| bytes of a token's keys and values (bf16) | {report.kv_bytes_per_token:,} | {report.new_kv_bytes_per_token:,} |\n"
+        f"| parameters | {report.parameters:,} | {report.new_parameters:,} |\n\n"
+        "It is an ordinary checkpoint of its class: transformers loads it without any code of kv_hf.\n"
+    )
+    return head + text + (f"\n---\n\nThe card of the original model:\n\n{own}\n" if own else "")
+
+
+def _front_matter(block: str, base: str) -> str:
+    """Return front matter for the hub: the source's own fields (its licence among them), with base model, library and tags.
+
+    A block that is no YAML object is left out.
+    """
+    try:
+        fields = yaml.safe_load(block)
+    except yaml.YAMLError:
+        fields = None
+    fields = fields if isinstance(fields, dict) else {}
+    tags = fields.get("tags")
+    own = tags if isinstance(tags, list) else []
+    fields |= {"base_model": base, "library_name": "transformers"}
+    fields["tags"] = [*own, *(tag for tag in ("kv_hf", "gqa") if tag not in own)]
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---\n\n"

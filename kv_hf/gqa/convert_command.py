@@ -10,11 +10,7 @@ from tqdm import tqdm
 
 from ..errors import KVCacheError
 from ..printable import printable, tell, tell_error
-from .card import WARNING
-from .convert import CALIBRATED, DTYPES, convert_to_gqa
-from .memory import gigabytes
-from .pooling import METHODS
-from .report import ConversionReport
+from .convert import DTYPES, METHODS, WARNING, ConversionReport, convert_to_gqa
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -34,13 +30,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     found.add_argument(
         "--method",
         default="mean",
-        choices=(*METHODS, *CALIBRATED),
-        help="how heads are merged; align and svd need --calibration (default: mean)",
+        choices=METHODS,
+        help="how heads are merged; svd needs --calibration (default: mean)",
     )
     found.add_argument(
         "--calibration",
         metavar="TEXT_OR_DATASET",
-        help="for align and svd: a text file, dataset:NAME, or samples (texts that the model writes itself)",
+        help="for svd: a text file, a bundled text, or dataset:NAME",
     )
     found.add_argument(
         "--dtype", choices=tuple(DTYPES), help="of all weights; default: as they are"
@@ -106,8 +102,6 @@ def table(report: ConversionReport, dry_run: bool) -> str:
     lines.append(
         f"{len(report.changed)} tensors change, {report.files} files, {report.nbytes:,} bytes"
     )
-    if report.memory:
-        lines.append(f"method {report.method} takes about {gigabytes(report.memory)} of memory")
     lines += [f"note: {printable(note)}" for note in report.notes]
     if report.method != "exact":
         lines.append(f"note: {WARNING[report.method]}")

@@ -1,97 +1,148 @@
-"""The number of heads in a model's config, and the check that they can be merged. Knows no tensors."""
+"""The places of heads in the tensors of attention, and the mean of a group of them.
 
+A layout turns the tensors that change into parts with one row per head and back. Which tensors those are is
+structure.py's to say; a layout refuses names that it does not know.
+
+Source of the mean: Grouped-query attention (Ainslie et al., arXiv 2305.13245).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+
 from ..errors import ConversionError
+from .source import Source
+from .structure import Structure, text_config
 
-FIELD = "num_key_value_heads"
-# of configs whose layers differ: other numbers of heads for some of the layers
-OTHER_FIELDS = (
-    "num_global_key_value_heads", "swa_num_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads_per_layer",
-    "cross_num_key_value_heads", "attention_other_setting",
-)  # fmt: skip
-OF_HEADS = {FIELD, "num_attention_heads", "head_dim", "hidden_size"}
-CAN = (
-    "classes with num_key_value_heads (llama, mistral, qwen, gemma, phi, ...), falcon and gpt_bigcode to one kv head, "
-    "gpt_neox (as phi) and gpt2 (as gpt_bigcode)"
-)
+SEPARATE = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.weight")
+FUSED = ("qkv_proj.weight", "qkv_proj.bias")
+# class -> its fused projection, in which query, key and value rows of a head lie together until there is one kv head
+INTERLEAVED = {"falcon": "query_key_value", "gpt_bigcode": "c_attn"}
+# name of a tensor of the result -> (names on disk, what makes it of them; None copies the only one)
+Made = dict[str, tuple[tuple[str, ...], Any]]
 
 
-def text_config(config: Any) -> Any:
-    """Return the text model's part of a config, never a copy. Raises ConversionError where it has several."""
-    try:
-        return config.get_text_config(decoder=True)
-    except ValueError as error:
-        raise ConversionError(f"{config.model_type}: {error}") from error
+@dataclass(frozen=True)
+class Part:
+    """A stretch of rows of a tensor: all heads of one kind, one behind the other.
 
-
-def head_counts(text: Any) -> tuple[int, int, int]:
-    """Return (num_heads, num_kv_heads, head_dim) of a text config.
-
-    Raises: ConversionError where layers differ, and where there are no kv heads to merge.
+    Attributes:
+        kind: "query", "key", "value" or "key_norm".
+        heads: heads in it.
+        rows: rows of each head.
+        interleaved: the parts of this tensor lie head by head: [query, key, value] of the first, of the second, ..
     """
-    kind = text.model_type
-    # configs of transformers 5.17 and later with a per_layer_config raise for what differs between layers
-    per_layer = (getattr(text, "per_layer_attributes", None) or set()) & OF_HEADS
-    if per_layer:
-        raise ConversionError(
-            f"{kind} has layers with different numbers of heads: per_layer_config sets {', '.join(sorted(per_layer))}"
-        )
-    if getattr(text, "kv_lora_rank", None) is not None:
-        raise ConversionError(
-            f"{kind} caches latents (MLA), which all heads share: there are no kv heads to merge"
-        )
-    for name in OTHER_FIELDS:
-        other = getattr(text, name, None)
-        if other:
-            raise ConversionError(
-                f"{kind} has layers with different numbers of heads: {name}={other}"
-            )
-    heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, FIELD, None)
-    if isinstance(kv_heads, (list, tuple)) or isinstance(heads, (list, tuple)):
-        raise ConversionError(
-            f"{kind} has layers with different numbers of heads: {FIELD}={kv_heads}"
-        )
-    if kv_heads is None or heads is None:
-        raise ConversionError(
-            f"{kind} has no {FIELD}: its class knows no grouped kv heads. What can be converted: {CAN}"
-        )
-    if not all(isinstance(n, int) and n > 0 for n in (heads, kv_heads)) or heads % kv_heads:
-        raise ConversionError(
-            f"{kind}: {heads} heads and {kv_heads} kv heads, of which the first must be a multiple of the second"
-        )
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return heads, kv_heads, int(head_dim)
+
+    kind: str
+    heads: int
+    rows: int
+    interleaved: bool = False
 
 
-def check_count(asked: Any) -> None:
-    """Raise ConversionError unless `asked` is a positive integer."""
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise ConversionError(f"num_kv_heads must be an integer of at least 1, got {asked!r}")
-
-
-def check_heads(kv_heads: int, asked: int, *, able: list[int] | None = None, why: str = "") -> None:
-    """Raise ConversionError unless `kv_heads` heads can be merged into `asked`; the message lists what can be.
+def pool_heads(heads: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return the means of groups of neighbouring heads, summed in float64 and rounded once.
 
     Args:
-        able: what can be asked for; default: all divisors of `kv_heads`.
-        why: said behind the list where it is shorter.
+        heads: [kv heads, rows, ..], any float dtype.
+        groups: heads that remain; divides the first dimension.
+    Returns: [groups, rows, ..] in the dtype of `heads`.
     """
-    check_count(asked)
-    if able is None:
-        able = [n for n in range(1, kv_heads) if kv_heads % n == 0]
-    if asked in able:
-        return
-    if asked == kv_heads:
-        raise ConversionError(
-            f"num_kv_heads={asked}: the model has {kv_heads} kv heads already, there is nothing to do"
-        )
-    if not able:
-        raise ConversionError(
-            f"num_kv_heads={asked}: the model has {kv_heads} kv head{'s' * (kv_heads > 1)}, which cannot be merged "
-            f"into fewer{why}"
-        )
-    listed = " or ".join(map(str, able))
-    raise ConversionError(
-        f"num_kv_heads must divide the {kv_heads} kv heads of the model, and be less: it can be {listed}{why}, got {asked}"
+    grouped = heads.reshape(groups, -1, *heads.shape[1:])
+    total = grouped[:, 0].double()
+    for member in range(1, grouped.shape[1]):  # one head's float64 at a time
+        total += grouped[:, member]
+    return total.div_(grouped.shape[1]).to(heads.dtype)
+
+
+def merged_tensors(source: Source, structure: Structure) -> Made:
+    """Return what the tensors of a conversion within a class are made of: changed ones are pooled, others copied."""
+    made: Made = {name: ((name,), None) for name in source.tensors if name not in structure.removed}
+    for name in structure.changed:
+        parts = parts_of(name, structure)
+        made[name] = ((name,), partial(pool_parts, parts=parts, groups=structure.new_kv_heads))
+    return made | _norms_of_heads(structure)
+
+
+def pool_parts(tensor: torch.Tensor, *, parts: tuple[Part, ...], groups: int) -> torch.Tensor:
+    """Pool the heads of keys and values in one tensor [rows of all heads, ..] of a checkpoint."""
+    found = {
+        kind: part if kind == "query" else pool_heads(part, groups)
+        for kind, part in split(tensor, parts).items()
+    }
+    return join(found, parts)
+
+
+def parts_of(name: str, structure: Structure) -> tuple[Part, ...]:
+    """Return what the rows of a tensor that changes are made of.
+
+    Raises: ConversionError for a tensor whose place in attention is not known.
+    """
+    old, new = structure.changed[name]
+    *_, module, leaf = name.split(".")
+    heads, kv_heads, new_heads = structure.num_heads, structure.num_kv_heads, structure.new_kv_heads
+    dim, text = structure.head_dim, text_config(structure.config)
+    shape = (old[0], new[0]) if old[1:] == new[1:] else None
+    kind = {"k": "key", "v": "value"}.get(module[0], "")
+    kind = "key_norm" if module == "k_norm" else kind
+    # how many rows a head may have: other tensors belong to layers with a different number of heads
+    rows = {"value": (dim, getattr(text, "v_head_dim", None)), "key_norm": (dim, 1)}.get(
+        kind, (dim,)
     )
+    if f"{module}.{leaf}" in SEPARATE:
+        for each in rows:
+            if each and shape == (kv_heads * each, new_heads * each):
+                return (Part(kind, kv_heads, each),)
+    both = ((heads + 2 * kv_heads) * dim, (heads + 2 * new_heads) * dim)
+    if f"{module}.{leaf}" in FUSED and shape == both:
+        return Part("query", heads, dim), Part("key", kv_heads, dim), Part("value", kv_heads, dim)
+    if (
+        module == INTERLEAVED.get(structure.config.model_type)
+        and heads == kv_heads
+        and shape == both
+    ):
+        return tuple(Part(kind, heads, dim, True) for kind in ("query", "key", "value"))
+    raise ConversionError(
+        f"{structure.config.model_type}: {name!r} changes from {list(old)} to {list(new)} with the number of kv heads, and the "
+        "places of its heads are not known"
+    )
+
+
+def split(tensor: torch.Tensor, parts: tuple[Part, ...]) -> dict[str, torch.Tensor]:
+    """Return kind -> [heads, rows, ..] of a tensor [rows of all parts, ..]."""
+    if parts[0].interleaved:
+        by_head = tensor.reshape(parts[0].heads, len(parts), parts[0].rows, *tensor.shape[1:])
+        return {part.kind: by_head[:, i] for i, part in enumerate(parts)}
+    pieces = tensor.split([part.heads * part.rows for part in parts])
+    return {
+        part.kind: piece.reshape(part.heads, part.rows, *tensor.shape[1:])
+        for part, piece in zip(parts, pieces, strict=True)
+    }
+
+
+def join(found: Mapping[str, torch.Tensor], parts: tuple[Part, ...]) -> torch.Tensor:
+    """Undo `split`, with as many heads as there are now; what was interleaved becomes [all queries, keys, values]."""
+    return torch.cat([found[part.kind].flatten(0, 1) for part in parts])
+
+
+def _norms_of_heads(structure: Structure) -> Made:
+    """Return what norms that are kept as one tensor per kv head are made of.
+
+    Raises: ConversionError for a tensor that the new model lacks and that is no such norm.
+    """
+    made: Made = {}
+    size = structure.num_kv_heads // structure.new_kv_heads
+    for name in structure.removed:
+        begin, norms, end = name.partition(".k_layernorm.norms.")
+        leaf = end.partition(".")[2]
+        if not norms:
+            raise ConversionError(
+                f"{structure.config.model_type}: {name!r} does not exist with fewer kv heads, and no rule says where its numbers go"
+            )
+        every = [f"{begin}{norms}{head}.{leaf}" for head in range(structure.num_kv_heads)]
+        for group in range(structure.new_kv_heads):
+            members = tuple(every[group * size : (group + 1) * size])
+            made[every[group]] = (members, lambda *each: pool_heads(torch.stack(each), 1)[0])
+    return made

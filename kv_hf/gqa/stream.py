@@ -1,23 +1,206 @@
-"""The decoder layers of a checkpoint, one in memory at a time, and what they are called with.
+"""Calibration: windows of text, and the decoder layers of a checkpoint, one in memory at a time, with what attention sees.
 
 The model is built without memory; a layer's weights are read when it is its turn. Where names on disk are not those of the
 class (fused experts), the whole model is loaded instead, and said so.
 """
 
-import copy
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..errors import ConversionError
+from ..errors import ConversionError, first_line
 from ..notices import say_once
-from .checkpoint import Checkpoint
-from .heads import text_config
-from .structure import Structure, model_class
-from .taps import tap_model
+from ..texts import longest_context, text_windows
+from .source import Source
+from .structure import Structure, build, text_config
+
+NAME = "kv_hf_calibration"
+OFF = 1e-4  # that a context may be off the weighted sum of values, as a part of the sum of sizes
+_last: list["Tap"] = []
+_looking: list[bool] = []
+
+
+class Enough(Exception):
+    """Ends a run of a layer of which no more is needed."""
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """End every run at attention: for questions to what it gets, not to what it gives."""
+    _looking.append(True)
+    try:
+        yield
+    finally:
+        _looking.pop()
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One call of attention.
+
+    Attributes:
+        query: [batch, num_heads, tokens, head_dim], rotated and normed.
+        key, value: [batch, num_kv_heads, tokens, head_dim].
+        context: [batch, tokens, num_heads, value_dim].
+        weights: [batch, num_heads, tokens, tokens], what each value counts for in `context`: the probabilities, times
+            whatever attention scales a token's context of a head by.
+        scaling: of the scores.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    context: torch.Tensor
+    weights: torch.Tensor
+    scaling: float
+
+
+def take() -> Tap:
+    """Return the last call of attention and forget it. Raises ConversionError where there was none."""
+    if not _last:
+        raise ConversionError(
+            "the attention of this model does not go through transformers' attention interface, so that it cannot be "
+            'calibrated; use method="mean"'
+        )
+    found = _last.pop()
+    _last.clear()
+    return found
+
+
+def tapped_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as the module's own eager attention does, and remember the call.
+
+    Args:
+        query: [rows, heads, tokens, head_dim]; key, value: [rows, kv heads, tokens, ..].
+    Returns: the context [rows, tokens, heads, value_dim] and the probabilities [rows, heads, tokens, tokens].
+    """
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise ConversionError(
+            f"{type(module).__name__} has no eager attention, so that it cannot be calibrated"
+        )
+
+    if _looking:
+        _last[:] = [Tap(query, key, value, query, query, 1.0)]
+        raise Enough
+    context, weights = eager(module, query, key, value, attention_mask, **kwargs)
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    read = read_weights(weights, value, context)
+    if read is None:
+        raise ConversionError(
+            f"{type(module).__name__} makes something else of its values than sums weighted by probabilities, so that it "
+            'cannot be calibrated; use method="mean"'
+        )
+    _last[:] = [Tap(query, key, value, context, read, scaling)]
+    return context, weights
+
+
+def read_weights(
+    weights: torch.Tensor | None, value: torch.Tensor, context: torch.Tensor
+) -> torch.Tensor | None:
+    """Return `weights` [rows, heads, tokens, tokens], or a multiple for each token and head, with which values sum up to `context`.
+
+    Attention with sinks may scale its contexts behind the sum. Shapes as in Tap. None where there are no such weights.
+    """
+    if weights is None or weights.dim() != 4 or weights.shape[1] % value.shape[1]:
+        return None
+    each = value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
+    wanted = context.transpose(1, 2)
+    if weights.shape[3] != each.shape[2] or wanted.shape[:3] != weights.shape[:3]:
+        return None
+    if wanted.shape[3] != each.shape[3]:
+        return None
+    plain = weights @ each
+    if torch.equal(plain, wanted) or not wanted.isfinite().all():
+        return weights  # what is not finite is an error of its own
+    room = OFF * (weights @ each.abs())  # of rounding
+    if bool(((plain - wanted).abs() <= room).all()):
+        return weights
+    scale = (plain * wanted).sum(-1, keepdim=True)
+    scale = scale / plain.square().sum(-1, keepdim=True).clamp(min=1e-30)
+    if bool(((scale * plain - wanted).abs() <= room * scale.abs().clamp(min=1)).all()):
+        return scale * weights
+    return None
+
+
+def tap_model(model: torch.nn.Module) -> None:
+    """Have every attention layer of `model` attend through `tapped_attention`."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, tapped_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, eager_mask)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation_internal = NAME
+
+
+WINDOW, TOKENS = 512, 8192
+
+
+def calibration_windows(
+    source: Source, structure: Structure, text: str | Path | torch.Tensor
+) -> torch.Tensor:
+    """Return what to calibrate on as token ids [windows, tokens], int64.
+
+    Args:
+        text: token ids [windows, tokens], or text as kv_hf.texts.load_text takes it, whose first 8,192 tokens are cut into
+            windows of 512 (fewer for models with a shorter context), each begun as the tokenizer begins texts.
+    Raises: ConversionError where there is no such text, or no tokenizer beside the weights.
+    """
+    if isinstance(text, torch.Tensor):
+        if text.dim() != 2 or not text.numel() or text.dtype != torch.int64:
+            raise ConversionError(
+                f"calibration must be text or int64 token ids [windows, tokens], got {list(text.shape)} of {text.dtype}"
+            )
+        return checked(text, structure)
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            source.folder, trust_remote_code=False
+        )
+        why = None if len(tokenizer) else "its vocabulary is empty"
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        why = first_line(error)
+    if why is not None:
+        raise ConversionError(f"{source.folder} has no tokenizer to read text with: {why}")
+    length = min(WINDOW, longest_context(structure.config))
+    try:
+        found = torch.tensor(text_windows(tokenizer, text, length, TOKENS // length))
+    except ValueError as error:
+        raise ConversionError(f"calibration: {error}") from error
+    return checked(found, structure)
+
+
+def checked(windows: torch.Tensor, structure: Structure) -> torch.Tensor:
+    """Return token ids [windows, tokens]. Raises ConversionError for too few of them, and ids that the model does not know."""
+    count, tokens = windows.shape
+    if tokens < 2 or windows.numel() < structure.head_dim:
+        raise ConversionError(
+            f"calibration has {count} windows of {tokens} tokens: too few to merge heads of {structure.head_dim} channels on; "
+            "several thousand in windows of hundreds are of use"
+        )
+    known = getattr(text_config(structure.config), "vocab_size", None)
+    low, high = int(windows.min()), int(windows.max())
+    if low < 0 or (known is not None and high >= known):
+        raise ConversionError(
+            f"calibration holds token {low if low < 0 else high}, and the model's vocabulary has {known} tokens"
+        )
+    return windows
 
 
 class LayerStream:
@@ -29,22 +212,19 @@ class LayerStream:
         count: layers.
     """
 
-    def __init__(self, checkpoint: Checkpoint, structure: Structure) -> None:
-        self.checkpoint, self.structure = checkpoint, structure
-        config = copy.deepcopy(structure.old)
-        for part in (config, *_parts(config)):
-            part._attn_implementation = "eager"
-        kind = model_class(config)
-        with torch.device("meta"):
-            self.model = kind(config).eval()
-        self.whole = structure.rebuilt
+    def __init__(self, source: Source, structure: Structure) -> None:
+        self.source, self.structure = source, structure
+        self.model = build(structure.config)
+        kind, on_disk = type(self.model), structure.names.on_disk
+        tied = getattr(self.model, "all_tied_weights_keys", None) or ()
+        self.whole = any(own not in on_disk and own not in tied for own in self.model.state_dict())
         if self.whole:
             say_once(
                 f"calibrate-whole:{kind.__name__}",
                 f"{kind.__name__}: names on disk are not those of the class, so the whole model is loaded to calibrate it",
             )
             self.model = kind.from_pretrained(
-                checkpoint.folder, dtype=torch.float32, attn_implementation="eager"
+                source.folder, dtype=torch.float32, attn_implementation="eager"
             ).eval()
         self.model.requires_grad_(False)
         tap_model(self.model)
@@ -55,8 +235,8 @@ class LayerStream:
 
     def own_names(self) -> list[str]:
         """Return the names in the class of the tensors that change."""
-        changed = self.structure.changed
-        return [own for own, name in self.structure.names.items() if name in changed]
+        on_disk = self.structure.names.on_disk
+        return [own for own, name in on_disk.items() if name in self.structure.changed]
 
     def changes(self, index: int) -> bool:
         """Return whether a layer holds tensors that change."""
@@ -64,7 +244,7 @@ class LayerStream:
 
     def first_of_each_kind(self) -> list[int]:
         """Return the first layer of each kind among those that change: of one type, with tensors of the same names and shapes."""
-        types = getattr(text_config(self.structure.old), "layer_types", None) or ()
+        types = getattr(text_config(self.structure.config), "layer_types", None) or ()
         found: dict[Any, int] = {}
         for index, layer in enumerate(self.layers):
             if self.changes(index):
@@ -92,8 +272,8 @@ class LayerStream:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name not in stored:
                 continue
-            own = self.structure.names[f"{path}.{name}"]
-            tensor.data = self.checkpoint.read(own).to(torch.float32)
+            own = self.structure.names.on_disk[f"{path}.{name}"]
+            tensor.data = self.source.read(own).to(torch.float32)
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         for part in module.modules():
             if any(name in part._non_persistent_buffers_set for name in part._buffers):
@@ -206,10 +386,6 @@ class _Stub(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)  # the model may ask a layer for its type
-
-
-def _parts(config: Any) -> list[Any]:
-    return [getattr(config, name) for name in config.sub_configs if getattr(config, name, None)]
 
 
 def _layers_path(model: nn.Module, names: Sequence[str]) -> str:

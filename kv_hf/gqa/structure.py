@@ -1,11 +1,14 @@
-"""The tensors of a model that change with its number of kv heads: found by building both models without memory.
+"""The tensors that change with a model's number of kv heads, found by building its class twice without memory.
 
-Names are never guessed. The class of the checkpoint is built twice on the meta device, with the old and the new number
-of kv heads; tensors whose shapes differ are the ones to convert, and all others must be the same.
+Names are never guessed: tensors whose shapes differ between the two models are the ones to convert, and all others must be
+the same.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+import json
+import re
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,129 +16,122 @@ from typing import Any
 import torch
 import transformers
 
-from ..errors import ConversionError
-from ..printable import short
-from .checkpoint import Checkpoint
-from .heads import CAN, FIELD, check_heads, head_counts, text_config
-from .names import Names, find_missing, find_names
+# read in transformers 5.17 and 5.23: names of its own, which a later release may move
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-Shapes = dict[str, tuple[int, ...]]
+from ..errors import ConversionError, first_line
+from .source import Source
+
+FIELD = "num_key_value_heads"
+# of configs whose layers differ: other numbers of heads for some of the layers
+OTHER_FIELDS = (
+    "num_global_key_value_heads", "swa_num_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads_per_layer",
+    "cross_num_key_value_heads", "attention_other_setting",
+)  # fmt: skip
+OF_HEADS = {FIELD, "num_attention_heads", "head_dim", "hidden_size"}
+ALL_OR_ONE = ("falcon", "gpt_bigcode")  # classes that know all heads or one
+CAN = (
+    "classes with num_key_value_heads (llama, mistral, qwen, gemma, phi, ...), falcon and gpt_bigcode to one kv head, "
+    "gpt_neox (as phi) and gpt2 (as gpt_bigcode)"
+)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The changes that a conversion makes.
+    """The changes that a conversion within a class makes.
 
     Attributes:
-        old, new: configs of the whole model.
+        config: of the source.
+        new_json: config.json of the result, without the record of the conversion.
         num_heads, num_kv_heads, new_kv_heads, head_dim: of the text model.
         changed: tensors (names on disk) whose shape changes -> (old shape, new shape).
         removed: tensors (names on disk) that the new model does not have.
-        names: names in the class -> names on disk.
-        unknown: tensors (names on disk) that the class does not have, and does not drop without a word either.
-        rebuilt: loading makes some tensors out of others on disk, so that layers cannot be read one by one.
+        names: of the checkpoint's tensors.
     """
 
-    old: Any
-    new: Any
+    config: Any
+    new_json: dict[str, Any]
     num_heads: int
     num_kv_heads: int
     new_kv_heads: int
     head_dim: int
     changed: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     removed: list[str]
-    names: Mapping[str, str]
+    names: "Names"
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a checkpoint's tensors.
+
+    Attributes:
+        on_disk: name in the class -> name on disk, for tensors that are only renamed.
+        rebuilt: names on disk of tensors that loading cuts up, stacks or permutes.
+        unknown: names on disk that the class does not have, and does not drop without a word either.
+    """
+
+    on_disk: dict[str, str]
+    rebuilt: list[str]
     unknown: list[str]
-    rebuilt: bool = False
 
 
-def find_structure(checkpoint: Checkpoint, new_kv_heads: int) -> Structure:
-    """Return what changes when the model of `checkpoint` gets `new_kv_heads` kv heads.
+def find_structure(source: Source, new_kv_heads: int) -> Structure:
+    """Return what changes when the model of `source` gets `new_kv_heads` kv heads.
 
     Raises: ConversionError for models that cannot be converted, with the reason.
     """
-    config = load_config(checkpoint.folder)
-    if config.model_type in MULTI_QUERY:
-        counts, change = MULTI_QUERY[config.model_type](config, new_kv_heads)
+    config = config_of(source.config, source)
+    text = text_config(config)
+    new_json: dict[str, Any] = json.loads(json.dumps(source.config))
+    new_json.pop("_name_or_path", None)
+    part = _text_part(new_json, config)
+    if config.model_type in ALL_OR_ONE:
+        counts = _check_one(config, new_kv_heads)
+        part |= {"multi_query": True}
+        part |= {name: 1 for name in (FIELD, "num_kv_heads") if name in part}
     else:
-        counts = head_counts(text_config(config))
+        counts = head_counts(text)
         check_heads(counts[1], new_kv_heads)
-        change = {FIELD: new_kv_heads}
-    return compare(checkpoint, config, counts, new_kv_heads, change)
-
-
-def compare(
-    checkpoint: Checkpoint,
-    config: Any,
-    counts: tuple[int, int, int],
-    new_kv_heads: int,
-    change: Mapping[str, Any],
-) -> Structure:
-    """Return the difference between the model of `config` and that with `change` (of the text part)."""
-    heads, kv_heads, head_dim = counts
-    new = with_changes(config, change, head_dim)
-    old_model, new_model = build(config), build(new)
+        part[type(text).attribute_map.get(FIELD, FIELD)] = new_kv_heads
+        own_head_dim = not isinstance(getattr(type(text), "head_dim", None), property)
+        if own_head_dim and getattr(text, "head_dim", None) in (None, counts[2]):
+            part["head_dim"] = counts[2]  # it must not follow from fewer heads
+    old_model, new_model = build(config), build(config_of(new_json, source))
     before, after = shapes_of(old_model), shapes_of(new_model)
-    changed = {
-        name: (shape, after[name])
-        for name, shape in before.items()
-        if name in after and after[name] != shape
-    }
-    removed = [name for name in before if name not in after]
-    added = [name for name in after if name not in before]
-    if added:
+    changed = {n: (s, after[n]) for n, s in before.items() if n in after and after[n] != s}
+    if added := set(after) - set(before):
         raise ConversionError(
-            f"{config.model_type}: a model with fewer kv heads has a new tensor {added[0]!r}"
+            f"{config.model_type}: a model with fewer kv heads has a new tensor {min(added)!r}"
         )
     if not changed:
         raise ConversionError(
-            f"{config.model_type}: no tensor of {class_name(config)} changes with {', '.join(change)}: the class has no grouped kv "
-            f"heads. What can be converted: {CAN}"
+            f"{config.model_type}: no tensor of {type(old_model).__name__} changes with {FIELD}: the class has no grouped kv heads. "
+            f"What can be converted: {CAN}"
         )
-    names = find_names(old_model, checkpoint.tensors)
-    for own in (*changed, *removed):
-        if own not in names.on_disk:
-            also = f"; {names.rebuilt[0]!r} is rebuilt while it is loaded" if names.rebuilt else ""
-            raise ConversionError(
-                f"{checkpoint.folder} lacks {own!r}, which {class_name(config)} has{also}"
-            )
-    check_complete(checkpoint, config, old_model, names)
-    tied = getattr(old_model, "all_tied_weights_keys", None) or ()
+    names = find_names(source, old_model, (*changed, *(set(before) - set(after))))
     return Structure(
         config,
-        new,
-        heads,
-        kv_heads,
+        new_json,
+        counts[0],
+        counts[1],
         new_kv_heads,
-        head_dim,
+        counts[2],
         {names.on_disk[own]: shapes for own, shapes in changed.items()},
-        [names.on_disk[own] for own in removed],
-        names.on_disk,
-        [name for name in names.unknown if name not in names.ignored],
-        any(own not in names.on_disk and own not in tied for own in before),
+        [names.on_disk[own] for own in before if own not in after],
+        names,
     )
 
 
-def check_complete(checkpoint: Checkpoint, config: Any, model: Any, names: Names) -> None:
-    """Raise ConversionError unless the files hold every tensor of a model (on the meta device), of its shape."""
-    for own in find_missing(model, names):
-        raise ConversionError(f"{checkpoint.folder} lacks {own!r}, which {class_name(config)} has")
-    shapes = shapes_of(model)
-    for own, name in names.on_disk.items():
-        found = checkpoint.tensors[name].shape
-        if found != shapes[own]:
-            raise ConversionError(
-                f"{checkpoint.folder}: {name!r} is {list(found)}, and the config says {list(shapes[own])}"
-            )
-
-
-def load_config(folder: Path) -> Any:
-    """Return the config of a folder. Raises ConversionError for one that transformers does not know."""
+def config_of(found: Mapping[str, Any], source: Source) -> Any:
+    """Return the config object of a config.json. Raises ConversionError for one that transformers does not know."""
+    where = source.folder / "config.json"
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with tempfile.TemporaryDirectory() as folder:  # files say some values in a way of their own
+            (Path(folder) / "config.json").write_text(json.dumps(found), "utf-8")
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever the validators of a config class raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConversionError(f"{folder / 'config.json'}: {first}") from error
+        raise ConversionError(f"{where}: {type(error).__name__} {first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ConversionError(
             f"{config.model_type} is an encoder-decoder model; decoders only can be converted"
@@ -143,126 +139,185 @@ def load_config(folder: Path) -> Any:
     return config
 
 
-Counts = tuple[int, int, int]
+def text_config(config: Any) -> Any:
+    """Return the text model's part of a config, never a copy. Raises ConversionError where it has several."""
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError as error:
+        raise ConversionError(f"{config.model_type}: {error}") from error
 
 
-def _falcon(config: Any, asked: int) -> tuple[Counts, dict[str, Any]]:
-    if config.new_decoder_architecture:
+def _text_part(found: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the part of config.json that holds the text model's numbers."""
+    text = text_config(config)
+    while config is not text:
+        parts = {name: getattr(config, name, None) for name in type(config).sub_configs}
+        held = [
+            n for n, p in parts.items() if p is text or (p is not None and text_config(p) is text)
+        ]
+        if not held or (held[0] not in found and FIELD in found):
+            return found  # old files of some models keep the text model's numbers at the top
+        found, config = found.setdefault(held[0], {}), parts[held[0]]
+    return found
+
+
+def head_counts(text: Any) -> tuple[int, int, int]:
+    """Return (num_heads, num_kv_heads, head_dim) of a text config.
+
+    Raises: ConversionError where layers differ, and where there are no kv heads to merge.
+    """
+    kind = text.model_type
+    # configs of transformers 5.17 and later with a per_layer_config raise for what differs between layers
+    per_layer = (getattr(text, "per_layer_attributes", None) or set()) & OF_HEADS
+    differ = [f"per_layer_config sets {name}" for name in sorted(per_layer)]
+    differ += [
+        f"{name}={getattr(text, name)}" for name in OTHER_FIELDS if getattr(text, name, None)
+    ]
+    if getattr(text, "kv_lora_rank", None) is not None:
+        raise ConversionError(
+            f"{kind} caches latents (MLA), which all heads share: there are no kv heads to merge"
+        )
+    heads, kv_heads = (
+        None if differ else getattr(text, name, None) for name in ("num_attention_heads", FIELD)
+    )
+    differ += [f"{FIELD}={n}" for n in (heads, kv_heads) if isinstance(n, (list, tuple))]
+    if differ:
+        raise ConversionError(f"{kind} has layers with different numbers of heads: {differ[0]}")
+    if kv_heads is None or heads is None:
+        raise ConversionError(
+            f"{kind} has no {FIELD}: its class knows no grouped kv heads. What can be converted: {CAN}"
+        )
+    if heads % kv_heads:
+        raise ConversionError(
+            f"{kind}: {heads} heads and {kv_heads} kv heads, of which the first must be a multiple of the second"
+        )
+    return heads, kv_heads, int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+
+
+def _check_one(config: Any, asked: int) -> tuple[int, int, int]:
+    """Return the counts of a model whose class knows all heads or one."""
+    if getattr(config, "new_decoder_architecture", False):
         raise ConversionError(
             "falcon with new_decoder_architecture: transformers repeats keys and values before it caches them, so that fewer kv "
             "heads would not make the cache smaller"
         )
-    return _multi_query(config, asked)
-
-
-def _multi_query(config: Any, asked: int) -> tuple[Counts, dict[str, Any]]:
     heads = config.num_attention_heads
     why = f" ({config.model_type} knows all heads or one)"
     check_heads(
         1 if config.multi_query else heads, asked, able=[] if config.multi_query else [1], why=why
     )
-    return (heads, heads, config.hidden_size // heads), {"multi_query": True}
+    return heads, heads, config.hidden_size // heads
 
 
-# classes that know all heads or one
-MULTI_QUERY: dict[str, Callable[[Any, int], tuple[Counts, dict[str, Any]]]] = {
-    "falcon": _falcon,
-    "gpt_bigcode": _multi_query,
-}
+def check_heads(kv_heads: int, asked: Any, *, able: list[int] | None = None, why: str = "") -> None:
+    """Raise ConversionError unless `kv_heads` heads can be merged into `asked`; the message lists what can be.
 
-
-def with_changes(config: Any, change: Mapping[str, Any], head_dim: int) -> Any:
-    """Return a copy of `config` with other values in its text part."""
-    new = copy.deepcopy(config)
-    text = text_config(new)
-    for name, value in change.items():
-        setattr(text, name, value)
-    if FIELD in change and sets_head_dim(text, head_dim):
-        text.head_dim = head_dim
-    for name in (FIELD, "num_kv_heads"):
-        if FIELD not in change and hasattr(text, name):
-            setattr(text, name, 1)
-    return new
-
-
-def sets_head_dim(text: Any, head_dim: int) -> bool:
-    """Say whether the new config is to name its head_dim: not where it follows from others, or means something else."""
-    if isinstance(getattr(type(text), "head_dim", None), property):
-        return False
-    return getattr(text, "head_dim", None) in (None, head_dim)
-
-
-def class_name(config: Any) -> str:
-    """Return the name of the class that a checkpoint of this config is for."""
-    return architecture(config) or f"the model of {config.model_type}"
-
-
-def architecture(config: Any) -> str | None:
-    """Return the first class that a config names, None where it names none. Raises ConversionError for what is no name."""
-    names = getattr(config, "architectures", None) or []
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+    Args:
+        able: what can be asked for; default: all divisors of `kv_heads`.
+        why: said behind the list where it is shorter.
+    """
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise ConversionError(f"num_kv_heads must be an integer of at least 1, got {asked!r}")
+    if able is None:
+        able = [n for n in range(1, kv_heads) if kv_heads % n == 0]
+    if asked in able:
+        return
+    if asked == kv_heads:
         raise ConversionError(
-            f"config.json: architectures must be a list of names of classes, got {short(names)}"
+            f"num_kv_heads={asked}: the model has {kv_heads} kv heads already, there is nothing to do"
         )
-    return names[0] if names else None
+    if not able:
+        raise ConversionError(
+            f"num_kv_heads={asked}: the model has {kv_heads} kv head{'s' * (kv_heads > 1)}, which cannot be merged "
+            f"into fewer{why}"
+        )
+    raise ConversionError(
+        f"num_kv_heads must divide the {kv_heads} kv heads of the model, and be less: it can be "
+        f"{' or '.join(map(str, able))}{why}, got {asked}"
+    )
 
 
 def model_class(config: Any) -> Any:
-    """Return the class of a checkpoint.
+    """Return the class of a checkpoint: the one that its config names, if that is a class for such configs.
 
-    Raises: ConversionError where transformers has none of that name, or it is no model that such a config makes. Nothing
-        else of transformers is ever called by the name that a file gives it.
+    Nothing else of transformers is ever called by the name that a file gives it.
     """
-    name = architecture(config)
-    found = None if name is None else _named(name)
-    if found is not None:
-        if is_model_class(found) and isinstance(config, found.config_class):
-            return found
-        raise ConversionError(
-            f"config.json: architectures names {name!r}, which is no class of a {config.model_type} model"
-        )
+    names = getattr(config, "architectures", None)
+    name = names[0] if isinstance(names, list) and names else None
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    own = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if own and isinstance(found.config_class, type) and isinstance(config, found.config_class):
+        return found
     try:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
-        raise ConversionError(f"transformers has no class {class_name(config)!r}") from None
-
-
-def _named(name: str) -> Any:
-    """Return what transformers calls `name`, None where it has nothing of that name or cannot load it."""
-    try:
-        return getattr(transformers, name, None)
-    except (
-        Exception
-    ):  # it loads its modules when they are asked for, with whatever packages these want
-        return None
-
-
-def is_model_class(found: Any) -> bool:
-    """Say whether an attribute of transformers is the class of a model, made from a config of its own kind."""
-    return (
-        isinstance(found, type)
-        and issubclass(found, transformers.PreTrainedModel)
-        and isinstance(found.config_class, type)
-    )
+        raise ConversionError(
+            f"transformers has no class {name!r} of a {config.model_type} model"
+        ) from None
 
 
 def build(config: Any) -> Any:
     """Return the model of a config on the meta device. Raises ConversionError where its class refuses the config."""
-    kind = model_class(config)
-    own = copy.deepcopy(config)
+    kind, own = model_class(config), copy.deepcopy(config)
     # a config may name a kernel of the hub, which would be fetched and run
     own._attn_implementation = "eager"
     try:
         with torch.device("meta"):
-            return kind(own)
+            return kind(own).eval()
     except Exception as error:  # whatever a model's constructor thinks of these numbers
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         kv_heads = getattr(text_config(config), FIELD, None)
         raise ConversionError(
-            f"{kind.__name__} cannot be built with {FIELD}={kv_heads}: {first}"
+            f"{kind.__name__} cannot be built with {FIELD}={kv_heads}: {first_line(error)}"
         ) from error
 
 
-def shapes_of(model: Any) -> Shapes:
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of a model."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def find_names(source: Source, model: Any, needed: tuple[str, ...] = ()) -> Names:
+    """Return what transformers makes of the names on disk when it loads them into `model` (on the meta device).
+
+    Args:
+        needed: names in the class that must be on disk as they are.
+    Raises: ConversionError unless the files hold every tensor of the model, of its shape.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    shapes = shapes_of(model)
+    around = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": model.state_dict()}
+    on_disk: dict[str, str] = {}
+    rebuilt, unknown, made = [], [], set()
+    for name in source.tensors:
+        own, converted = rename_source_key(name, renamings, converters, **around)
+        if own not in shapes and name in shapes:
+            own, converted = rename_source_key(name, [], [], **around)
+        if own not in shapes:
+            unknown.append(name)
+        elif converted is not None:
+            rebuilt.append(name)
+            made.add(own)
+        else:
+            on_disk[own] = name
+            if source.tensors[name].shape != shapes[own]:
+                raise ConversionError(
+                    f"{source.folder}: {name!r} is {list(source.tensors[name].shape)}, and the config says {list(shapes[own])}"
+                )
+    there = made | set(on_disk)
+    same: dict[str, set[str]] = {}  # names of one tensor
+    for one, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        joined = same.get(one, {one}) | same.get(other, {other})
+        same.update(dict.fromkeys(joined, joined))
+    optional = [re.compile(p) for p in (model._keys_to_ignore_on_load_missing or ())]
+    for own in shapes:
+        given = own in there or same.get(own, set()) & there or any(p.search(own) for p in optional)
+        if not given or (own in needed and own not in on_disk):
+            raise ConversionError(
+                f"{source.folder} lacks {own!r}, which {type(model).__name__} has"
+            )
+    dropped = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    return Names(
+        on_disk, rebuilt, [n for n in unknown if not any(re.search(p, n) for p in dropped)]
+    )

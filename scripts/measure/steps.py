@@ -12,9 +12,9 @@ import torch
 
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache_names import all_cache_names
-from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes, why_not
+from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes, predicted_bytes, why_not
 from kv_hf.evaluation.memory import measure_footprint
-from kv_hf.evaluation.steps import Decoding, Meter, kernel_of, predicted_bytes, random_prompt
+from kv_hf.evaluation.steps import Decoding, Meter, kernel_of, random_prompt
 from kv_hf.formats import ATTENTION_NAME, cache_names
 from measure.runner import Contender, Fields, Verdict, in_turns, workload
 from measure.shapes import RANDOM_MODELS, SHAPES, AttentionShape, folder_of, load, random_model

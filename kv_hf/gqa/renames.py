@@ -1,0 +1,200 @@
+"""Models whose class knows no grouped kv heads, as another class that does and computes the same: a table of renames.
+
+GPT-2 becomes GPTBigCode, which is GPT-2 with linear layers the usual way round and, if wanted, one kv head. GPT-NeoX
+(Pythia) with parallel residual becomes Phi, which has one LayerNorm in place of two. Both of NeoX's norms normalize the same
+input, so their weights and biases go into the projections behind them: W (w * n + b) + c = (W w) n + (W b + c), and Phi's
+only norm becomes weight 1, bias 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+
+from ..errors import ConversionError
+from .heads import Made, pool_heads
+from .structure import check_heads
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor [any shape] as it is."""
+    return tensor
+
+
+def turned(weight: torch.Tensor) -> torch.Tensor:
+    """Return [out, in] of [in, out]."""
+    return weight.t()
+
+
+def zeros(weight: torch.Tensor) -> torch.Tensor:
+    """Return a bias of zeros for [out, in]."""
+    return weight.new_zeros(len(weight))
+
+
+def folded(weight: torch.Tensor, norm: torch.Tensor, rows: Any = copied) -> torch.Tensor:
+    """Return W * w [out, in] in float64, w [in] the weight of the norm before it."""
+    return rows(weight).double() * norm.double()
+
+
+def folded_bias(weight: torch.Tensor, norm: torch.Tensor, *bias: torch.Tensor, rows: Any = copied) -> torch.Tensor:  # fmt: skip
+    """Return W b + c [out] in float64, b [in] the bias of the norm before it and c [out] the layer's own, if it has one."""
+    found = weight.double() @ norm.double()
+    return rows(found + bias[0].double() if bias else found)
+
+
+def head_rows(rows: torch.Tensor, *, place: int, heads: int, groups: int) -> torch.Tensor:
+    """Return the queries, keys or values (`place` 0, 1, 2) of [heads * 3 * head_dim, ..], pooled to `groups` heads."""
+    return pool_heads(rows.reshape(heads, 3, -1, *rows.shape[1:])[:, place], groups).flatten(0, 1)
+
+
+def bigcode_rows(rows: torch.Tensor, *, heads: int, groups: int) -> torch.Tensor:
+    """Return GPTBigCode's rows of GPT-2's [queries, keys, values]: of a head together, or with one kv head one behind the other."""
+    parts = rows.reshape(3, heads, -1, *rows.shape[1:])  # [3, heads, head_dim, ..]
+    if groups == heads:
+        return parts.transpose(0, 1).flatten(0, 2)
+    return torch.cat([parts[0], pool_heads(parts[1], 1), pool_heads(parts[2], 1)]).flatten(0, 1)
+
+
+QKV = "attention.query_key_value"
+PHI_TOP = {
+    "model.embed_tokens.weight": (("gpt_neox.embed_in.weight",), None),
+    "model.final_layernorm.weight": (("gpt_neox.final_layer_norm.weight",), None),
+    "model.final_layernorm.bias": (("gpt_neox.final_layer_norm.bias",), None),
+    "lm_head.weight": (("lm_head.weight",), None),
+    "lm_head.bias": (("lm_head.weight",), zeros),
+}
+PHI_LAYER = {
+    "self_attn.dense.weight": (("attention.dense.weight",), None),
+    "self_attn.dense.bias": (("attention.dense.bias",), None),
+    "mlp.fc1.weight": (("mlp.dense_h_to_4h.weight", "post_attention_layernorm.weight"), folded),
+    "mlp.fc1.bias": (
+        ("mlp.dense_h_to_4h.weight", "post_attention_layernorm.bias", "mlp.dense_h_to_4h.bias"),
+        folded_bias,
+    ),
+    "mlp.fc2.weight": (("mlp.dense_4h_to_h.weight",), None),
+    "mlp.fc2.bias": (("mlp.dense_4h_to_h.bias",), None),
+    "input_layernorm.weight": (("input_layernorm.weight",), torch.ones_like),
+    "input_layernorm.bias": (("input_layernorm.bias",), torch.zeros_like),
+}  # fmt: skip
+BIGCODE_TOP = ("transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.weight")  # fmt: skip
+BIGCODE_LAYER = {
+    **{f"{name}.{leaf}": None for name in ("ln_1", "ln_2") for leaf in ("weight", "bias")},
+    **{f"{name}.weight": turned for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
+    **{f"{name}.bias": None for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
+}
+
+
+def phi_tensors(config: Any, groups: int) -> Made:
+    """Return name in Phi -> (names in GPT-NeoX, what makes it of them)."""
+    heads, made = config.num_attention_heads, dict(PHI_TOP)
+    for i in range(config.num_hidden_layers):
+        old, new = f"gpt_neox.layers.{i}.", f"model.layers.{i}."
+        layer: dict[str, tuple[tuple[str, ...], Any]] = dict(PHI_LAYER)
+        for place, letter in enumerate("qkv"):
+            rows = partial(head_rows, place=place, heads=heads, groups=groups if place else heads)
+            bias = (f"{QKV}.bias",) if config.attention_bias else ()
+            layer[f"self_attn.{letter}_proj.weight"] = (
+                (f"{QKV}.weight", "input_layernorm.weight"), partial(folded, rows=rows)
+            )  # fmt: skip
+            layer[f"self_attn.{letter}_proj.bias"] = (
+                (f"{QKV}.weight", "input_layernorm.bias", *bias), partial(folded_bias, rows=rows)
+            )  # fmt: skip
+        if not config.attention_bias:
+            layer["self_attn.dense.bias"] = (("attention.dense.weight",), zeros)
+        for name, (sources, make) in layer.items():
+            made[new + name] = (tuple(old + source for source in sources), make)
+    return made
+
+
+def bigcode_tensors(config: Any, groups: int) -> Made:
+    """Return name in GPTBigCode -> (names in GPT-2, what makes it of them)."""
+    made: Made = {name: ((name,), None) for name in BIGCODE_TOP}
+    rows = partial(bigcode_rows, heads=config.n_head, groups=groups)
+    layer = {**BIGCODE_LAYER, "attn.c_attn.weight": lambda t: rows(t.t()), "attn.c_attn.bias": rows}
+    for i in range(config.n_layer):
+        for name, make in layer.items():
+            made[f"transformer.h.{i}.{name}"] = ((f"transformer.h.{i}.{name}",), make)
+    return made
+
+
+@dataclass(frozen=True)
+class Route:
+    """The rules by which models of one class become models of another.
+
+    Attributes:
+        source, target: names of the classes.
+        fields: of the new config that the old one has too: new name -> old name.
+        groups: (heads, kv heads) -> fields of the new config that say so.
+        refused: fields of the old config -> the value with which the new class would compute something else.
+        tensors: (old config, kv heads) -> name in the new class -> (names in the old one, what makes it).
+        one: whether the new class knows all heads or one.
+    """
+
+    source: str
+    target: str
+    fields: dict[str, str]
+    groups: Callable[[int, int], dict[str, Any]]
+    refused: dict[str, bool]
+    tensors: Callable[[Any, int], Made]
+    one: bool
+
+    def config(self, old: Any, kv_heads: int) -> Any:
+        """Return the config of the same model in the new class. Raises ConversionError where it cannot be the same."""
+        for name, value in self.refused.items():
+            if getattr(old, name) == value:
+                raise ConversionError(
+                    f"{old.model_type} with {name}={value}: {self.target} would compute something else"
+                )
+        if (named := (old.architectures or [self.source])[0]) != self.source:
+            raise ConversionError(
+                f"{named} has no grouped kv heads; of {old.model_type} models only {self.source} can be converted"
+            )
+        heads = old.num_attention_heads
+        able = [1, heads] if self.one else [n for n in range(1, heads + 1) if heads % n == 0]
+        check_heads(
+            heads, kv_heads, able=able, why=f" ({self.target} with {heads} is the same model)"
+        )
+        given = {name: getattr(old, own) for name, own in self.fields.items()}
+        kind = getattr(transformers, self.target).config_class
+        return kind(**given, **self.groups(heads, kv_heads), architectures=[self.target])
+
+
+def _same(names: str) -> dict[str, str]:
+    return {name: name for name in names.split()}
+
+
+ROUTES = {
+    "gpt_neox": Route(
+        "GPTNeoXForCausalLM",
+        "PhiForCausalLM",
+        {
+            **_same(
+                "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads attention_dropout hidden_act "
+                "max_position_embeddings initializer_range layer_norm_eps use_cache tie_word_embeddings rope_parameters "
+                "bos_token_id eos_token_id pad_token_id"
+            ),
+            "resid_pdrop": "hidden_dropout",
+            "embd_pdrop": "hidden_dropout",
+        },
+        lambda heads, kv_heads: {"num_key_value_heads": kv_heads, "qk_layernorm": False},
+        {"use_parallel_residual": False, "tie_word_embeddings": True},
+        phi_tensors,
+        False,
+    ),
+    "gpt2": Route(
+        "GPT2LMHeadModel",
+        "GPTBigCodeForCausalLM",
+        _same(
+            "vocab_size n_positions n_embd n_layer n_head n_inner activation_function resid_pdrop embd_pdrop attn_pdrop "
+            "layer_norm_epsilon initializer_range scale_attn_weights use_cache bos_token_id eos_token_id pad_token_id "
+            "tie_word_embeddings"
+        ),
+        lambda heads, kv_heads: {"multi_query": kv_heads == 1},
+        {"scale_attn_by_inverse_layer_idx": True, "add_cross_attention": True},
+        bigcode_tensors,
+        True,
+    ),
+}  # fmt: skip

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kv_hf.evaluation.cache_bytes import layer_shapes
-from kv_hf.evaluation.weights import weights_of
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,6 +24,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from kv_hf.evaluation.caches import layer_shapes
+from kv_hf.evaluation.models import weights_of
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.records import CONVERSION
 from kv_hf.texts import load_text, token_windows

@@ -23,7 +23,13 @@ import torch
 import torch.nn.functional as F
 from measure.models.packaged import PACKAGED, resolve_model
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments  # fmt: skip
+from transformers import (  # fmt: skip
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.files.folders import becoming_folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..cache_names import cache_label, parse_cache_name
+from ..cache_names import parse_cache_name
 from ..checks import check_int
 from ..config import CacheConfig
 from ..config_given import given_options
@@ -416,7 +416,7 @@ class Choice:
             )
         if is_cache_name(base):
             both = {**given_options(cache_config, CacheConfig), **options}
-            return cls(cache_label(given), "paged", CacheConfig.from_options(base, both))
+            return cls(given, "paged", CacheConfig.from_options(base, both))
         length = options.pop("max_length", None) if base == "static" else None
         if options:
             takes = "only max_length" if base == "static" else "no options"

@@ -29,7 +29,7 @@ from ..formats import ATTENTION_NAME
 from ..geometry import Geometry
 from ..hf.models import use_paged_attention
 from ..notices import warn_once
-from ..printable import tell_error
+from ..printable import in_a_line, tell_error
 from ..version import __version__
 from .accuracy import check_finite, next_chunk
 from .caches import CacheKind, held_bytes, named_kind, why_not
@@ -322,41 +322,37 @@ def run_tasks(
         logits that are not finite.
     """
     names = [tasks] if isinstance(tasks, str) else list(tasks)
+    folder = None if include_path is None else str(include_path)
     if not names:
         raise ValueError(f"tasks must name at least one task, got {tasks!r}")
     for argument, value in (("limit", 1 if limit is None else limit), ("batch_size", batch_size)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{argument} must be a positive integer, got {value!r}")
-    folder = None if include_path is None else str(include_path)
     if folder is not None and not Path(folder).is_dir():
         raise ValueError(f"include_path must be a folder of task files, got {folder!r}")
-    chosen_cache(cache_name, (lm_kwargs or {}).get("cache_config"))
     facts = {"tokenizer": getattr(tokenizer, "name_or_path", ""), **(metadata or {})}
     manager = lm_eval.tasks.TaskManager(include_path=folder, metadata=facts)
-    loaded = []
-    for name in names:
-        try:
-            one = manager.load([name])
-        except Exception as error:  # whatever a data set that is missing raises
-            lines = str(error).strip().splitlines() or [""]
-            raise ValueError(
-                f"tasks: {name!r} cannot be loaded ({type(error).__name__}: {lines[0]})"
-            ) from error
-        groups = one.get("groups") or {}
-        loaded.append([groups[name]] if name in groups else list(one["tasks"].values()))
     own = {"tokenizer": tokenizer, "batch_size": batch_size, "softmax_dtype": "float32"}
     lm = KVCacheLM(model, cache_name, **own, **(lm_kwargs or {}))
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     how = {"log_samples": False, "bootstrap_iters": 1000, **how}
     how |= {} if seed is None else dict.fromkeys(seeds, seed)
     how |= {"task_manager": manager, "limit": limit, "batch_size": batch_size}
+    loaded = []
+    for name in names:
+        try:
+            one = manager.load([name])
+        except Exception as error:  # whatever a task or a data set that is missing raises
+            why = in_a_line(error)
+            raise ValueError(f"tasks: {name!r} cannot be loaded: {why}") from error
+        groups = one.get("groups") or {}
+        loaded.append([groups[name]] if name in groups else list(one["tasks"].values()))
     rows: list[dict[str, Any]] = []
     for objects in loaded:
         lm.held.clear()
         results = lm_eval.simple_evaluate(model=lm, tasks=objects, **how)
-        rows += (
-            [] if results is None else rows_of(results, limit)
-        )  # the first of several processes has them
+        # of a run over several processes the first has them
+        rows += [] if results is None else rows_of(results, limit)
     return rows
 
 

@@ -141,6 +141,7 @@ def flat(row: Row) -> Row:
     for name, value in list(found.items()):
         if "bytes" in name and isinstance(value, int | float):
             found[name.replace("bytes", "mib")] = value / 2**20
+    found["dtype"] = row.get("dtype") or row.get("settings", {}).get("dtype")
     found["name"] = MODELS.get(str(row.get("model")), row.get("model"))
     return {**found, "transformers": row.get("versions", {}).get("transformers")}
 

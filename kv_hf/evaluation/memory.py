@@ -114,7 +114,7 @@ def measure_footprint(
         threads: of torch, on a CPU; None leaves them to torch.
         speed: False leaves the times out.
         timeout: seconds until a process is ended.
-    Returns: the fields of a row of kind "memory" (docs/memory.md), without date, machine and versions.
+    Returns: the fields of a row of kind "memory" (docs/speed_and_memory.md), without date, machine and versions.
     Raises: ValueError for bad input, before anything runs where that can be told; MeasurementError when the
         process runs out of memory, is killed, or finds its own figures wrong.
     """

@@ -67,7 +67,7 @@ class Weights(NamedTuple):
 
 RANDOM = Weights(None, "random weights")
 UNKNOWN = Weights(None, None)
-# models whose weights lie in packages (docs/evaluation.md, "Models and their weights"), by the names that rows give them
+# models whose weights lie in packages (docs/accuracy.md, "Models and their weights"), by the names that rows give them
 PACKAGED = {
     name: Weights(*file)
     for name, *file in (

@@ -107,7 +107,7 @@ class Plan:
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
     def make(self, source: Source, name: str) -> torch.Tensor:
-        """Return one tensor of the result, contiguous."""
+        """Return one tensor of the result, of any shape [..], contiguous."""
         names, how = self.made[name]
         tensors = [source.read(each) for each in names]
         found = tensors[0] if how is None else how(*tensors)

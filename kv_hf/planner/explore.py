@@ -111,7 +111,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf explore") -> int:
     try:
         build(args.model).launch(server_name=HOST, server_port=args.port)
     except ModuleNotFoundError as error:
-        tell_error(prog, ImportError(f"{error.name} is missing: pip install 'kv_hf[ui]'"))
+        tell_error(
+            prog, ImportError(f"{error.name} is missing: pip install -e '.[ui]' in the clone")
+        )
         return 2
     except OSError as error:  # the port is taken
         tell_error(prog, error)

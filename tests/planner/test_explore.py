@@ -28,7 +28,7 @@ def test_a_missing_gradio_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert explore.main([]) == 2
     said = capsys.readouterr().err
-    assert "gradio" in said and "pip install 'kv_hf[ui]'" in said and said.count("\n") == 1
+    assert "gradio" in said and "pip install -e '.[ui]'" in said and said.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import ROOT
 
 import kv_hf
 from kv_hf.errors import CacheOptionError, DeviceBudgetError, UnsupportedModelError
@@ -399,13 +398,6 @@ def test_devices_hold_what_their_driver_reports():
         assert bool(device.memory_source) == (device.memory is not None)
         notes = kv_hf.plan(SMALL["full"], caches=["dynamic"], device=name, context=9).notes
         assert (f"memory of {name}: {device.memory_source}" in notes) is not device.reported
-
-
-def test_examples_of_the_documentation_run(capsys):
-    text = (ROOT / "docs" / "planning.md").read_text()
-    examples = [part.split("```")[0] for part in text.split("```python\n")[1:]]
-    exec(compile("\n".join(examples), "docs/planning.md", "exec"), {})
-    assert capsys.readouterr().out
 
 
 def test_plan_names_options_by_the_nearest_cache_name():

@@ -210,6 +210,11 @@ def _of_config(
         raise UnsupportedModelError(
             f"{at} is an encoder (its config has no is_decoder=true): it generates no text, and keeps no cache"
         )
+    groups, queries = first(text, KV_HEADS), first(text, HEADS)
+    if groups and queries and queries % groups:
+        raise PlanError(
+            f"{name}: {groups} key/value heads do not divide the {queries} query heads: no model runs with this config"
+        )
     dtype, notes = named_dtype(config, given.dtype), []
     if dtype is None and stored is not None and stored.dtype is not None:
         dtype = stored.dtype
@@ -250,23 +255,12 @@ def _of_config(
         notes=tuple(notes),
         config=config,
     )
-    _check_heads(found)
     wrong = {layer.kv_heads for layer in found.layers if layer.elements} - {heads}
     if heads is not None and wrong:
         raise UnsupportedModelError(
             f"kv_heads={heads}: layers of {at} have {sorted(wrong)} kv heads whatever its config's number"
         )
     return found
-
-
-def _check_heads(found: Inventory) -> None:
-    """Raise PlanError for query heads that the kv heads of their layer do not divide."""
-    for index, layer in enumerate(found.layers):
-        if layer.elements and layer.query_heads % layer.kv_heads:
-            raise PlanError(
-                f"{found.name}: {layer.kv_heads} key/value heads do not divide the {layer.query_heads} query heads of "
-                f"layer {index}: no model runs with this config"
-            )
 
 
 # -- the dtype -------------------------------------------------------------------------------------------------
@@ -360,8 +354,9 @@ def read_weights(folder: Path) -> StoredWeights | None:
     total = index.get("metadata")
     size = total.get("total_size") if isinstance(total, dict) else None
     # older versions of transformers wrote 16060522496.0
-    is_size = type(size) in (int, float) and 0 < size <= _MOST_BYTES
-    return StoredWeights(int(size)) if is_size else None
+    if isinstance(size, (int, float)) and 0 < size <= _MOST_BYTES:
+        return StoredWeights(int(size))
+    return None
 
 
 def _sum(paths: list[Path]) -> StoredWeights:

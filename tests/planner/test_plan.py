@@ -30,7 +30,7 @@ LLAMA = "llama-3.1-8b"
 
 
 def attention(kv_heads, dim=128, **more):
-    return CachedLayer(kv_heads=kv_heads, key_dim=dim, value_dim=dim, query_heads=64, **more)
+    return CachedLayer(kv_heads=kv_heads, key_dim=dim, value_dim=dim, **more)
 
 
 def model(*layers, model_type="llama", **more):
@@ -128,7 +128,7 @@ def test_plan_as_dict_is_json_with_totals():
     assert (given["device"], given["device_memory"]) == ("l4", DEVICES["l4"].memory)
     assert [row["memory"]["total"] for row in given["rows"]] == [row.total for row in found.rows]
     assert given["inventory"]["layers"] == [
-        {"count": 3, "kv_heads": 2, "key_dim": 16, "value_dim": 16, "query_heads": 64}
+        {"count": 3, "kv_heads": 2, "key_dim": 16, "value_dim": 16}
     ]
     assert given["rows"][0]["fit"] == vars(found.rows[0].fit)
     assert str(found).startswith("m: 1 row of 300 tokens, weights 0 B, 22.49 GiB of device memory")

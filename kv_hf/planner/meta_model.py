@@ -243,7 +243,8 @@ def _readers(config: Any, count: int) -> list[int]:
     """Return how many layers of the model read each layer of its cache; those that store nothing read one of their kind."""
     sources = read(config, "kv_source_layers")  # Mistral Large 4 says which
     if sources is None:
-        types, last = read(config, "layer_types") or [None] * count, {}
+        types = read(config, "layer_types") or [None] * count
+        last: dict[Any, int] = {}  # kind of a layer -> the one that others of its kind read
         sources = []
         for index, mode in enumerate(read(config, "kv_sharing_modes") or ()):
             sources.append(last.get(types[index], index) if mode == "reuse" else index)

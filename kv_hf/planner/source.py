@@ -18,13 +18,7 @@ from transformers.utils import cached_file
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank
 from ..config_numbers import check_numbers
 from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
-from ..field_names import (
-    HEADS,
-    KV_HEADS,
-    POSITIONS,
-    first,
-    read,
-)
+from ..field_names import HEADS, KV_HEADS, POSITIONS, first, read
 from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
 from ..hub import CONFIG, cached_config, looks_like_path, why_not_model
 from ..notices import say_once
@@ -84,9 +78,7 @@ def _load(model: Any, given: _Given) -> Inventory:
     if isinstance(model, Inventory):
         if given.kv_heads is not None:
             raise PlanError("kv_heads changes a model's config; an Inventory has none any more")
-        return (
-            model if given.dtype is None else replace(model, dtype=named_dtype(None, given.dtype))
-        )
+        return replace(model, dtype=named_dtype(None, given.dtype) or model.dtype)
     if isinstance(model, PreTrainedConfig):
         name = model.name_or_path or model.model_type
         check_numbers(model.to_dict(), name)

@@ -13,7 +13,7 @@ import torch
 from ..cache.layer_choice import INDEXED, paged_formats
 from ..cache.layer_formats import LayerFormats
 from ..cache.paged_cache import PagedCache
-from ..checks import check_choice, check_int
+from ..checks import check_int
 from ..config import CacheConfig
 from ..config_reading import check_readable, read_budget
 from ..errors import CacheOptionError, PagePoolExhaustedError, UnsupportedModelError
@@ -25,7 +25,6 @@ from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks,
 from ..spec import LANES, ROWS, TABLE_DTYPE, MemoryReport, PageSpec, pages_report, reserved_pages
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
 
-KINDS = ("dynamic", "static", "paged")
 MOST_STEPS = 1 << 24  # of an offload that are followed
 EMPTY = MemoryReport(0, 0, 0, 0, 0, 0, 0, 0)
 # classes of layers in a DynamicCache whose growth is known
@@ -67,7 +66,6 @@ def predict(
     Raises: CacheOptionError, UnsupportedModelError, PagePoolExhaustedError, DeviceBudgetError: what the cache would raise,
         and for what cannot be known without the texts (prefix_store).
     """
-    check_choice("cache", cache, KINDS)
     rows, columns = len(row_tokens), max(row_tokens, default=0)
     for index, layer in enumerate(inventory.layers):
         if layer.cache_class not in KNOWN:

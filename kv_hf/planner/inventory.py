@@ -51,7 +51,6 @@ class CachedLayer:
         index_positions: int64 numbers per token that an indexer keeps beside its keys (positions of images); else 0.
         states: tensors that do not grow.
         readers: layers of the model that attend to it in a step: more than 1 where others share its keys and values.
-        query_heads: query heads of a reader.
     """
 
     cache_class: str = "DynamicLayer"
@@ -65,7 +64,6 @@ class CachedLayer:
     index_positions: int = 0
     states: tuple[State, ...] = ()
     readers: int = 1
-    query_heads: int = 0
 
     @property
     def elements(self) -> int:
@@ -201,11 +199,7 @@ def device_share(inventory: Inventory, degree: int) -> tuple[Inventory, list[str
                 f"{inventory.name}; these do: {fits}"
             )
         layers = tuple(
-            layer
-            if layer.latent
-            else replace(
-                layer, kv_heads=layer.kv_heads // degree, query_heads=layer.query_heads // degree
-            )
+            layer if layer.latent else replace(layer, kv_heads=layer.kv_heads // degree)
             for layer in layers
         )
         notes.append(f"a device holds 1/{degree} of the kv heads")

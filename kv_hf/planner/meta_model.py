@@ -17,29 +17,21 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import eager_mask
+from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.compat import is_dummy
 from ..cache.model_shape import decoder_config, kept_layers, latent_ranks
 from ..errors import UnsupportedModelError
-from ..field_names import EXPERTS, EXPERTS_PER_TOKEN, HEADS, first
+from ..field_names import EXPERTS, EXPERTS_PER_TOKEN, first, read
 from .inventory import CachedLayer, State
 
 ROWS, TOKENS = 2, 3
 # a model is run with this dtype, so that states that are float32 whatever the model's dtype show
 DTYPE = torch.bfloat16
-MOST_MODULES = 250_000  # of a model; 61 layers of 384 experts have 71,000
 # in this order: what people load to generate text with
 _KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
-# attention that computes nothing, by two names, as models differ in whether they can do without a mask
-_ATTENTION: dict[str, Any] = {
-    "kv_hf_probe": lambda *_, **__: None,
-    "kv_hf_probe_masked": eager_mask,
-}
 # one vector per token beside keys and values: transformers' DynamicIndexedLayer, and MiniMax-M3's own
 _INDEX_KEYS = ("indexer_keys", "idx_keys")
 _INDEX_POSITIONS = "indexer_position_ids"
@@ -47,9 +39,6 @@ _STATES = ("conv_states", "recurrent_states")
 # what else layers hold: numbers of transformers' own, the same for every model and row
 _COUNTERS = ("_sliding_window_tensor", "cumulative_length")
 _KNOWN = {"keys", "values", *_STATES, *_INDEX_KEYS, _INDEX_POSITIONS, *_COUNTERS}
-_SOURCES = (
-    "_kv_hf_sources"  # the mark of tensors that were made of cached ones: layers of the cache
-)
 # one model at a time: Python's warning filters, and torch's default dtype while a model is built, are the process's
 _alone = threading.RLock()
 
@@ -89,30 +78,19 @@ def look(config: Any, name: str) -> dict[str, Any]:
     notes: list[str] = []
     if model_kind(own) is None:
         own, notes = _text_part(own, name, "no class of transformers generates text from all of it")
-    failed: Exception | None = None
-    with quiet(), _registered():
-        for attention in (*_ATTENTION, "eager"):  # without a mask, with one, and the model's own
-            try:
-                try:
-                    model = _build(own, attention)
-                except ImportError as error:  # of a vision tower
-                    own, notes = _text_part(own, name, first_line(error))
-                    model = _build(own, attention)
-                cache, reads = _run(model, name)
-            except UnsupportedModelError:
-                raise
-            except Exception as error:
-                failed = error
-                continue
-            layers, more = _layers(cache, reads, decoder_config(model.config))
-            if not any(layer.elements or layer.states for layer in layers):
-                raise UnsupportedModelError(
-                    f"{name} ({config.model_type}) keeps nothing in a cache of transformers"
-                )
-            weights = _weights(model)
-            return {**weights, "layers": layers, "notes": [*notes, *more, *weights["notes"]]}
-    assert failed is not None
-    raise failed
+    with quiet():
+        try:
+            model, cache = _run(own, name)
+        except ImportError as error:  # of a vision tower
+            own, notes = _text_part(own, name, first_line(error))
+            model, cache = _run(own, name)
+    layers, more = _layers(cache, decoder_config(model.config))
+    if not any(layer.elements or layer.states for layer in layers):
+        raise UnsupportedModelError(
+            f"{name} ({config.model_type}) keeps nothing in a cache of transformers"
+        )
+    weights = _weights(model)
+    return {**weights, "layers": layers, "notes": [*notes, *more, *weights["notes"]]}
 
 
 def first_line(error: Exception) -> str:
@@ -138,44 +116,23 @@ def _text_part(config: Any, name: str, reason: str) -> tuple[Any, list[str]]:
     return text, [f"weights are those of the language model alone: {reason}"]
 
 
-def _build(config: Any, attention: str) -> Any:
-    """Build the model of a copy of `config` on the meta device: shapes and dtypes, no numbers.
-
-    A model of this thread that goes on and on is stopped: some config's number says how often a part is repeated.
-    """
-    own, thread, count = copy.deepcopy(config), threading.get_ident(), itertools.count()
-
-    def note(*_: Any) -> None:
-        if threading.get_ident() == thread and next(count) > MOST_MODULES:
-            raise UnsupportedModelError(
-                f"a model of this config has more than {MOST_MODULES:,} modules, more than a plan builds"
-            )
-
-    handle = register_module_module_registration_hook(note)
-    try:
-        with torch.device("meta"):
-            return (
-                model_kind(own).from_config(own, attn_implementation=attention, dtype=DTYPE).eval()
-            )
-    finally:
-        handle.remove()
-
-
-def _run(model: Any, name: str) -> tuple[Any, dict[int, dict[int, int]]]:
-    """Return the cache of a forward of 2 rows of 3 tokens, and {layer: {id of attention that reads it: query heads}}.
+def _run(config: Any, name: str) -> tuple[Any, Any]:
+    """Return the model of a copy of `config`, built without numbers, and its cache after a forward of 2 rows of 3 tokens.
 
     The cache is a DynamicCache, or one of the model's own class where it takes no other.
     """
+    own = copy.deepcopy(config)
+    with torch.device("meta"):
+        # attention in plain torch: a kernel's own code may ask for a device
+        options = {"attn_implementation": "eager", "dtype": DTYPE}
+        model = model_kind(own).from_config(own, **options).eval()
     takes = inspect.signature(model.forward).parameters
     argument = "past_key_values" if "past_key_values" in takes else "cache_params"
     if argument not in takes:
         raise UnsupportedModelError(f"{type(model).__name__} takes no cache of transformers")
     cache: Any = DynamicCache(config=model.config)
     try:
-        with torch.device("meta"), torch.no_grad(), _Follow() as follow:
-            for index, layer in enumerate(cache.layers):
-                if not is_dummy(layer) and hasattr(layer, "update"):
-                    layer.update = _marking(layer.update, index)
+        with torch.device("meta"), torch.no_grad(), _NoNumbers():
             ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
             try:
                 model(input_ids=ids, use_cache=True, **{argument: cache})
@@ -183,11 +140,8 @@ def _run(model: Any, name: str) -> tuple[Any, dict[int, dict[int, int]]]:
                 if "cache of its own" not in str(error):  # MiniMax
                     raise
                 cache = getattr(model(input_ids=ids, use_cache=True), argument)
-        return cache, follow.reads
-    except UnsupportedModelError:
-        raise
+        return model, cache
     except Exception as error:
-        # names are read next, which would take it for attention
         if any("attention" in type(module).__name__.lower() for module in model.modules()):
             raise
         raise UnsupportedModelError(
@@ -196,88 +150,19 @@ def _run(model: Any, name: str) -> tuple[Any, dict[int, dict[int, int]]]:
         ) from error
 
 
-# -- attention that notes which cached keys it is given -------------------------------------------------------------
+# -- numbers that tensors of the meta device do not have ------------------------------------------------------------
 
 
-def _marking(update: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """Return a layer's `update` with marks on the keys and values that it returns."""
+class _NoNumbers(TorchFunctionMode):
+    """Has a model run on the meta device: where it asks for numbers, they count as 0, so that no expert is chosen.
 
-    def marking(*args: Any, **kwargs: Any) -> Any:
-        out = update(*args, **kwargs)
-        # views, as a model may update one layer with the tensors of another
-        out = tuple(part.view_as(part) if isinstance(part, torch.Tensor) else part for part in out)
-        _mark(out, frozenset((index,)))
-        return out
-
-    return marking
-
-
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
-
-
-def _mark(given: Any, layers: frozenset[int]) -> None:
-    for tensor in _tensors(given):
-        setattr(tensor, _SOURCES, layers)
-
-
-def _sources(given: Any) -> frozenset[int]:
-    none: frozenset[int] = frozenset()
-    return none.union(*(getattr(tensor, _SOURCES, none) for tensor in _tensors(given)))
-
-
-class _Follow(TorchFunctionMode):
-    """Marks what torch's functions make of marked tensors with the same layers of the cache.
-
-    Where a model asks for numbers, which tensors of the meta device do not have, they count as 0: no expert is
-    chosen, no token is special. The shapes of a cache do not depend on them.
-
-    Attributes:
-        reads: layer of the cache -> id of attention module -> its query heads.
+    The shapes of a cache do not depend on them.
     """
-
-    current: "_Follow | None" = None  # that of the one thread that holds `_alone`
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: dict[int, dict[int, int]] = {}
-        _Follow.current = self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         stand_in = _without_numbers(func, args, kwargs)
-        out = func(*args, **kwargs) if stand_in is None else stand_in()
-        layers = _sources((args, kwargs))
-        if layers:
-            _mark(out, layers)
-        return out
-
-
-def _attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, None]:
-    layers = _sources(key) or _sources(value)
-    if len(layers) == 1 and _Follow.current is not None:  # keys of several layers are nobody's
-        (layer,) = layers
-        _Follow.current.reads.setdefault(layer, {})[id(module)] = query.shape[1]
-    out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    _mark(out, frozenset())
-    return out, None
-
-
-@contextmanager
-def _registered() -> Iterator[None]:
-    """Let transformers know the attention for a while. One at a time: it keeps one table for the process."""
-    for name, mask in _ATTENTION.items():
-        AttentionInterface.register(name, _attention)
-        AttentionMaskInterface.register(name, mask)
-    try:
-        yield
-    finally:
-        for name, interface in itertools.product(
-            _ATTENTION, (AttentionInterface, AttentionMaskInterface)
-        ):
-            interface._global_mapping.pop(name, None)
+        return func(*args, **kwargs) if stand_in is None else stand_in()
 
 
 _ZERO: dict[Any, Callable[[torch.Tensor], Any]] = {
@@ -325,24 +210,20 @@ def _without_numbers(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | N
     return None
 
 
+def _tensors(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
 # -- the layers of its cache ----------------------------------------------------------------------------------------
 
 
-def _layers(
-    cache: Any, reads: dict[int, dict[int, int]], config: Any
-) -> tuple[tuple[CachedLayer, ...], list[str]]:
+def _layers(cache: Any, config: Any) -> tuple[tuple[CachedLayer, ...], list[str]]:
     """Return the layers of a cache, and notes about them."""
-    ranks, heads = latent_ranks(config, len(cache.layers)), first(config, HEADS) or 0
+    count = len(cache.layers)
+    ranks, readers = latent_ranks(config, count), _readers(config, count)
     linear = getattr(cache, "linear_cache", [])  # MiniMaxCache
     layers = tuple(
-        _layer(
-            layer,
-            f"layer {index} of its cache ({type(layer).__name__})",
-            linear[index : index + 1],
-            list(reads.get(index, {}).values()),
-            ranks[index],
-            heads,
-        )
+        _layer(layer, index, linear[index : index + 1], ranks[index], readers[index])
         for index, layer in enumerate(cache.layers)
     )
     notes = []
@@ -358,13 +239,26 @@ def _layers(
     return layers, notes
 
 
-def _layer(
-    layer: Any, at: str, linear: Any, readers: list[int], rank: int | None, heads: int
-) -> CachedLayer:
+def _readers(config: Any, count: int) -> list[int]:
+    """Return how many layers of the model read each layer of its cache; those that store nothing read one of their kind."""
+    sources = read(config, "kv_source_layers")  # Mistral Large 4 says which
+    if sources is None:
+        types = read(config, "layer_types") or [None] * count
+        last: dict[Any, int] = {}  # kind of a layer -> the one that others of its kind read
+        sources = []
+        for index, mode in enumerate(read(config, "kv_sharing_modes") or ()):
+            sources.append(last.get(types[index], index) if mode == "reuse" else index)
+            if mode == "store":
+                last[types[index]] = index
+    return [max(1, sources.count(index)) for index in range(count)]
+
+
+def _layer(layer: Any, index: int, linear: Any, rank: int | None, readers: int) -> CachedLayer:
     """Return what a layer holds. Raises UnsupportedModelError where a CachedLayer cannot say it."""
+    at = f"layer {index} of its cache ({type(layer).__name__})"
     if is_dummy(layer):
         return CachedLayer(cache_class=type(layer).__name__)
-    held = {name: list(_tensors(value)) for name, value in vars(layer).items()}
+    held = {name: _tensors(value) for name, value in vars(layer).items()}
     strange = [name for name, tensors in held.items() if tensors and name not in _KNOWN]
     if strange:
         raise UnsupportedModelError(f"{at} holds {strange[0]}, whose size a plan does not know")
@@ -377,10 +271,10 @@ def _layer(
             State(tuple(t.shape[1:]), _dtype(t)) for t in (*states, *_tensors(list(linear)))
         ),
     }
-    for index in (tensor for name in _INDEX_KEYS for tensor in held.get(name, ())):
+    for key in (tensor for name in _INDEX_KEYS for tensor in held.get(name, ())):
         positions = held.get(_INDEX_POSITIONS)
-        given["index_dim"] = index.numel() // (ROWS * TOKENS)
-        given["index_dtype"] = _dtype(index)
+        given["index_dim"] = key.numel() // (ROWS * TOKENS)
+        given["index_dtype"] = _dtype(key)
         given["index_positions"] = positions[0].shape[0] if positions else 0
     found = [held[name][0] for name in ("keys", "values") if held.get(name)]
     if not found or not found[0].numel():
@@ -400,8 +294,7 @@ def _layer(
         value_dim=values.shape[3],
         latent=rank is not None and keys.shape[1] == 1 and keys.shape[3] == rank,
         window=getattr(layer, "sliding_window", None),
-        readers=max(1, len(readers)),
-        query_heads=max(readers, default=heads),
+        readers=readers,
     )
 
 

@@ -97,7 +97,7 @@ def print_devices() -> None:
         memory = "" if device.memory is None else format_bytes(device.memory)
         figures = f"{device.name:<15}{memory:>11}{format_bandwidth(device.bandwidth):>13}"
         sources = "; ".join(one for one in (device.memory_source, device.source) if one)
-        _print_wrapped(f"{figures}  {sources}", hang=len(figures) + GAP)
+        tell("\n".join(wrap(f"{figures}  {sources}", text_width(), len(figures) + GAP)))
 
 
 def print_presets() -> None:
@@ -105,11 +105,7 @@ def print_presets() -> None:
     names = preset_names()
     wide = max(map(len, names), default=0) + GAP
     for name in names:
-        _print_wrapped(f"{name:<{wide}}{read_preset(name)['model']}", hang=wide)
-
-
-def _print_wrapped(line: str, hang: int) -> None:
-    tell("\n".join(wrap(line, text_width(), hang)))
+        tell(f"{name:<{wide}}{read_preset(name)['model']}")
 
 
 # -- a plan as lines for people: what the model keeps, a row per cache, and notes ---------------------------------

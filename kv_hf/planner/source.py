@@ -18,13 +18,7 @@ from transformers.utils import cached_file
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank
 from ..config_numbers import check_numbers
 from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
-from ..field_names import (
-    HEADS,
-    KV_HEADS,
-    POSITIONS,
-    first,
-    read,
-)
+from ..field_names import HEADS, KV_HEADS, POSITIONS, first, read
 from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
 from ..hub import CONFIG, cached_config, looks_like_path, why_not_model
 from ..notices import say_once
@@ -84,9 +78,7 @@ def _load(model: Any, given: _Given) -> Inventory:
     if isinstance(model, Inventory):
         if given.kv_heads is not None:
             raise PlanError("kv_heads changes a model's config; an Inventory has none any more")
-        return (
-            model if given.dtype is None else replace(model, dtype=named_dtype(None, given.dtype))
-        )
+        return replace(model, dtype=named_dtype(None, given.dtype) or model.dtype)
     if isinstance(model, PreTrainedConfig):
         name = model.name_or_path or model.model_type
         check_numbers(model.to_dict(), name)
@@ -210,6 +202,11 @@ def _of_config(
         raise UnsupportedModelError(
             f"{at} is an encoder (its config has no is_decoder=true): it generates no text, and keeps no cache"
         )
+    groups, queries = first(text, KV_HEADS), first(text, HEADS)
+    if groups and queries and queries % groups:
+        raise PlanError(
+            f"{name}: {groups} key/value heads do not divide the {queries} query heads: no model runs with this config"
+        )
     dtype, notes = named_dtype(config, given.dtype), []
     if dtype is None and stored is not None and stored.dtype is not None:
         dtype = stored.dtype
@@ -250,23 +247,12 @@ def _of_config(
         notes=tuple(notes),
         config=config,
     )
-    _check_heads(found)
     wrong = {layer.kv_heads for layer in found.layers if layer.elements} - {heads}
     if heads is not None and wrong:
         raise UnsupportedModelError(
             f"kv_heads={heads}: layers of {at} have {sorted(wrong)} kv heads whatever its config's number"
         )
     return found
-
-
-def _check_heads(found: Inventory) -> None:
-    """Raise PlanError for query heads that the kv heads of their layer do not divide."""
-    for index, layer in enumerate(found.layers):
-        if layer.elements and layer.query_heads % layer.kv_heads:
-            raise PlanError(
-                f"{found.name}: {layer.kv_heads} key/value heads do not divide the {layer.query_heads} query heads of "
-                f"layer {index}: no model runs with this config"
-            )
 
 
 # -- the dtype -------------------------------------------------------------------------------------------------
@@ -360,8 +346,9 @@ def read_weights(folder: Path) -> StoredWeights | None:
     total = index.get("metadata")
     size = total.get("total_size") if isinstance(total, dict) else None
     # older versions of transformers wrote 16060522496.0
-    is_size = type(size) in (int, float) and 0 < size <= _MOST_BYTES
-    return StoredWeights(int(size)) if is_size else None
+    if isinstance(size, (int, float)) and 0 < size <= _MOST_BYTES:
+        return StoredWeights(int(size))
+    return None
 
 
 def _sum(paths: list[Path]) -> StoredWeights:

@@ -193,7 +193,7 @@ def sliding(window, slides):
         **{**COMMON, "num_hidden_layers": len(slides), "head_dim": DIM, "layer_types": kinds},
         sliding_window=window,
     )
-    sizes = {"kv_heads": HEADS, "key_dim": DIM, "value_dim": DIM, "query_heads": 4}
+    sizes = {"kv_heads": HEADS, "key_dim": DIM, "value_dim": DIM}
     full = CachedLayer(**sizes)
     moving = CachedLayer("DynamicSlidingWindowLayer", **sizes, window=window)
     layers = tuple(moving if one else full for one in slides)

@@ -29,7 +29,6 @@ NAMES = {
     **{"num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99},
 }
 LLAMA = {**NAMES, "model_type": "llama"}
-PROBES = {"kv_hf_probe", "kv_hf_probe_masked"}
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +115,7 @@ def test_folders_files_configs_and_inventories_say_the_same(tmp_path, monkeypatc
     assert (found.name, found.dtype) == ("gpt2", "float16")
     assert load_inventory(tmp_path / "gpt2" / "config.json").layers == found.layers
     assert load_inventory(config).layers == found.layers
-    assert load_inventory(found) is found
+    assert load_inventory(found) == found
     assert load_inventory(found, dtype=torch.bfloat16).dtype == "bfloat16"
     monkeypatch.chdir(tmp_path)
     assert load_inventory("gpt2").notes == ("'gpt2' was read from here, not the preset gpt2",)
@@ -136,12 +135,6 @@ def test_folders_files_configs_and_inventories_say_the_same(tmp_path, monkeypatc
 def test_configs_of_no_decoder_are_refused(tmp_path, text, message):
     with pytest.raises(kv_hf.KVCacheError, match=message):
         load_inventory(write(tmp_path / "new", text))
-
-
-def test_models_of_modules_without_end_are_stopped(monkeypatch):
-    monkeypatch.setattr(meta_model, "MOST_MODULES", 20)
-    with pytest.raises(kv_hf.UnsupportedModelError, match="more than 20 modules"):
-        load_inventory(tiny_models.make_config("llama"))
 
 
 def test_fields_that_break_the_code_that_reads_them_end_in_an_error(tmp_path):
@@ -242,7 +235,6 @@ def test_layers_that_share_keys_are_counted_as_readers():
     for family in filter(planned_models.is_there, planned_models.SHARED):
         layers = load_inventory(planned_models.make_config(family)).layers
         assert [layer.readers for layer in layers[:4]] == [1, 1, 2, 2]
-        assert {layer.query_heads for layer in layers[:4]} == {4}
     if tiny_latent.is_there("mistral_large4"):
         layers = load_inventory(tiny_latent.make_config("mistral_large4")).layers
         assert [layer.readers for layer in layers] == [2, 2, 1, 1, 1]
@@ -273,8 +265,6 @@ def test_nothing_else_notices_a_forward(caplog, monkeypatch):
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.get_default_dtype() == torch.float32 and torch.zeros(1).device.type == "cpu"
         assert torch.ones(2)[0].item() == 1  # no mode is left that takes numbers for 0
-        registered = {*transformers.AttentionInterface(), *transformers.AttentionMaskInterface()}
-        assert not PROBES & registered
         assert logging.getLogger().handlers[0].filters == filters
 
     with warnings.catch_warnings(record=True) as said:

@@ -21,7 +21,9 @@ def allowed(expected: torch.Tensor, terms: int = TERMS) -> float:
     numbers = expected.detach()
     finite = numbers[numbers.isfinite() & (numbers.abs() < 1e6)].double()
     size = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
-    largest = max(unit(expected.dtype), unit(torch.float32))  # what is compared in fp64 was computed in fp32
+    largest = max(
+        unit(expected.dtype), unit(torch.float32)
+    )  # what is compared in fp64 was computed in fp32
     return 2 * roundings(terms) * largest * size
 
 

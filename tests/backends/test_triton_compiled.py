@@ -68,7 +68,14 @@ def test_decode_loop_keeps_its_budget(arch, name, dim, group, budget):
     assert instructions_per_number(code, spec, group) <= budget
 
 
-@pytest.mark.parametrize("pair", [("int8", "int4"), ("exact", "int4"), ("fp8", "exact")], ids=str)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("int8", "int4"),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in (("exact", "int4"), ("fp8", "exact"))),
+    ],
+    ids=str,
+)
 def test_decode_of_mixed_formats_does_not_spill(pair):
     assert decode(spec_of(pair[0], values=pair[1])).spills == 0
 
@@ -162,7 +169,13 @@ def test_kernels_compile_for_amd(name, values):
 
 
 @pytest.mark.parametrize(
-    "pair", [("int4", None), ("fp8", None), ("int2_mixed", "int3_rotated")], ids=str
+    "pair",
+    [
+        ("int4", None),
+        ("int2_mixed", "int3_rotated"),
+        pytest.param(("fp8", None), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_seal_rounds_every_step_and_does_not_spill(pair):
     """No fused multiply-add and no approximate division: the bytes are those of the definition."""

@@ -120,7 +120,10 @@ def spec_of(name, dim=128):
 
 @needs_triton
 @pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("int8", "int4"))) for n in FORMAT_NAMES],
+)
 def test_dense_kernel_compiles_to_wide_loads_and_stores(name, side):
     """16 bytes at a time, without spills; products and sums are rounded one by one, as the definition's."""
     from kv_hf.backends.triton import aot, sass
@@ -135,7 +138,9 @@ def test_dense_kernel_compiles_to_wide_loads_and_stores(name, side):
 
 
 @needs_triton
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx942"])
+@pytest.mark.parametrize(
+    "arch", ["gfx942", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sm_80", "sm_100"))]
+)
 def test_dense_kernel_compiles_for_other_gpus(arch):
     from kv_hf.backends.triton import aot
 
@@ -146,7 +151,7 @@ def test_dense_kernel_compiles_for_other_gpus(arch):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["int4", "fp8_ds_mla"])
+@pytest.mark.parametrize("name", ["int4", pytest.param("fp8_ds_mla", marks=pytest.mark.slow)])
 def test_dense_kernel_of_latents_compiles_without_spills(name):
     from kv_hf.backends.triton import aot, sass
 

@@ -127,10 +127,12 @@ class _Noted:
 @pytest.mark.parametrize(
     "name",
     [
-        "int8",
         "int4",
         "int3",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("exact", "fp8", "int2", "k5v3")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("exact", "fp8", "int8", "int2", "k5v3")
+        ),
     ],
 )
 def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):

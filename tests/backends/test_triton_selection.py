@@ -293,7 +293,9 @@ BUDGETS = {"int4": 560, "exact": 480, "int4_mixed": 930}
 
 
 @needs_triton
-@pytest.mark.parametrize("keys", ["int4", "exact", "int4_mixed"])
+@pytest.mark.parametrize(
+    "keys", ["int4", "int4_mixed", pytest.param("exact", marks=pytest.mark.slow)]
+)
 def test_kernel_keeps_its_budget(keys):
     code = compiled(keys, "sm_90")
     assert code.count("LDL", "STL") == 0

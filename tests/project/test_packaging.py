@@ -133,15 +133,3 @@ def test_the_suggested_name_of_a_clone_is_no_name_of_a_package():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for name in re.findall(r"git clone \S*(?: this repository>)? (\S+)", page.read_text()):
             assert not name.isidentifier(), f"{page.name} suggests a clone named {name}"
-
-
-def test_long_description_without_an_address_keeps_the_text_alone():
-    text = "![plot](a.png) [one](notes/a#b), [two](https://c.d/e), [three](#f)"
-    assert SETUP["long_description"](text, "") == " one, [two](https://c.d/e), [three](#f)"
-
-
-def test_classifiers_and_scripts_are_those_of_the_project():
-    project = SETTINGS["project"]
-    assert project["scripts"] == {"kv-hf": "kv_hf_cli:main"}
-    python = [line for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)]
-    assert python[0].endswith(project["requires-python"].removeprefix(">="))

@@ -25,6 +25,7 @@ from kv_hf.backends.registry import chooser
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.formats import FORMAT_NAMES
 from kv_hf.hf.attention import kv_hf_attention
+from kv_hf.spec import SideSpec
 from measure.runner import Contender, Fields, Verdict, in_turns, judge, workload
 from measure.shapes import SHAPES, captured, copy_bandwidth
 
@@ -95,7 +96,9 @@ def stock(work: Step) -> list[Contender]:
     return [dynamic, dense("sdpa", sdpa), dense("sdpa-packed", packed)]
 
 
-def through_cache(work: Step, cache: Any, attention: Callable[..., Any]) -> Callable[[], object]:
+def through_cache(
+    work: Step, cache: Any, attention: Callable[..., Any]
+) -> Callable[[], torch.Tensor]:
     """Fill a cache; return what appends the step's token and attends, layer by layer, as a model's forward does."""
     module: Any = SimpleNamespace(num_key_value_groups=work.shape.group, is_causal=True)
     news = [(k[:, :, -1:], v[:, :, -1:]) for k, v in zip(work.keys, work.values, strict=True)]
@@ -222,8 +225,8 @@ def stored(kv: PagedKV, row: int) -> tuple[Tokens, Tokens]:
     ):
         own = window[row, :, :exact].float()
 
-        def in_order(own: torch.Tensor, *of: Any) -> torch.Tensor:
-            pages = decode_tile(*of, ids, torch.float32)[0]
+        def in_order(own: torch.Tensor, fields: Any, side: SideSpec) -> torch.Tensor:
+            pages = decode_tile(fields, side, ids, torch.float32)[0]
             return torch.cat([own[:, :sinks], pages, own[:, sinks:]], 1)
 
         codes = in_order(own, *without_offsets(fields, side))

@@ -16,7 +16,7 @@ from kv_hf.evaluation.steps import Decoding, kernel_of, random_prompt
 from kv_hf.formats import cache_names, is_cache_name
 from kv_hf.hf.latent import prepare_latents
 from measure.attention import Step, cold_layers, paged, speeds, stock
-from measure.runner import WARMUP, Contender, Fields, Grid, in_turns, judge, workload
+from measure.runner import WARMUP, Contender, Fields, Grid, check, in_turns, judge, workload
 from measure.shapes import captured, load, random_model
 from measure.steps import LATENT_CACHES, finite, logit_verdicts
 
@@ -62,7 +62,7 @@ def pages(
 def logits(device: torch.device, model: str, dtype: str) -> Iterator[Fields]:
     """Logits of small models with every paged cache, beside DynamicCache and the reference kernel."""
     verdicts = list(logit_verdicts(load(model, device, dtype)))
-    judge([Contender(one.name, finite, verdict=lambda one=one: one) for one in verdicts])
+    check(verdicts)
     for one in verdicts:
         facts = {"contender": one.name, "weights": "random"}
         yield {**facts, "error": one.error, "error_allowed": one.allowed}

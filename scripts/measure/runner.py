@@ -339,7 +339,7 @@ class Child:
         if found is None:
             self.begun = time.monotonic()
             self.end = min(self.last, self.begun + self.task[0].limit)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def close(self) -> None:
         """End the process and what it started."""

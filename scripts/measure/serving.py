@@ -27,6 +27,7 @@ from measure.runner import Fields, Verdict, workload
 from measure.shapes import RANDOM_MODELS, folder_of, load
 
 WAIT_S = 300
+BATCH = 512  # most tokens of a forward
 MIB = 1 << 20
 BLOCK = 256  # tokens of a block of transformers' own pages
 OWN, STOCK = "transformers", "transformers serve"
@@ -42,7 +43,7 @@ def text_ids(model: str) -> list[int]:
     """Return a long text as a model's token ids; of a random model, which has no tokenizer, random ones."""
     if model in RANDOM_MODELS:
         vocab = RANDOM_MODELS[model].vocab_size
-        return random_prompt(vocab, 1, 3000, torch.device("cpu"))[0].tolist()  # type: ignore[no-any-return]
+        return random_prompt(vocab, 1, 3000, torch.device("cpu"))[0].tolist()
     text = "\n\n".join(load_text(name) for name in ("novel", "lincoln_1862"))
     return list(AutoTokenizer.from_pretrained(folder_of(model))(text)["input_ids"])
 
@@ -149,12 +150,7 @@ def requests_of(load: str, ids: list[int], requests: int, least: int, most: int)
 
 
 def run_load(
-    model: Any,
-    prompts: Sequence[list[int]],
-    answer: int,
-    cache: str,
-    budget: int,
-    batch_tokens: int,
+    model: Any, prompts: Sequence[list[int]], answer: int, cache: str, budget: int
 ) -> Fields:
     """Run requests that all come at once through continuous batching, on a paged cache or OWN.
 
@@ -166,7 +162,7 @@ def run_load(
     generation = GenerationConfig(
         do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=answer
     )
-    batching = ContinuousBatchingConfig(max_batch_tokens=batch_tokens, max_requests_per_batch=len(prompts))  # fmt: skip
+    batching = ContinuousBatchingConfig(max_batch_tokens=BATCH, max_requests_per_batch=len(prompts))  # fmt: skip
     if cache == OWN:
         token = sum(shape[0] * (shape[1] + shape[2]) for shape in layer_shapes(model) if shape)
         batching.num_blocks = budget // (BLOCK * token * model.dtype.itemsize)
@@ -224,10 +220,10 @@ def batches(
     """Continuous batching on paged caches beside transformers' own pages in the same bytes."""
     loaded = shapes.load(model, device, "bfloat16")
     prompts = requests_of(load, text_ids(model), requests, least, most)
-    facts = {"prompt_tokens": sum(map(len, prompts)), "batch_tokens": 512, "dtype": "bfloat16"}
+    facts = {"prompt_tokens": sum(map(len, prompts)), "batch_tokens": BATCH, "dtype": "bfloat16"}
     own: Fields = {}
     for cache in (OWN, "paged_exact", "paged_int4"):
-        found = run_load(loaded, prompts, answer, cache, budget, facts["batch_tokens"])
+        found = run_load(loaded, prompts, answer, cache, budget)
         outputs = found.pop("outputs")
         own = own or {**found, "outputs": outputs}
         equal = sum(a == b for a, b in zip(outputs, own["outputs"], strict=True))

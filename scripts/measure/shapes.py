@@ -57,7 +57,7 @@ def _llama(
 
 
 def _deepseek(
-    kind: type[PreTrainedConfig], vocab: int, hidden: int, between: int, layers: int, heads: int, queries: int | None,
+    kind: type[DeepseekV2Config | DeepseekV3Config], vocab: int, hidden: int, between: int, layers: int, heads: int, queries: int | None,
     latent: int, nope: int, rope: int, values: int,
 ) -> PreTrainedConfig:  # fmt: skip
     """Return the config of latent attention without experts; a small vocabulary, or the logits would outweigh the layers."""

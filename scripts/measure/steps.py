@@ -391,7 +391,7 @@ def beams(device: torch.device, shape: str, beams: int, context: int) -> Iterato
 
 # -- memory
 
-FOOTPRINT = {"model": ["smollm2-135m"], "batch": [1], "dtype": ["bfloat16"]}
+FOOTPRINT: dict[str, list[Any]] = {"model": ["smollm2-135m"], "batch": [1], "dtype": ["bfloat16"]}
 
 
 @workload(

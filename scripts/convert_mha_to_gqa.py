@@ -3,7 +3,7 @@
     python scripts/convert_mha_to_gqa.py SRC DST --num-kv-heads 4 --dry-run
     python scripts/convert_mha_to_gqa.py SRC DST --num-kv-heads 4 --method svd --calibration text.txt
 
-Checks everything before it writes; weights are read and written one tensor at a time. docs/gqa.md says the rest.
+Checks everything before it writes; one file of weights is in memory at a time. docs/gqa.md says the rest.
 """
 
 import sys

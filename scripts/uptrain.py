@@ -2,7 +2,7 @@
 
     python scripts/uptrain.py --student model-2 --teacher model --out trained --data text.txt --minutes 20
     python scripts/uptrain.py ... --resume                              behind Ctrl-C, a kill or a crash
-    accelerate launch --num_processes 2 scripts/uptrain.py ...          a process per GPU, or on a CPU too
+    accelerate launch --num_processes 2 scripts/uptrain.py ...          a process per GPU; torchrun on a CPU too
 
 The loop is transformers' Trainer; its states lie in OUT.uptraining until OUT is written. The result is an ordinary checkpoint.
 --teacher may name a packaged model (measure/models/packaged.py). --record appends the first and the last figures to
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from measure.models.packaged import PACKAGED, resolve_model
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from transformers import (  # fmt: skip
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -47,49 +48,27 @@ BLOCK = {
 HELD = 64  # windows held out of the data where there is no --eval-text
 
 
-class _Given(torch.autograd.Function):
-    """A value whose gradient is known: no distribution of all positions is ever kept for it."""
+def distillation(own: torch.Tensor, other: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return [KL(teacher || student), cross entropy], means over all positions but the last, in fp32.
 
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        ctx.save_for_backward(gradient)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.saved_tensors[0] * grad, None, None
-
-
-def distillation(own: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, alpha: float) -> torch.Tensor:  # fmt: skip
-    """Return [loss, KL(teacher || student), cross entropy], means over all positions but the last, block by block.
-
-    loss = alpha * KL + (1 - alpha) * cross entropy, in fp32; only the first has a gradient.
+    Block by block of positions, whose distributions are made again for the gradient and never kept.
 
     Args:
         own, other: logits [batch, length, vocabulary] of student and teacher; padding behind the smaller one is left out.
         ids: [batch, length], int64.
     """
+
+    def block(a: torch.Tensor, b: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        log = a.float().log_softmax(-1)
+        kl = F.kl_div(log, b.float().log_softmax(-1), reduction="sum", log_target=True)
+        return torch.stack([kl, F.nll_loss(log, wanted, reduction="sum")])
+
     width, targets = min(own.shape[-1], other.shape[-1]), ids[:, 1:].flatten()
-    flat, taught = (x[:, :-1, :width].flatten(0, 1) for x in (own, other))
-    gradient, sums = torch.empty_like(flat), torch.zeros(2, dtype=torch.float64)
+    logits = [x[:, :-1, :width].flatten(0, 1) for x in (own, other)]
     rows = BLOCK.get(own.device.type, 1024)
-    for at in range(0, len(targets), rows):
-        part = slice(at, at + rows)
-        a = flat[part].detach().float().requires_grad_()
-        with torch.enable_grad():
-            log = a.log_softmax(-1)
-            kl = F.kl_div(
-                log, taught[part].float().log_softmax(-1), reduction="sum", log_target=True
-            )
-            entropy = F.nll_loss(log, targets[part], reduction="sum")
-            if flat.requires_grad:
-                loss = alpha * kl + (1 - alpha) * entropy
-                gradient[part] = torch.autograd.grad(loss, a)[0] / len(targets)
-        sums += torch.stack([kl, entropy]).detach().double().cpu()
-    kl, entropy = (sums / len(targets)).float().to(own.device)
-    return torch.stack(
-        [_Given.apply(flat, gradient, alpha * kl + (1 - alpha) * entropy), kl, entropy]
-    )
+    blocks = zip(*(x.split(rows) for x in (*logits, targets)), strict=True)
+    made = [checkpoint(block, *each, use_reentrant=False, preserve_rng_state=False) for each in blocks]  # fmt: skip
+    return torch.stack(made).sum(0) / len(targets)
 
 
 class Distill(Trainer):
@@ -108,7 +87,8 @@ class Distill(Trainer):
         model.eval()
         with torch.no_grad():
             other = self.teacher(input_ids=ids, use_cache=False).logits
-        loss = distillation(model(input_ids=ids, use_cache=False).logits, other, ids, self.alpha)[0]
+        kl, entropy = distillation(model(input_ids=ids, use_cache=False).logits, other, ids)
+        loss = self.alpha * kl + (1 - self.alpha) * entropy
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 f"the loss is {loss.item()} in step {self.state.global_step}: --resume with a smaller --lr"
@@ -178,7 +158,7 @@ def evaluate(model: Any, teacher: Any, held: Sequence[torch.Tensor]) -> dict[str
     for window in held:
         ids = window[None].to(model.device)
         own, other = (each(input_ids=ids, use_cache=False).logits for each in (model, teacher))
-        _, kl, entropy = distillation(own, other, ids, 0.0).tolist()
+        kl, entropy = distillation(own, other, ids).tolist()
         theirs = F.cross_entropy(other[0, :-1].float(), ids[0, 1:]).item()
         sums += (len(window) - 1) * torch.tensor([kl, entropy, theirs], dtype=torch.float64)
         count += len(window) - 1
@@ -245,7 +225,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     how = TrainingArguments(
         str(work), max_steps=args.steps or 1 << 30, per_device_train_batch_size=args.batch, gradient_accumulation_steps=args.accumulate,
         learning_rate=args.lr, max_grad_norm=1.0, save_steps=args.save_every, save_total_limit=2, seed=args.seed, logging_steps=10,
-        bf16=args.dtype == "bfloat16", report_to=[], remove_unused_columns=False, dataloader_drop_last=len(data) >= args.batch,
+        bf16=args.dtype == "bfloat16", use_cpu=not torch.cuda.is_available(), report_to=[], remove_unused_columns=False, dataloader_drop_last=len(data) >= args.batch,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.0)
     trainer = Distill(
@@ -255,6 +235,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     main = trainer.is_world_process_zero()
     kept_figures = work / "before.json"
     if not args.resume:
+        trainer.accelerator.wait_for_everyone()  # all have seen that there is no run yet
         before = evaluate(model.eval(), trainer.teacher, held)
         if main:
             work.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,348 @@
+"""Method svd: lossless where heads are equal up to what it may undo, best in its own terms, and right or refused."""
+
+import shutil
+
+import pytest
+import tiny_mha
+import torch
+from safetensors.torch import save_file
+from tiny_tokenizer import make_tokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import kv_hf
+from kv_hf.gqa.heads import parts_of, split
+from kv_hf.gqa.keys import Rotary, best_common, loss, merge_keys, plain_mean, probe_rotary
+from kv_hf.gqa.source import Source
+from kv_hf.gqa.structure import find_structure
+from kv_hf.gqa.values import OutputFactors, choose_groups, fit_outputs, fit_values
+
+DIM, HEADS, KV = 8, 8, 4
+FAMILIES = {
+    "llama (all biases)": {"attention_bias": True},
+    "qwen2 (biases)": {},
+    "glm4 (interleaved, partial)": {"partial_rotary_factor": 0.5},
+    "phi (half-split, partial, parallel, biases)": {"partial_rotary_factor": 0.5},
+    "smollm3 (layers without positions)": {"no_rope_layers": [0, 1]},
+    "phi3 (fused)": {},
+    "gpt_oss (sinks, biases)": {"num_local_experts": 2, "num_experts_per_tok": 1},
+}
+HALF = ([(i, i + DIM // 2) for i in range(DIM // 2)], [])
+PLANES = {
+    "glm4": ([(0, 1), (2, 3)], [4, 5, 6, 7]),
+    "phi": ([(0, 2), (1, 3)], [4, 5, 6, 7]),
+}
+
+
+def model_of(family, **more):
+    """Make a tiny random model with a spread of attention that matters."""
+    name = family.split(" ")[0]
+    options = {
+        "hidden_size": 64 if name == "phi" else 32, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV, "head_dim": DIM, "vocab_size": 64, "intermediate_size": 48, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[name](**options | FAMILIES.get(family, {}) | more)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+            elif parameter.dim() == 1 and not parameter.any():
+                parameter.normal_(0, 0.2)  # biases begin as zeros
+    return model
+
+
+def plane_map(angles, planes):
+    """Return the map [DIM, DIM] that turns each plane by its angle, and every other channel freely."""
+    pairs, free = planes
+    out = torch.zeros(DIM, DIM)
+    for i, (a, b) in enumerate(pairs):
+        c, s = angles[i].cos(), angles[i].sin()
+        out[a, a], out[a, b], out[b, a], out[b, b] = c, -s, s, c
+    if free:
+        generator = torch.Generator().manual_seed(int(angles[0] * 1000))
+        turn = torch.linalg.qr(torch.randn(len(free), len(free), generator=generator))[0]
+        for i, a in enumerate(free):
+            out[a, free] = turn[i]
+    return out
+
+
+def turn_heads(folder, groups, family):
+    """Make the heads of each group equal up to what may be undone: keys by plane, values by any rotation; on disk."""
+    opened = Source.open(folder)
+    structure = find_structure(opened, groups)
+    tensors = {name: opened.read(name) for name in opened.tensors}
+    m, per = KV // groups, HEADS // KV
+    generator = torch.Generator().manual_seed(1)
+    for layer in range(2):
+        names = [n for n in structure.changed if f".layers.{layer}." in n]
+        found = {n: split(tensors[n], parts_of(n, structure)) for n in names}
+        base = names[0].rsplit(".", 2)[0]
+        values = torch.linalg.qr(torch.randn(KV, DIM, DIM, generator=generator))[0]
+        angles = torch.rand(KV, DIM, generator=generator) * 6
+        planes = PLANES.get(family.split(" ")[0], HALF)
+        if family.startswith("smollm3") and layer == 0:
+            planes = ([], list(range(DIM)))
+        keys = torch.stack([plane_map(a, planes) for a in angles])
+        each = keys.repeat_interleave(per, 0)
+        for n in names:
+            for kind, turns in (("key", keys), ("value", values)):
+                if kind in found[n]:
+                    first = found[n][kind][::m].repeat_interleave(m, 0)
+                    found[n][kind] = torch.einsum("gde,ge...->gd...", turns, first)
+            if "query" in found[n]:
+                found[n]["query"] = torch.einsum("hde,he...->hd...", each, found[n]["query"])
+            tensors[n] = torch.cat([part.flatten(0, 1) for part in found[n].values()])
+        for name in (f"{base}.q_proj.weight", f"{base}.q_proj.bias"):
+            if name in tensors:
+                heads = tensors[name].unflatten(0, (HEADS, DIM))
+                tensors[name] = torch.einsum("hde,he...->hd...", each, heads).flatten(0, 1)
+        output = next(n for n in (f"{base}.o_proj.weight", f"{base}.dense.weight") if n in tensors)
+        heads = tensors[output].unflatten(1, (HEADS, DIM))
+        turned = torch.einsum("ohe,hde->ohd", heads, values.repeat_interleave(per, 0))
+        tensors[output] = turned.flatten(1)
+    found = {n: t.contiguous() for n, t in tensors.items()}
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+
+
+def ids(windows=8, tokens=48, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 64, (windows, tokens), generator=generator)
+
+
+def converted(source, groups, method="svd", text=None):
+    """Return the conversion of a checkpoint, as plain transformers loads it; nothing may be missing."""
+    target = source.parent / f"{method}-{groups}"
+    text = None if method == "mean" else ids() if text is None else text
+    kv_hf.convert_to_gqa(source, target, groups, method=method, calibration=text)
+    return tiny_mha.load(target)
+
+
+@torch.no_grad()
+def apart(one, other):
+    """Return the largest distance of the logits of two models on a text that was not calibrated on, as a part of the largest."""
+    one, other = (model(ids(2, 30, 9)).logits for model in (one, other))
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@torch.no_grad()
+def off(one, other):
+    """Return the mean squared distance of the logits of two models on such a text."""
+    one, other = (model(ids(2, 30, 9)).logits for model in (one, other))
+    return float((one - other).square().mean())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_svd_loses_nothing_of_heads_that_are_turned_copies(tmp_path, family, groups):
+    source = tmp_path / "source"
+    model_of(family).save_pretrained(source)
+    turn_heads(source, groups, family)
+    exact = AutoModelForCausalLM.from_pretrained(source).eval()
+    assert apart(converted(source, groups, "mean"), exact) > 0.03
+    assert apart(converted(source, groups), exact) < 1e-3  # what the fits' ridge leaves
+
+
+def test_svd_is_closer_than_the_mean_for_heads_that_share_nothing(tmp_path):
+    source = tmp_path / "source"
+    model_of("llama").save_pretrained(source)
+    exact = AutoModelForCausalLM.from_pretrained(source).eval()
+    kv_hf.convert_to_gqa(source, tmp_path / "fit", 2, method="svd", calibration=ids(64, 30))
+    fit, mean = (
+        off(tiny_mha.load(tmp_path / "fit"), exact),
+        off(converted(source, 2, "mean"), exact),
+    )
+    assert fit < 0.8 * mean
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_keys_behind_a_norm_stay_means_and_values_are_merged(tmp_path, family):
+    source = tmp_path / "source"
+    model_of(family).save_pretrained(source)
+    exact = AutoModelForCausalLM.from_pretrained(source).eval()
+    pooled, found = converted(source, 1, "mean"), converted(source, 1)
+    for one, other in zip(pooled.model.layers, found.model.layers, strict=True):
+        assert torch.equal(one.self_attn.q_proj.weight, other.self_attn.q_proj.weight)
+        torch.testing.assert_close(one.self_attn.k_proj.weight, other.self_attn.k_proj.weight)
+        assert not torch.equal(one.self_attn.v_proj.weight, other.self_attn.v_proj.weight)
+    assert off(found, exact) < off(pooled, exact)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss (sinks, biases)"])
+def test_heads_that_are_alike_are_merged_wherever_they_lie(tmp_path, family):
+    """Heads 0 and 1 are turned copies of each other, and 2 and 3; then they are moved apart. Sinks hold heads in place."""
+    source = tmp_path / "source"
+    model_of(family).save_pretrained(source)
+    turn_heads(source, 2, family)
+    opened = Source.open(source)
+    tensors = {name: opened.read(name) for name in opened.tensors}
+    order, per = torch.tensor([0, 2, 1, 3]), HEADS // KV
+    heads = (order[:, None] * per + torch.arange(per)).flatten()
+    for name, tensor in tensors.items():
+        kind = name.split(".")[-2]
+        if kind in ("k_proj", "v_proj"):
+            tensors[name] = tensor.unflatten(0, (KV, DIM))[order].flatten(0, 1).contiguous()
+        elif kind == "q_proj":
+            tensors[name] = tensor.unflatten(0, (HEADS, DIM))[heads].flatten(0, 1).contiguous()
+        elif kind == "o_proj" and tensor.dim() == 2:
+            tensors[name] = tensor.unflatten(1, (HEADS, DIM))[:, heads].flatten(1).contiguous()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    exact = AutoModelForCausalLM.from_pretrained(source).eval()
+    assert (apart(converted(source, 2), exact) < 1e-3) == (family == "llama")
+
+
+def test_text_is_read_by_the_checkpoints_tokenizer_and_dtypes_are_kept(tmp_path):
+    source = tmp_path / "source"
+    model_of("llama", vocab_size=300).to(torch.bfloat16).save_pretrained(source)
+    make_tokenizer(300).save_pretrained(source)
+    (tmp_path / "text.txt").write_text("Four score and seven years ago our fathers. " * 60)
+    seen = []
+    report = kv_hf.convert_to_gqa(
+        source, tmp_path / "new", 2, method="svd", calibration=str(tmp_path / "text.txt"),
+        calibrating=lambda done, of: seen.append((done, of)),
+    )  # fmt: skip
+    assert seen == [(1, 2), (2, 2)] and sum("o_proj" in name for name in report.changed) == 2
+    before, after = tiny_mha.stored(source), tiny_mha.stored(tmp_path / "new")
+    for name, tensor in after.items():
+        assert tensor.dtype == torch.bfloat16 and (
+            "self_attn" in name or torch.equal(tensor, before[name])
+        )
+    assert tiny_mha.load(tmp_path / "new")(ids()).logits.isfinite().all()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "source", "text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (torch.arange(3), r"token ids \[windows, tokens\], got \[3\]"),
+        (torch.tensor([[3, 4]]), "too few to merge heads of 8 channels on"),
+        (torch.full((4, 20), 64), "holds token 64, and the model's vocabulary has 64"),
+    ],
+)
+def test_calibration_that_does_not_fit_is_refused(text, says, tmp_path):
+    model_of("llama").save_pretrained(tmp_path / "source")
+    with pytest.raises(kv_hf.ConversionError, match=says):
+        kv_hf.convert_to_gqa(tmp_path / "source", tmp_path / "new", 2, method="svd", calibration=text)  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e38])
+def test_numbers_that_are_not_finite_are_an_error_that_names_the_layer(value, tmp_path):
+    model = model_of("llama")
+    model.model.layers[1].self_attn.v_proj.weight.data[3, 3] = value
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(kv_hf.ConversionError, match=r"'model.layers.1'.*not finite"):
+        converted(tmp_path / "source", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("part", ["o_proj", "v_proj", "q_proj", "k_proj"])
+def test_a_dead_layer_stays_finite(part, tmp_path):
+    model = model_of("llama")
+    getattr(model.model.layers[0].self_attn, part).weight.data.zero_()
+    model.save_pretrained(tmp_path / "source")
+    assert converted(tmp_path / "source", 2)(ids()).logits.isfinite().all()
+
+
+def test_models_that_cannot_be_calibrated_are_refused(tmp_path):
+    for family, says in (("falcon", "goes to one kv head only"), ("stablelm-norm", "norms of its own")):  # fmt: skip
+        shutil.rmtree(tmp_path / "source", ignore_errors=True)
+        source = tiny_mha.save(tiny_mha.make(family), tmp_path / "source")
+        with pytest.raises(kv_hf.ConversionError, match=says):
+            kv_hf.convert_to_gqa(source, tmp_path / "new", 1, method="svd", calibration=ids() % 48)
+    source = tiny_mha.save(tiny_mha.make("gpt_neox"), tmp_path / "neox")
+    with pytest.raises(kv_hf.ConversionError, match="num_kv_heads=4 first, which is exact"):
+        kv_hf.convert_to_gqa(source, tmp_path / "new", 2, method="svd", calibration=ids() % 48)
+
+
+# the mathematics
+
+
+def spread(n, seed):
+    """Return a positive semidefinite matrix of quickly falling eigenvalues."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, n, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, n)
+    return x @ x.T
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_best_common_is_better_than_the_mean_and_than_any_random_step(heads):
+    gram = spread(heads * DIM, 1)
+    readers = torch.stack([spread(DIM, 2 + g) for g in range(heads)])
+    down, up = best_common(gram, readers)
+    best = loss(gram, readers, down, up)
+    assert best < loss(gram, readers, *plain_mean(readers))
+    for seed in range(20):
+        torch.manual_seed(seed)
+        other = down + 1e-3 * torch.randn_like(down), up + 1e-3 * torch.randn_like(up)
+        assert loss(gram, readers, *other) >= best
+
+
+def test_merged_keys_are_better_than_their_mean_plane_by_plane():
+    planes = torch.tensor([(i, i + DIM // 2) for i in range(DIM // 2)])
+    rotary = Rotary(planes, torch.tensor([], dtype=torch.long), *[torch.zeros(1)] * 4)
+    keys, queries = spread(3 * DIM, 1), torch.stack([spread(DIM, 5 + g) for g in range(3)])
+
+    def off(down, up):
+        total = 0.0
+        for a, b in planes.tolist():
+            kept = up.reshape(3 * DIM, DIM)[:, [a, b]] @ down[[a, b]]
+            left = torch.eye(3 * DIM, dtype=keys.dtype) - kept
+            error = (left @ keys @ left.T).reshape(3, DIM, 3, DIM)
+            for g in range(3):
+                size = queries[g, a, a] + queries[g, b, b]
+                total += float(size * (error[g, a, g, a] + error[g, b, g, b]))
+        return total
+
+    assert off(*merge_keys(keys, queries, rotary)) < off(*plain_mean(queries))
+
+
+def test_fits_of_values_and_outputs_end_where_least_squares_ends():
+    torch.manual_seed(0)
+    heads, tokens, wide, dim, out = 4, 120, 8, 4, 6
+    group_of, sums = torch.tensor([0, 0, 1, 1]), OutputFactors(4, 8)
+    weights, values = torch.rand(heads, tokens, tokens).double(), torch.randn(2, tokens, wide).double()  # fmt: skip
+    contexts = torch.stack([weights[h] @ values[group_of[h]] for h in range(heads)], 1)
+    target = torch.randn(tokens, out).double() + contexts.flatten(1) @ torch.randn(heads * wide, out).double()  # fmt: skip
+    sums.add(weights, values, target)
+
+    def features(down):
+        return torch.einsum("thw,hdw->thd", contexts, down[group_of]).flatten(1)
+
+    def missed(down, output):
+        return float((features(down) @ output.T - target).square().sum())
+
+    down, output = torch.randn(2, dim, wide).double(), torch.randn(out, heads * dim).double()
+    before = missed(down, output)
+    output = fit_outputs(sums, down, output, group_of, 0.0)
+    best = torch.linalg.lstsq(features(down), target).solution.T
+    torch.testing.assert_close(output, best, rtol=1e-6, atol=1e-8)
+    fitted = fit_values(sums, down, output, group_of, 0.0, 60)
+    assert missed(fitted, output) < missed(down, output) < before
+
+
+def test_groups_are_those_that_lose_least():
+    generator = torch.Generator().manual_seed(3)
+    alike = torch.tensor([0, 1, 2, 1, 0, 2])  # heads 0 and 4, 1 and 3, 2 and 5
+    cost = 1 + torch.rand(6, 6, generator=generator, dtype=torch.float64)
+    cost = (cost + cost.T) * (alike[:, None] != alike)
+    assert choose_groups(cost, 3).tolist() == [0, 4, 1, 3, 2, 5]
+
+
+def test_positions_that_rotate_no_planes_are_refused():
+    angle = torch.arange(12)[:, None] * torch.tensor([1.0, 0.3])
+
+    def mixed(kind, rows):
+        return rows.unflatten(-1, (-1, 4)).transpose(1, 2).cumsum(-1) * angle.cos().mean(-1)[:, None]  # fmt: skip
+
+    def one_head(kind, rows):
+        x = rows.unflatten(-1, (-1, 4)).transpose(1, 2)
+        return torch.cat([x[:, :1], 2 * x[:, 1:]], 1)
+
+    heads = {"query": 2, "key": 2}
+    for send, words in ((mixed, "mix 4 channels"), (one_head, "differently")):
+        with pytest.raises(kv_hf.ConversionError, match=words):
+            probe_rotary(send, 12, heads, 4, "model")
+    signs = probe_rotary(lambda kind, rows: rows.unflatten(-1, (-1, 4)).transpose(1, 2).sign(), 12, heads, 4, "m")  # fmt: skip
+    assert signs is None

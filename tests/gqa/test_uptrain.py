@@ -1,0 +1,153 @@
+"""scripts/uptrain.py: its loss, what it writes, and that it goes on where it was stopped."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny_mha
+import tiny_uptrain
+import torch
+import torch.nn.functional as F
+import uptrain
+from paths import ROOT
+from transformers import AutoModelForCausalLM
+
+import kv_hf
+
+SHORT = {"steps": 8, "lr": 3e-3, "warmup": 0, "batch": 2, "length": 16, "save-every": 2}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_uptrain.make_pair(folder)
+    return folder
+
+
+def command(pair, out, *flags, **changes):
+    """Return the arguments of a run."""
+    given = {"student": pair / "student", "teacher": pair / "teacher", "data": pair / "data.txt", "eval-text": pair / "held.txt"}  # fmt: skip
+    options = {**given, "out": out, **SHORT, **changes}
+    kept = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+    return [*(part for option in kept for part in option), *flags]
+
+
+@pytest.fixture(scope="module")
+def whole(pair):
+    """A run that nobody interrupted."""
+    assert uptrain.main(command(pair, pair / "whole")) == 0
+    return tiny_mha.stored(pair / "whole")
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
+def test_distillation_and_its_gradient_equal_those_of_torch(alpha):
+    generator = torch.Generator().manual_seed(0)
+    own, other = (torch.randn(2, 13, 31, generator=generator) for _ in range(2))
+    wide = torch.cat([other, torch.full((2, 13, 3), 50.0)], -1)  # padding behind the vocabulary
+    ids = torch.randint(31, (2, 13), generator=generator)
+    own.requires_grad_()
+    parts = uptrain.distillation(own, wide, ids)
+    found = torch.stack([alpha * parts[0] + (1 - alpha) * parts[1], *parts])
+    gradient = torch.autograd.grad(found[0], own)[0]
+    log, wanted = own[:, :-1].double().log_softmax(-1), other[:, :-1].double().softmax(-1)
+    kl = (wanted * (wanted.log() - log)).sum(-1).mean()
+    entropy = F.nll_loss(log.flatten(0, 1), ids[:, 1:].flatten())
+    loss = alpha * kl + (1 - alpha) * entropy
+    exact = torch.autograd.grad(loss, own)[0]
+    eps = torch.finfo(torch.float32).eps
+    # sums of 31 terms in float32, of numbers up to the largest logit
+    for one, two in zip(found.tolist(), torch.stack([loss, kl, entropy]).tolist(), strict=True):
+        assert abs(one - two) <= 31 * eps * float(own.detach().abs().max())
+    assert (gradient - exact).abs().max() <= 31 * eps * exact.abs().max()
+
+
+def test_a_run_brings_a_student_closer_and_says_what_it_did(pair, whole, capsys, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    arguments = command(pair, tmp_path / "new", "--record", steps=40)
+    assert uptrain.main([*arguments, "--results", str(rows)]) == 0
+    first, last = (json.loads(line) for line in rows.read_text().splitlines())
+    assert (first["step"], last["step"], last["tokens"]) == (0, 40, 40 * 2 * 16)
+    assert last["kl"] < 0.8 * first["kl"]
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["kv_hf_uptraining"]["tokens"] == last["tokens"]
+    assert config["kv_hf_conversion"]["num_key_value_heads"] == [4, 1]
+    assert "## Training" in (tmp_path / "new" / "README.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "rows.jsonl"]
+    # the figures are those of the models as plain transformers loads them
+    teacher = AutoModelForCausalLM.from_pretrained(pair / "teacher")
+    model, kl, count = tiny_mha.load(tmp_path / "new"), 0.0, 0
+    for document in (pair / "held.txt").read_text().split("<|endoftext|>"):
+        ids = torch.tensor([tiny_uptrain.make_tokenizer()(document).input_ids[:16]])
+        with torch.no_grad():
+            p, q = (m(ids).logits[:, :-1].double().log_softmax(-1) for m in (teacher, model))
+        kl, count = kl + float((p.exp() * (p - q)).sum()), count + ids.shape[1] - 1
+    assert last["scored"] == count and last["kl"] == pytest.approx(kl / count, rel=1e-4)
+
+
+def test_a_run_repeats_and_a_killed_one_goes_on_bit_for_bit(pair, whole, tmp_path):
+    script = [sys.executable, str(ROOT / "scripts" / "uptrain.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}  # fmt: skip
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    states = tmp_path / "new.uptraining"
+    run = [*script, *command(pair, tmp_path / "new", **{"save-every": 1})]
+    process = subprocess.Popen(run, env=environment, stderr=subprocess.DEVNULL)
+    while not list(states.glob("checkpoint-2/trainer_state.json")) and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "new").exists()
+    # a state that was being written is passed over
+    (states / "checkpoint-99").mkdir()
+    assert uptrain.main(run[2:]) == 2  # without --resume it is left alone
+    done = subprocess.run([*run, "--resume"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = tiny_mha.stored(tmp_path / "new")
+    assert all(torch.equal(after[name], tensor) for name, tensor in whole.items())
+    assert not states.exists()
+
+
+def test_minutes_end_a_run_with_the_learning_rate_at_its_end(pair, tmp_path):
+    plan = uptrain.Plan(None, 0.01, 2)
+    assert plan(0) == pytest.approx(1 / 3) and plan(2) == 1
+    plan.seconds = 0.3  # half of the time
+    assert plan(100) == pytest.approx(0.5)
+    plan.seconds = 0.6
+    assert plan(100) == 0 and plan.part(0) == 1
+    assert uptrain.main(command(pair, tmp_path / "new", steps=None, minutes=0.01)) == 0
+    assert tiny_mha.load(tmp_path / "new").config.num_key_value_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"steps": None}, "give --steps or --minutes"),
+        ({"eval-text": None, "length": 64, "tokens": 60}, "shorter than a window of 64 tokens"),
+        ({"data": "no-such-text"}, "no-such-text"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_is_written(changes, says, pair, tmp_path, capsys):
+    assert uptrain.main(command(pair, tmp_path / "new", **changes)) == 2
+    errors = capsys.readouterr().err
+    assert says in errors and "Traceback" not in errors and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_run(pair, tmp_path):
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--standalone",
+    ]
+    run = [*launch, str(ROOT / "scripts" / "uptrain.py"), *command(pair, tmp_path / "new", steps=4)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    done = subprocess.run(run, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "new" / "config.json").read_text())["kv_hf_uptraining"]
+    assert record["tokens"] == 2 * 4 * 2 * 16
+    assert isinstance(kv_hf.PagedCache(tiny_mha.load(tmp_path / "new").config), kv_hf.PagedCache)

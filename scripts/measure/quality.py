@@ -163,7 +163,7 @@ def needle(
     "tasks",
     grid=[
         MODEL
-        | {"task": ["boolq_offline", "wiki_offline"], "include_path": [None], "limit": [100]}
+        | {"task": ["boolq_offline", "wiki_offline"], "include_path": ["scripts/tasks"], "limit": [100]}
         | {"num_fewshot": [None], "seed": [0]}
         | {"cache": ["dynamic", "paged_int8", "paged_int4", "paged_int2", "quanto_int4"]}
     ],

@@ -250,11 +250,11 @@ def measured(task: Task) -> Answer:
     place = torch.device(device)
     made = {"kind": work.kind or work.name, "device": place.type, **config}
     try:
-        if work.gate is not None:
-            check(work.gate(place, **config))
-        rows = [
-            make_row(**{**made, **found, "cell": cell}) for found in work.measure(place, **config)
-        ]
+        with torch.no_grad():
+            if work.gate is not None:
+                check(work.gate(place, **config))
+            found = list(work.measure(place, **config))
+        rows = [make_row(**{**made, **fields, "cell": cell}) for fields in found]
         if not rows:
             raise ValueError("nothing was measured")
         json.dumps(rows, allow_nan=False)

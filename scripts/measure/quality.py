@@ -34,8 +34,8 @@ from measure.reading import CHOOSERS, COUNTED, counted_pages, simulated
 from measure.runner import Fields, workload
 
 PEERS = ["quantized_fp8", "quanto_int4", "hqq_int4"]  # of transformers
-MODEL = {"model": ["smollm2-135m"], "dtype": ["float32"]}
-WINDOW = {"window": [1600], "prompt": [512]}
+MODEL: dict[str, list[Any]] = {"model": ["smollm2-135m"], "dtype": ["float32"]}
+WINDOW: dict[str, list[Any]] = {"window": [1600], "prompt": [512]}
 DISTANCES = "stored_bits kl_mean kl_low kl_high kl_p99 top1 perplexity_delta"
 SIMULATED = "every query a choice of its own, exact keys and values"
 TASK_FILES = (".yaml", ".jsonl", ".json", ".py")
@@ -160,7 +160,11 @@ def needle(
     "tasks",
     grid=[
         MODEL
-        | {"task": ["boolq_offline", "wiki_offline"], "include_path": [None], "limit": [100]}
+        | {
+            "task": ["boolq_offline", "wiki_offline"],
+            "include_path": ["scripts/tasks"],
+            "limit": [100],
+        }
         | {"num_fewshot": [None], "seed": [0]}
         | {"cache": ["dynamic", "paged_int8", "paged_int4", "paged_int2", "quanto_int4"]}
     ],

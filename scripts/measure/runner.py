@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kv_hf.evaluation.child import expendable, in_words
+from kv_hf.evaluation.memory import expendable, in_words
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, machine, make_row, read_rows
-from kv_hf.evaluation.timing import interleave, quantile, spread
+from kv_hf.evaluation.steps import interleave, quantile, spread
 from kv_hf.text_table import table_lines
 
 Fields = dict[str, Any]

@@ -24,7 +24,6 @@ from .stream import Enough, LayerStream, Tap, looking, take
 from .structure import Structure
 from .values import choose_groups, merge_values, pair_costs
 
-
 FINE = 1e-3  # level of a token whose hidden state is far smaller than others', as a part of their median
 SAMPLE = 8  # windows that groups are chosen on
 MOVED = 1e-3  # that a token's attention may change when heads change places: rounding, and no more

@@ -20,7 +20,7 @@ from ..checks import check_choice
 from ..errors import ConversionError
 from ..files.folders import becoming_folder, scratch_folder
 from ..files.reading import BESIDE_BYTES, read_bytes
-from ..files.writing import create_text
+from ..files.writing import create_text, creating
 from ..records import CONVERSION
 from ..version import __version__
 from .heads import Made, merged_tensors
@@ -167,11 +167,12 @@ def convert_to_gqa(
     if dry_run:
         return report
     began = time.monotonic()
-    with becoming(target) as folder, scratch_folder(folder) as scratch:
+    with becoming(target) as folder, contextlib.ExitStack() as stack:
         overrides: Mapping[str, torch.Tensor] = {}
         if windows is not None and plan.structure is not None:
             from .svd import calibrate
 
+            scratch = stack.enter_context(scratch_folder(folder))
             overrides = calibrate(opened, plan.structure, windows, scratch, progress=calibrating)
             report = replace(report, changed=tuple(dict.fromkeys([*report.changed, *overrides])))
         write_weights(opened, plan, overrides, folder, progress, report.nbytes)
@@ -368,7 +369,8 @@ def write_rest(
     for path in beside:
         place = folder / path.relative_to(source.folder)
         place.parent.mkdir(exist_ok=True)
-        place.write_bytes(read_bytes(path, BESIDE_BYTES, "file"))
+        with creating(place) as file:
+            file.write(read_bytes(path, BESIDE_BYTES, "file"))
     create_text(folder / CARD, model_card(source.card(), made, report))
 
 

@@ -59,14 +59,14 @@ def bigcode_rows(rows: torch.Tensor, *, heads: int, groups: int) -> torch.Tensor
 
 
 QKV = "attention.query_key_value"
-PHI_TOP = {
+PHI_TOP: Made = {
     "model.embed_tokens.weight": (("gpt_neox.embed_in.weight",), None),
     "model.final_layernorm.weight": (("gpt_neox.final_layer_norm.weight",), None),
     "model.final_layernorm.bias": (("gpt_neox.final_layer_norm.bias",), None),
     "lm_head.weight": (("lm_head.weight",), None),
     "lm_head.bias": (("lm_head.weight",), zeros),
 }
-PHI_LAYER = {
+PHI_LAYER: Made = {
     "self_attn.dense.weight": (("attention.dense.weight",), None),
     "self_attn.dense.bias": (("attention.dense.bias",), None),
     "mlp.fc1.weight": (("mlp.dense_h_to_4h.weight", "post_attention_layernorm.weight"), folded),
@@ -89,7 +89,8 @@ BIGCODE_LAYER = {
 
 def phi_tensors(config: Any, groups: int) -> Made:
     """Return name in Phi -> (names in GPT-NeoX, what makes it of them)."""
-    heads, made = config.num_attention_heads, dict(PHI_TOP)
+    heads = config.num_attention_heads
+    made: Made = dict(PHI_TOP)
     for i in range(config.num_hidden_layers):
         old, new = f"gpt_neox.layers.{i}.", f"model.layers.{i}."
         layer: dict[str, tuple[tuple[str, ...], Any]] = dict(PHI_LAYER)

@@ -244,7 +244,7 @@ def model_class(config: Any) -> Any:
     """
     names = getattr(config, "architectures", None)
     name = names[0] if isinstance(names, list) and names else None
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     own = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if own and isinstance(found.config_class, type) and isinstance(config, found.config_class):
         return found

@@ -78,6 +78,7 @@ test-environments: $(VENV)/.installed ## tests in each environment that they mus
 	$(BIN)/python scripts/environments.py -n 2 --dist loadfile
 
 test-all: $(VENV)/.installed $(VENV)/.weights test-asan ## test, the slow tests, sanitizers, every instruction set and environment, the suite without the C kernel, and on the oldest transformers
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo,test,test-ui]'
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(MAKE) test-environments
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/torchao "$$(grep '^torchao==' constraints.txt)"

@@ -1,0 +1,1 @@
+import quanto_in_python  # noqa: F401

@@ -6,7 +6,6 @@ Decides what a layer holds and who reads it. Knows no cache but the DynamicCache
 import copy
 import inspect
 import itertools
-import logging
 import re
 import threading
 import warnings
@@ -46,22 +45,14 @@ _alone = threading.RLock()
 @contextmanager
 def quiet() -> Iterator[None]:
     """Run alone, and keep what transformers says about slow paths from the user: nothing is computed here."""
-    thread = threading.get_ident()
-
-    def of_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    loggers = (transformers.logging.get_logger("transformers"), logging.getLogger())
     with _alone, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        handlers = [handler for logger in loggers for handler in logger.handlers]
-        for handler in handlers:
-            handler.addFilter(of_others)
+        before = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
         try:
             yield
         finally:
-            for handler in handlers:
-                handler.removeFilter(of_others)
+            transformers.logging.set_verbosity(before)
 
 
 def look(config: Any, name: str) -> dict[str, Any]:

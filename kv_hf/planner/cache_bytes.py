@@ -7,6 +7,7 @@ on the meta device a DynamicCache keeps no views alive, a preallocated cache wri
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 
 import torch
 
@@ -35,7 +36,7 @@ KNOWN = (
 
 def predict(
     inventory: Inventory,
-    cache: str,
+    kind: str,
     options: CacheConfig | None = None,
     *,
     row_tokens: Sequence[int],
@@ -47,7 +48,7 @@ def predict(
 
     Args:
         inventory: what the model caches.
-        cache: "dynamic" or "static" (transformers' DynamicCache and StaticCache: `payload` are keys and values, `other`
+        kind: "dynamic" or "static" (transformers' DynamicCache and StaticCache: `payload` are keys and values, `other`
             states, indexer keys and counters), or "paged".
         options: of "paged"; None takes the defaults.
         row_tokens: real tokens that the cache holds of each row; shorter rows are padded on the left to the longest.
@@ -71,10 +72,10 @@ def predict(
                 f"{', '.join(KNOWN)}"
             )
     own = inventory.torch_dtype
-    if cache == "paged":
+    if kind == "paged":
         return Pages(inventory, options or CacheConfig(), layout).report(row_tokens, prompt)
     held = {"payload": 0, "other": 0}
-    if cache == "dynamic":
+    if kind == "dynamic":
         for layer in inventory.layers:
             kept = stored_columns(layer, columns, prompt)
             held["payload"] += rows * kept * layer.elements * own.itemsize
@@ -157,24 +158,23 @@ class Pages:
         self.dtype = inventory.torch_dtype
         self._check_max_length(inventory)
         ranks = [layer.key_dim if layer.latent else None for layer in self.layers]
-        known = next(filter(None, ranks), None)
-        for index, layer in enumerate(self.layers):  # one without latents reads another layer's
-            if layer.cache_class == INDEXED and not layer.elements:
-                ranks[index] = known
+        shared = next(filter(None, ranks), None)
+        ranks = [  # a layer with an indexer and without latents reads another layer's
+            shared if layer.cache_class == INDEXED and not layer.elements else rank
+            for layer, rank in zip(self.layers, ranks, strict=True)
+        ]
         windows = [layer.window for layer in self.layers]
         classes = [layer.cache_class for layer in self.layers]
         self.formats = paged_formats(classes, ranks, options, inventory.model_type, windows)
         latent = any(ranks[index] is not None for index in self.formats)
         seen = [windows[index] for index in self.formats]
         check_readable(options, inventory.model_type, seen, latent)
-        made: dict[tuple[LayerFormats, CachedLayer], PageSpec] = {}
+        spec = cache(self.spec)
         groups: dict[int | None, dict[int, PageSpec]] = {}
         for index, own in self.formats.items():
             layer = self.layers[index]
             if layer.elements:
-                if (own, layer) not in made:
-                    made[own, layer] = self.spec(own, layer)
-                groups.setdefault(layer.window, {})[index] = made[own, layer]
+                groups.setdefault(layer.window, {})[index] = spec(own, layer)
         self.groups = {w: groups[w] for w in sorted(groups, key=lambda w: (w is not None, w))}
 
     def _check_max_length(self, inventory: Inventory) -> None:
@@ -303,7 +303,7 @@ def filled(
         # Sliding layers hold the most in a step that seals a page alone: as much in the last such step as in any before.
         ends = [last - 1, last, columns]
     # which kernel would read these pages is not asked: that of a meta tensor warns
-    cache = PagedCache.from_options(inventory.config, replace(options, kernel="reference"))
+    real = PagedCache.from_options(inventory.config, replace(options, kernel="reference"))
     seen = 0
     for end in ends:
         for index in sorted(pages.specs) if end > seen else ():
@@ -312,9 +312,9 @@ def filled(
                 torch.empty(rows, layer.kv_heads, end - seen, dim, dtype=pages.dtype, device="meta")
                 for dim in (layer.key_dim, layer.value_dim)
             )
-            cache.update(keys, values, index)
+            real.update(keys, values, index)
         seen = end
-    return replace(cache.memory(), other=pages.beside(rows, columns, prompt))
+    return replace(real.memory(), other=pages.beside(rows, columns, prompt))
 
 
 # -- pages outside of the device --------------------------------------------------------------------------------------

@@ -282,7 +282,16 @@ def plan(
         raise CacheOptionError(f"caches must be a sequence of names, got {caches!r}")
     dynamic = Choice("dynamic", "dynamic").memory(inventory, batch, context, prompt).total
     rows = []
-    for choice in choices_of(default_caches() if caches is None else caches, cache_config):
+    options, names = given_options(cache_config, CacheConfig), caches
+    if names is None:  # the common ones
+        names = (*planned_caches(), "paged_int4:offload=cpu")
+    asked = [Choice.of(name, options) for name in names]
+    if options and not any(isinstance(n, str) and is_cache_name(n.split(":")[0]) for n in names):
+        raise CacheOptionError(
+            f"cache_config={options} is for paged caches that are given by name, and caches has none; leave it "
+            "out, or put it into the CacheConfig"
+        )
+    for choice in asked:
         try:
             rows.append(_row(choice, empty, inventory, dynamic))
         except KVCacheError as error:
@@ -359,11 +368,6 @@ def _notes_of_rows(asked: Plan, inventory: Inventory, rows: Sequence[CachePlan])
 def planned_caches() -> tuple[str, ...]:
     """Return the names of caches whose bytes are predicted."""
     return (*EXACT_CACHES, *cache_names())
-
-
-def default_caches() -> tuple[str, ...]:
-    """Return what a plan compares where no cache is named."""
-    return (*planned_caches(), "paged_int4:offload=cpu")
 
 
 @dataclass(frozen=True)
@@ -463,27 +467,6 @@ class Choice:
         near, far = (grown.predict(inventory, [exact + tokens * times]) for times in (1, 2))
         here = far.total - far.tables - (near.total - near.tables)
         return here / tokens, (far.offloaded - near.offloaded) / tokens
-
-
-def choices_of(
-    caches: Sequence[str | CacheConfig], cache_config: CacheConfig | Mapping[str, Any] | None
-) -> list[Choice]:
-    """Return every cache of `caches` as `Choice.of` reads it.
-
-    Raises: CacheOptionError as that does, and for options in `cache_config` that no cache reads.
-    """
-    options = given_options(cache_config, CacheConfig)
-    found = [Choice.of(given, options) for given in caches]
-    read = any(
-        isinstance(given, str) and choice.kind == "paged"
-        for given, choice in zip(caches, found, strict=True)
-    )
-    if options and not read:
-        raise CacheOptionError(
-            f"cache_config={options} is for paged caches that are given by name, and caches has none; leave it "
-            "out, or put it into the CacheConfig"
-        )
-    return found
 
 
 def _label(options: CacheConfig) -> str:

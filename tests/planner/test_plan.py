@@ -227,7 +227,7 @@ def test_what_fits_is_what_counting_up_finds(kind, name, batch):
         assert found.resident_tokens == page * count_up(of_pages)
 
 
-def test_what_fits_is_the_last_that_fits_into_a_real_cache():
+def test_what_fits_is_the_last_that_fits_into_a_real_cache(recwarn):
     """The search counts by formulas; the cache filled with meta tensors says the same at the border."""
     for name, cache in (("llama-3.2-1b", "paged_int4"), ("gemma-3-4b", "paged_int8")):
         found = kv_hf.plan(name, caches=[cache], batch=4, context=9000, device="rtx4090")
@@ -238,6 +238,9 @@ def test_what_fits_is_the_last_that_fits_into_a_real_cache():
         ):
             memory = choice.memory(found.inventory, batch, context, None)
             assert (memory.total <= found.available) is fits
+    assert not [
+        said for said in recwarn if "kernel" in str(said.message)
+    ]  # none reads meta tensors
 
 
 def test_bounds_of_the_cache_bound_what_fits():

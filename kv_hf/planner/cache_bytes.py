@@ -7,6 +7,7 @@ on the meta device a DynamicCache keeps no views alive, a preallocated cache wri
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 
 import torch
 
@@ -25,7 +26,6 @@ from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks,
 from ..spec import LANES, ROWS, TABLE_DTYPE, MemoryReport, PageSpec, pages_report, reserved_pages
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
 
-MOST_STEPS = 1 << 24  # of an offload that are followed
 EMPTY = MemoryReport(0, 0, 0, 0, 0, 0, 0, 0)
 # classes of layers in a DynamicCache whose growth is known
 KNOWN = (
@@ -36,20 +36,19 @@ KNOWN = (
 
 def predict(
     inventory: Inventory,
-    cache: str,
+    kind: str,
     options: CacheConfig | None = None,
     *,
     row_tokens: Sequence[int],
     prompt: int | None = None,
     max_length: int | None = None,
-    dtype: torch.dtype | None = None,
     layout: str = ROWS,
 ) -> MemoryReport:
     """Return the bytes that a cache takes whose rows hold `row_tokens` tokens.
 
     Args:
         inventory: what the model caches.
-        cache: "dynamic" or "static" (transformers' DynamicCache and StaticCache: `payload` are keys and values, `other`
+        kind: "dynamic" or "static" (transformers' DynamicCache and StaticCache: `payload` are keys and values, `other`
             states, indexer keys and counters), or "paged".
         options: of "paged"; None takes the defaults.
         row_tokens: real tokens that the cache holds of each row; shorter rows are padded on the left to the longest.
@@ -61,7 +60,6 @@ def predict(
             all tokens but the last. A "dynamic" cache has bytes behind a decode step, unless the prompt is all there is:
             right behind a prefill its sliding layers keep the whole prompt alive.
         max_length: columns of a "static" cache; None: as many as the longest row has tokens.
-        dtype: of keys and values; None takes the inventory's.
         layout: of pages: ROWS on a GPU, LANES on a CPU. The bytes are the same, but for the buffers of an offload.
     Raises: CacheOptionError, UnsupportedModelError, PagePoolExhaustedError, DeviceBudgetError: what the cache would raise,
         and for what cannot be known without the texts (prefix_store).
@@ -73,11 +71,11 @@ def predict(
                 f"layer {index} of {inventory.name!r} is kept in a {layer.cache_class}, whose bytes are not known; known are "
                 f"{', '.join(KNOWN)}"
             )
-    own = inventory.torch_dtype if dtype is None else dtype
-    if cache == "paged":
-        return Pages(inventory, options or CacheConfig(), own, layout).report(row_tokens, prompt)
+    own = inventory.torch_dtype
+    if kind == "paged":
+        return Pages(inventory, options or CacheConfig(), layout).report(row_tokens, prompt)
     held = {"payload": 0, "other": 0}
-    if cache == "dynamic":
+    if kind == "dynamic":
         for layer in inventory.layers:
             kept = stored_columns(layer, columns, prompt)
             held["payload"] += rows * kept * layer.elements * own.itemsize
@@ -147,9 +145,7 @@ class Pages:
     Raises: CacheOptionError, UnsupportedModelError, as the cache would.
     """
 
-    def __init__(
-        self, inventory: Inventory, options: CacheConfig, dtype: torch.dtype, layout: str
-    ) -> None:
+    def __init__(self, inventory: Inventory, options: CacheConfig, layout: str = ROWS) -> None:
         if options.prefix_store is not None:
             raise CacheOptionError(
                 "prefix_store: how many bytes rows share depends on their texts; leave it out of a plan"
@@ -158,32 +154,27 @@ class Pages:
             raise CacheOptionError(
                 f"cross_attention={options.cross_attention!r} is for encoder-decoder models, which are not planned"
             )
-        self.layers, self.options, self.dtype, self.layout = (
-            inventory.layers,
-            options,
-            dtype,
-            layout,
-        )
+        self.layers, self.options, self.layout = inventory.layers, options, layout
+        self.dtype = inventory.torch_dtype
         self._check_max_length(inventory)
         ranks = [layer.key_dim if layer.latent else None for layer in self.layers]
-        known = next(filter(None, ranks), None)
-        for index, layer in enumerate(self.layers):  # one without latents reads another layer's
-            if layer.cache_class == INDEXED and not layer.elements:
-                ranks[index] = known
+        shared = next(filter(None, ranks), None)
+        ranks = [  # a layer with an indexer and without latents reads another layer's
+            shared if layer.cache_class == INDEXED and not layer.elements else rank
+            for layer, rank in zip(self.layers, ranks, strict=True)
+        ]
         windows = [layer.window for layer in self.layers]
         classes = [layer.cache_class for layer in self.layers]
         self.formats = paged_formats(classes, ranks, options, inventory.model_type, windows)
         latent = any(ranks[index] is not None for index in self.formats)
         seen = [windows[index] for index in self.formats]
         check_readable(options, inventory.model_type, seen, latent)
-        made: dict[tuple[LayerFormats, CachedLayer], PageSpec] = {}
+        spec = cache(self.spec)
         groups: dict[int | None, dict[int, PageSpec]] = {}
         for index, own in self.formats.items():
             layer = self.layers[index]
             if layer.elements:
-                if (own, layer) not in made:
-                    made[own, layer] = self.spec(own, layer)
-                groups.setdefault(layer.window, {})[index] = made[own, layer]
+                groups.setdefault(layer.window, {})[index] = spec(own, layer)
         self.groups = {w: groups[w] for w in sorted(groups, key=lambda w: (w is not None, w))}
 
     def _check_max_length(self, inventory: Inventory) -> None:
@@ -304,26 +295,26 @@ def filled(
         prompt: tokens of the first forward. None: one of those prompts that lead to the most.
     Raises: what the cache raises, and what `Pages` does.
     """
-    dtype = inventory.torch_dtype
-    pages = Pages(inventory, options, dtype, ROWS)
+    pages = Pages(inventory, options)
     sealed = pages.sizes(None).sealed(columns)
     last = options.sink_tokens + options.recent_tokens + sealed * options.page_size
     ends = [prompt or columns, columns]
     if sealed and any(pages.groups) and (prompt or 1) < last:
         # Sliding layers hold the most in a step that seals a page alone: as much in the last such step as in any before.
         ends = [last - 1, last, columns]
-    cache = PagedCache.from_options(inventory.config, options)
+    # which kernel would read these pages is not asked: that of a meta tensor warns
+    real = PagedCache.from_options(inventory.config, replace(options, kernel="reference"))
     seen = 0
     for end in ends:
         for index in sorted(pages.specs) if end > seen else ():
             layer = inventory.layers[index]
             keys, values = (
-                torch.empty(rows, layer.kv_heads, end - seen, dim, dtype=dtype, device="meta")
+                torch.empty(rows, layer.kv_heads, end - seen, dim, dtype=pages.dtype, device="meta")
                 for dim in (layer.key_dim, layer.value_dim)
             )
-            cache.update(keys, values, index)
+            real.update(keys, values, index)
         seen = end
-    return replace(cache.memory(), other=pages.beside(rows, columns, prompt))
+    return replace(real.memory(), other=pages.beside(rows, columns, prompt))
 
 
 # -- pages outside of the device --------------------------------------------------------------------------------------
@@ -347,11 +338,6 @@ class _Offload:
             )
         self.longest = max(row_tokens, default=0)
         self.new = self.longest - prompt if prompt else min(1, max(0, self.longest - 1))
-        if self.new > MOST_STEPS:
-            raise CacheOptionError(
-                f"prompt={prompt}: behind it come {self.new:,} tokens one by one, and an offload is followed through "
-                f"{MOST_STEPS:,} steps at most; leave prompt out, or plan for a shorter context"
-            )
         self.buffers = 1 if self.device.type == "cpu" else 2  # a copy runs beside kernels on a GPU
         self.budget = DeviceBudget(options.device_pages, options.device_bytes)
         self.reading = read_budget(options)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -131,16 +131,18 @@ class Inventory:
             return self.weight_bytes
         return self.parameters * self.torch_dtype.itemsize
 
-    def with_note(self, *notes: str) -> "Inventory":
-        """Return a copy with more notes."""
-        return replace(self, notes=(*self.notes, *notes))
-
     def as_dict(self) -> dict[str, Any]:
         """Return it in JSON types, without the config; equal layers that follow each other are one entry with "count"."""
         found = asdict(replace(self, layers=(), config=None))
         del found["config"]
-        runs = [(layer, len(list(group))) for layer, group in itertools.groupby(self.layers)]
-        found["layers"] = [{"count": count, **_without_defaults(layer)} for layer, count in runs]
+        plain = asdict(CachedLayer())
+        found["layers"] = [
+            {
+                "count": len(list(group)),
+                **{name: value for name, value in asdict(layer).items() if value != plain[name]},
+            }
+            for layer, group in itertools.groupby(self.layers)
+        ]
         found["notes"] = list(self.notes)
         if self.weight_bytes is None:
             del found["weight_bytes"]
@@ -150,16 +152,6 @@ class Inventory:
 def _itemsize(name: str | None, dtype: torch.dtype) -> int:
     own: torch.dtype = dtype if name is None else getattr(torch, name)
     return own.itemsize
-
-
-def _without_defaults(given: Any) -> dict[str, Any]:
-    own = {one.name: getattr(given, one.name) for one in fields(given)}
-    found = {one.name: own[one.name] for one in fields(given) if own[one.name] != one.default}
-    if "states" in found:
-        found["states"] = [
-            {**_without_defaults(state), "shape": list(state.shape)} for state in given.states
-        ]
-    return found
 
 
 def cut_heads(model_type: str) -> bool | None:
@@ -202,34 +194,21 @@ def device_share(inventory: Inventory, degree: int) -> tuple[Inventory, list[str
             layer if layer.latent else replace(layer, kv_heads=layer.kv_heads // degree)
             for layer in layers
         )
-        notes.append(f"a device holds 1/{degree} of the kv heads")
-        if cut is None:
-            notes.append(
-                f"transformers has no tensor parallel plan for {family}: that heads are cut is an assumption"
-            )
+        assumed = f" (an assumption: transformers has no tensor parallel plan for {family})"
+        notes.append(f"a device holds 1/{degree} of the kv heads{assumed * (cut is None)}")
     elif heads:
         notes.append(
             f"every device holds all kv heads: transformers' tensor parallel plan of {family} does not cut them"
         )
-    parts = {
-        "latents": any(layer.latent for layer in layers),
-        "indexer keys": any(layer.index_dim for layer in layers),
-        "states of linear attention": any(layer.states for layer in layers),
-    }
-    if any(parts.values()):
-        whole = " and ".join(name for name, there in parts.items() if there)
-        notes.append(f"{whole} are whole on every device")
-    if inventory.stored_bytes is not None:
-        notes.append(
-            f"weights are taken as 1/{degree}; transformers keeps embeddings and norms whole, and attention where its plan "
-            "leaves it alone"
-        )
-    return replace(inventory, layers=layers, **_weights_share(inventory, degree)), notes
-
-
-def _weights_share(inventory: Inventory, degree: int) -> dict[str, Any]:
+    if any(layer.latent or layer.index_dim or layer.states for layer in layers):
+        notes.append("latents, indexer keys and states are whole on every device")
+    notes.append(
+        f"weights are taken as 1/{degree}; transformers keeps embeddings and norms whole, and attention where its plan "
+        "leaves it alone"
+    )
     counts = {
         name: getattr(inventory, name)
         for name in ("parameters", "expert_parameters", "weight_bytes")
     }
-    return {name: count and -(-count // degree) for name, count in counts.items()}
+    shares = {name: count and -(-count // degree) for name, count in counts.items()}
+    return replace(inventory, layers=layers, **shares), notes

@@ -18,7 +18,7 @@ from ..errors import CacheOptionError, DeviceBudgetError, KVCacheError, PagePool
 from ..formats import cache_names, is_cache_name
 from ..page_summary import part_bytes
 from ..printable import short
-from ..spec import ROWS, MemoryReport
+from ..spec import MemoryReport
 from ..units import format_bytes, parse_bandwidth, parse_bytes, parse_tokens
 from .cache_bytes import Pages, filled, predict
 from .devices import find_device
@@ -27,13 +27,12 @@ from .source import load_inventory
 
 DEFAULT_CONTEXT = 8192
 MOST_BATCH = 1_000_000  # rows are listed one by one
-MOST_CONTEXT = 1 << 40
+MOST_CONTEXT = 1 << 30  # an offload is followed page by page
 MOST_FILLED = 256  # rows of a real cache that is filled
 MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
 MOST_ROWS = 1 << 16  # larger batches are not searched
 FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
 EXACT_CACHES = ("dynamic", "static")  # transformers' own whose bytes are predicted
-NOT_PLANNED = {"offloaded": "the layer that is being computed"}
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,16 @@ def plan(
         raise CacheOptionError(f"caches must be a sequence of names, got {caches!r}")
     dynamic = Choice("dynamic", "dynamic").memory(inventory, batch, context, prompt).total
     rows = []
-    for choice in choices_of(default_caches() if caches is None else caches, cache_config):
+    options, names = given_options(cache_config, CacheConfig), caches
+    if names is None:  # the common ones
+        names = (*planned_caches(), "paged_int4:offload=cpu")
+    asked = [Choice.of(name, options) for name in names]
+    if options and not any(isinstance(n, str) and is_cache_name(n.split(":")[0]) for n in names):
+        raise CacheOptionError(
+            f"cache_config={options} is for paged caches that are given by name, and caches has none; leave it "
+            "out, or put it into the CacheConfig"
+        )
+    for choice in asked:
         try:
             rows.append(_row(choice, empty, inventory, dynamic))
         except KVCacheError as error:
@@ -351,10 +359,6 @@ def _notes_of_rows(asked: Plan, inventory: Inventory, rows: Sequence[CachePlan])
             "tokens/s of pages outside of the device need host_bandwidth, of the way to them; tokens_per_second of the plan "
             "leaves that way out"
         )
-    if asked.available is not None and any(row.outside_bytes_per_token for row in rows):
-        notes.append(
-            "what fits with an offload is what the device holds: the place outside of it is taken to be endless"
-        )
     return notes
 
 
@@ -364,11 +368,6 @@ def _notes_of_rows(asked: Plan, inventory: Inventory, rows: Sequence[CachePlan])
 def planned_caches() -> tuple[str, ...]:
     """Return the names of caches whose bytes are predicted."""
     return (*EXACT_CACHES, *cache_names())
-
-
-def default_caches() -> tuple[str, ...]:
-    """Return what a plan compares where no cache is named."""
-    return (*planned_caches(), "paged_int4:offload=cpu")
 
 
 @dataclass(frozen=True)
@@ -411,8 +410,7 @@ class Choice:
             raise CacheOptionError(str(error)) from None
         if base not in planned_caches():
             raise CacheOptionError(
-                f"cache {base!r} is not planned: its bytes depend on {NOT_PLANNED.get(base, 'another package')}; planned "
-                f"are {', '.join(planned_caches())}"
+                f"cache {base!r} is not planned: its bytes are another library's; planned are {', '.join(planned_caches())}"
             )
         if is_cache_name(base):
             both = {**given_options(cache_config, CacheConfig), **options}
@@ -469,27 +467,6 @@ class Choice:
         near, far = (grown.predict(inventory, [exact + tokens * times]) for times in (1, 2))
         here = far.total - far.tables - (near.total - near.tables)
         return here / tokens, (far.offloaded - near.offloaded) / tokens
-
-
-def choices_of(
-    caches: Sequence[str | CacheConfig], cache_config: CacheConfig | Mapping[str, Any] | None
-) -> list[Choice]:
-    """Return every cache of `caches` as `Choice.of` reads it.
-
-    Raises: CacheOptionError as that does, and for options in `cache_config` that no cache reads.
-    """
-    options = given_options(cache_config, CacheConfig)
-    found = [Choice.of(given, options) for given in caches]
-    read = any(
-        isinstance(given, str) and choice.kind == "paged"
-        for given, choice in zip(caches, found, strict=True)
-    )
-    if options and not read:
-        raise CacheOptionError(
-            f"cache_config={options} is for paged caches that are given by name, and caches has none; leave it "
-            "out, or put it into the CacheConfig"
-        )
-    return found
 
 
 def _label(options: CacheConfig) -> str:
@@ -552,21 +529,17 @@ def largest(cost: Callable[[int], float], limit: int, most: int) -> int | None:
 # -- what a decode step reads -----------------------------------------------------------------------------------------
 
 
-def expected_experts(experts: int, per_token: int, batch: int) -> float:
-    """Return the share of a layer's routed experts that at least one of `batch` tokens is expected to take.
-
-    1 - (1 - per_token / experts) ** batch: tokens choose independently, and all experts are equally likely.
-    """
-    return 1 - (1 - per_token / experts) ** batch if experts else 1.0
-
-
 def weights_read(inventory: Inventory, batch: int, weights: int | None) -> int | None:
-    """Return the bytes of `weights` bytes of weights that a step of `batch` tokens reads."""
-    if weights is None or not inventory.expert_parameters or not inventory.parameters:
+    """Return the bytes of `weights` bytes of weights that a step of `batch` tokens reads.
+
+    Of routed experts the share that at least one token is expected to take, 1 - (1 - per_token / experts) ** batch:
+    tokens choose independently, and all experts are equally likely.
+    """
+    if weights is None or not inventory.experts or not inventory.parameters:
         return weights
-    share = expected_experts(inventory.experts, inventory.experts_per_token, batch)
+    passed_by = (1 - inventory.experts_per_token / inventory.experts) ** batch
     of_experts = weights * inventory.expert_parameters / inventory.parameters
-    return round(weights - of_experts * (1 - share))
+    return round(weights - of_experts * passed_by)
 
 
 def cache_read(
@@ -583,7 +556,7 @@ def cache_read(
         report: of the cache, for the part of its pages that lies outside.
     """
     dtype, options = inventory.torch_dtype, choice.options
-    pages = None if options is None else Pages(inventory, options, dtype, ROWS)
+    pages = None if options is None else Pages(inventory, options)
     specs = {} if pages is None else pages.specs
     budget = None if options is None else read_budget(options)
     columns = context if choice.length is None else choice.length

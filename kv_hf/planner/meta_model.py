@@ -6,7 +6,6 @@ Decides what a layer holds and who reads it. Knows no cache but the DynamicCache
 import copy
 import inspect
 import itertools
-import logging
 import re
 import threading
 import warnings
@@ -19,7 +18,7 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from ..cache.compat import is_dummy
 from ..cache.model_shape import decoder_config, kept_layers, latent_ranks
@@ -46,22 +45,14 @@ _alone = threading.RLock()
 @contextmanager
 def quiet() -> Iterator[None]:
     """Run alone, and keep what transformers says about slow paths from the user: nothing is computed here."""
-    thread = threading.get_ident()
-
-    def of_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    loggers = (transformers.logging.get_logger("transformers"), logging.getLogger())
     with _alone, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        handlers = [handler for logger in loggers for handler in logger.handlers]
-        for handler in handlers:
-            handler.addFilter(of_others)
+        before = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
         try:
             yield
         finally:
-            for handler in handlers:
-                handler.removeFilter(of_others)
+            transformers.logging.set_verbosity(before)
 
 
 def look(config: Any, name: str) -> dict[str, Any]:
@@ -89,8 +80,7 @@ def look(config: Any, name: str) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{name} ({config.model_type}) keeps nothing in a cache of transformers"
         )
-    weights = _weights(model)
-    return {**weights, "layers": layers, "notes": [*notes, *more, *weights["notes"]]}
+    return {**_weights(model), "layers": layers, "notes": [*notes, *more]}
 
 
 def first_line(error: Exception) -> str:
@@ -234,8 +224,6 @@ def _layers(cache: Any, config: Any) -> tuple[tuple[CachedLayer, ...], list[str]
         )
     kept = kept_layers(config)
     notes += [f"{len(kept)} layers are not counted: {reason}" for reason in set(kept.values())]
-    if type(cache).__name__ != "DynamicCache":
-        notes.append(f"the model takes no cache but its own {type(cache).__name__}")
     return layers, notes
 
 
@@ -306,7 +294,7 @@ def _dtype(tensor: torch.Tensor) -> str | None:
 
 
 def _weights(model: Any) -> dict[str, Any]:
-    """Count the parameters of a model, tied ones once, those of routed experts, and those of towers in notes."""
+    """Count the parameters of a model, tied ones once, and those of routed experts."""
     config = decoder_config(model.config)
     named = dict(model.named_parameters())
     stated = first(config, EXPERTS) or 0
@@ -322,18 +310,9 @@ def _weights(model: Any) -> dict[str, Any]:
     )
     count = max(lists, default=0)
     count = count or max((p.shape[0] for p in experts if p.ndim == 3), default=stated)
-    notes = []
-    towers = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    for name in model.config.sub_configs:
-        own = getattr(model.config, name, None)
-        tower = next((m for m in towers if m.config is own), None)
-        if own is not None and own is not config and tower is not None:
-            size = sum(p.numel() for p in tower.parameters())
-            notes.append(f"weights include {name.removesuffix('_config')}: {size:,} parameters")
     return {
         "parameters": sum(p.numel() for p in named.values()),
         "expert_parameters": sum(p.numel() for p in experts),
         "experts": count if experts else 0,
         "experts_per_token": (first(config, EXPERTS_PER_TOKEN) or 0) if experts else 0,
-        "notes": notes,
     }

@@ -35,16 +35,18 @@ ENCODERS = (
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
-_MOST_BYTES = 1 << 60  # of a checkpoint; the largest known ones have 2**41
 _MODEL_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the user said beside the model."""
+class _Found:
+    """A config, as JSON or as an object of transformers, and where it comes from; `folder` may hold the weights."""
 
-    dtype: torch.dtype | str | None
-    kv_heads: int | None
+    config: Any
+    name: str
+    source: str
+    folder: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 def load_inventory(
@@ -62,9 +64,12 @@ def load_inventory(
         PlanError: there is no such file, model or preset, or kv_heads does not divide the query heads.
         UnsupportedModelError: the model keeps its keys and values in ways that a plan does not know.
     """
-    given = _Given(dtype, kv_heads)
+    if isinstance(model, Inventory):
+        if kv_heads is not None:
+            raise PlanError("kv_heads changes a model's config; an Inventory has none any more")
+        return replace(model, dtype=named_dtype(None, dtype) or model.dtype)
     try:
-        return _load(model, given)
+        return _inventory(_find(model), dtype, kv_heads)
     except (KVCacheError, MemoryError):
         raise
     except Exception as error:  # a config's fields reach code of transformers that trusts them
@@ -74,15 +79,10 @@ def load_inventory(
         ) from error
 
 
-def _load(model: Any, given: _Given) -> Inventory:
-    if isinstance(model, Inventory):
-        if given.kv_heads is not None:
-            raise PlanError("kv_heads changes a model's config; an Inventory has none any more")
-        return replace(model, dtype=named_dtype(None, given.dtype) or model.dtype)
+def _find(model: Any) -> _Found:
+    """Return the config of whatever names a model: what is on the disk, else a preset, else the hub's."""
     if isinstance(model, PreTrainedConfig):
-        name = model.name_or_path or model.model_type
-        check_numbers(model.to_dict(), name)
-        return _of_config(model, name, "a config object", given, None)
+        return _Found(model, model.name_or_path or model.model_type, "a config object")
     if not isinstance(model, (str, os.PathLike)):
         raise PlanError(
             f"model must be a path, a hub id, a preset, a config or an Inventory, got {type(model).__name__}"
@@ -92,43 +92,26 @@ def _load(model: Any, given: _Given) -> Inventory:
         raise PlanError("model must be a path, a hub id or a preset, got an empty name")
     try:
         path = Path(model).expanduser()
-        is_there = path.exists()
+        is_there, is_folder = path.exists(), path.is_dir()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, no such user
         raise PlanError(f"model {short(name)} is no name of a file: {reason(error)}") from None
     if is_there:
-        return _of_path(path, name, given)
-    return _of_preset(name, given) if is_preset(name) else _of_hub(name, given)
-
-
-def _of_path(path: Path, name: str, given: _Given) -> Inventory:
-    """Return the Inventory of a folder or a config.json, and say where it takes the name of a preset or its model."""
-    hidden = name.lower() if is_preset(name) else preset_of_model(name)
-    folder = path if path.is_dir() else None
-    config = _read_json(path if folder is None else path / CONFIG)
-    own = path.parent if folder is None else path
-    found = _of_dict(config, own.resolve().name or str(own), str(path), given, folder)
-    if hidden is None:
-        return found
-    return found.with_note(f"{str(path)!r} was read from here, not the preset {hidden}")
-
-
-def _of_preset(name: str, given: _Given) -> Inventory:
-    preset = read_preset(name)
-    source = f"the preset of {preset['model']}"
-    found = _of_dict(preset["config"], preset["name"], source, given, None)
-    return found.with_note(*preset.get("notes", ()))
-
-
-def _of_hub(model: str, given: _Given) -> Inventory:
-    path, preset = cached_config(model), preset_of_model(model)
-    if path is None and preset is not None:
-        say_once(
-            f"planner preset {model}",
-            f"kv_hf: {model} is not in the local hub cache; the preset {preset} is taken",
-        )
-        return _of_preset(preset, given)
-    path = path or _fetched(model)
-    return _of_dict(_read_json(path), model, f"hub: {model}", given, path.parent)
+        config = _read_json(path / CONFIG if is_folder else path)
+        at = path if is_folder else path.parent
+        return _Found(config, at.resolve().name or str(at), str(path), path if is_folder else None)
+    preset = name if is_preset(name) else preset_of_model(name)
+    config_path = None if is_preset(name) else cached_config(name)
+    if config_path is None and preset is not None:
+        if not is_preset(name):
+            say_once(
+                f"planner preset {name}",
+                f"kv_hf: {name} is not in the local hub cache; the preset {preset} is taken",
+            )
+        own = read_preset(preset)
+        source, notes = f"the preset of {own['model']}", tuple(own.get("notes", ()))
+        return _Found(own["config"], own["name"], source, notes=notes)
+    config_path = config_path or _fetched(name)
+    return _Found(_read_json(config_path), name, f"hub: {name}", config_path.parent)
 
 
 def _fetched(model: str) -> Path:
@@ -162,11 +145,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise PlanError(f"config {str(path)!r} cannot be read: {reason(error)}") from error
 
 
-def _of_dict(
-    config: Mapping[str, Any], name: str, source: str, given: _Given, folder: Path | None
-) -> Inventory:
-    """Return the Inventory of a config.json. Raises UnsupportedModelError where transformers does not know the model."""
-    check_numbers(config, source)
+def _config_object(config: Mapping[str, Any], name: str) -> Any:
+    """Return the config of a config.json. Raises UnsupportedModelError where transformers does not know the model."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise UnsupportedModelError(
@@ -175,23 +155,26 @@ def _of_dict(
         )
     try:
         with quiet():
-            own = CONFIG_MAPPING[kind].from_dict(dict(config))
+            return CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # transformers validates some configs with errors of its own
         raise PlanError(
             f"{name}: transformers cannot read its config: {in_a_line(error)}"
         ) from error
-    return _of_config(own, name, source, given, None if folder is None else read_weights(folder))
 
 
-def _of_config(
-    config: Any, name: str, source: str, given: _Given, stored: "StoredWeights | None"
-) -> Inventory:
-    """Return the Inventory of a transformers config.
+def _inventory(found: _Found, asked: torch.dtype | str | None, heads: int | None) -> Inventory:
+    """Return the Inventory of a config.
 
     Raises: UnsupportedModelError for encoders, encoder-decoder models, models without a cache of transformers, models whose
         code cannot run without weights, and caches that an Inventory cannot describe.
     """
-    heads = given.kv_heads
+    name, config = found.name, found.config
+    if isinstance(config, PreTrainedConfig):
+        check_numbers(config.to_dict(), name)
+    else:
+        check_numbers(config, found.source)
+        config = _config_object(config, name)
+    stored = None if found.folder is None else read_weights(found.folder)
     config = config if heads is None else _with_heads(config, heads, name)
     text, at = decoder_config(config), f"{name} ({config.model_type})"
     if is_encoder_decoder(config) or is_encoder_decoder(text):
@@ -207,7 +190,7 @@ def _of_config(
         raise PlanError(
             f"{name}: {groups} key/value heads do not divide the {queries} query heads: no model runs with this config"
         )
-    dtype, notes = named_dtype(config, given.dtype), []
+    dtype, notes = named_dtype(config, asked), []
     if dtype is None and stored is not None and stored.dtype is not None:
         dtype = stored.dtype
         notes.append(f"its config names no dtype: {dtype} is that of its files")
@@ -236,23 +219,23 @@ def _of_config(
         else:
             size = stored.nbytes
             notes.append(f"{note}: the {size:,} bytes of its files are counted")
-    found = Inventory(
+    made = Inventory(
         **seen,
         name=name,
         model_type=config.model_type,
         dtype=dtype,
         max_positions=first(text, POSITIONS),
-        source=source,
+        source=found.source,
         weight_bytes=size,
-        notes=tuple(notes),
+        notes=(*notes, *found.notes),
         config=config,
     )
-    wrong = {layer.kv_heads for layer in found.layers if layer.elements} - {heads}
+    wrong = {layer.kv_heads for layer in made.layers if layer.elements} - {heads}
     if heads is not None and wrong:
         raise UnsupportedModelError(
             f"kv_heads={heads}: layers of {at} have {sorted(wrong)} kv heads whatever its config's number"
         )
-    return found
+    return made
 
 
 # -- the dtype -------------------------------------------------------------------------------------------------
@@ -338,17 +321,10 @@ def read_weights(folder: Path) -> StoredWeights | None:
     if not names and (folder / _ONE).is_file():
         names = [_ONE]
     paths = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
-    if paths and all(one.is_file() for one in paths):
-        try:
-            return _sum(paths)
-        except (OSError, SafetensorError):
-            return None
-    total = index.get("metadata")
-    size = total.get("total_size") if isinstance(total, dict) else None
-    # older versions of transformers wrote 16060522496.0
-    if isinstance(size, (int, float)) and 0 < size <= _MOST_BYTES:
-        return StoredWeights(int(size))
-    return None
+    try:
+        return _sum(paths) if paths else None
+    except (OSError, SafetensorError):
+        return None
 
 
 def _sum(paths: list[Path]) -> StoredWeights:

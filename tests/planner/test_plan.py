@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import kv_hf
 from kv_hf.errors import CacheOptionError, DeviceBudgetError, UnsupportedModelError
@@ -16,10 +14,8 @@ from kv_hf.planner.inventory import CachedLayer, Inventory, State, cut_heads, de
 from kv_hf.planner.memory_plan import (
     Choice,
     Decode,
-    default_caches,
-    expected_experts,
     find_fit,
-    largest,
+    planned_caches,
 )
 from kv_hf.planner.presets import preset_names
 
@@ -138,7 +134,7 @@ def test_default_caches_leave_out_with_a_reason_what_the_model_cannot_have():
     found = kv_hf.plan(inventory, device_memory="1MiB", weights=0)
     assert [row.cache for row in found.rows] == ["dynamic", "static"]
     reasons = [note for note in found.notes if "no attention layer that pages could hold" in note]
-    assert len(reasons) == len(default_caches()) - 2
+    assert len(reasons) == len(planned_caches()) + 1 - 2
     # states do not grow: no context is too long
     assert found.rows[0].fit.context is found.rows[0].fit.resident_tokens is None
     assert found.rows[0].fit.batch == 2**20 // (32 * 2 + 256 * 4)
@@ -164,8 +160,8 @@ def test_notes_name_what_is_beyond_the_model_or_the_device():
 
 def test_weights_are_parameters_or_what_is_given():
     inventory = seventy(parameters=10**9 + 1)
-    assert kv_hf.plan(inventory, caches=["dynamic"]).weights == 2 * (10**9 + 1)
-    assert kv_hf.plan(inventory, caches=["dynamic"], weights="5GB").weights == 5 * 10**9
+    for given, weights in (({}, 2 * (10**9 + 1)), ({"weights": "5GB"}, 5 * 10**9)):
+        assert kv_hf.plan(inventory, caches=["dynamic"], **given).weights == weights
     found = kv_hf.plan(inventory, caches=["dynamic"], dtype="float32")
     assert found.weights == 4 * (10**9 + 1) and found.rows[0].bytes_per_token == 2 * 327_680
 
@@ -175,13 +171,9 @@ def test_weights_are_parameters_or_what_is_given():
     [
         ({"caches": ["paged_int5"]}, "did you mean 'paged_int"),
         ({"caches": ["offloaded"]}, "not planned"),
-        ({"caches": "dynamic"}, "sequence"),
-        ({"batch": 1_000_001}, "batch must be at most 1,000,000 rows, got 1,000,001"),
         ({"cache_config": {"page_size": 16}, "caches": ["dynamic"]}, "caches has none"),
         ({"caches": ["static:page_size=16"]}, "takes only max_length"),
-        ({"context": "8G"}, "context must be a number of tokens"),
         ({"context": 10, "prompt": 11}, "prompt must be at most the context"),
-        ({"device_memory": "24G"}, "24GiB"),
         ({"device": "h10"}, "did you mean 'h100'"),
         ({"tensor_parallel": 4}, "does not divide the 2 kv heads of m; these do: 1, 2"),
     ],
@@ -207,20 +199,6 @@ def test_every_preset_has_a_plan(name):
 
 
 # -- what fits --------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    start=st.integers(0, 500), slope=st.integers(0, 40), step=st.integers(1, 90),
-    flat=st.integers(1, 3000), limit=st.integers(0, 100_000), most=st.integers(1, 3000),
-)  # fmt: skip
-def test_largest_finds_the_last_number_that_fits(start, slope, step, flat, limit, most):
-    def cost(count):
-        assert 1 <= count <= most
-        return start + slope * step * (min(count, flat) // step)
-
-    expected = max((count for count in range(1, most + 1) if cost(count) <= limit), default=0)
-    assert largest(cost, limit, most) == (None if expected == most else expected)
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -249,7 +227,7 @@ def test_what_fits_is_what_counting_up_finds(kind, name, batch):
         assert found.resident_tokens == page * count_up(of_pages)
 
 
-def test_what_fits_is_the_last_that_fits_into_a_real_cache():
+def test_what_fits_is_the_last_that_fits_into_a_real_cache(recwarn):
     """The search counts by formulas; the cache filled with meta tensors says the same at the border."""
     for name, cache in (("llama-3.2-1b", "paged_int4"), ("gemma-3-4b", "paged_int8")):
         found = kv_hf.plan(name, caches=[cache], batch=4, context=9000, device="rtx4090")
@@ -260,6 +238,9 @@ def test_what_fits_is_the_last_that_fits_into_a_real_cache():
         ):
             memory = choice.memory(found.inventory, batch, context, None)
             assert (memory.total <= found.available) is fits
+    assert not [
+        said for said in recwarn if "kernel" in str(said.message)
+    ]  # none reads meta tensors
 
 
 def test_bounds_of_the_cache_bound_what_fits():
@@ -345,8 +326,10 @@ def test_a_step_reads_the_experts_that_its_tokens_take():
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(4000, 5, 16, generator=generator).topk(3).indices  # 5 tokens take 3 of 16
     taken = torch.zeros(4000, 16).scatter_(1, draws.flatten(1), 1).mean().item()
+    many = seventy(parameters=10**6, expert_parameters=10**6, experts=16, experts_per_token=3)
+    read = row_of(many, "dynamic", batch=5, context=1).decode.weights / (2 * 10**6)
     # five deviations of a mean of 64,000 draws of 0 or 1
-    assert abs(taken - expected_experts(16, 3, 5)) < 5 * 0.5 / 64_000**0.5
+    assert abs(taken - read) < 5 * 0.5 / 64_000**0.5
 
 
 # -- several devices, and known ones ----------------------------------------------------------------------------
@@ -366,30 +349,26 @@ def test_a_device_holds_its_kv_heads():
 
 def test_what_transformers_keeps_whole_stays_whole_on_every_device():
     share, notes = device_share(SMALL["latent"], 4)
-    assert share.layers == SMALL["latent"].layers and notes == ["latents are whole on every device"]
+    assert share.layers == SMALL["latent"].layers
+    assert notes[0] == "latents, indexer keys and states are whole on every device"
     share, notes = device_share(SMALL["states"], 2)
     assert [layer.kv_heads for layer in share.layers] == [1, 0] and share.layers[1] == STATES
-    assert notes[-1] == "states of linear attention are whole on every device"
     assert [cut_heads(name) for name in ("llama", "gemma3", "gpt_neox")] == [True] * 3
     assert [cut_heads(name) for name in ("olmo2", "phi3", "deepseek_v3")] == [False] * 3
     assert [cut_heads(name) for name in ("gpt2", "no such family")] == [None] * 2
     assert device_share(seventy(5, model_type="olmo2"), 4)[0].layers[0].kv_heads == 5
-    assert "assumption" in device_share(seventy(8, model_type="gpt2"), 4)[1][1]
+    assert "assumption" in device_share(seventy(8, model_type="gpt2"), 4)[1][0]
 
 
 def test_devices_hold_what_their_driver_reports():
-    """They held the data sheets' gigabytes, 7 % less."""
-    gib = {name: round(d.memory / 2**30, 2) for name, d in DEVICES.items() if d.memory is not None}
-    assert (gib["rtx4090"], gib["h100"], gib["h200"]) == (23.99, 79.65, 140.4)
-    for name, device in DEVICES.items():
-        assert device.name == name == name.lower() and device.source
-        assert bool(device.memory_source) == (device.memory is not None)
-        notes = kv_hf.plan(SMALL["full"], caches=["dynamic"], device=name, context=9).notes
-        assert (f"memory of {name}: {device.memory_source}" in notes) is not device.reported
+    """Not the data sheets' gigabytes, which are 7 % less."""
+    for name, gib in (("rtx4090", 23.99), ("h100", 79.65), ("h200", 140.4)):
+        assert round(DEVICES[name].memory / 2**30, 2) == gib
+    notes = kv_hf.plan(SMALL["full"], caches=["dynamic"], device="v100-32gb", context=9).notes
+    assert f"memory of v100-32gb: {DEVICES['v100-32gb'].memory_source}" in notes
 
 
 def test_plan_names_options_by_the_nearest_cache_name():
-    """Formats of one side have no cache name of their own: they were refused here."""
     for options, label in (
         ({"keys": "int8", "values": "int4"}, "paged_k8v4"),
         ({"keys": "int2_mixed", "values": "int8"}, "paged_int8:keys=int2_mixed"),

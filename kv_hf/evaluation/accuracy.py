@@ -37,7 +37,6 @@ BLOCK = 64  # neighbouring tokens that an interval draws together, because their
 LEAST_BLOCKS = 10
 RESAMPLES = 2000
 KEPT_BYTES = 6 << 30  # of log-probabilities; what goes beyond it is computed anew for each subject
-Blocks = Mapping[str, Sequence[Sequence[float]]]
 Progress = Callable[[int], object]
 
 
@@ -410,32 +409,6 @@ def block_interval(
 def block_means(kl: torch.Tensor) -> list[float]:
     """Return the mean of each BLOCK neighbouring figures [tokens], to seven digits that count; the last may have fewer."""
     return [float(f"{part.mean().item():.7g}") for part in kl.split(BLOCK)]
-
-
-def paired_difference(here: Blocks, there: Blocks) -> tuple[float, float, float]:
-    """Return how much more one cache loses than another: the mean, and the ends of its paired 95 % interval, in nats.
-
-    The same tokens are compared, block by block, so that caches are told apart whose own intervals overlap.
-
-    Args:
-        here, there: `kl_blocks` of rows of the same windows of the same texts. Every block weighs the same: let the
-            scored tokens of a window be a multiple of 64.
-    Raises: ValueError where texts, windows or blocks differ.
-    """
-    shapes = [
-        {name: [len(window) for window in windows] for name, windows in one.items()}
-        for one in (here, there)
-    ]
-    if shapes[0] != shapes[1] or not shapes[0]:
-        raise ValueError(
-            f"both must hold blocks of the same windows, got {shapes[0]} and {shapes[1]}"
-        )
-    apart = [
-        torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64)
-        for name in here
-        for a, b in zip(here[name], there[name], strict=True)
-    ]
-    return torch.cat(apart).mean().item(), *block_interval(apart, block=1)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Every cache that a user of transformers can choose, by name, and the bytes that it holds. Knows no text."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,7 @@ from ..cache_names import PEERS, QUANTIZED, all_cache_names, parse_cache_name
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import ATTENTION_NAME, is_cache_name
-from ..spec import predict_memory
 
-# parts on the model's device; "offloaded" lies outside of it and is counted apart
-HELD = ("payload", "scales", "tail", "tables", "staging", "other")
-PARTS = (*HELD, "offloaded")
-ENCODED = ("_quantized_keys", "_quantized_values")  # of a layer of QuantizedCache
 # [kv heads, key dim, value dim] of a layer, or None for a layer that holds no keys and values
 LayerShape = tuple[int, int, int] | None
 
@@ -148,89 +143,6 @@ def held_bytes(cache: Any) -> int:
     if isinstance(cache, PagedCache):
         return cache.memory().total
     return sum(tensor_bytes(vars(layer)) for layer in cache.layers)
-
-
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path of names, plain tensor [any shape]) for all tensors in tensors of tensors, lists and dicts.
-
-    A wrapper subclass (quanto) has no memory of its own: the tensors that it is made of count.
-    """
-    inner: Any = ()
-    if isinstance(value, torch.Tensor):
-        flatten = getattr(value, "__tensor_flatten__", None)
-        if flatten is None:
-            yield name, value
-        else:
-            inner = ((part, getattr(value, part)) for part in flatten()[0])
-    elif isinstance(value, Mapping):
-        inner = value.items()
-    elif isinstance(value, (list, tuple)):
-        inner = enumerate(value)
-    for part, item in inner:
-        yield from leaves(item, f"{name}.{part}")
-
-
-def cache_parts(cache: Cache, device: torch.device) -> dict[str, int]:
-    """Return the bytes of each of PARTS; those of HELD add up to what lies on `device`.
-
-    payload: codes of what is quantized, and the keys and values of caches that store them exactly, with
-        the room that a preallocated one keeps free. scales: scales and offsets. tail: exact tokens beside
-        quantized ones. tables, staging: of PagedCache only. other: counters and states that are no keys or
-        values. offloaded: of all these, what lies on another device.
-    """
-    if isinstance(cache, PagedCache):
-        memory = cache.memory()
-        return {part: int(getattr(memory, part)) for part in PARTS}
-    found = dict.fromkeys(PARTS, 0)
-    for layer in cache.layers:
-        for name, value in vars(layer).items():
-            for path, tensor in leaves(value, name):
-                part = "other"
-                if name in ENCODED:
-                    # quanto: ._data._data, ._scale, ._shift; hqq and fp8: .0 are the codes, .1 the scales of them
-                    codes = path.startswith((f"{name}._data", f"{name}.0"))
-                    part = "payload" if codes else "scales"
-                elif name in ("keys", "values"):
-                    part = "tail" if hasattr(layer, ENCODED[0]) else "payload"
-                away = tensor.device.type != device.type
-                found["offloaded" if away else part] += tensor.nbytes
-    return found
-
-
-def kept_bytes(cache: Cache) -> int | None:
-    """Return the bytes of memory that the tensors of a cache of transformers keep alive; None for PagedCache.
-
-    More than the parts where a tensor is a view of a larger one (a sliding layer right behind a long prompt).
-    """
-    if isinstance(cache, PagedCache):
-        return None
-    found = [tensor for layer in cache.layers for _, tensor in leaves(vars(layer))]
-    blocks = {(one.untyped_storage().data_ptr(), one.device): one for one in found}
-    return sum(one.untyped_storage().nbytes() for one in blocks.values())
-
-
-def predicted_bytes(cache: Cache) -> int | None:
-    """Return what `predict_memory` says of a cache's tokens, None for caches that it does not cover.
-
-    Those are caches of transformers, layers without pages, sliding windows, preallocated pages, and pages that are shared
-    or lie outside of the device.
-    """
-    if not isinstance(cache, PagedCache):
-        return None
-    own, group, paged = cache.options, cache.group, cache.paged_layers
-    specs = [layer.spec for layer in paged if layer.spec is not None]
-    apart = (own.offload, own.prefix_store, own.max_length)
-    sliding = any(getattr(layer, "window", None) for layer in paged)
-    if sliding or len(specs) < len(cache.layers) or any(one is not None for one in apart):
-        return None
-    return predict_memory(
-        specs,
-        [group.tokens(row) for row in group.rows],
-        sink_tokens=own.sink_tokens,
-        recent_tokens=own.recent_tokens,
-        reserve_tokens=own.reserve_tokens,
-        max_pages=own.max_pages,
-    ).total
 
 
 def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:

@@ -37,7 +37,7 @@ from .models import check_model_name
 from .rows import versions
 
 with extra("eval", "lm-eval's model class"):
-    import lm_eval
+    import lm_eval.tasks
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 

@@ -1,19 +1,19 @@
 """Memory and speed of one cache, measured alone in a fresh process: `python -m kv_hf.evaluation.memory` is the child.
 
-What a process has freed, it may still hold: two caches measured in one process hide in each other's memory. So on a CPU
-times and memory come from a process each. Throughput is a by-product here: speeds that are to be compared closely come
-from caches that take turns in one process (scripts/).
+What a process has freed, it may still hold: two caches measured in one process hide in each other's memory. Throughput is
+a by-product, measured behind the memory: speeds that are to be compared closely come from caches that take turns in one
+process (scripts/).
 """
 
 import gc
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,71 +29,104 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ..cache.paged_cache import PagedCache
+from ..pages.host_heap import trim_heap
 from ..texts import load_text, longest_context
-from .accuracy import check_finite
-from .caches import HELD, CacheKind, cache_kind, cache_parts, kept_bytes, predicted_bytes, why_not
+from .accuracy import check_finite, last_logits
+from .caches import CacheKind, cache_kind, held_bytes, why_not
 from .models import check_model_name
-from .steps import WARMUP, Decoding, Meter, interleave, kernel_of, random_prompt, spread
 
 DTYPES = ("bfloat16", "float16", "float32")
+WARMUP = 2  # steps that are not timed
 WARM_TOKENS = 200  # three pages of 64: every kernel runs, every library is loaded
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class MeasurementError(RuntimeError):
-    """A measurement gave no figures: out of memory, killed, or its results contradict each other."""
+    """A measurement gave no figures: out of memory, or killed."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `measure_footprint` is asked for.
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds of one call: wall time on a CPU, CUDA events on a GPU.
 
-    Attributes:
-        model: hub id or folder; with weights="random" also a config.
-        cache: name as `cache_kind` takes it, with options.
-        context: tokens of each row's prompt, from `text` (repeated), or random ids with random weights.
-        batch: rows.
-        steps: decode steps; memory is read behind them. transformers' quanto and hqq caches encode everything
-            anew each 128 tokens, which is seen with more steps than that only.
+    The events lie in the stream before and behind the call, so that the time holds the launches that the GPU
+    had to wait for, as a user's decode step does.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end))
+
+
+class Meter:
+    """The growth of memory since a moment, and its peak: on CUDA what torch's allocator has given, else resident memory.
+
+    It is made when everything else is in place: freed blocks are given back first, so that growth is new memory. From then
+    on nothing is: what an allocator keeps counts as taken. Figures are None where the system does not tell them.
     """
 
-    model: Any
-    cache: str
-    context: int
-    batch: int = 1
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    steps: int = 32
-    weights: str = "real"
-    text: str = "lincoln_1862"
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.name = device, "allocated" if device.type == "cuda" else "resident"
+        gc.collect()
+        if self.name == "allocated":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        self.base = self._now("VmRSS", trim=True)
+        self.restart()
 
-    def check(self) -> PreTrainedConfig:
-        """Return the model's config. Raises ValueError that names the argument that cannot be measured."""
-        cache_kind(self.cache)
-        for name in ("context", "batch", "steps"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name, choices in (("dtype", DTYPES), ("weights", ("real", "random"))):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        check_device(self.device)
-        if self.weights == "real":
-            load_text(self.text)
-        config = self.model
-        if isinstance(config, str):
-            try:
-                config = AutoConfig.from_pretrained(check_model_name(config))
-            except OSError as error:
-                raise ValueError(f"model {self.model!r} cannot be loaded: {error}") from error
-        elif self.weights == "real":
-            raise ValueError("model must be a hub id or a folder with real weights, got a config")
-        most, tokens = longest_context(config), self.steps + WARMUP
-        if self.context + tokens > most:
-            raise ValueError(
-                f"context={self.context} and {tokens} decoded tokens are {self.context + tokens}, but the model supports "
-                f"{most} tokens"
-            )
-        return config
+    def restart(self) -> None:
+        """Let the peak begin at what is taken now."""
+        self._peaks = True
+        try:
+            if self.name == "allocated":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            else:
+                CLEAR.write_text("5")
+        except OSError:  # a sandbox may forbid it; the peak since the start of the process would be another figure
+            self._peaks = False
+
+    def grown(self) -> int | None:
+        """Return the bytes taken since the meter was made."""
+        now = self._now("VmRSS")
+        return None if now is None or self.base is None else now - self.base
+
+    def peak(self) -> int | None:
+        """Return the most bytes taken on top of the start, since `restart`."""
+        most = self._now("VmHWM") if self._peaks else None
+        return None if most is None or self.base is None else most - self.base
+
+    def _now(self, field: str, trim: bool = False) -> int | None:
+        """Return bytes, as /proc calls them: VmRSS (now), VmHWM (most)."""
+        if self.name == "allocated":
+            most = field == "VmHWM"
+            tell = torch.cuda.max_memory_allocated if most else torch.cuda.memory_allocated
+            return tell(self.device)
+        if trim:  # what glibc holds although it is free
+            trim_heap()
+        lines = STATUS.read_text().splitlines() if STATUS.is_file() else []
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), None)
+
+
+def kernel_of(cache: Any) -> str | None:
+    """Return the name of the kernel that a paged cache's attention runs on, None for other caches."""
+    if not isinstance(cache, PagedCache):
+        return None
+    store = cache.paged_layers[0].store
+    store = getattr(store, "base", store)  # a preallocated store wraps the plain one
+    return None if store is None else store.kernel.name
+
+
+def random_prompt(vocab: int, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Return random token ids [batch, tokens], the same on every device."""
+    numbers = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocab, (batch, tokens), generator=numbers).to(device)
 
 
 def measure_footprint(
@@ -102,37 +135,58 @@ def measure_footprint(
     context: int,
     batch: int = 1,
     *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    steps: int = 32,
+    text: str = "lincoln_1862",
     threads: int | None = None,
     speed: bool = True,
     timeout: float | None = None,
-    **how: Any,
 ) -> dict[str, Any]:
-    """Measure bytes, memory and throughput of one cache in processes of its own (on a CPU one for each).
+    """Measure bytes, memory and throughput of one cache in a process of its own.
 
     Args:
-        model, cache, context, batch, **how: the fields of `Request`: dtype, device, steps, weights and text have defaults.
+        model: hub id or folder; or a config, of which a model of random weights is made.
+        cache: name as `cache_kind` takes it, with options.
+        context: tokens of each row's prompt, from `text` (repeated), or random ids with random weights.
+        batch: rows.
+        steps: decode steps; memory is read behind them. transformers' quanto and hqq caches encode everything
+            anew each 128 tokens, which is seen with more steps than that only.
         threads: of torch, on a CPU; None leaves them to torch.
         speed: False leaves the times out.
-        timeout: seconds until a process is ended.
+        timeout: seconds until the process is ended.
     Returns: the fields of a row of kind "memory" (docs/speed_and_memory.md), without date, machine and versions.
     Raises: ValueError for bad input, before anything runs where that can be told; MeasurementError when the
-        process runs out of memory, is killed, or finds its own figures wrong.
+        process runs out of memory or is killed.
     """
-    asked = Request(model, cache, context, batch, **how)
-    config = asked.check()
-    found = dict(vars(asked))
-    if asked.weights == "random":
-        found["text"] = None
-    if not isinstance(model, str):
-        found["model"] = model.name_or_path or model.model_type
-    passes = ("speed", "memory") if speed else ("memory",)
+    cache_kind(cache)
+    for name, value in (("context", context), ("batch", batch), ("steps", steps)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_device(device)
+    config, name, real = model, model, isinstance(model, str)
+    if isinstance(model, str):
+        load_text(text)
+        try:
+            config = AutoConfig.from_pretrained(check_model_name(model))
+        except OSError as error:
+            raise ValueError(f"model {model!r} cannot be loaded: {error}") from error
+    else:
+        name = model.name_or_path or model.model_type
+    most, tokens = longest_context(config), context + steps + WARMUP
+    if tokens > most:
+        raise ValueError(
+            f"context={context} and {steps + WARMUP} decoded tokens are {tokens}, but the model supports {most} tokens"
+        )
+    asked = {"model": name, "cache": cache, "context": context, "batch": batch, "dtype": dtype}
+    asked |= {"device": device, "steps": steps, "weights": "real" if real else "random"}
+    asked["text"] = text if real else None
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        wanted = {**vars(asked), "model": found["model"], "config": folder, "threads": threads}
-        # a GPU's allocator counts for itself, so that one process does there
-        for together in [passes] if asked.device != "cpu" else [(one,) for one in passes]:
-            found |= _in_a_child({**wanted, "passes": together}, timeout)
-    return found
+        wanted = {**asked, "config": folder, "threads": threads, "speed": speed}
+        return asked | _in_a_child(wanted, timeout)
 
 
 def check_device(device: str) -> None:
@@ -225,12 +279,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
             tensor.data = tensor.data.clone()
         tokenizer = AutoTokenizer.from_pretrained(request["model"])
         prompt = text_prompt(tokenizer, load_text(request["text"]), batch, context).to(device)
-    model = model.to(device).eval()
-    found: dict[str, Any] = {"threads": torch.get_num_threads()}
-    for one in request["passes"]:
-        run = {"speed": speed, "memory": memory}[one]
-        found |= run(model, cache_kind(request["cache"]), prompt, request["steps"])
-    return found
+    model, kind = model.to(device).eval(), cache_kind(request["cache"])
+    model.set_attn_implementation(kind.attention)
+    found = {"threads": torch.get_num_threads(), **memory(model, kind, prompt, request["steps"])}
+    return found | (speed(model, kind, prompt, request["steps"]) if request["speed"] else {})
 
 
 def text_prompt(tokenizer: Any, text: str, batch: int, context: int) -> torch.Tensor:
@@ -240,21 +292,31 @@ def text_prompt(tokenizer: Any, text: str, batch: int, context: int) -> torch.Te
     return ids[(starts[:, None] + torch.arange(context)[None]) % len(ids)]
 
 
+def _times(model: Any, kind: CacheKind, ids: torch.Tensor, steps: int) -> list[float]:
+    """Return the milliseconds of a prefill of ids [batch, tokens], and of each greedy step behind it."""
+    cache, fed = kind.make(model.config, ids.shape[1] + steps), ids
+
+    def forward() -> None:
+        nonlocal fed
+        fed = last_logits(model, fed, cache).argmax(-1, keepdim=True)
+
+    return [timed(forward, ids.device) for _ in range(1 + steps)]
+
+
 def speed(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:
     """Return the time of one prefill of `prompt` [batch, context], and of `steps` decode steps behind it."""
-    rehearsal = Decoding(model, kind, prompt[:, :WARM_TOKENS], room=2)
-    for _ in range(2):
-        rehearsal.step()
-    del rehearsal
+    _times(model, kind, prompt[:, :WARM_TOKENS], WARMUP)  # a rehearsal
     gc.collect()
-    decoding = Decoding(model, kind, prompt, room=steps + WARMUP)
-    step = spread(interleave({"step": decoding.step}, steps, prompt.device)["step"])
-    prefill_ms = decoding.prefill_ms or math.nan
+    prefill_ms, *times = _times(model, kind, prompt, WARMUP + steps)
+    kept = torch.tensor(times[WARMUP:], dtype=torch.float64)
+    low, middle, high = (kept.quantile(part).item() for part in (0.2, 0.5, 0.8))
     return {
         "prefill_ms": prefill_ms,
         "prefill_tokens_per_s": 1e3 * prompt.numel() / prefill_ms,
-        "decode_tokens_per_s": 1e3 * len(prompt) / step.p50,
-        **step.row("step_ms"),
+        "decode_tokens_per_s": 1e3 * len(prompt) / middle,
+        "step_ms_p20": low,
+        "step_ms_p50": middle,
+        "step_ms_p80": high,
     }
 
 
@@ -282,37 +344,28 @@ def memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dic
     The model generates as users do, greedily and on beyond an end of the text, with the allocator as every user has it and
     without a rehearsal.
 
-    Raises: ValueError when some logits are not finite; MeasurementError when bytes and prediction differ.
+    Raises: ValueError when some logits are not finite.
     """
-    model.set_attn_implementation(kind.attention)
     meter = Meter(prompt.device)
     cache, marks = kind.make(model.config, prompt.shape[1] + steps + 1), Marks(kind.name, meter)
-    own, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
-    try:
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
-            max_new_tokens=steps + 1,  # the last one is never stored
-            do_sample=False,
-            disable_compile=True,
-            logits_processor=LogitsProcessorList([marks]),
-        )
-    finally:
-        model.generation_config = own
-    tokens, parts = prompt.shape[1] + steps, cache_parts(cache, prompt.device)
-    held, predicted = sum(parts[part] for part in HELD), predicted_bytes(cache)
-    if predicted not in (None, held):
-        raise MeasurementError(f"the cache holds {held} bytes, but predict_memory says {predicted}")
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=steps + 1,  # the last one is never stored
+        do_sample=False,
+        disable_compile=True,
+        logits_processor=LogitsProcessorList([marks]),
+    )
+    tokens, held = prompt.shape[1] + steps, held_bytes(cache)
     grown = marks.found["steps_grown_bytes"]
     peaks = [size for name, size in marks.found.items() if size is not None and "peak" in name]
     return {
         "kernel": kernel_of(cache),
         "tokens": tokens,
         "held_bytes": held,
-        **{f"{part}_bytes": size for part, size in parts.items()},
-        "kept_bytes": kept_bytes(cache),
-        "predicted_bytes": predicted,
+        "offloaded_bytes": cache.memory().offloaded if isinstance(cache, PagedCache) else 0,
         "bytes_per_token": held / (tokens * len(prompt)),
         "measured_by": meter.name,
         "base_bytes": meter.base,

@@ -12,10 +12,11 @@ import torch
 from kv_hf.cache.latent_layer import LatentLayer
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.evaluation.caches import cache_kind
-from kv_hf.evaluation.steps import Decoding, kernel_of, random_prompt
+from kv_hf.evaluation.memory import kernel_of, random_prompt
 from kv_hf.formats import cache_names, is_cache_name
 from kv_hf.hf.latent import prepare_latents
 from measure.attention import Step, cold_layers, paged, speeds, stock
+from measure.decoding import Decoding
 from measure.runner import WARMUP, Contender, Fields, Grid, check, in_turns, judge, workload
 from measure.shapes import captured, load, random_model
 from measure.steps import LATENT_CACHES, finite, logit_verdicts

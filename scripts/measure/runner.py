@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kv_hf.evaluation.memory import expendable, in_words
+from kv_hf.evaluation.memory import expendable, in_words, timed
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, machine, make_row, read_rows
-from kv_hf.evaluation.steps import interleave, quantile, spread
 from kv_hf.text_table import table_lines
 
 Fields = dict[str, Any]
@@ -49,6 +48,62 @@ WARMUP = 2  # rounds ahead of those that count
 LEAST_SECONDS = 2.0  # a configuration is not begun for less
 SPAWN = get_context("spawn")
 WORKLOADS: dict[str, "Workload"] = {}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and spread of n samples; the unit is that of the samples."""
+
+    p50: float
+    p20: float
+    p80: float
+    mean: float
+    max: float
+    n: int
+
+    def row(self, prefix: str) -> dict[str, float]:
+        """Return the fields as `prefix_p50` and so on, as rows of results/ have them."""
+        return {f"{prefix}_{name}": value for name, value in asdict(self).items()}
+
+
+def quantile(samples: Sequence[float], part: float) -> float:
+    """Return the `part` quantile (0 to 1), linear between neighbouring samples. Raises ValueError without samples."""
+    if not samples:
+        raise ValueError("a quantile needs at least one sample, got none")
+    return torch.tensor(samples, dtype=torch.float64).quantile(part).item()
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Summarise samples."""
+    middle, low, high = (quantile(samples, part) for part in (0.5, 0.2, 0.8))
+    count = len(samples)
+    return Spread(middle, low, high, mean=sum(samples) / count, max=max(samples), n=count)
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    *,
+    warmup: int = WARMUP,
+    before: Callable[[str], object] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Call every contender once per round and return the milliseconds of each, warm-up rounds left out.
+
+    Odd rounds go backwards, so that no contender always follows the same neighbour.
+
+    Args:
+        before: called with the name ahead of each call, outside of the time.
+    """
+    names = list(contenders)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-warmup, rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            before(name)
+            took = timed(contenders[name], device)
+            if number >= 0:
+                times[name].append(took)
+    return times
 
 
 @dataclass(frozen=True)

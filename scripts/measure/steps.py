@@ -12,10 +12,10 @@ import torch
 
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache_names import all_cache_names
-from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes, predicted_bytes, why_not
-from kv_hf.evaluation.memory import measure_footprint
-from kv_hf.evaluation.steps import Decoding, Meter, kernel_of, random_prompt
+from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes, why_not
+from kv_hf.evaluation.memory import Meter, kernel_of, measure_footprint, random_prompt
 from kv_hf.formats import ATTENTION_NAME, cache_names
+from measure.decoding import Decoding
 from measure.runner import Contender, Fields, Verdict, in_turns, workload
 from measure.shapes import RANDOM_MODELS, SHAPES, AttentionShape, folder_of, load, random_model
 
@@ -125,7 +125,7 @@ def every_cache(
             **row, "weights": weights(model), "batch": 1, "dtype": "bfloat16", "fill": fill, "kernel": kernel_of(one.cache),
             "tokens": one.tokens, "prefill_ms": one.prefill_ms, "kv_bytes": one.kv_bytes,
             "kv_ratio": one.kv_bytes / found[0].kv_bytes, "bytes_per_token": one.kv_bytes / one.tokens,
-            "transient_bytes": one.transient_bytes, "predicted_bytes": predicted_bytes(one.cache),
+            "transient_bytes": one.transient_bytes,
         }  # fmt: skip
 
 
@@ -408,7 +408,7 @@ def memory(
     load.cache_clear()
     yield measure_footprint(
         model if model in RANDOM_MODELS else folder_of(model), cache, context, batch, dtype=dtype, device=str(device),
-        steps=steps, weights=weights(model), threads=torch.get_num_threads(), speed=speed,
+        steps=steps, threads=torch.get_num_threads(), speed=speed,
     ) | {"model": model}  # fmt: skip
 
 

@@ -16,12 +16,8 @@ from kv_hf.errors import CacheOptionError
 from kv_hf.evaluation import models, register_peer, unregister_peer
 from kv_hf.evaluation.accuracy import measure_accuracy
 from kv_hf.evaluation.caches import (
-    HELD,
     cache_kind,
-    cache_parts,
     held_bytes,
-    kept_bytes,
-    predicted_bytes,
     why_not,
 )
 from kv_hf.evaluation.models import PACKAGED, UNKNOWN, Weights, weights_of
@@ -37,11 +33,6 @@ from kv_hf.evaluation.rows import (
 
 CPU = torch.device("cpu")
 STOCK = ("dynamic", "static", "quanto_int4", "hqq_int8", "hqq_int4", "quantized_fp8")
-OURS = (
-    "paged_exact",
-    "paged_int4:keys=int8,recent_tokens=32,page_size=16",
-    "paged_fp8:reserve_tokens=400",
-)
 
 
 @torch.no_grad()
@@ -74,49 +65,29 @@ def tensors_in(value, seen):
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_parts_of_stock_caches_are_their_tensors(name):
+def test_bytes_of_stock_caches_are_their_tensors(name):
     cache = filled(name)
-    parts = cache_parts(cache, CPU)
     plain = list(tensors_in([vars(layer) for layer in cache.layers], {}))
-    total = sum(parts[part] for part in HELD)
-    assert total == sum(tensor.nbytes for tensor in plain) == held_bytes(cache)
-    assert kept_bytes(cache) == total
-    assert parts["offloaded"] == parts["tables"] == parts["staging"] == 0
-    assert predicted_bytes(cache) is None
+    assert held_bytes(cache) == sum(tensor.nbytes for tensor in plain) > 0
 
 
 @pytest.mark.parametrize(
     ("name", "bits", "scale", "tail"),
     [("dynamic", 32, 0, 0), ("quanto_int4", 4, 8, 2), ("hqq_int8", 8, 8, 2), ("hqq_int4", 4, 8, 2)],
 )
-def test_parts_of_stock_caches_by_hand(name, bits, scale, tail):
+def test_bytes_of_stock_caches_by_hand(name, bits, scale, tail):
     """160 tokens are encoded in groups of 64 with a scale and an offset each; the two behind them are exact."""
-    parts = cache_parts(filled(name, length=160), CPU)
+    cache = filled(name, length=160)
     numbers = 2 * 2 * 2 * 2 * 16  # keys and values, layers, rows, kv heads, head_dim
     behind = 160 if tail else 162
-    assert parts["payload"] == numbers * behind * bits // 8
-    assert parts["scales"] == numbers * behind // 64 * scale
-    assert parts["tail"] == numbers * tail * 4
+    by_hand = numbers * (behind * bits // 8 + behind * scale / 64 + 4 * tail)
+    # other counters of a layer are a few numbers
+    assert 0 <= held_bytes(cache) - by_hand < 200
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_parts_of_pages_are_what_memory_and_the_prediction_say(name):
-    cache = filled(name)
-    memory, parts = cache.memory(), cache_parts(cache, CPU)
-    assert sum(parts[part] for part in HELD) == memory.total == held_bytes(cache)
-    assert parts["payload"] == memory.payload > 0
-    assert predicted_bytes(cache) == memory.total
-
-
-def test_bytes_outside_of_the_device_and_behind_views_are_told_apart():
-    cache = filled("paged_int4:offload=disk")
-    assert predicted_bytes(cache) is None and cache_parts(cache, CPU)["offloaded"] > 0
-    cache = DynamicCache()
-    whole = torch.zeros(1, 2, 100, 16)
-    cache.update(whole, whole.clone(), 0)
-    cache.layers[0].keys = cache.layers[0].keys[:, :, -10:]
-    assert cache_parts(cache, CPU)["payload"] == (100 + 10) * 2 * 16 * 4
-    assert kept_bytes(cache) == (100 + 100) * 2 * 16 * 4
+def test_bytes_of_pages_are_what_memory_says():
+    cache = filled("paged_int4:keys=int8,recent_tokens=32,page_size=16")
+    assert held_bytes(cache) == cache.memory().total
 
 
 def test_register_peer_measures_a_cache_like_the_others():

@@ -9,9 +9,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from measure import attention, gpu, host, runner, serving, shapes, steps  # noqa: F401
-from measure.runner import FAILED, WORKLOADS, Budget, Contender, Verdict, Workload, in_turns, run
+from measure.decoding import Decoding
+from measure.runner import (  # fmt: skip
+    FAILED,
+    WORKLOADS,
+    Budget,
+    Contender,
+    Verdict,
+    Workload,
+    in_turns,
+    interleave,
+    quantile,
+    run,
+    spread,
+)
+from tiny_models import make_model, tokens
 
 import kv_hf
+from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.rows import read_rows
 
 CPU = torch.device("cpu")
@@ -317,3 +332,34 @@ def test_compiled_steps_take_preallocated_caches(monkeypatch, cache):
     assert cache == "static" or decoding.cache.options.max_length == 40 + gpu.STEPS + 22
     with pytest.raises(ValueError, match="a graph needs a CUDA device, got cpu"):
         gpu._decoding(model, 40, 2, cache, "graph")
+
+
+def test_decoding_is_generate():
+    model, ids = make_model("llama"), tokens(2, 40)
+    how = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    wanted = model.generate(ids, **how)[:, 40:]
+    # what generate() prefills in one forward is a prefill and a step here
+    decoding, found = Decoding(model, cache_kind("paged_exact"), ids), []
+    decoding.token = wanted[:, :1]
+    for _ in range(4):
+        decoding.before()
+        decoding.step()
+        found.append(decoding.token)
+    assert torch.equal(torch.cat(found, 1), wanted[:, 1:])
+    assert decoding.tokens == 44 and decoding.kv_bytes > 0 and decoding.prefill_ms is not None
+    random = Decoding(model, cache_kind("dynamic"), ids, fill="random")
+    random.note_peak()
+    assert random.tokens == 41 and random.prefill_ms is None
+
+
+def test_turns_alternate_and_spreads_are_quantiles():
+    called = []
+    runs = {name: lambda name=name: called.append(name) for name in "ab"}
+    times = interleave(runs, 3, CPU, warmup=1, before=lambda name: called.append(name.upper()))
+    assert "".join(called) == "BbAa" + "AaBb" + "BbAa" + "AaBb"
+    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
+    assert quantile([4, 1, 2, 3], 0.5) == 2.5 and quantile([5], 0.8) == 5
+    found = spread([1.0, 2.0, 3.0, 10.0]).row("ms")
+    assert (found["ms_p50"], found["ms_mean"], found["ms_max"], found["ms_n"]) == (2.5, 4, 10, 4)
+    with pytest.raises(ValueError, match="at least one sample"):
+        spread([])

@@ -33,7 +33,6 @@ COLD_BYTES = {
     "cpu": 64 << 20,
     "cuda": 256 << 20,
 }  # of the smallest contender: past any processor's cache
-DENSE_BYTES = 256 << 20  # of one dense cache in `step`, where each contender holds its own
 ROUNDS = 20
 
 
@@ -278,33 +277,6 @@ def decode(
     for name in FORMAT_NAMES:
         contenders += paged(work, name)
     yield from speeds(contenders, work)
-
-
-@workload(
-    "step",
-    grid=[
-        {
-            "shape": ["smollm2", "llama-8b"],
-            "dtype": ["bfloat16", "float32"],
-            "batch": [1, 4, 16],
-            "context": [16, 64, 128, 256, 512],
-        }
-    ],
-    tiny=[TINY],
-    file="steps",
-    columns="contender kernel ms_min thread_ms_min ratio_to_dynamic",
-)
-def step(
-    device: torch.device, shape: str, dtype: str, batch: int, context: int
-) -> Iterator[Fields]:
-    """A step's cache work in all layers at short contexts, the linear layers left out: DynamicCache beside pages."""
-    dense = batch * SHAPES[shape].elements(context) * getattr(torch, dtype).itemsize
-    whole = SHAPES[shape].layers
-    layers = max(2, min(whole, DENSE_BYTES // dense))
-    work = Step(shape, batch, context, layers, dtype, device)
-    contenders = [stock(work)[0], *(paged(work, name)[0] for name in ("exact", "int8", "int4"))]
-    for row in in_turns(contenders, ROUNDS, device, scale=whole / layers):
-        yield {**row, "layers": whole, "layers_measured": layers}
 
 
 @workload(

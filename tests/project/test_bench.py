@@ -171,7 +171,6 @@ LEAST = "contender context dtype ms_min thread_ms_min"
 # file of rows -> what the tables and plots of docs/ read
 FIELDS = {
     "decode": "kind path shape batch context contender dtype ms_p50 ms_p20 ms_p80 ratio_to_dynamic",
-    "steps": f"{LEAST} shape batch ratio_to_dynamic",
     "generate": STEP,
     "mla": f"{STEP} bytes_per_token transient_bytes weights",
     "reading_speed": f"{LEAST} kind cache read_tokens",
@@ -183,8 +182,7 @@ FIELDS = {
     "prefix": "metric config value tokens_computed skipped pages page_bytes model dtype",
     "serving": "load cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s first_token_ratio "
     "requests prompt_tokens answer budget batch_tokens model dtype",
-    "memory": "model batch device context cache dtype steps held_bytes",
-    "resident": "model batch device context cache dtype steps held_bytes",
+    "resident": "model device context cache steps held_bytes",
     "correctness": "dtype",
     "models": "kernel step_ms_p50 tokens_per_s kv_bytes",
     "latents": "kernel step_ms_p50 tokens_per_s kv_bytes",
@@ -197,6 +195,8 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
     if name == "host" and find_spec("triton") is None:
         pytest.skip("triton is not installed")
     monkeypatch.setattr(attention, "ROUNDS", 2)
+    monkeypatch.setattr(steps, "ROUNDS", 2)
+    monkeypatch.setattr(steps, "SHARES", (0.9,))
     monkeypatch.setitem(shapes.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(attention.COLD_BYTES, "cpu", 1 << 10)
     monkeypatch.setattr(steps, "all_cache_names", lambda: ("dynamic", "static", "paged_int4"))
@@ -212,9 +212,10 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
     assert runner.table(found.rows, work.columns.split())
 
 
-def test_offloaded_steps_say_what_is_on_the_device(tmp_path):
+def test_offloaded_steps_say_what_is_on_the_device(monkeypatch):
+    monkeypatch.setattr(steps, "SHARES", (0.9,))  # of two layers, one of which is staged
     work = WORKLOADS["offload"]
-    (config, _) = work.configurations({}, tiny=True)
+    config, _ = work.configurations({}, tiny=True)
     plain, least, most = run(work, [config], isolated=False).rows
     assert [row["layers_outside"] for row in (plain, least, most)] == [0, 2, 2]
     assert least["offloaded_bytes"] >= plain["page_bytes"] > least["page_bytes"]
@@ -270,14 +271,17 @@ def test_oracle_allows_what_rounding_explains_and_no_more():
         assert not attention.verdict_of("wrong", wrong, *facts).ok
 
 
-def test_logits_that_offload_changes_are_wrong():
-    def decoding(*logits):
-        left = [torch.tensor(one) for one in logits]
-        return SimpleNamespace(step=lambda: left.pop(0))
+def test_logits_that_offload_changes_are_wrong(monkeypatch):
+    real = steps.three_steps
 
-    same = steps.same_as_first([decoding(1.0, 2.0), decoding(1.0, 2.0)], 2)
-    other = steps.same_as_first([decoding(1.0, 2.0), decoding(1.0, 2.5)], 2)
-    assert same.ok and not other.ok
+    def changed(decoding):
+        return real(decoding) + ("offload" in decoding.kind.name)
+
+    monkeypatch.setattr(steps, "SHARES", ())
+    monkeypatch.setattr(steps, "three_steps", changed)
+    work = WORKLOADS["offload"]
+    found = run(work, work.configurations({}, tiny=True), isolated=False, say=len)
+    assert not found.rows and "offload=disk: error 1, allowed 0" in found.failed[0]
 
 
 # -- the order on a GPU

@@ -240,6 +240,7 @@ def speeds(contenders: list[Contender], work: Step, rounds: int = ROUNDS) -> Ite
     """
     judge(contenders)
     copy = copy_bandwidth(work.device)
+    dtype = str(work.keys[0].dtype).removeprefix("torch.")
     for one in contenders:
         graph = work.device.type == "cuda" and one.fields["path"] != "cache"
         one.fields["timing"] = "graph" if graph else "eager"
@@ -248,7 +249,13 @@ def speeds(contenders: list[Contender], work: Step, rounds: int = ROUNDS) -> Ite
             one.run, one.before = captured(one.run), lambda: None
     for row in in_turns(contenders, rounds, work.device, scale=1 / work.layers):
         speed = row["nbytes"] / (1e6 * row["ms_p50"])
-        yield {**row, "layers": work.layers, "gb_per_s": speed, "part_of_copy": speed / copy}
+        yield {
+            **row,
+            "dtype": dtype,
+            "layers": work.layers,
+            "gb_per_s": speed,
+            "part_of_copy": speed / copy,
+        }
 
 
 TINY = {"shape": ["tiny"], "context": [90], "batch": [2], "dtype": ["float32"]}

@@ -186,7 +186,7 @@ FIELDS = {
     "correctness": "dtype",
     "models": "kernel step_ms_p50 tokens_per_s kv_bytes",
     "latents": "kernel step_ms_p50 tokens_per_s kv_bytes",
-    "kernels": "ms_p50 part_of_copy timing",
+    "kernels": "ms_p50 part_of_copy timing dtype",
 }
 
 
@@ -315,9 +315,9 @@ def test_compiled_steps_take_preallocated_caches(monkeypatch, cache):
     modes = []
     monkeypatch.setattr(torch, "compile", lambda call, mode: modes.append(mode) or call)
     model = shapes.random_model("tiny", CPU, torch.bfloat16)
-    decoding, step = gpu._decoding(model, 40, 2, cache, "compiled")
+    decoding, step = gpu.decoding_of(model, 40, 2, cache, "compiled")
     with torch.no_grad():
         assert torch.isfinite(step()).all() and modes == ["reduce-overhead"]
-    assert cache == "static" or decoding.cache.options.max_length == 40 + gpu.STEPS + 22
+    assert cache == "static" or decoding.cache.options.max_length == 40 + gpu.ROUNDS + 22
     with pytest.raises(ValueError, match="a graph needs a CUDA device, got cpu"):
-        gpu._decoding(model, 40, 2, cache, "graph")
+        gpu.decoding_of(model, 40, 2, cache, "graph")

@@ -23,10 +23,11 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context, parent_process
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,10 @@ def in_turns(
             **spread([scale * sample for sample in wall[name]]).row(ms),
             f"{ms}_min": scale * min(wall[name]),
             f"thread_{ms}_min": scale * min(thread[name][WARMUP:]),
-            f"ratio_to_{first}": quantile([a / b for a, b in zip(wall[first], wall[name], strict=True)], 0.5),
+            f"ratio_to_{first}": quantile(list(map(truediv, wall[first], wall[name])), 0.5),
         }
         for name, one in by_name.items()
-    ]  # fmt: skip
+    ]
 
 
 def of_this_state(config: Fields) -> object:
@@ -266,14 +267,8 @@ def measured(task: Task) -> Answer:
     finally:
         gc.collect()
         if torch.cuda.is_initialized():
-            _tried(torch.cuda.empty_cache)
-
-
-def _tried(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except RuntimeError:  # the GPU answers no longer; the reason is told already
-        return
+            with suppress(RuntimeError):  # the GPU answers no longer; the reason is told already
+                torch.cuda.empty_cache()
 
 
 def _child(pipe: "connection.Connection[Any, Any]") -> None:
@@ -317,13 +312,11 @@ class Child:
         self.process = SPAWN.Process(target=_child, args=(far,))
         self.process.start()
         far.close()
-        self.given = 0
 
     def give(self, task: Task, threads: int, left: float) -> None:
         """Have a task done within its limit, which begins when the child does, and within what is left of the whole time."""
         self.task, self.begun = task, time.monotonic()
         self.last = self.end = self.begun + left
-        self.given += 1
         self.pipe.send((task, threads))
 
     def answer(self) -> Answer | None:
@@ -344,10 +337,9 @@ class Child:
     def close(self) -> None:
         """End the process and what it started."""
         assert self.process.pid is not None
-        try:
+        with suppress(ProcessLookupError):  # it has not begun yet, or is gone
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not begun yet, or is gone
-            self.process.kill()
+        self.process.kill()
         self.process.join()
         self.pipe.close()
 
@@ -357,17 +349,16 @@ def in_children(
 ) -> Iterator[tuple[Task, Answer | None]]:
     """Yield each task with its rows, the reason that there are none, or None where the time was over.
 
-    Children in `idle` are taken first and left there in the end; one that failed is replaced. What ran out of memory
-    beside the remains of others is tried once more, alone.
+    Children in `idle` are taken first and left there in the end; one that failed is replaced.
     """
-    waiting, busy = deque(tasks), list[Child]()
+    waiting, busy = list(tasks), list[Child]()
     threads = max(1, torch.get_num_threads() // workers)
     while len(idle) > workers:
         idle.pop().close()
     try:
         while waiting or busy:
             while waiting and len(busy) < workers:
-                task = waiting.popleft()
+                task = waiting.pop(0)
                 left = budget.left(task[0].until)
                 if left < LEAST_SECONDS:
                     yield task, None
@@ -388,9 +379,6 @@ def in_children(
                     idle.append(child)
                 else:
                     child.close()
-                    if found.startswith("out of memory") and child.given > 1:
-                        waiting.appendleft(child.task)
-                        continue
                 yield child.task, found
     finally:
         for child in busy:

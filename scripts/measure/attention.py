@@ -258,9 +258,6 @@ def speeds(contenders: list[Contender], work: Step, rounds: int = ROUNDS) -> Ite
         }
 
 
-TINY = {"shape": ["tiny"], "context": [90], "batch": [2], "dtype": ["float32"]}
-
-
 @workload(
     "decode",
     grid=[
@@ -271,7 +268,6 @@ TINY = {"shape": ["tiny"], "context": [90], "batch": [2], "dtype": ["float32"]}
             "dtype": ["bfloat16"],
         }
     ],
-    tiny=[TINY],
     columns="contender kernel timing ms_p50 ms_p20 ms_p80 ratio_to_dynamic gb_per_s part_of_copy",
 )
 def decode(
@@ -295,7 +291,6 @@ def decode(
             "read_tokens": [2048],
         }
     ],
-    tiny=[{"context": [4300], "format": ["int4"], "read_tokens": [512]}],
     kind="attention",
     file="reading_speed",
     columns="contender ms_min thread_ms_min ratio_to_everything",

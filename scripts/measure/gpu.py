@@ -54,7 +54,6 @@ PAGES = "shape context batch page_size dtype format"
         ("llama-8b", 1000, 2, 32, "float16", FORMATS),
         ("smollm2", 1000, 2, 64, "float32", FORMATS),
     ),
-    tiny=products(PAGES, ("tiny", 80, 2, 64, "bfloat16", FORMATS)),
     kind="pages",
     columns="contender kernel error error_allowed",
     **CHECKS,
@@ -77,7 +76,6 @@ def pages(
 @workload(
     "gpu/logits",
     grid=[{"model": ["small", "small-latent"], "dtype": ["float32", "bfloat16"]}],
-    tiny=[{"model": ["tiny", "tiny-latent"], "dtype": ["float32"]}],
     kind="logits",
     columns="contender error error_allowed",
     **CHECKS,
@@ -106,13 +104,11 @@ LATENTS = products(
     STEPS,
     *((DEEPSEEK, *size, how, "eager") for size in SIZES for how in ("dynamic", [*LATENT_CACHES])),
 )
-TINY = products(STEPS, ("tiny", 64, 1, ["dynamic", "paged_int4"], "eager"))
 
 
 @workload(
     "gpu/warm",
     grid=[one for one in (*MODELS, *LATENTS) if one["cache"][0].startswith("paged")],
-    tiny=TINY,
     kind="warm",
     columns="kernel",
     **CHECKS,
@@ -129,7 +125,6 @@ def warm(device: torch.device, model: str, **config: Any) -> Iterator[Fields]:
 @workload(
     "gpu/steps",
     grid=MODELS,
-    tiny=TINY,
     kind="steps",
     file="models",
     limit=50,
@@ -165,7 +160,6 @@ KERNELS = "shape context batch format read_tokens"
         *(("llama-8b", *size, ["torch", *FORMATS], None) for size in SIZES),
         *(("llama-8b", *size, ["int4", "exact"], READ) for size in SIZES[1:]),
     ),
-    tiny=products(KERNELS, ("tiny", 70, 1, ["torch", "int4"], None)),
     kind="kernels",
     file="kernels",
     limit=40,
@@ -192,7 +186,6 @@ for name, grid, limit, until in (
     workload(
         f"gpu/{name}",
         grid=grid,
-        tiny=TINY,
         kind="steps",
         file="latents" if name == "latents" else "models",
         limit=limit,

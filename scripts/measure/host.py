@@ -201,7 +201,6 @@ def _least(samples: list[float]) -> float | None:
             "steps": [130],
         }
     ],
-    tiny=[{"setting": ["ragged 16"], "format": ["int4"], "layers": [2], "steps": [20]}],
     kind="host_step",
     columns="paged_us_per_layer sealing_us_per_layer dynamic_us_per_layer launches_plain launches_sealing synchronisations",
 )

@@ -2,7 +2,7 @@
 
 A workload is a function that takes a device and one configuration, and yields the fields of its rows:
 
-    @workload("beams", grid=[{"shape": ["smollm2"], "context": [512, 2048]}], tiny=[{...}], gate=equal_beams)
+    @workload("beams", grid=[{"shape": ["smollm2"], "context": [512, 2048]}], gate=equal_beams)
     def beams(device: torch.device, shape: str, context: int) -> Iterator[Fields]:
         ...
 
@@ -172,7 +172,6 @@ class Workload:
     Attributes:
         measure: gets a torch.device and a configuration's fields as keywords, and yields the fields of its rows.
         grid: its configurations.
-        tiny: configurations that take seconds on a CPU, for tests.
         kind, file: of its rows, where they are not `name`; the file is results/FILE.jsonl.
         columns: the fields that its table shows beside those of the grid, with blanks between them.
         gate: gets what `measure` gets, and judges before that is called.
@@ -187,7 +186,6 @@ class Workload:
     name: str
     measure: Callable[..., Iterable[Fields]]
     grid: Grid
-    tiny: Grid = ()
     kind: str = ""
     file: str = ""
     columns: str = ""
@@ -198,16 +196,15 @@ class Workload:
     timed: bool = True
     device: str = ""
 
-    def configurations(self, only: Mapping[str, Sequence[Any]], tiny: bool = False) -> list[Fields]:
+    def configurations(self, only: Mapping[str, Sequence[Any]]) -> list[Fields]:
         """Return the configurations of the grid that have the values `only`, in the grid's order.
 
         A value that no part of the grid has is measured in all of them, so that other sizes can be asked for.
 
         Raises: ValueError for a field that the grid lacks.
         """
-        grid = self.tiny if tiny else self.grid
         known: dict[str, list[Any]] = {}
-        for name, own in itertools.chain.from_iterable(part.items() for part in grid):
+        for name, own in itertools.chain.from_iterable(part.items() for part in self.grid):
             known.setdefault(name, []).extend(own)
         unknown = sorted(set(only) - set(known))
         if unknown:
@@ -215,7 +212,7 @@ class Workload:
                 f"--only must name a field of {self.name}, got {unknown[0]!r}; it has {', '.join(known)}"
             )
         found: list[Fields] = []
-        for part in grid:
+        for part in self.grid:
             if set(only) <= set(part):
                 values = [
                     [v for v in only.get(name, own) if v in own or v not in known[name]]
@@ -512,7 +509,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="append rows to files of this folder")
     parser.add_argument("--budget-s", type=float, help="seconds for everything")
     parser.add_argument("--only", nargs="+", default=[], metavar="FIELD=VALUE")
-    parser.add_argument("--tiny", action="store_true", help="sizes to try it out on a CPU")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--workers", type=int, default=1, help="processes where nothing is timed")
     args = parser.parse_args(argv)
@@ -533,9 +529,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             out = None if folder is None else folder / f"{work.file or work.name}.jsonl"
             if out is not None:
                 check_writable(out)
-            if work.device not in ("", args.device) and not args.tiny:
+            if work.device not in ("", args.device):
                 raise ValueError(f"{work.name} needs --device {work.device}, got {args.device!r}")
-            configurations = work.configurations(only, args.tiny)
+            configurations = work.configurations(only)
             of = {"device": args.device, "out": out, "workers": args.workers, "budget": budget}
             found = run(work, configurations, idle=idle, **of)
             whole.failed += found.failed

@@ -104,7 +104,6 @@ def run_requests(
         {"model": ["smollm2-135m"], "requests": [64], "batch": batches, "prefix_store": [shared]}
         for shared, batches in ((False, [1]), (True, [1, 64]))
     ],
-    tiny=[{"model": ["tiny"], "requests": [2], "batch": [1], "prefix_store": [False, True]}],
     gate=lambda device, model, **others: same_tokens(device, model),
     columns="value tokens_computed skipped pages",
 )
@@ -203,17 +202,6 @@ LOAD = {"requests": [32], "least": [128], "most": [2048], "answer": [128]}
     grid=[
         {"model": ["smollm2-135m"], "load": loads, "budget": [budget], **LOAD}
         for loads, budget in ((["mixed", "shared"], 2048 * MIB), (["tight"], 192 * MIB))
-    ],
-    tiny=[
-        {
-            "model": ["tiny"],
-            "load": ["mixed", "shared"],
-            "requests": [2],
-            "least": [20],
-            "most": [60],
-            "answer": [3],
-            "budget": [4 * MIB],
-        }
     ],
     kind="batches",
     file="serving",

@@ -125,7 +125,6 @@ COLUMNS = "kernel step_ms_p50 step_ms_p20 step_ms_p80 ratio_to_dynamic kv_bytes 
 @workload(
     "generate",
     grid=[{"model": ["smollm2-135m"], "context": [512, 2048, 8192]}],
-    tiny=[{"model": ["tiny"], "context": [64]}],
     gate=right_logits,
     columns=f"cache {COLUMNS}",
 )
@@ -150,7 +149,6 @@ workload(
             "context": [512, 2048, 8192, 32768],
         }
     ],
-    tiny=[{"model": ["tiny-latent"], "context": [64]}],
     kind="generate",
     gate=right_logits,
     columns=f"cache {COLUMNS} transient_bytes",
@@ -160,7 +158,6 @@ workload(
 @workload(
     "reading/model",
     grid=[{"model": ["smollm2-135m"], "context": [8192, 16384, 32768], "read_tokens": [2048]}],
-    tiny=[{"model": ["tiny"], "context": [4300], "read_tokens": [512]}],
     kind="model",
     file="reading_speed",
     columns="contender ms_min thread_ms_min ratio_to_everything",
@@ -199,7 +196,6 @@ def three_steps(decoding: Decoding) -> torch.Tensor:
         }
         for contexts, read in (([8192, 32768], None), ([8192, 16384], 2048))
     ],
-    tiny=[{"model": ["tiny"], "keys": ["int4"], "context": [600], "read_tokens": [None, 512]}],
     columns="cache layers_outside page_bytes total_bytes resident_bytes resident_peak_stepping step_ms_p50 ratio_to_none",
 )
 def offload(
@@ -332,7 +328,6 @@ def beam_verdicts(
 @workload(
     "beams",
     grid=[{"shape": ["smollm2"], "beams": [4], "context": [512, 2048, 8192, 32768]}],
-    tiny=[{"shape": ["tiny"], "beams": [4], "context": [100]}],
     gate=equal_beams,
     columns="cache step_ms_p50 ratio_to_dynamic kv_bytes",
 )
@@ -362,7 +357,6 @@ def beams(device: torch.device, shape: str, beams: int, context: int) -> Iterato
             "steps": [8],
         }
     ],
-    tiny=[{"model": ["tiny"], "context": [80], "cache": ["paged_int4"], "steps": [2]}],
     file="resident",
     columns="held_bytes prefill_grown_bytes steps_grown_bytes peak_bytes",
 )

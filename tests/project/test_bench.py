@@ -168,6 +168,72 @@ def test_bench_refuses_bad_arguments(capsys, tmp_path):
 
 STEP = "step_ms_p50 step_ms_p20 step_ms_p80 kv_bytes ratio_to_dynamic cache model context batch dtype fill"
 LEAST = "contender context dtype ms_min thread_ms_min"
+GPU_STEP = [
+    {
+        "model": ["tiny"],
+        "context": [64],
+        "batch": [1],
+        "cache": ["dynamic", "paged_int4"],
+        "mode": ["eager"],
+    }
+]
+READ = {"context": [4300], "read_tokens": [512]}
+# sizes that take a second
+TINY = {
+    "decode": [{"shape": ["tiny"], "context": [90], "batch": [2], "dtype": ["float32"]}],
+    "reading/attention": [{"format": ["int4"], **READ}],
+    "reading/model": [{"model": ["tiny"], **READ}],
+    "generate": [{"model": ["tiny"], "context": [64]}],
+    "mla": [{"model": ["tiny-latent"], "context": [64]}],
+    "offload": [
+        {"model": ["tiny"], "keys": ["int4"], "context": [600], "read_tokens": [None, 512]}
+    ],
+    "beams": [{"shape": ["tiny"], "beams": [4], "context": [100]}],
+    "memory": [{"model": ["tiny"], "context": [80], "cache": ["paged_int4"], "steps": [2]}],
+    "prefix": [{"model": ["tiny"], "requests": [2], "batch": [1], "prefix_store": [False, True]}],
+    "serving/batches": [
+        {
+            "model": ["tiny"],
+            "load": ["mixed", "shared"],
+            "requests": [2],
+            "least": [20],
+            "most": [60],
+            "answer": [3],
+            "budget": [4 << 20],
+        }
+    ],
+    "host": [{"setting": ["ragged 16"], "format": ["int4"], "layers": [2], "steps": [20]}],
+    "gpu/pages": [
+        {
+            "shape": ["tiny"],
+            "context": [80],
+            "batch": [2],
+            "page_size": [64],
+            "dtype": ["bfloat16"],
+            "format": gpu.FORMATS,
+        }
+    ],
+    "gpu/logits": [{"model": ["tiny", "tiny-latent"], "dtype": ["float32"]}],
+    "gpu/warm": GPU_STEP,
+    "gpu/steps": GPU_STEP,
+    "gpu/compiled": GPU_STEP,
+    "gpu/latents": [{**GPU_STEP[0], "model": ["tiny-latent"]}],
+    "gpu/kernels": [
+        {
+            "shape": ["tiny"],
+            "context": [70],
+            "batch": [1],
+            "format": ["torch", "int4"],
+            "read_tokens": [None],
+        }
+    ],
+}
+
+
+def tiny(name):
+    return replace(WORKLOADS[name], grid=TINY[name]).configurations({})
+
+
 # file of rows -> what the tables and plots of docs/ read
 FIELDS = {
     "decode": "kind path shape batch context contender dtype ms_p50 ms_p20 ms_p80 ratio_to_dynamic",
@@ -190,7 +256,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "serving/turns"])
+@pytest.mark.parametrize("name", sorted({*WORKLOADS} - {"serving/turns"}))
 def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path):
     if name == "host" and find_spec("triton") is None:
         pytest.skip("triton is not installed")
@@ -202,7 +268,7 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
     monkeypatch.setattr(steps, "all_cache_names", lambda: ("dynamic", "static", "paged_int4"))
     monkeypatch.setattr(steps, "measure_footprint", lambda *of, **options: {"held_bytes": 1})
     work = WORKLOADS[name]
-    found = run(work, work.configurations({}, tiny=True), out=tmp_path / "rows", isolated=False)
+    found = run(work, tiny(name), out=tmp_path / "rows", isolated=False)
     assert not found.failed and found.rows
     wanted = set(FIELDS[work.file or name].split())
     for row in found.rows:
@@ -215,7 +281,7 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
 def test_offloaded_steps_say_what_is_on_the_device(monkeypatch):
     monkeypatch.setattr(steps, "SHARES", (0.9,))  # of two layers, one of which is staged
     work = WORKLOADS["offload"]
-    config, _ = work.configurations({}, tiny=True)
+    config, _ = tiny("offload")
     plain, least, most = run(work, [config], isolated=False).rows
     assert [row["layers_outside"] for row in (plain, least, most)] == [0, 2, 2]
     assert least["offloaded_bytes"] >= plain["page_bytes"] > least["page_bytes"]
@@ -242,7 +308,7 @@ def test_a_wrong_kernel_is_not_timed(wrong_kernel, monkeypatch, name):
     monkeypatch.setattr(runner, "interleave", lambda *of, **options: pytest.fail("timed"))
     steps._judged.cache_clear()
     work = WORKLOADS[name]
-    found = run(work, work.configurations({}, tiny=True)[:1], isolated=False, say=len)
+    found = run(work, tiny(name)[:1], isolated=False, say=len)
     assert "wrong results: " in found.failed[0] and "paged_int4: error" in found.failed[0]
     steps._judged.cache_clear()
 
@@ -280,7 +346,7 @@ def test_logits_that_offload_changes_are_wrong(monkeypatch):
     monkeypatch.setattr(steps, "SHARES", ())
     monkeypatch.setattr(steps, "three_steps", changed)
     work = WORKLOADS["offload"]
-    found = run(work, work.configurations({}, tiny=True), isolated=False, say=len)
+    found = run(work, tiny("offload"), isolated=False, say=len)
     assert not found.rows and "offload=disk: error 1, allowed 0" in found.failed[0]
 
 

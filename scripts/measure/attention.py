@@ -161,17 +161,12 @@ def paged(work: Step, name: str, **options: Any) -> tuple[Contender, Contender]:
 
         return verdict
 
-    fields = {"kernel": kernel.name, "nbytes": nbytes}
-    bare = f"kernel_{name}"
-    return (
-        Contender(
-            f"paged_{name}",
-            step,
-            verdict=judged(f"paged_{name}", step),
-            fields={"path": "cache", **fields},
-        ),
-        Contender(bare, run, before, judged(bare, run), {"path": "kernel", **fields}),
-    )
+    def contender(name: str, path: str, run: Callable[[], torch.Tensor], **of: Any) -> Contender:
+        fields = {"path": path, "kernel": kernel.name, "nbytes": nbytes}
+        return Contender(name, run, verdict=judged(name, run), fields=fields, **of)
+
+    bare = contender(f"kernel_{name}", "kernel", run, before=before)
+    return contender(f"paged_{name}", "cache", step), bare
 
 
 def equal_to_reference(work: Step, name: str, options: Fields, kv: PagedKV) -> bool:
@@ -180,11 +175,10 @@ def equal_to_reference(work: Step, name: str, options: Fields, kv: PagedKV) -> b
     cache = PagedCache.from_implementation(work.shape.config(1), name, options)
     held = int(kv.num_pages[0]) * kv.page_size + int(kv.exact_lens[0])
     context = work.keys[-1].shape[2] - 1
-    again = [context] * (held - context)  # each step so far has stored the same token
-    for keys, values in zip(work.keys[-1:], work.values[-1:], strict=True):
-        cache.update(keys[:, :, :context], values[:, :, :context], 0)
-        for at in again:
-            cache.update(keys[:, :, at : at + 1], values[:, :, at : at + 1], 0)
+    keys, values = work.keys[-1], work.values[-1]
+    cache.update(keys[:, :, :-1], values[:, :, :-1], 0)
+    for _ in range(held - context):  # each step so far has stored the same token
+        cache.update(keys[:, :, -1:], values[:, :, -1:], 0)
     right = cache.paged_layers[0].current_kv()
     return all(
         torch.equal(ours.numbers, theirs.numbers)

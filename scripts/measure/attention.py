@@ -33,7 +33,6 @@ COLD_BYTES = {
     "cpu": 64 << 20,
     "cuda": 256 << 20,
 }  # of the smallest contender: past any processor's cache
-DENSE_BYTES = 256 << 20  # of one dense cache in `step`, where each contender holds its own
 ROUNDS = 20
 
 
@@ -162,17 +161,12 @@ def paged(work: Step, name: str, **options: Any) -> tuple[Contender, Contender]:
 
         return verdict
 
-    fields = {"kernel": kernel.name, "nbytes": nbytes}
-    bare = f"kernel_{name}"
-    return (
-        Contender(
-            f"paged_{name}",
-            step,
-            verdict=judged(f"paged_{name}", step),
-            fields={"path": "cache", **fields},
-        ),
-        Contender(bare, run, before, judged(bare, run), {"path": "kernel", **fields}),
-    )
+    def contender(name: str, path: str, run: Callable[[], torch.Tensor], **of: Any) -> Contender:
+        fields = {"path": path, "kernel": kernel.name, "nbytes": nbytes}
+        return Contender(name, run, verdict=judged(name, run), fields=fields, **of)
+
+    bare = contender(f"kernel_{name}", "kernel", run, before=before)
+    return contender(f"paged_{name}", "cache", step), bare
 
 
 def equal_to_reference(work: Step, name: str, options: Fields, kv: PagedKV) -> bool:
@@ -181,11 +175,10 @@ def equal_to_reference(work: Step, name: str, options: Fields, kv: PagedKV) -> b
     cache = PagedCache.from_implementation(work.shape.config(1), name, options)
     held = int(kv.num_pages[0]) * kv.page_size + int(kv.exact_lens[0])
     context = work.keys[-1].shape[2] - 1
-    again = [context] * (held - context)  # each step so far has stored the same token
-    for keys, values in zip(work.keys[-1:], work.values[-1:], strict=True):
-        cache.update(keys[:, :, :context], values[:, :, :context], 0)
-        for at in again:
-            cache.update(keys[:, :, at : at + 1], values[:, :, at : at + 1], 0)
+    keys, values = work.keys[-1], work.values[-1]
+    cache.update(keys[:, :, :-1], values[:, :, :-1], 0)
+    for _ in range(held - context):  # each step so far has stored the same token
+        cache.update(keys[:, :, -1:], values[:, :, -1:], 0)
     right = cache.paged_layers[0].current_kv()
     return all(
         torch.equal(ours.numbers, theirs.numbers)
@@ -241,6 +234,7 @@ def speeds(contenders: list[Contender], work: Step, rounds: int = ROUNDS) -> Ite
     """
     judge(contenders)
     copy = copy_bandwidth(work.device)
+    dtype = str(work.keys[0].dtype).removeprefix("torch.")
     for one in contenders:
         graph = work.device.type == "cuda" and one.fields["path"] != "cache"
         one.fields["timing"] = "graph" if graph else "eager"
@@ -249,10 +243,13 @@ def speeds(contenders: list[Contender], work: Step, rounds: int = ROUNDS) -> Ite
             one.run, one.before = captured(one.run), lambda: None
     for row in in_turns(contenders, rounds, work.device, scale=1 / work.layers):
         speed = row["nbytes"] / (1e6 * row["ms_p50"])
-        yield {**row, "layers": work.layers, "gb_per_s": speed, "part_of_copy": speed / copy}
-
-
-TINY = {"shape": ["tiny"], "context": [90], "batch": [2], "dtype": ["float32"]}
+        yield {
+            **row,
+            "dtype": dtype,
+            "layers": work.layers,
+            "gb_per_s": speed,
+            "part_of_copy": speed / copy,
+        }
 
 
 @workload(
@@ -265,7 +262,6 @@ TINY = {"shape": ["tiny"], "context": [90], "batch": [2], "dtype": ["float32"]}
             "dtype": ["bfloat16"],
         }
     ],
-    tiny=[TINY],
     columns="contender kernel timing ms_p50 ms_p20 ms_p80 ratio_to_dynamic gb_per_s part_of_copy",
 )
 def decode(
@@ -281,33 +277,6 @@ def decode(
 
 
 @workload(
-    "step",
-    grid=[
-        {
-            "shape": ["smollm2", "llama-8b"],
-            "dtype": ["bfloat16", "float32"],
-            "batch": [1, 4, 16],
-            "context": [16, 64, 128, 256, 512],
-        }
-    ],
-    tiny=[TINY],
-    file="steps",
-    columns="contender kernel ms_min thread_ms_min ratio_to_dynamic",
-)
-def step(
-    device: torch.device, shape: str, dtype: str, batch: int, context: int
-) -> Iterator[Fields]:
-    """A step's cache work in all layers at short contexts, the linear layers left out: DynamicCache beside pages."""
-    dense = batch * SHAPES[shape].elements(context) * getattr(torch, dtype).itemsize
-    whole = SHAPES[shape].layers
-    layers = max(2, min(whole, DENSE_BYTES // dense))
-    work = Step(shape, batch, context, layers, dtype, device)
-    contenders = [stock(work)[0], *(paged(work, name)[0] for name in ("exact", "int8", "int4"))]
-    for row in in_turns(contenders, ROUNDS, device, scale=whole / layers):
-        yield {**row, "layers": whole, "layers_measured": layers}
-
-
-@workload(
     "reading/attention",
     grid=[
         {
@@ -316,7 +285,6 @@ def step(
             "read_tokens": [2048],
         }
     ],
-    tiny=[{"context": [4300], "format": ["int4"], "read_tokens": [512]}],
     kind="attention",
     file="reading_speed",
     columns="contender ms_min thread_ms_min ratio_to_everything",

@@ -30,15 +30,13 @@ from measure.runner import Fields, workload
 from measure.shapes import AttentionShape
 
 # what torch answers without a kernel
-VIEWS = frozenset(
-    {
-        *("view", "transpose", "slice", "select", "detach", "expand", "unsqueeze", "_unsafe_view", "reshape", "permute"),
-        *("alias", "split", "unbind", "empty", "new_empty", "as_strided", "squeeze", "empty_like", "empty_strided"),
-        *("new_empty_strided", "unflatten", "lift_fresh", "t", "narrow"),
-    }
-)  # fmt: skip
+VIEW_NAMES = (
+    "view transpose slice select detach expand unsqueeze _unsafe_view reshape permute alias split unbind empty new_empty "
+    "as_strided squeeze empty_like empty_strided new_empty_strided unflatten lift_fresh t narrow"
+)
+VIEWS = frozenset(VIEW_NAMES.split())
 # methods of a tensor that wait for its device
-WAITING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")  # fmt: skip
+WAITING = "item tolist numpy cpu nonzero __bool__ __int__ __float__ __index__"
 BLOCK = 10  # steps of one cache before the other's turn
 
 
@@ -82,7 +80,7 @@ def _waits(found: Counter[str]) -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        for where, name in [*((torch.Tensor, name) for name in WAITING), (torch, "equal")]:
+        for where, name in [*((torch.Tensor, name) for name in WAITING.split()), (torch, "equal")]:
             wrapped = counting(name, getattr(where, name))
             stack.enter_context(patch.object(where, name, wrapped))
         yield
@@ -113,8 +111,15 @@ class HostRun:
     """
 
     def __init__(
-        self, shape: AttentionShape, batch: int, context: int, keys: str | None, *, ragged: bool = False, **options: Any
-    ) -> None:  # fmt: skip
+        self,
+        shape: AttentionShape,
+        batch: int,
+        context: int,
+        keys: str | None,
+        *,
+        ragged: bool = False,
+        **options: Any,
+    ) -> None:
         self.layers, self.paged = shape.layers, keys is not None
         self.config = shape.config(shape.layers)
         self.config._attn_implementation = ATTENTION_NAME
@@ -123,7 +128,7 @@ class HostRun:
         self.mask = torch.ones(batch, context, dtype=torch.long)
         for row in range(batch if ragged else 0):
             self.mask[row, : (row * 37) % 200] = 0
-        self.module: Any = SimpleNamespace(num_key_value_groups=shape.group, is_causal=True, training=False)  # fmt: skip
+        self.module: Any = SimpleNamespace(num_key_value_groups=shape.group, is_causal=True)
         self.cache: Any = DynamicCache(config=self.config)
         if keys is not None:
             self.cache = PagedCache(self.config, keys=keys, **options)
@@ -145,9 +150,16 @@ class HostRun:
         """Return the mask that a model would be given for the next token."""
         length, offset = self.cache.get_mask_sizes(1, 0)
         return kv_hf_mask(
-            batch_size=self.mask.shape[0], q_length=1, kv_length=length, q_offset=length - 1, kv_offset=offset,
-            attention_mask=self.mask, allow_is_causal_skip=True, device=self.mask.device, config=self.config,
-        )  # fmt: skip
+            batch_size=self.mask.shape[0],
+            q_length=1,
+            kv_length=length,
+            q_offset=length - 1,
+            kv_offset=offset,
+            attention_mask=self.mask,
+            allow_is_causal_skip=True,
+            device=self.mask.device,
+            config=self.config,
+        )
 
     def _grow_mask(self) -> None:
         self.mask = torch.cat([self.mask, self.mask.new_ones(self.mask.shape[0], 1)], 1)
@@ -189,10 +201,9 @@ def _least(samples: list[float]) -> float | None:
             "steps": [130],
         }
     ],
-    tiny=[{"setting": ["ragged 16"], "format": ["int4"], "layers": [2], "steps": [20]}],
     kind="host_step",
-    columns="paged_us_per_layer sealing_us_per_layer dynamic_us_per_layer launches_plain launches_sealing torch_kernels synchronisations",
-)  # fmt: skip
+    columns="paged_us_per_layer sealing_us_per_layer dynamic_us_per_layer launches_plain launches_sealing synchronisations",
+)
 def host(
     device: torch.device, setting: str, format: str, layers: int, steps: int
 ) -> Iterator[Fields]:
@@ -218,12 +229,13 @@ def host(
             sealed, took = run.sealed_pages(), run.time()
             seals = run.sealed_pages() > sealed
             (sealing if seals else plain).append(took)
+    steps_of_seals = max(counted, key=lambda step: step.launches)
+    plain_steps = min(counted, key=lambda step: (step.launches, step.in_a_layer))
     yield {
         "paged_us_per_layer": _least(plain + (sealing if kind == "ragged" else [])),
         "sealing_us_per_layer": _least(sealing),
         "dynamic_us_per_layer": _least(theirs),
-        "launches_plain": min(counted, key=lambda step: (step.launches, step.in_a_layer)).in_a_layer,
-        "launches_sealing": max(counted, key=lambda step: step.launches).in_a_layer,
-        "torch_kernels": round(sum(step.kernels for step in counted) / layers / len(counted), 2),
+        "launches_plain": plain_steps.in_a_layer,
+        "launches_sealing": steps_of_seals.in_a_layer,
         "synchronisations": max(step.waits for step in counted),
-    }  # fmt: skip
+    }

@@ -2,7 +2,7 @@
 
 A workload is a function that takes a device and one configuration, and yields the fields of its rows:
 
-    @workload("beams", grid=[{"shape": ["smollm2"], "context": [512, 2048]}], tiny=[{...}], gate=equal_beams)
+    @workload("beams", grid=[{"shape": ["smollm2"], "context": [512, 2048]}], gate=equal_beams)
     def beams(device: torch.device, shape: str, context: int) -> Iterator[Fields]:
         ...
 
@@ -23,10 +23,11 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import connection, get_context, parent_process
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +209,10 @@ def in_turns(
             **spread([scale * sample for sample in wall[name]]).row(ms),
             f"{ms}_min": scale * min(wall[name]),
             f"thread_{ms}_min": scale * min(thread[name][WARMUP:]),
-            f"ratio_to_{first}": quantile([a / b for a, b in zip(wall[first], wall[name], strict=True)], 0.5),
+            f"ratio_to_{first}": quantile(list(map(truediv, wall[first], wall[name])), 0.5),
         }
         for name, one in by_name.items()
-    ]  # fmt: skip
+    ]
 
 
 def of_this_state(config: Fields) -> object:
@@ -226,7 +227,6 @@ class Workload:
     Attributes:
         measure: gets a torch.device and a configuration's fields as keywords, and yields the fields of its rows.
         grid: its configurations.
-        tiny: configurations that take seconds on a CPU, for tests.
         kind, file: of its rows, where they are not `name`; the file is results/FILE.jsonl.
         columns: the fields that its table shows beside those of the grid, with blanks between them.
         gate: gets what `measure` gets, and judges before that is called.
@@ -241,7 +241,6 @@ class Workload:
     name: str
     measure: Callable[..., Iterable[Fields]]
     grid: Grid
-    tiny: Grid = ()
     kind: str = ""
     file: str = ""
     columns: str = ""
@@ -252,16 +251,15 @@ class Workload:
     timed: bool = True
     device: str = ""
 
-    def configurations(self, only: Mapping[str, Sequence[Any]], tiny: bool = False) -> list[Fields]:
+    def configurations(self, only: Mapping[str, Sequence[Any]]) -> list[Fields]:
         """Return the configurations of the grid that have the values `only`, in the grid's order.
 
         A value that no part of the grid has is measured in all of them, so that other sizes can be asked for.
 
         Raises: ValueError for a field that the grid lacks.
         """
-        grid = self.tiny if tiny else self.grid
         known: dict[str, list[Any]] = {}
-        for name, own in itertools.chain.from_iterable(part.items() for part in grid):
+        for name, own in itertools.chain.from_iterable(part.items() for part in self.grid):
             known.setdefault(name, []).extend(own)
         unknown = sorted(set(only) - set(known))
         if unknown:
@@ -269,7 +267,7 @@ class Workload:
                 f"--only must name a field of {self.name}, got {unknown[0]!r}; it has {', '.join(known)}"
             )
         found: list[Fields] = []
-        for part in grid:
+        for part in self.grid:
             if set(only) <= set(part):
                 values = [
                     [v for v in only.get(name, own) if v in own or v not in known[name]]
@@ -321,14 +319,8 @@ def measured(task: Task) -> Answer:
     finally:
         gc.collect()
         if torch.cuda.is_initialized():
-            _tried(torch.cuda.empty_cache)
-
-
-def _tried(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except RuntimeError:  # the GPU answers no longer; the reason is told already
-        return
+            with suppress(RuntimeError):  # the GPU answers no longer; the reason is told already
+                torch.cuda.empty_cache()
 
 
 def _child(pipe: "connection.Connection[Any, Any]") -> None:
@@ -372,13 +364,11 @@ class Child:
         self.process = SPAWN.Process(target=_child, args=(far,))
         self.process.start()
         far.close()
-        self.given = 0
 
     def give(self, task: Task, threads: int, left: float) -> None:
         """Have a task done within its limit, which begins when the child does, and within what is left of the whole time."""
         self.task, self.begun = task, time.monotonic()
         self.last = self.end = self.begun + left
-        self.given += 1
         self.pipe.send((task, threads))
 
     def answer(self) -> Answer | None:
@@ -399,10 +389,9 @@ class Child:
     def close(self) -> None:
         """End the process and what it started."""
         assert self.process.pid is not None
-        try:
+        with suppress(ProcessLookupError):  # it has not begun yet, or is gone
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not begun yet, or is gone
-            self.process.kill()
+        self.process.kill()
         self.process.join()
         self.pipe.close()
 
@@ -412,17 +401,16 @@ def in_children(
 ) -> Iterator[tuple[Task, Answer | None]]:
     """Yield each task with its rows, the reason that there are none, or None where the time was over.
 
-    Children in `idle` are taken first and left there in the end; one that failed is replaced. What ran out of memory
-    beside the remains of others is tried once more, alone.
+    Children in `idle` are taken first and left there in the end; one that failed is replaced.
     """
-    waiting, busy = deque(tasks), list[Child]()
+    waiting, busy = list(tasks), list[Child]()
     threads = max(1, torch.get_num_threads() // workers)
     while len(idle) > workers:
         idle.pop().close()
     try:
         while waiting or busy:
             while waiting and len(busy) < workers:
-                task = waiting.popleft()
+                task = waiting.pop(0)
                 left = budget.left(task[0].until)
                 if left < LEAST_SECONDS:
                     yield task, None
@@ -443,9 +431,6 @@ def in_children(
                     idle.append(child)
                 else:
                     child.close()
-                    if found.startswith("out of memory") and child.given > 1:
-                        waiting.appendleft(child.task)
-                        continue
                 yield child.task, found
     finally:
         for child in busy:
@@ -579,7 +564,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="append rows to files of this folder")
     parser.add_argument("--budget-s", type=float, help="seconds for everything")
     parser.add_argument("--only", nargs="+", default=[], metavar="FIELD=VALUE")
-    parser.add_argument("--tiny", action="store_true", help="sizes to try it out on a CPU")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--workers", type=int, default=1, help="processes where nothing is timed")
     args = parser.parse_args(argv)
@@ -600,9 +584,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             out = None if folder is None else folder / f"{work.file or work.name}.jsonl"
             if out is not None:
                 check_writable(out)
-            if work.device not in ("", args.device) and not args.tiny:
+            if work.device not in ("", args.device):
                 raise ValueError(f"{work.name} needs --device {work.device}, got {args.device!r}")
-            configurations = work.configurations(only, args.tiny)
+            configurations = work.configurations(only)
             of = {"device": args.device, "out": out, "workers": args.workers, "budget": budget}
             found = run(work, configurations, idle=idle, **of)
             whole.failed += found.failed

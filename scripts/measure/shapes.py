@@ -19,6 +19,15 @@ from transformers import (
 
 from measure.runner import Contender, in_turns
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far beyond any processor's cache
 
 
@@ -40,32 +49,24 @@ class AttentionShape:
         """Numbers that one row of `tokens` keys and values holds in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * tokens
 
-    def config(self, layers: int) -> LlamaConfig:
+    def config(self, layers: int) -> PreTrainedConfig:
         """Return a config of attention layers of this shape; no model is ever built from it."""
-        return _llama(
-            8, self.num_heads * self.head_dim, 8, layers, self.num_heads, self.num_kv_heads
-        )
+        hidden = self.num_heads * self.head_dim
+        return _config(LlamaConfig, (8, hidden, 8, layers, self.num_heads, self.num_kv_heads))
 
 
-def _llama(
-    vocab: int, hidden: int, between: int, layers: int, heads: int, kv_heads: int
-) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=between, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, max_position_embeddings=1 << 20, tie_word_embeddings=False,
-    )  # fmt: skip
-
-
-def _deepseek(
-    kind: type[DeepseekV2Config | DeepseekV3Config], vocab: int, hidden: int, between: int, layers: int, heads: int, queries: int | None,
-    latent: int, nope: int, rope: int, values: int,
-) -> PreTrainedConfig:  # fmt: skip
-    """Return the config of latent attention without experts; a small vocabulary, or the logits would outweigh the layers."""
-    return kind(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=between, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads, q_lora_rank=queries, kv_lora_rank=latent, qk_nope_head_dim=nope, qk_rope_head_dim=rope,
-        v_head_dim=values, first_k_dense_replace=layers, max_position_embeddings=1 << 20, tie_word_embeddings=False,
-    )  # fmt: skip
+def _config(
+    kind: type[PreTrainedConfig],
+    sizes: tuple[int, ...],
+    latent: tuple[int, ...] = (),
+    queries: int | None = None,
+) -> PreTrainedConfig:
+    """Return a config of SIZES; with `latent`, LATENT_SIZES, of latent attention without experts."""
+    fields: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
+    if latent:
+        fields |= zip(LATENT_SIZES, latent, strict=True)
+        fields |= {"q_lora_rank": queries, "first_k_dense_replace": fields["num_hidden_layers"]}
+    return kind(**fields, max_position_embeddings=1 << 20, tie_word_embeddings=False)
 
 
 SHAPES = {
@@ -78,21 +79,19 @@ SHAPES = {
     "heads-256": AttentionShape(8, 2, 256, 1),
     "tiny": AttentionShape(4, 2, 16, 2),
 }
-# sizes as published; the weights are random
-RANDOM_MODELS: dict[str, PreTrainedConfig] = {
-    "llama-3.1-8b": _llama(128256, 4096, 14336, 32, 32, 8),
-    "deepseek-v2-lite-layer": _deepseek(
-        DeepseekV2Config, 1024, 2048, 64, 1, 16, None, 512, 128, 64, 128
+V2, V3 = DeepseekV2Config, DeepseekV3Config
+# sizes as published but for DeepSeek's vocabulary, whose logits would outweigh few layers; the weights are random
+RANDOM_MODELS = {
+    "llama-3.1-8b": _config(LlamaConfig, (128256, 4096, 14336, 32, 32, 8)),
+    "deepseek-v2-lite-layer": _config(V2, (1024, 2048, 64, 1, 16, 16), (512, 128, 64, 128)),
+    "deepseek-v3-2-layers": _config(
+        V3, (1024, 7168, 18432, 2, 128, 128), (512, 128, 64, 128), queries=1536
     ),
-    "deepseek-v3-2-layers": _deepseek(
-        DeepseekV3Config, 1024, 7168, 18432, 2, 128, 1536, 512, 128, 64, 128
-    ),
-    "small": _llama(
-        512, 512, 512, 2, 8, 2
-    ),  # cheap in float32, with heads as real models have them
-    "small-latent": _deepseek(DeepseekV3Config, 512, 512, 512, 2, 8, None, 512, 64, 64, 64),
-    "tiny": _llama(128, 64, 96, 2, 4, 2),
-    "tiny-latent": _deepseek(DeepseekV3Config, 128, 64, 96, 2, 4, None, 32, 16, 8, 16),
+    # cheap in float32, with heads as real models have them
+    "small": _config(LlamaConfig, (512, 512, 512, 2, 8, 2)),
+    "small-latent": _config(V3, (512, 512, 512, 2, 8, 8), (512, 64, 64, 64)),
+    "tiny": _config(LlamaConfig, (128, 64, 96, 2, 4, 2)),
+    "tiny-latent": _config(V3, (128, 64, 96, 2, 4, 4), (32, 16, 8, 16)),
 }
 
 

@@ -183,10 +183,75 @@ def test_bench_refuses_bad_arguments(capsys, tmp_path):
 
 STEP = "step_ms_p50 step_ms_p20 step_ms_p80 kv_bytes ratio_to_dynamic cache model context batch dtype fill"
 LEAST = "contender context dtype ms_min thread_ms_min"
+GPU_STEP = [
+    {
+        "model": ["tiny"],
+        "context": [64],
+        "batch": [1],
+        "cache": ["dynamic", "paged_int4"],
+        "mode": ["eager"],
+    }
+]
+READ = {"context": [4300], "read_tokens": [512]}
+# sizes that take a second
+TINY = {
+    "decode": [{"shape": ["tiny"], "context": [90], "batch": [2], "dtype": ["float32"]}],
+    "reading/attention": [{"format": ["int4"], **READ}],
+    "reading/model": [{"model": ["tiny"], **READ}],
+    "generate": [{"model": ["tiny"], "context": [64]}],
+    "mla": [{"model": ["tiny-latent"], "context": [64]}],
+    "offload": [
+        {"model": ["tiny"], "keys": ["int4"], "context": [600], "read_tokens": [None, 512]}
+    ],
+    "beams": [{"shape": ["tiny"], "beams": [4], "context": [100]}],
+    "memory": [{"model": ["tiny"], "context": [80], "cache": ["paged_int4"], "steps": [2]}],
+    "prefix": [{"model": ["tiny"], "requests": [2], "batch": [1], "prefix_store": [False, True]}],
+    "serving/batches": [
+        {
+            "model": ["tiny"],
+            "load": ["mixed", "shared"],
+            "requests": [2],
+            "least": [20],
+            "most": [60],
+            "answer": [3],
+            "budget": [4 << 20],
+        }
+    ],
+    "host": [{"setting": ["ragged 16"], "format": ["int4"], "layers": [2], "steps": [20]}],
+    "gpu/pages": [
+        {
+            "shape": ["tiny"],
+            "context": [80],
+            "batch": [2],
+            "page_size": [64],
+            "dtype": ["bfloat16"],
+            "format": gpu.FORMATS,
+        }
+    ],
+    "gpu/logits": [{"model": ["tiny", "tiny-latent"], "dtype": ["float32"]}],
+    "gpu/warm": GPU_STEP,
+    "gpu/steps": GPU_STEP,
+    "gpu/compiled": GPU_STEP,
+    "gpu/latents": [{**GPU_STEP[0], "model": ["tiny-latent"]}],
+    "gpu/kernels": [
+        {
+            "shape": ["tiny"],
+            "context": [70],
+            "batch": [1],
+            "format": ["torch", "int4"],
+            "read_tokens": [None],
+        }
+    ],
+}
+
+
+def tiny(name):
+    return replace(WORKLOADS[name], grid=TINY[name]).configurations({})
+
+
 # file of rows -> what the tables and plots of docs/ read
 FIELDS = {
     "decode": "kind path shape batch context contender dtype ms_p50 ms_p20 ms_p80 ratio_to_dynamic",
-    "steps": f"{LEAST} shape batch ratio_to_dynamic",
     "generate": STEP,
     "mla": f"{STEP} bytes_per_token transient_bytes weights",
     "reading_speed": f"{LEAST} kind cache read_tokens",
@@ -198,26 +263,27 @@ FIELDS = {
     "prefix": "metric config value tokens_computed skipped pages page_bytes model dtype",
     "serving": "load cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s first_token_ratio "
     "requests prompt_tokens answer budget batch_tokens model dtype",
-    "memory": "model batch device context cache dtype steps held_bytes",
-    "resident": "model batch device context cache dtype steps held_bytes",
+    "resident": "model device context cache steps held_bytes",
     "correctness": "dtype",
     "models": "kernel step_ms_p50 tokens_per_s kv_bytes",
     "latents": "kernel step_ms_p50 tokens_per_s kv_bytes",
-    "kernels": "ms_p50 part_of_copy timing",
+    "kernels": "ms_p50 part_of_copy timing dtype",
 }
 
 
-@pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "serving/turns"])
+@pytest.mark.parametrize("name", sorted({*WORKLOADS} - {"serving/turns"}))
 def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path):
     if name == "host" and find_spec("triton") is None:
         pytest.skip("triton is not installed")
     monkeypatch.setattr(attention, "ROUNDS", 2)
+    monkeypatch.setattr(steps, "ROUNDS", 2)
+    monkeypatch.setattr(steps, "SHARES", (0.9,))
     monkeypatch.setitem(shapes.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setitem(attention.COLD_BYTES, "cpu", 1 << 10)
     monkeypatch.setattr(steps, "all_cache_names", lambda: ("dynamic", "static", "paged_int4"))
     monkeypatch.setattr(steps, "measure_footprint", lambda *of, **options: {"held_bytes": 1})
     work = WORKLOADS[name]
-    found = run(work, work.configurations({}, tiny=True), out=tmp_path / "rows", isolated=False)
+    found = run(work, tiny(name), out=tmp_path / "rows", isolated=False)
     assert not found.failed and found.rows
     wanted = set(FIELDS[work.file or name].split())
     for row in found.rows:
@@ -227,9 +293,10 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
     assert runner.table(found.rows, work.columns.split())
 
 
-def test_offloaded_steps_say_what_is_on_the_device(tmp_path):
+def test_offloaded_steps_say_what_is_on_the_device(monkeypatch):
+    monkeypatch.setattr(steps, "SHARES", (0.9,))  # of two layers, one of which is staged
     work = WORKLOADS["offload"]
-    (config, _) = work.configurations({}, tiny=True)
+    config, _ = tiny("offload")
     plain, least, most = run(work, [config], isolated=False).rows
     assert [row["layers_outside"] for row in (plain, least, most)] == [0, 2, 2]
     assert least["offloaded_bytes"] >= plain["page_bytes"] > least["page_bytes"]
@@ -256,7 +323,7 @@ def test_a_wrong_kernel_is_not_timed(wrong_kernel, monkeypatch, name):
     monkeypatch.setattr(runner, "interleave", lambda *of, **options: pytest.fail("timed"))
     steps._judged.cache_clear()
     work = WORKLOADS[name]
-    found = run(work, work.configurations({}, tiny=True)[:1], isolated=False, say=len)
+    found = run(work, tiny(name)[:1], isolated=False, say=len)
     assert "wrong results: " in found.failed[0] and "paged_int4: error" in found.failed[0]
     steps._judged.cache_clear()
 
@@ -285,14 +352,17 @@ def test_oracle_allows_what_rounding_explains_and_no_more():
         assert not attention.verdict_of("wrong", wrong, *facts).ok
 
 
-def test_logits_that_offload_changes_are_wrong():
-    def decoding(*logits):
-        left = [torch.tensor(one) for one in logits]
-        return SimpleNamespace(step=lambda: left.pop(0))
+def test_logits_that_offload_changes_are_wrong(monkeypatch):
+    real = steps.three_steps
 
-    same = steps.same_as_first([decoding(1.0, 2.0), decoding(1.0, 2.0)], 2)
-    other = steps.same_as_first([decoding(1.0, 2.0), decoding(1.0, 2.5)], 2)
-    assert same.ok and not other.ok
+    def changed(decoding):
+        return real(decoding) + ("offload" in decoding.kind.name)
+
+    monkeypatch.setattr(steps, "SHARES", ())
+    monkeypatch.setattr(steps, "three_steps", changed)
+    work = WORKLOADS["offload"]
+    found = run(work, tiny("offload"), isolated=False, say=len)
+    assert not found.rows and "offload=disk: error 1, allowed 0" in found.failed[0]
 
 
 # -- the order on a GPU
@@ -326,12 +396,12 @@ def test_compiled_steps_take_preallocated_caches(monkeypatch, cache):
     modes = []
     monkeypatch.setattr(torch, "compile", lambda call, mode: modes.append(mode) or call)
     model = shapes.random_model("tiny", CPU, torch.bfloat16)
-    decoding, step = gpu._decoding(model, 40, 2, cache, "compiled")
+    decoding, step = gpu.decoding_of(model, 40, 2, cache, "compiled")
     with torch.no_grad():
         assert torch.isfinite(step()).all() and modes == ["reduce-overhead"]
-    assert cache == "static" or decoding.cache.options.max_length == 40 + gpu.STEPS + 22
+    assert cache == "static" or decoding.cache.options.max_length == 40 + gpu.ROUNDS + 22
     with pytest.raises(ValueError, match="a graph needs a CUDA device, got cpu"):
-        gpu._decoding(model, 40, 2, cache, "graph")
+        gpu.decoding_of(model, 40, 2, cache, "graph")
 
 
 def test_decoding_is_generate():

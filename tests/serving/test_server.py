@@ -305,9 +305,9 @@ def test_two_turns_counts_what_the_second_one_computes(server):
     port = int(server.address.rpartition(":")[2])
     asked = serving.Server(os.getpid(), port, server.model_name)
     first, second = serving.two_turns(asked, TEXT[300:1400], ["What is it?", "Who?"], 4)
-    assert first.tokens_computed == first.prompt_tokens
-    assert second.prompt_tokens > first.prompt_tokens > second.tokens_computed
-    assert 0 < second.first_s <= second.whole_s and second.answer
+    assert first["tokens_computed"] == first["prompt_tokens"]
+    assert second["prompt_tokens"] > first["prompt_tokens"] > second["tokens_computed"]
+    assert 0 < second["first_token_s"] <= second["whole_s"] and second["answer"]
 
 
 def test_reset_drops_the_store_with_its_model(folder):

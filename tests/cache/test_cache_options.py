@@ -230,7 +230,7 @@ def test_generation_config_with_a_cache_config_is_saved_and_read(config, tmp_pat
 
 def test_dir_lists_all_names_that_can_be_had():
     shown = dir(kv_hf)
-    assert {*kv_hf.__all__, "convert_to_gqa", "uptrain", "needle_grid", "doctor"} <= set(shown)
+    assert {*kv_hf.__all__, "convert_to_gqa", "recommend", "needle_grid", "doctor"} <= set(shown)
     for name in kv_hf.__all__:
         assert getattr(kv_hf, name) is not None
     assert kv_hf.gqa.convert.convert_to_gqa is kv_hf.convert_to_gqa

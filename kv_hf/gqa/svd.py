@@ -6,13 +6,12 @@ what the streams have come apart. A converted layer is run as one with the old n
 repeated: that is the same mathematics, and needs no second model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -384,11 +383,7 @@ class LayerMerge:
                 self.targets.append(seen.output + lost)
             assert seen.hidden is not None
             self.original[i] = seen.hidden[0]
-            if not seen.hidden.isfinite().all():
-                raise ConversionError(
-                    f"'{self.stream.path}.{self.index}' cannot be merged: hidden states of the calibration text are not finite "
-                    "behind it (weights that are not, or numbers too large for float32)"
-                )
+            check_streams(f"{self.stream.path}.{self.index}", seen.hidden)
             if self.rotary is not None:
                 self.before.append(seen.only("query", "key", "value", "weights"))
             self.now.append(now.only("inputs", "query", "key"))
@@ -572,24 +567,6 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(((one - other).flatten(1).norm(dim=1) / size.clamp(min=1e-30)).max())
 
 
-class Overrides(Mapping[str, torch.Tensor]):
-    """New tensors by their names on disk, read from files when they are asked for."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = dict(files)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self._files[name], framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
 @torch.no_grad()
 def calibrate(
     source: Source,
@@ -598,8 +575,8 @@ def calibrate(
     scratch: Path,
     *,
     progress: Callable[[int, int], object] = lambda done, of: None,
-) -> Overrides:
-    """Return all tensors that a calibrated merge changes, in float32 and of their new shapes.
+) -> dict[str, Path]:
+    """Write all tensors that a calibrated merge changes, in float32 and of their new shapes; return each one's file.
 
     Args:
         windows: token ids [windows, tokens], int64: several thousand in all.
@@ -613,17 +590,13 @@ def calibrate(
     check_streams("the embeddings", original)
     if not original.any():
         raise ConversionError(f"the embeddings of all calibration tokens of {source.name} are zero")
-    for index in stream.first_of_each_kind():  # one of each kind, before any is solved
-        with stream.layer(index):
-            LayerMerge(stream, index, original[:1], original[:1])
     converted = original.clone()
     files: dict[str, Path] = {}
     for index in range(stream.count):
         path = f"{stream.path}.{index}"
-        with stream.layer(index):
+        with stream.loaded(path):
             if stream.changes(index):
-                merge = LayerMerge(stream, index, original, converted)
-                tensors = solve(merge, path)
+                tensors = solve(LayerMerge(stream, index, original, converted), path)
                 file = scratch / f"layer-{index:05d}.safetensors"
                 save_file(tensors, file)
                 files.update(dict.fromkeys(tensors, file))
@@ -633,7 +606,7 @@ def calibrate(
                         hidden[i] = stream.run(index, hidden[i : i + 1])[0]
         check_streams(path, original, converted)
         progress(index + 1, stream.count)
-    return Overrides(files)
+    return files
 
 
 def solve(merge: LayerMerge, path: str) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import ConversionError, first_line
 from .heads import Part, join, parts_of, split
-from .keys import Rotary, ScoreData, Send, fit_keys, fit_queries, merge_keys, probe_rotary
+from .keys import Rotary, ScoreData, Send, fit_scores, merge_keys, probe_rotary
 from .source import Source
 from .stream import Enough, LayerStream, Tap, looking, take
 from .structure import Structure
@@ -496,17 +496,14 @@ class LayerMerge:
             bias = biases[kind].float() if kind in biases else torch.zeros(weight.shape[:2])
             return torch.cat([weight, bias[..., None]], -1)
 
-        query, key = packed("query"), packed("key")
-        fixed = [kind for kind in ("query", "key") if biased and kind not in biases]
-        query = fit_queries(data, query, key, "query" in fixed)
-        key = fit_keys(data, query, key, "key" in fixed)
-        query = fit_queries(data, query, key, "query" in fixed)
-        for kind, fitted in (("query", query), ("key", key)):
-            if biased:
-                if kind in biases:
-                    biases[kind] = fitted[..., -1].double()
-                fitted = fitted[..., :-1]
-            self.weights["weight"][kind] = fitted.double()
+        fitted = {kind: packed(kind) for kind in ("query", "key")}
+        for kind in ("query", "key", "query"):
+            unbiased = biased and kind not in biases
+            fitted[kind] = fit_scores(data, kind, fitted["query"], fitted["key"], unbiased)
+        for kind, weight in fitted.items():
+            if biased and kind in biases:
+                biases[kind] = weight[..., -1].double()
+            self.weights["weight"][kind] = (weight[..., :-1] if biased else weight).double()
 
     def _importance(self) -> torch.Tensor:
         """Return [windows, heads, tokens]: the variance of what a head reads, as its outputs see it; their mean is 1."""

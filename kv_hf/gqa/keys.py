@@ -18,10 +18,8 @@ import torch
 from ..errors import ConversionError
 from .stream import Tap
 
-STEPS, RIDGE = (
-    4,
-    0.01,
-)  # of each fit of scores: conjugate gradients, and the weight of the pull to the merged weights
+STEPS = 4  # conjugate gradients of each fit of scores
+RIDGE = 0.01  # weight of the pull to the merged weights
 FLOOR = 1e-12  # of the largest eigenvalue: what counts as nothing
 
 
@@ -206,7 +204,7 @@ def merge_keys(
     up = torch.zeros(m, dim, dim, dtype=keys.dtype)
     cross = keys.reshape(m, dim, m, dim)
     for a, b in rotary.planes.tolist():
-        gram = _complex_gram(cross, a, b)
+        gram = plane_gram(cross, a, b)
         width = torch.stack([q[a, a] + q[b, b] for q in queries]).sqrt()
         first, second = _plane_pca(gram, width)
         _put(down, a, b, first)
@@ -225,7 +223,7 @@ def merge_keys(
     return down.reshape(dim, m * dim), up
 
 
-def _complex_gram(cross: torch.Tensor, a: int, b: int) -> torch.Tensor:
+def plane_gram(cross: torch.Tensor, a: int, b: int) -> torch.Tensor:
     """Return E[z_g conj(z_l)] of a plane, z = k[a] + i k[b], as [m, m]."""
     real = cross[:, a, :, a] + cross[:, b, :, b]
     imag = cross[:, b, :, a] - cross[:, a, :, b]
@@ -302,7 +300,7 @@ class ScoreData:
     Attributes:
         inputs: [windows, tokens, inputs] of the projections, with a last one of ones where they have biases.
         taps: of the original, one per window.
-        importance: [windows, heads, tokens], the cost of an error in a token's probabilities.
+        importance: [windows, tokens], the cost of an error in a token's probabilities.
         kv_of, group_of: [heads], the original and the new kv head of each query head.
         rotary: of the layer.
     """
@@ -326,7 +324,7 @@ class ScoreData:
             p, size = tap.weights[0], other.square()
             if kind == "query":  # keys count by their variance
                 size = (p @ size - (p @ other).square()).clamp(min=0)
-            found += tap.scaling**2 * (size * worth[..., None]).mean(1)
+            found += tap.scaling**2 * (size * worth[:, None]).mean(1)
         groups = int(self.group_of.max()) + 1
         grouped = torch.zeros(groups, found.shape[1]).index_add_(0, self.group_of, found)
         return found if kind == "query" else grouped

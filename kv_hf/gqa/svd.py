@@ -385,7 +385,7 @@ class LayerMerge:
             self.original[i] = seen.hidden[0]
             check_streams(f"{self.stream.path}.{self.index}", seen.hidden)
             if self.rotary is not None:
-                self.before.append(seen.only("query", "key", "value", "weights"))
+                self.before.append(seen.only("query", "key", "weights"))
             self.now.append(now.only("inputs", "query", "key"))
 
     def _run(self, window: int) -> Seen:
@@ -483,7 +483,7 @@ class LayerMerge:
         data = ScoreData(
             inputs,
             [seen.tap for seen in self.before],
-            self.level.square()[:, None] * self._importance(),
+            self.level.square(),
             self.kv_of,
             self.group_of,
             rotary,
@@ -504,22 +504,6 @@ class LayerMerge:
             if biased and kind in biases:
                 biases[kind] = weight[..., -1].double()
             self.weights["weight"][kind] = (weight[..., :-1] if biased else weight).double()
-
-    def _importance(self) -> torch.Tensor:
-        """Return [windows, heads, tokens]: the variance of what a head reads, as its outputs see it; their mean is 1."""
-        heads = self.structure.num_heads
-        worth = torch.ones(len(self.before), heads, self.original.shape[1])
-        if self.free_values:
-            read = self._readers()[0].float()
-            for i, seen in enumerate(self.before):
-                value, p = seen.tap.value[0][self.kv_of], seen.tap.weights[0]
-                mean = p @ value
-                square = torch.einsum("htd,hde,hte->ht", value, read, value)
-                variance = (p @ square[..., None])[..., 0] - torch.einsum(
-                    "htd,hde,hte->ht", mean, read, mean
-                )
-                worth[i] = variance.clamp(min=0)
-        return worth / worth.mean().clamp(min=1e-30)
 
     def _readers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return O^T O of every head [heads, dim, dim] and the outputs as [out, heads, dim], in float64."""

@@ -10,13 +10,11 @@ from itertools import combinations
 
 import torch
 
-from .keys import Rotary, best_common, conjugate_gradients, loss
+from .keys import Rotary, best_common, conjugate_gradients, loss, plane_gram
 from .stream import Tap
 
-SWEEPS, RIDGE = (
-    2,
-    0.01,
-)  # rounds of fitting outputs and values in turn, and the weight of the pull to the merged ones
+SWEEPS = 2  # rounds of fitting outputs and values in turn
+RIDGE = 0.01  # weight of the pull to the merged ones
 ROUNDS = 50  # of swaps, at most; far fewer are needed
 
 
@@ -52,8 +50,7 @@ def _key_costs(keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary) -> tor
     cost = torch.zeros(heads, heads, dtype=torch.float64)
     energy = 0.0
     for a, b in rotary.planes.tolist():
-        real = keys[:, a, :, a] + keys[:, b, :, b]
-        gram = torch.complex(real, keys[:, b, :, a] - keys[:, a, :, b])
+        gram = plane_gram(keys, a, b)
         width = (queries[:, a, a] + queries[:, b, b]).sqrt()
         gram = width[:, None] * gram * width
         energy += float(gram.diagonal().real.sum())

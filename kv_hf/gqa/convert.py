@@ -342,9 +342,8 @@ def write_weights(
                 tensors[name] = cast(name, found, plan.dtype_of(source, name))
             else:
                 tensors[name] = plan.make(source, name)
-        if (
-            tensors
-        ):  # else it held masks of an old checkpoint alone, which the new class does not have
+        # else it held masks of an old checkpoint alone, which the new class does not have
+        if tensors:
             save_file(tensors, folder / file, {**(reader.metadata() or {}), "format": "pt"})
         done += sum(tensor.nbytes for tensor in tensors.values())
         progress(done, nbytes)
@@ -380,9 +379,8 @@ def record(source: Source, report: ConversionReport) -> dict[str, Any]:
     """Return the record of a conversion that config.json keeps."""
     folder = Path(os.path.realpath(source.folder))
     found: dict[str, Any] = {"kv_hf": __version__, "source": folder.name, "method": report.method}
-    if (
-        folder.parent.name == "snapshots"
-    ):  # of the hub's cache: models--<owner>--<name>/snapshots/<revision>
+    # of the hub's cache: models--<owner>--<name>/snapshots/<revision>
+    if folder.parent.name == "snapshots":
         found["source"] = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         found["revision"] = folder.name
     found["num_key_value_heads"] = [report.num_kv_heads, report.new_kv_heads]

@@ -241,19 +241,6 @@ def sender(stream: LayerStream, index: int, places: Projections, hidden: torch.T
     return send
 
 
-def heads_of(
-    stream: LayerStream, index: int, places: Projections, hidden: torch.Tensor
-) -> tuple[dict[str, int], int, int]:
-    """Return ({"query": heads, "key": kv heads}, head_dim, value_dim) as attention gets them; `hidden` is [windows, tokens, hidden]."""
-    with looking():
-        tap = run_seen(stream, index, places, hidden).tap
-    return (
-        {"query": tap.query.shape[1], "key": tap.key.shape[1]},
-        tap.key.shape[-1],
-        tap.value.shape[-1],
-    )
-
-
 def passes_values(send: Send, heads: int, dim: int, tokens: int) -> bool:
     """Return whether attention gets values as their projection gives them."""
     rows = torch.linspace(-1, 1, tokens * heads * dim).reshape(1, tokens, heads * dim)
@@ -320,14 +307,16 @@ class LayerMerge:
         places.output = find_output(
             stream.model, places.attention, lambda: run_seen(stream, index, places, hidden).tap
         )
-        heads, dim, value_dim = heads_of(stream, index, places, hidden)
+        with looking():
+            tap = run_seen(stream, index, places, hidden).tap
+        heads = {"query": tap.query.shape[1], "key": tap.key.shape[1]}
         send = sender(stream, index, places, hidden)
         tokens = hidden.shape[1]
         self.rotary: Rotary | None = probe_rotary(
-            send, tokens, heads, dim, type(stream.model).__name__
+            send, tokens, heads, tap.key.shape[-1], type(stream.model).__name__
         )
         self.free_values = places.output is not None and passes_values(
-            send, heads["key"], value_dim, tokens
+            send, heads["key"], tap.value.shape[-1], tokens
         )
         if self.rotary is None and not self.free_values:
             raise ConversionError(
@@ -449,7 +438,6 @@ class LayerMerge:
             self.weights = kept  # something else in this layer belongs to heads, such as sinks
             self._write(())
             output.data = columns
-            return
 
     def _attention(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the contexts [tokens, heads, dim] and the output [tokens, hidden] of attention on the first window."""

@@ -255,7 +255,7 @@ class LayerStream:
             if name in stored:
                 own = self.structure.names.on_disk[f"{path}.{name}"]
                 tensor.data = self.source.read(own).to(torch.float32)
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+                tensor._is_hf_initialized = True
         for part in module.modules():
             if any(name in part._non_persistent_buffers_set for name in part._buffers):
                 self.model._init_weights(part)

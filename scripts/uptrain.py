@@ -42,9 +42,8 @@ from kv_hf.texts import documents
 
 RESULTS = Path(__file__).parent.parent / "results" / "uptrain.jsonl"
 BETWEEN = "<|endoftext|>"  # what separates the documents of a text file
-BLOCK = {
-    "cpu": 16
-}  # positions whose distributions are made at a time: on a CPU few enough to stay in its cache
+# positions whose distributions are made at a time: on a CPU few enough to stay in its cache
+BLOCK = {"cpu": 16}
 HELD = 64  # windows held out of the data where there is no --eval-text
 
 
@@ -77,9 +76,8 @@ class Distill(Trainer):
     def __init__(self, teacher: Any, alpha: float, **how: Any) -> None:
         super().__init__(**how)
         self.teacher, self.alpha = teacher.to(self.args.device).eval().requires_grad_(False), alpha
-        self.model_accepts_loss_kwargs = (
-            False  # each batch's loss is a mean: the Trainer divides by their number
-        )
+        # each batch's loss is a mean: the Trainer divides by their number
+        self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:  # fmt: skip
         """Return the loss of a batch; the student stays in evaluation mode, so that it loses no parts by chance (dropout)."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..checks import check_choice
@@ -168,7 +168,7 @@ def convert_to_gqa(
         return report
     began = time.monotonic()
     with becoming(target) as folder, contextlib.ExitStack() as stack:
-        overrides: Mapping[str, torch.Tensor] = {}
+        overrides: dict[str, Path] = {}
         if windows is not None and plan.structure is not None:
             from .svd import calibrate
 
@@ -319,7 +319,7 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def write_weights(
     source: Source,
     plan: Plan,
-    overrides: Mapping[str, torch.Tensor],
+    overrides: Mapping[str, Path],
     folder: Path,
     progress: Callable[[int, int], object],
     nbytes: int,
@@ -327,7 +327,7 @@ def write_weights(
     """Write the files of weights, under the names that they have in the source; one is in memory at a time.
 
     Args:
-        overrides: tensors [new shapes] by name, in place of the plan's.
+        overrides: files of tensors [new shapes] by name, in place of the plan's.
         progress: called with (bytes written, nbytes).
     """
     done = 0
@@ -337,12 +337,13 @@ def write_weights(
             if source.tensors[names[0]].file != file:
                 continue
             if name in overrides:
-                tensors[name] = cast(name, overrides[name], plan.dtype_of(source, name))
+                with safe_open(overrides[name], "pt") as opened:
+                    found = opened.get_tensor(name)
+                tensors[name] = cast(name, found, plan.dtype_of(source, name))
             else:
                 tensors[name] = plan.make(source, name)
-        if (
-            tensors
-        ):  # else it held masks of an old checkpoint alone, which the new class does not have
+        # else it held masks of an old checkpoint alone, which the new class does not have
+        if tensors:
             save_file(tensors, folder / file, {**(reader.metadata() or {}), "format": "pt"})
         done += sum(tensor.nbytes for tensor in tensors.values())
         progress(done, nbytes)
@@ -378,9 +379,8 @@ def record(source: Source, report: ConversionReport) -> dict[str, Any]:
     """Return the record of a conversion that config.json keeps."""
     folder = Path(os.path.realpath(source.folder))
     found: dict[str, Any] = {"kv_hf": __version__, "source": folder.name, "method": report.method}
-    if (
-        folder.parent.name == "snapshots"
-    ):  # of the hub's cache: models--<owner>--<name>/snapshots/<revision>
+    # of the hub's cache: models--<owner>--<name>/snapshots/<revision>
+    if folder.parent.name == "snapshots":
         found["source"] = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         found["revision"] = folder.name
     found["num_key_value_heads"] = [report.num_kv_heads, report.new_kv_heads]

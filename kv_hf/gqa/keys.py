@@ -18,10 +18,8 @@ import torch
 from ..errors import ConversionError
 from .stream import Tap
 
-STEPS, RIDGE = (
-    4,
-    0.01,
-)  # of each fit of scores: conjugate gradients, and the weight of the pull to the merged weights
+STEPS = 4  # conjugate gradients of each fit of scores
+RIDGE = 0.01  # weight of the pull to the merged weights
 FLOOR = 1e-12  # of the largest eigenvalue: what counts as nothing
 
 
@@ -99,15 +97,14 @@ class Rotary:
     key_free: torch.Tensor
     query_free: torch.Tensor
 
-    def rotate(self, x: torch.Tensor, kind: str, back: bool = False) -> torch.Tensor:
-        """Multiply [.., tokens, head_dim] by the factors of "key" or "query" (`back`: by the adjoint)."""
+    def rotate(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """Multiply [.., tokens, head_dim] by the factors of "key" or "query"."""
         turn, free = (self.key, self.key_free) if kind == "key" else (self.query, self.query_free)
         out = torch.empty_like(x)
         if len(self.planes):
             a, b = self.planes.T
-            re, im = turn.real, -turn.imag if back else turn.imag
-            out[..., a] = x[..., a] * re - x[..., b] * im
-            out[..., b] = x[..., a] * im + x[..., b] * re
+            out[..., a] = x[..., a] * turn.real - x[..., b] * turn.imag
+            out[..., b] = x[..., a] * turn.imag + x[..., b] * turn.real
         if len(self.free):
             out[..., self.free] = x[..., self.free] * free
         return out
@@ -207,7 +204,7 @@ def merge_keys(
     up = torch.zeros(m, dim, dim, dtype=keys.dtype)
     cross = keys.reshape(m, dim, m, dim)
     for a, b in rotary.planes.tolist():
-        gram = _complex_gram(cross, a, b)
+        gram = plane_gram(cross, a, b)
         width = torch.stack([q[a, a] + q[b, b] for q in queries]).sqrt()
         first, second = _plane_pca(gram, width)
         _put(down, a, b, first)
@@ -226,7 +223,7 @@ def merge_keys(
     return down.reshape(dim, m * dim), up
 
 
-def _complex_gram(cross: torch.Tensor, a: int, b: int) -> torch.Tensor:
+def plane_gram(cross: torch.Tensor, a: int, b: int) -> torch.Tensor:
     """Return E[z_g conj(z_l)] of a plane, z = k[a] + i k[b], as [m, m]."""
     real = cross[:, a, :, a] + cross[:, b, :, b]
     imag = cross[:, b, :, a] - cross[:, a, :, b]
@@ -251,28 +248,46 @@ def _plane_pca(gram: torch.Tensor, width: torch.Tensor) -> tuple[torch.Tensor, t
     return c * scale, b / scale
 
 
-def conjugate_gradients(apply, rest, start, precondition, steps, unbiased=False):  # type: ignore[no-untyped-def]
-    """Return x closer to the solution of apply(x) = apply(start) + rest, after `steps` steps; tensors of any one shape.
+# (x, window, whether to take off what is wanted) -> half the weighted squares of a linear function of x, on one window
+Squares = Callable[[torch.Tensor, int, bool], torch.Tensor]
 
-    `unbiased` keeps the last column of x as it is.
+
+def conjugate_gradients(
+    squares: Squares,
+    windows: int,
+    start: torch.Tensor,
+    precondition: Callable[[torch.Tensor], torch.Tensor],
+    pull: torch.Tensor | float,
+    steps: int,
+    free: torch.Tensor | float = 1.0,
+) -> torch.Tensor:
+    """Return an x [any shape] with a smaller sum of `squares`, with `pull` times its distance from `start` added.
+
+    Args:
+        windows: how many there are; the gradients of one at a time are in memory.
+        precondition: roughly the inverse of the matrix, which is never formed.
+        free: 0 for the numbers of x that stay as they are, else 1.
     """
 
-    def within(y):  # type: ignore[no-untyped-def]
-        return torch.cat([y[..., :-1], torch.zeros_like(y[..., -1:])], -1) if unbiased else y
+    def gradient(x: torch.Tensor, wanted: bool) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for window in range(windows):
+            with torch.enable_grad():
+                own = x.detach().requires_grad_()
+                total += torch.autograd.grad(squares(own, window, wanted), own)[0]
+        return total * free
 
-    x = start.clone()
-    rest = within(rest)
-    z = within(precondition(rest))
-    way = z
+    x, rest = start.clone(), -gradient(start, True)
+    z = way = precondition(rest) * free
     before = (rest * z).sum()
     for _ in range(steps):
         if before <= 0:
             break
-        ahead = within(apply(way))
+        ahead = gradient(way, False) + pull * way
         step = before / (way * ahead).sum()
         x = x + step * way
         rest = rest - step * ahead
-        z = within(precondition(rest))
+        z = precondition(rest) * free
         now = (rest * z).sum()
         way, before = z + now / before * way, now
     return x
@@ -285,7 +300,7 @@ class ScoreData:
     Attributes:
         inputs: [windows, tokens, inputs] of the projections, with a last one of ones where they have biases.
         taps: of the original, one per window.
-        importance: [windows, heads, tokens], the cost of an error in a token's probabilities.
+        importance: [windows, tokens], the cost of an error in a token's probabilities.
         kv_of, group_of: [heads], the original and the new kv head of each query head.
         rotary: of the layer.
     """
@@ -298,87 +313,48 @@ class ScoreData:
     rotary: Rotary
 
     def project(self, window: int, weight: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return [heads, tokens, dim] of weights [heads, dim, inputs], behind the rotation."""
-        return self.rotary.rotate(torch.einsum("ti,hdi->htd", self.inputs[window], weight), kind)
+        """Return each query head's queries or keys [heads, tokens, dim] of weights [.., dim, inputs], behind the rotation."""
+        rows = self.rotary.rotate(torch.einsum("ti,hdi->htd", self.inputs[window], weight), kind)
+        return rows if kind == "query" else rows[self.group_of]
 
-    def collect(self, window: int, grad: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return the adjoint of `project`: [heads, dim, inputs] of gradients [heads, tokens, dim]."""
-        back = self.rotary.rotate(grad, kind, back=True)
-        return torch.einsum("htd,ti->hdi", back, self.inputs[window])
-
-    def curve(self, window: int, scores: torch.Tensor) -> torch.Tensor:
-        """Return half the gradient of the weighted variance of score differences [heads, tokens, tokens]."""
-        p = self.taps[window].weights[0]
-        centred = scores - (p * scores).sum(-1, keepdim=True)
-        return p * centred * (self.taps[window].scaling ** 2 * self.importance[window][..., None])
-
-    def target(self, window: int) -> torch.Tensor:
-        """Return the original's scores without their scale: [heads, tokens, tokens]."""
-        return self.taps[window].query[0] @ self.taps[window].key[0][self.kv_of].mT
+    def width(self, kind: str, others: list[torch.Tensor]) -> torch.Tensor:
+        """Return how much each channel of queries (or keys) counts, by the keys (or queries) that meet it: [heads, dim]."""
+        found = torch.zeros(len(self.kv_of), others[0].shape[-1])
+        for tap, other, worth in zip(self.taps, others, self.importance, strict=True):
+            p, size = tap.weights[0], other.square()
+            if kind == "query":  # keys count by their variance
+                size = (p @ size - (p @ other).square()).clamp(min=0)
+            found += tap.scaling**2 * (size * worth[:, None]).mean(1)
+        groups = int(self.group_of.max()) + 1
+        grouped = torch.zeros(groups, found.shape[1]).index_add_(0, self.group_of, found)
+        return found if kind == "query" else grouped
 
 
-def fit_queries(
-    data: ScoreData,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    unbiased: bool = False,
+def fit_scores(
+    data: ScoreData, kind: str, query: torch.Tensor, key: torch.Tensor, unbiased: bool = False
 ) -> torch.Tensor:
-    """Return query weights [heads, dim, inputs] that fit better, given key weights [groups, dim, inputs]."""
-    windows = range(len(data.inputs))
-    keys = [data.project(w, key, "key")[data.group_of] for w in windows]
+    """Return query weights [heads, dim, inputs] or key weights [groups, dim, inputs] (`kind`) that fit better to the other.
 
-    def grad(scores: torch.Tensor, w: int) -> torch.Tensor:
-        return data.collect(w, data.curve(w, scores) @ keys[w], "query")
+    Args:
+        unbiased: keeps the last column as it is.
+    """
+    start, fixed = (query, key) if kind == "query" else (key, query)
+    other = "key" if kind == "query" else "query"
+    others = [data.project(w, fixed, other) for w in range(len(data.inputs))]
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        found = sum(grad(data.project(w, x, "query") @ keys[w].mT, w) for w in windows)
-        return found + pull * x
+    def squares(x: torch.Tensor, w: int, wanted: bool) -> torch.Tensor:
+        pair = {kind: data.project(w, x, kind), other: others[w]}
+        scores, tap = pair["query"] @ pair["key"].mT, data.taps[w]
+        if wanted:
+            scores = scores - tap.query[0] @ tap.key[0][data.kv_of].mT
+        centred = scores - (tap.weights[0] * scores).sum(-1, keepdim=True)
+        variance = (tap.weights[0] * centred.square()).sum(-1)
+        return (variance * data.importance[w]).sum() * tap.scaling**2 / 2
 
-    width = torch.zeros(query.shape[:2])
-    for w in windows:
-        tap = data.taps[w]
-        mean = tap.weights[0] @ keys[w].square() - (tap.weights[0] @ keys[w]).square()
-        width += tap.scaling**2 * (mean.clamp(min=0) * data.importance[w][..., None]).mean(1)
-    pull, precondition = _precondition(data, width)
-    rest = sum(
-        grad(data.target(w) - data.project(w, query, "query") @ keys[w].mT, w) for w in windows
-    )
-    return conjugate_gradients(apply, rest, query, precondition, STEPS, unbiased)
-
-
-def fit_keys(
-    data: ScoreData,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    unbiased: bool = False,
-) -> torch.Tensor:
-    """Return key weights [groups, dim, inputs] that fit better, given query weights [heads, dim, inputs]."""
-    windows = range(len(data.inputs))
-    queries = [data.project(w, query, "query") for w in windows]
-
-    def grad(scores: torch.Tensor, w: int) -> torch.Tensor:
-        each = data.curve(w, scores).mT @ queries[w]
-        group = torch.zeros(len(key), *each.shape[1:]).index_add_(0, data.group_of, each)
-        return data.collect(w, group, "key")
-
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        found = sum(
-            grad(queries[w] @ data.project(w, x, "key")[data.group_of].mT, w) for w in windows
-        )
-        return found + pull * x
-
-    width = torch.zeros(key.shape[:2])
-    for w in windows:
-        size = data.taps[w].scaling ** 2 * (
-            queries[w].square() * data.importance[w][..., None]
-        ).mean(1)
-        width.index_add_(0, data.group_of, size)
-    pull, precondition = _precondition(data, width)
-    rest = sum(
-        grad(data.target(w) - queries[w] @ data.project(w, key, "key")[data.group_of].mT, w)
-        for w in windows
-    )
-    return conjugate_gradients(apply, rest, key, precondition, STEPS, unbiased)
+    pull, precondition = _precondition(data, data.width(kind, others))
+    free = torch.ones(start.shape[-1])
+    free[-1] = not unbiased
+    return conjugate_gradients(squares, len(others), start, precondition, pull, STEPS, free)
 
 
 def _precondition(data: ScoreData, width: torch.Tensor):  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ class (fused experts), the whole model is loaded instead, and said so.
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,7 +231,7 @@ class LayerStream:
         self.path = _layers_path(self.model, self.own_names())
         self.layers = self.model.get_submodule(self.path)
         self.count = len(self.layers)
-        self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.inputs: list[Any] = []  # what each layer is called with behind its hidden states
 
     def own_names(self) -> list[str]:
         """Return the names in the class of the tensors that change."""
@@ -242,42 +242,27 @@ class LayerStream:
         """Return whether a layer holds tensors that change."""
         return any(own.startswith(f"{self.path}.{index}.") for own in self.own_names())
 
-    def first_of_each_kind(self) -> list[int]:
-        """Return the first layer of each kind among those that change: of one type, with tensors of the same names and shapes."""
-        types = getattr(text_config(self.structure.config), "layer_types", None) or ()
-        found: dict[Any, int] = {}
-        for index, layer in enumerate(self.layers):
-            if self.changes(index):
-                shapes = tuple((name, tuple(t.shape)) for name, t in layer.state_dict().items())
-                found.setdefault((types[index] if index < len(types) else "", shapes), index)
-        return list(found.values())
-
     @contextmanager
-    def loaded(self, module: nn.Module, path: str) -> Iterator[nn.Module]:
-        """Give a part of the model its weights in float32 for as long as the block lasts."""
+    def loaded(self, path: str) -> Iterator[nn.Module]:
+        """Give a part of the model its weights in float32 for as long as the block lasts; other buffers are a new model's."""
+        module = self.model.get_submodule(path)
         if self.whole:
             yield module
             return
-        self.fill(module, path)
+        stored = set(module.state_dict())
+        module.to_empty(device="cpu")
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in stored:
+                own = self.structure.names.on_disk[f"{path}.{name}"]
+                tensor.data = self.source.read(own).to(torch.float32)
+                tensor._is_hf_initialized = True
+        for part in module.modules():
+            if any(name in part._non_persistent_buffers_set for name in part._buffers):
+                self.model._init_weights(part)
         try:
             yield module
         finally:
             module.to("meta")
-
-    @torch.no_grad()
-    def fill(self, module: nn.Module, path: str) -> None:
-        """Read the weights of a part of the model, in float32; other buffers get the values of a new model."""
-        stored = set(module.state_dict())
-        module.to_empty(device="cpu")
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name not in stored:
-                continue
-            own = self.structure.names.on_disk[f"{path}.{name}"]
-            tensor.data = self.source.read(own).to(torch.float32)
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-        for part in module.modules():
-            if any(name in part._non_persistent_buffers_set for name in part._buffers):
-                self.model._init_weights(part)
 
     @torch.no_grad()
     def embed(self, windows: torch.Tensor) -> torch.Tensor:
@@ -287,78 +272,33 @@ class LayerStream:
             windows: [n, tokens], int64.
         Raises: ConversionError for models whose layers get more of the text than their hidden states.
         """
-        base_path = self.path.rpartition(".")[0]
+        base_path, _, name = self.path.rpartition(".")
         base = self.model.get_submodule(base_path)
-        name = self.path.rpartition(".")[2]
-        tuples = self._first_kind(base, name, base_path, windows[:1])
-        stubs = [_Stub(layer, tuples) for layer in self.layers]
-        rest = {key: part for key, part in base.named_children() if key != name}
+        stubs = [_Stub(layer) for layer in self.layers]
         found = []
-        setattr(base, name, nn.ModuleList(stubs))
-        try:
-            for key, part in rest.items():
-                self._fill_if(part, f"{base_path}.{key}" if base_path else key)
+        with ExitStack() as stack:
+            for key, _ in base.named_children():
+                if key != name:
+                    stack.enter_context(self.loaded(f"{base_path}.{key}" if base_path else key))
+            stack.callback(setattr, base, name, self.layers)
+            setattr(base, name, nn.ModuleList(stubs))
             for i in range(len(windows)):
                 base(input_ids=windows[i : i + 1], use_cache=False)
                 found.append(stubs[0].hidden[0].float())
-                calls = [(stub.args, stub.kwargs) for stub in stubs]
+                calls = [stub.call for stub in stubs]
+                if None in calls:  # such as layers that read images only
+                    raise ConversionError(
+                        f"{type(self.model).__name__} leaves layer {calls.index(None)} out when it reads text alone, so that "
+                        'it cannot be calibrated; use method="mean"'
+                    )
                 if i == 0:
-                    self._check_called(stubs)
                     self.inputs = calls
-                elif i == 1 and not all(map(_same, calls, self.inputs)):
+                elif i == 1 and not _same(calls, self.inputs):
                     raise ConversionError(
                         f"the layers of {type(self.model).__name__} get more of a text than their hidden states, so that they "
                         "cannot be calibrated one by one"
                     )
-        finally:
-            setattr(base, name, self.layers)
-            if not self.whole:
-                for part in rest.values():
-                    part.to("meta")
         return torch.stack(found)
-
-    def _check_called(self, stubs: list["_Stub"]) -> None:
-        """Raise ConversionError where a layer is left out on text, such as those that read images only."""
-        left = [i for i, stub in enumerate(stubs) if not stub.called]
-        if left:
-            raise ConversionError(
-                f"{type(self.model).__name__} leaves layer {left[0]} out when it reads text alone, so that it cannot be "
-                'calibrated; use method="mean"'
-            )
-
-    def _fill_if(self, part: nn.Module, path: str) -> None:
-        if not self.whole:
-            self.fill(part, path)
-
-    def _first_kind(self, base: nn.Module, name: str, base_path: str, window: torch.Tensor) -> bool:
-        """Return whether layers answer with tuples: runs the first one on a few tokens."""
-        seen: list[bool] = []
-
-        class Seen(Exception):
-            pass
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            seen.append(isinstance(output, tuple))
-            raise Seen
-
-        handle = self.layers[0].register_forward_hook(hook)
-        try:
-            for key, part in base.named_children():
-                if key != name:
-                    self._fill_if(part, f"{base_path}.{key}" if base_path else key)
-            with self.loaded(self.layers[0], f"{self.path}.0"):
-                base(input_ids=window[:, :4], use_cache=False)
-        except Seen:
-            pass
-        finally:
-            handle.remove()
-        return seen[0]
-
-    @contextmanager
-    def layer(self, index: int) -> Iterator[nn.Module]:
-        """Load one layer for as long as the block lasts."""
-        with self.loaded(self.layers[index], f"{self.path}.{index}") as module:
-            yield module
 
     @torch.no_grad()
     def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -371,18 +311,17 @@ class LayerStream:
 class _Stub(nn.Module):
     """Takes the place of a layer: remembers what it was called with and passes the hidden states on."""
 
-    def __init__(self, layer: nn.Module, tuples: bool) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.__dict__["layer"] = layer  # no submodule: it must not be found twice
-        self.tuples, self.called = tuples, False
         self.hidden = torch.empty(0)
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.called = True
-        self.hidden, self.args, self.kwargs = hidden, args, kwargs
-        return (hidden,) if self.tuples else hidden
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.call = args, kwargs
+        # a model whose layers answer with tuples takes the first part of the answer, here the first row
+        self.hidden = hidden if hidden.dim() == 3 else hidden[None]
+        return self.hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)  # the model may ask a layer for its type

@@ -6,19 +6,18 @@ what the streams have come apart. A converted layer is run as one with the old n
 repeated: that is the same mathematics, and needs no second model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from ..errors import ConversionError, first_line
 from .heads import Part, join, parts_of, split
-from .keys import Rotary, ScoreData, Send, fit_keys, fit_queries, merge_keys, probe_rotary
+from .keys import Rotary, ScoreData, Send, fit_scores, merge_keys, probe_rotary
 from .source import Source
 from .stream import Enough, LayerStream, Tap, looking, take
 from .structure import Structure
@@ -242,19 +241,6 @@ def sender(stream: LayerStream, index: int, places: Projections, hidden: torch.T
     return send
 
 
-def heads_of(
-    stream: LayerStream, index: int, places: Projections, hidden: torch.Tensor
-) -> tuple[dict[str, int], int, int]:
-    """Return ({"query": heads, "key": kv heads}, head_dim, value_dim) as attention gets them; `hidden` is [windows, tokens, hidden]."""
-    with looking():
-        tap = run_seen(stream, index, places, hidden).tap
-    return (
-        {"query": tap.query.shape[1], "key": tap.key.shape[1]},
-        tap.key.shape[-1],
-        tap.value.shape[-1],
-    )
-
-
 def passes_values(send: Send, heads: int, dim: int, tokens: int) -> bool:
     """Return whether attention gets values as their projection gives them."""
     rows = torch.linspace(-1, 1, tokens * heads * dim).reshape(1, tokens, heads * dim)
@@ -321,14 +307,16 @@ class LayerMerge:
         places.output = find_output(
             stream.model, places.attention, lambda: run_seen(stream, index, places, hidden).tap
         )
-        heads, dim, value_dim = heads_of(stream, index, places, hidden)
+        with looking():
+            tap = run_seen(stream, index, places, hidden).tap
+        heads = {"query": tap.query.shape[1], "key": tap.key.shape[1]}
         send = sender(stream, index, places, hidden)
         tokens = hidden.shape[1]
         self.rotary: Rotary | None = probe_rotary(
-            send, tokens, heads, dim, type(stream.model).__name__
+            send, tokens, heads, tap.key.shape[-1], type(stream.model).__name__
         )
         self.free_values = places.output is not None and passes_values(
-            send, heads["key"], value_dim, tokens
+            send, heads["key"], tap.value.shape[-1], tokens
         )
         if self.rotary is None and not self.free_values:
             raise ConversionError(
@@ -384,13 +372,9 @@ class LayerMerge:
                 self.targets.append(seen.output + lost)
             assert seen.hidden is not None
             self.original[i] = seen.hidden[0]
-            if not seen.hidden.isfinite().all():
-                raise ConversionError(
-                    f"'{self.stream.path}.{self.index}' cannot be merged: hidden states of the calibration text are not finite "
-                    "behind it (weights that are not, or numbers too large for float32)"
-                )
+            check_streams(f"{self.stream.path}.{self.index}", seen.hidden)
             if self.rotary is not None:
-                self.before.append(seen.only("query", "key", "value", "weights"))
+                self.before.append(seen.only("query", "key", "weights"))
             self.now.append(now.only("inputs", "query", "key"))
 
     def _run(self, window: int) -> Seen:
@@ -454,7 +438,6 @@ class LayerMerge:
             self.weights = kept  # something else in this layer belongs to heads, such as sinks
             self._write(())
             output.data = columns
-            return
 
     def _attention(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the contexts [tokens, heads, dim] and the output [tokens, hidden] of attention on the first window."""
@@ -488,7 +471,7 @@ class LayerMerge:
         data = ScoreData(
             inputs,
             [seen.tap for seen in self.before],
-            self.level.square()[:, None] * self._importance(),
+            self.level.square(),
             self.kv_of,
             self.group_of,
             rotary,
@@ -501,33 +484,14 @@ class LayerMerge:
             bias = biases[kind].float() if kind in biases else torch.zeros(weight.shape[:2])
             return torch.cat([weight, bias[..., None]], -1)
 
-        query, key = packed("query"), packed("key")
-        fixed = [kind for kind in ("query", "key") if biased and kind not in biases]
-        query = fit_queries(data, query, key, "query" in fixed)
-        key = fit_keys(data, query, key, "key" in fixed)
-        query = fit_queries(data, query, key, "query" in fixed)
-        for kind, fitted in (("query", query), ("key", key)):
-            if biased:
-                if kind in biases:
-                    biases[kind] = fitted[..., -1].double()
-                fitted = fitted[..., :-1]
-            self.weights["weight"][kind] = fitted.double()
-
-    def _importance(self) -> torch.Tensor:
-        """Return [windows, heads, tokens]: the variance of what a head reads, as its outputs see it; their mean is 1."""
-        heads = self.structure.num_heads
-        worth = torch.ones(len(self.before), heads, self.original.shape[1])
-        if self.free_values:
-            read = self._readers()[0].float()
-            for i, seen in enumerate(self.before):
-                value, p = seen.tap.value[0][self.kv_of], seen.tap.weights[0]
-                mean = p @ value
-                square = torch.einsum("htd,hde,hte->ht", value, read, value)
-                variance = (p @ square[..., None])[..., 0] - torch.einsum(
-                    "htd,hde,hte->ht", mean, read, mean
-                )
-                worth[i] = variance.clamp(min=0)
-        return worth / worth.mean().clamp(min=1e-30)
+        fitted = {kind: packed(kind) for kind in ("query", "key")}
+        for kind in ("query", "key", "query"):
+            unbiased = biased and kind not in biases
+            fitted[kind] = fit_scores(data, kind, fitted["query"], fitted["key"], unbiased)
+        for kind, weight in fitted.items():
+            if biased and kind in biases:
+                biases[kind] = weight[..., -1].double()
+            self.weights["weight"][kind] = (weight[..., :-1] if biased else weight).double()
 
     def _readers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return O^T O of every head [heads, dim, dim] and the outputs as [out, heads, dim], in float64."""
@@ -572,24 +536,6 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(((one - other).flatten(1).norm(dim=1) / size.clamp(min=1e-30)).max())
 
 
-class Overrides(Mapping[str, torch.Tensor]):
-    """New tensors by their names on disk, read from files when they are asked for."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = dict(files)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self._files[name], framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
 @torch.no_grad()
 def calibrate(
     source: Source,
@@ -598,8 +544,8 @@ def calibrate(
     scratch: Path,
     *,
     progress: Callable[[int, int], object] = lambda done, of: None,
-) -> Overrides:
-    """Return all tensors that a calibrated merge changes, in float32 and of their new shapes.
+) -> dict[str, Path]:
+    """Write all tensors that a calibrated merge changes, in float32 and of their new shapes; return each one's file.
 
     Args:
         windows: token ids [windows, tokens], int64: several thousand in all.
@@ -613,17 +559,13 @@ def calibrate(
     check_streams("the embeddings", original)
     if not original.any():
         raise ConversionError(f"the embeddings of all calibration tokens of {source.name} are zero")
-    for index in stream.first_of_each_kind():  # one of each kind, before any is solved
-        with stream.layer(index):
-            LayerMerge(stream, index, original[:1], original[:1])
     converted = original.clone()
     files: dict[str, Path] = {}
     for index in range(stream.count):
         path = f"{stream.path}.{index}"
-        with stream.layer(index):
+        with stream.loaded(path):
             if stream.changes(index):
-                merge = LayerMerge(stream, index, original, converted)
-                tensors = solve(merge, path)
+                tensors = solve(LayerMerge(stream, index, original, converted), path)
                 file = scratch / f"layer-{index:05d}.safetensors"
                 save_file(tensors, file)
                 files.update(dict.fromkeys(tensors, file))
@@ -633,7 +575,7 @@ def calibrate(
                         hidden[i] = stream.run(index, hidden[i : i + 1])[0]
         check_streams(path, original, converted)
         progress(index + 1, stream.count)
-    return Overrides(files)
+    return files
 
 
 def solve(merge: LayerMerge, path: str) -> dict[str, torch.Tensor]:

@@ -10,13 +10,11 @@ from itertools import combinations
 
 import torch
 
-from .keys import Rotary, best_common, conjugate_gradients, loss
+from .keys import Rotary, best_common, conjugate_gradients, loss, plane_gram
 from .stream import Tap
 
-SWEEPS, RIDGE = (
-    2,
-    0.01,
-)  # rounds of fitting outputs and values in turn, and the weight of the pull to the merged ones
+SWEEPS = 2  # rounds of fitting outputs and values in turn
+RIDGE = 0.01  # weight of the pull to the merged ones
 ROUNDS = 50  # of swaps, at most; far fewer are needed
 
 
@@ -52,8 +50,7 @@ def _key_costs(keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary) -> tor
     cost = torch.zeros(heads, heads, dtype=torch.float64)
     energy = 0.0
     for a, b in rotary.planes.tolist():
-        real = keys[:, a, :, a] + keys[:, b, :, b]
-        gram = torch.complex(real, keys[:, b, :, a] - keys[:, a, :, b])
+        gram = plane_gram(keys, a, b)
         width = (queries[:, a, a] + queries[:, b, b]).sqrt()
         gram = width[:, None] * gram * width
         energy += float(gram.diagonal().real.sum())
@@ -95,99 +92,31 @@ def choose_groups(cost: torch.Tensor, groups: int) -> torch.Tensor:
     return torch.tensor([head for group in sorted(grouped) for head in group])
 
 
-class OutputFactors:
-    """The sums of P, V and targets y over all tokens, computed from P and V.
-
-    Args:
-        heads: query heads; wide: numbers of a head's context.
-    """
-
-    def __init__(self, heads: int, wide: int) -> None:
-        self.heads, self.wide, self.count = heads, wide, 0
-        self.windows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.energy = 0.0
-
-    def add(self, weights: torch.Tensor, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Add a window: P [heads, tokens, tokens], V [groups, tokens, wide] and targets [tokens, out], in float32."""
-        self.windows.append((weights, values, target))
-        self.energy += float(target.double().square().sum())
-        self.count += len(target)
-
-    def squares(self, group_of: torch.Tensor, groups: int) -> torch.Tensor:
-        """Return the sums [groups, wide, wide]."""
-        found = torch.zeros(groups, self.wide, self.wide, dtype=torch.float64)
-        for weights, values, _ in self.windows:
-            for group in range(groups):
-                reads = torch.zeros_like(weights[0])
-                for h in members(group_of, group):
-                    reads += weights[h].T @ weights[h]
-                found[group] += values[group].T @ (reads @ values[group])
-        return found
-
-    def merged(
-        self, down: torch.Tensor, group_of: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums [heads * dim, heads * dim] and [heads * dim, out]; `down` is [groups, dim, wide]."""
-        size = self.heads * down.shape[1]
-        square = torch.zeros(size, size, dtype=torch.float64)
-        cross = torch.zeros(size, self.windows[0][2].shape[1], dtype=torch.float64)
-        for weights, values, target in self.windows:
-            flat = _contexts(weights, values, down, group_of)
-            square += flat.T @ flat
-            cross += flat.T @ target
-        return square, cross
-
-    def spread(
-        self, down: torch.Tensor, gram: torch.Tensor, group_of: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the sums [groups, dim, wide]; `gram` is [heads * dim, heads * dim]."""
-        found = torch.zeros_like(down)
-        for weights, values, _ in self.windows:
-            flat = _contexts(weights, values, down, group_of)
-            self._collect(found, flat @ gram.to(flat.dtype), weights, values, group_of)
-        return found
-
-    def goal(self, output: torch.Tensor, group_of: torch.Tensor, groups: int) -> torch.Tensor:
-        """Return the sums [groups, dim, wide]; `output` is [out, heads * dim]."""
-        dim = output.shape[1] // self.heads
-        found = torch.zeros(groups, dim, self.wide, dtype=torch.float64)
-        for weights, values, target in self.windows:
-            self._collect(found, target @ output.to(target.dtype), weights, values, group_of)
-        return found
-
-    def _collect(
-        self, found: torch.Tensor, flat: torch.Tensor, weights: torch.Tensor, values: torch.Tensor,
-        group_of: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Add (flat_h)^T C_h to the group of each head; flat is [tokens, heads * dim]."""
-        each = flat.unflatten(1, (self.heads, -1))
-        for group in range(len(found)):
-            back = torch.zeros_like(each[:, 0])
-            for h in members(group_of, group):
-                back += weights[h].T @ each[:, h]
-            found[group] += back.T @ values[group]
+# one window: P [heads, tokens, tokens], V [groups, tokens, wide] and targets [tokens, out], in float32
+Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def members(group_of: torch.Tensor, group: int) -> list[int]:
-    """Return the query heads of a group; `group_of` is [heads]."""
-    return [h for h, of in enumerate(group_of.tolist()) if of == group]
+def context_squares(windows: list[Window], group_of: torch.Tensor) -> torch.Tensor:
+    """Return the sums of C C^T over all tokens and the heads of each group: [groups, wide, wide], float64."""
+    groups, _, wide = windows[0][1].shape
+    found = torch.zeros(groups, wide, wide, dtype=torch.float64)
+    for weights, values, _ in windows:
+        reads = torch.zeros(groups, *weights.shape[1:], dtype=weights.dtype)
+        for p, group in zip(weights, group_of.tolist(), strict=True):
+            reads[group] += p.T @ p
+        found += values.mT @ (reads @ values)
+    return found
 
 
-def _contexts(
-    weights: torch.Tensor, values: torch.Tensor, down: torch.Tensor, group_of: torch.Tensor
-) -> torch.Tensor:
-    """Return X_h = A_g C_h of all heads, [tokens, heads * dim]."""
+def new_contexts(window: Window, down: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
+    """Return A_g C_h of all heads, [tokens, heads * dim]; `down` is A, [groups, dim, wide]."""
+    weights, values, _ = window
     new = values @ down.mT.to(values.dtype)  # [groups, tokens, dim]
     return torch.cat([p @ new[g] for p, g in zip(weights, group_of.tolist(), strict=True)], 1)
 
 
-def mean_squares(sums: OutputFactors, group_of: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return the mean of E[C C^T] over the heads of each group: [groups, wide, wide]."""
-    return sums.squares(group_of, groups) / (sums.count * len(group_of) / groups)
-
-
 def fit_outputs(
-    sums: OutputFactors,
+    windows: list[Window],
     down: torch.Tensor,
     output: torch.Tensor,
     group_of: torch.Tensor,
@@ -199,39 +128,42 @@ def fit_outputs(
         down: [groups, dim, wide]: new values from stacked old ones.
         ridge: times the mean of the contexts' squares: the weight of the pull.
     """
-    square, cross = sums.merged(down, group_of)
+    square = torch.zeros(output.shape[1], output.shape[1], dtype=torch.float64)
+    cross = torch.zeros(output.shape[1], len(output), dtype=torch.float64)
+    for window in windows:
+        flat = new_contexts(window, down, group_of)
+        square += flat.T @ flat
+        cross += flat.T @ window[2]
     pull = ridge * square.diagonal().mean()
     square.diagonal().add_(pull)
     return torch.linalg.solve(square, cross + pull * output.T).T
 
 
 def fit_values(
-    sums: OutputFactors,
+    windows: list[Window],
     down: torch.Tensor,
     output: torch.Tensor,
     group_of: torch.Tensor,
     ridge: float,
     steps: int = 20,
 ) -> torch.Tensor:
-    """Return values' maps [groups, dim, wide] that fit better, given the outputs [out, heads * dim]: conjugate gradients."""
-    groups, dim, _ = down.shape
-    heads = sums.heads
-    gram = output.T @ output
-    squares = sums.squares(group_of, groups)
-    size = squares.diagonal(dim1=1, dim2=2).sum() / (heads * sums.wide)
-    pull = ridge * float(gram.diagonal().mean() * size)
+    """Return values' maps [groups, dim, wide] that fit better, given the outputs [out, heads * dim]."""
+    groups, dim, wide = down.shape
+    heads, narrow = len(group_of), output.to(windows[0][2].dtype)
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        return sums.spread(x, gram, group_of) + pull * x
+    def squares(x: torch.Tensor, window: int, wanted: bool) -> torch.Tensor:
+        found = new_contexts(windows[window], x, group_of) @ narrow.T
+        return (found - windows[window][2] if wanted else found).square().sum() / 2
 
-    goal = sums.goal(output, group_of, groups) + pull * down
-    own = gram.reshape(heads, dim, heads, dim)
-    reads = torch.zeros(groups, dim, dim, dtype=down.dtype).index_add_(
-        0, group_of, torch.stack([own[h, :, h] for h in range(heads)])
-    )
-    inverse = _damped_inverse(squares), _damped_inverse(reads)
+    own = output.unflatten(1, (heads, dim))
+    reads = torch.einsum("ohd,ohe->hde", own, own)
+    grouped = torch.zeros(groups, dim, dim, dtype=down.dtype).index_add_(0, group_of, reads)
+    sums = context_squares(windows, group_of)
+    size = sums.diagonal(dim1=1, dim2=2).sum() / (heads * wide)
+    pull = ridge * float(output.square().sum(0).mean() * size)
+    left, right = _damped_inverse(grouped), _damped_inverse(sums)
     return conjugate_gradients(
-        apply, goal - apply(down), down, lambda r: inverse[1] @ r @ inverse[0], steps
+        squares, len(windows), down, lambda rest: left @ rest @ right, pull, steps
     )
 
 
@@ -265,22 +197,21 @@ def merge_values(
     group_of = new_of[kv_of]
     groups = int(new_of.max()) + 1
     m = len(new_of) // groups
-    found: OutputFactors | None = None
+    windows: list[Window] = []
     for i in range(count):
         tap, target, level = run(i)
         value = tap.value[0].unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
-        found = found or OutputFactors(len(kv_of), value.shape[-1])
-        found.add(tap.weights[0] * level[:, None], value.contiguous(), target * level[:, None])
-    assert found is not None
-    grams = mean_squares(found, group_of, groups)
+        weights = tap.weights[0] * level[:, None]
+        windows.append((weights, value.contiguous(), target * level[:, None]))
+    tokens = sum(len(target) for _, _, target in windows)
+    grams = context_squares(windows, group_of) / (tokens * len(group_of) / groups)
     if not readers.any() or not grams.any():
         return None
     solved = [best_common(grams[g], readers[g * m : (g + 1) * m]) for g in range(groups)]
-    del grams
     down = torch.stack([down for down, _ in solved])
     up = torch.cat([up for _, up in solved])[kv_of]
     output = torch.einsum("ohd,hde->ohe", outputs, up).flatten(1)
     for _ in range(SWEEPS):
-        output = fit_outputs(found, down, output, group_of, RIDGE)
-        down = fit_values(found, down, output, group_of, RIDGE)
-    return down, fit_outputs(found, down, output, group_of, RIDGE)
+        output = fit_outputs(windows, down, output, group_of, RIDGE)
+        down = fit_values(windows, down, output, group_of, RIDGE)
+    return down, fit_outputs(windows, down, output, group_of, RIDGE)

@@ -14,7 +14,7 @@ from kv_hf.gqa.heads import parts_of, split
 from kv_hf.gqa.keys import Rotary, best_common, loss, merge_keys, plain_mean, probe_rotary
 from kv_hf.gqa.source import Source
 from kv_hf.gqa.structure import find_structure
-from kv_hf.gqa.values import OutputFactors, choose_groups, fit_outputs, fit_values
+from kv_hf.gqa.values import choose_groups, fit_outputs, fit_values
 
 DIM, HEADS, KV = 8, 8, 4
 FAMILIES = {
@@ -301,11 +301,11 @@ def test_merged_keys_are_better_than_their_mean_plane_by_plane():
 def test_fits_of_values_and_outputs_end_where_least_squares_ends():
     torch.manual_seed(0)
     heads, tokens, wide, dim, out = 4, 120, 8, 4, 6
-    group_of, sums = torch.tensor([0, 0, 1, 1]), OutputFactors(4, 8)
+    group_of = torch.tensor([0, 0, 1, 1])
     weights, values = torch.rand(heads, tokens, tokens).double(), torch.randn(2, tokens, wide).double()  # fmt: skip
     contexts = torch.stack([weights[h] @ values[group_of[h]] for h in range(heads)], 1)
     target = torch.randn(tokens, out).double() + contexts.flatten(1) @ torch.randn(heads * wide, out).double()  # fmt: skip
-    sums.add(weights, values, target)
+    windows = [(weights, values, target)]
 
     def features(down):
         return torch.einsum("thw,hdw->thd", contexts, down[group_of]).flatten(1)
@@ -315,10 +315,10 @@ def test_fits_of_values_and_outputs_end_where_least_squares_ends():
 
     down, output = torch.randn(2, dim, wide).double(), torch.randn(out, heads * dim).double()
     before = missed(down, output)
-    output = fit_outputs(sums, down, output, group_of, 0.0)
+    output = fit_outputs(windows, down, output, group_of, 0.0)
     best = torch.linalg.lstsq(features(down), target).solution.T
     torch.testing.assert_close(output, best, rtol=1e-6, atol=1e-8)
-    fitted = fit_values(sums, down, output, group_of, 0.0, 60)
+    fitted = fit_values(windows, down, output, group_of, 0.0, 60)
     assert missed(fitted, output) < missed(down, output) < before
 
 

@@ -166,7 +166,8 @@ def measure_footprint(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     check_device(device)
-    config, name, real = model, model, isinstance(model, str)
+    config: Any = model
+    label, real = str(model), isinstance(model, str)
     if isinstance(model, str):
         load_text(text)
         try:
@@ -174,13 +175,13 @@ def measure_footprint(
         except OSError as error:
             raise ValueError(f"model {model!r} cannot be loaded: {error}") from error
     else:
-        name = model.name_or_path or model.model_type
+        label = model.name_or_path or model.model_type
     most, tokens = longest_context(config), context + steps + WARMUP
     if tokens > most:
         raise ValueError(
             f"context={context} and {steps + WARMUP} decoded tokens are {tokens}, but the model supports {most} tokens"
         )
-    asked = {"model": name, "cache": cache, "context": context, "batch": batch, "dtype": dtype}
+    asked = {"model": label, "cache": cache, "context": context, "batch": batch, "dtype": dtype}
     asked |= {"device": device, "steps": steps, "weights": "real" if real else "random"}
     asked["text"] = text if real else None
     with tempfile.TemporaryDirectory() as folder:

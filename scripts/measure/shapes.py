@@ -56,7 +56,7 @@ class AttentionShape:
 
 
 def _config(
-    kind: type[PreTrainedConfig],
+    kind: Callable[..., PreTrainedConfig],
     sizes: tuple[int, ...],
     latent: tuple[int, ...] = (),
     queries: int | None = None,

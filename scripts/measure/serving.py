@@ -286,13 +286,14 @@ class Server:
             usage = chunk.usage or usage
         whole, after, now = time.perf_counter() - start, self.computed(), self.process.cpu_times()
         assert usage is not None
-        unknown = before is None or after is None
+        tokens = usage.prompt_tokens
+        computed = tokens if before is None or after is None else after - before
         return {
             "first_token_s": first,
             "whole_s": whole,
             "value": now.user + now.system - cpu.user - cpu.system,
-            "prompt_tokens": usage.prompt_tokens,
-            "tokens_computed": usage.prompt_tokens if unknown else after - before,
+            "prompt_tokens": tokens,
+            "tokens_computed": computed,
             "answer": text,
         }
 

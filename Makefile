@@ -145,7 +145,7 @@ bench: $(VENV)/.weights $(VENV)/.bench ## measure speed on this machine's CPU be
 	$(BIN)/python scripts/tables.py
 
 bench-mla: $(VENV)/.bench ## measure decode steps of models with latent attention (DeepSeek sizes, random weights) on this machine's CPU
-	$(BIN)/python scripts/bench.py mla --device cpu --record
+	$(BIN)/python scripts/bench.py latents --device cpu --record
 	$(BIN)/python scripts/tables.py
 
 bench-gpu: $(if $(BENCH_PYTHON),,$(VENV)/.bench) ## measure kernels and whole steps on a CUDA GPU (random weights, no network) into OUT=folder, at most 8 minutes; goes on where it was stopped

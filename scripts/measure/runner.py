@@ -293,6 +293,8 @@ def workload(name: str, grid: Grid, **options: Any) -> Callable[[Measure], Measu
     """
 
     def register(measure: Measure) -> Measure:
+        if name in WORKLOADS:
+            raise ValueError(f"two workloads are called {name!r}")
         WORKLOADS[name] = Workload(name, measure, grid, **options)
         return measure
 

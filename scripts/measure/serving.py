@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from kv_hf.evaluation.steps import random_prompt
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache.prefix_store import PrefixStore
 from kv_hf.evaluation.caches import layer_shapes
-from kv_hf.evaluation.memory import random_prompt
 from kv_hf.texts import load_text
 from measure import shapes
 from measure.runner import Fields, Verdict, workload
@@ -286,14 +286,13 @@ class Server:
             usage = chunk.usage or usage
         whole, after, now = time.perf_counter() - start, self.computed(), self.process.cpu_times()
         assert usage is not None
-        computed = usage.prompt_tokens
-        if before is not None and after is not None:
-            computed = after - before
+        tokens = usage.prompt_tokens
+        computed = tokens if before is None or after is None else after - before
         return {
             "first_token_s": first,
             "whole_s": whole,
             "value": now.user + now.system - cpu.user - cpu.system,
-            "prompt_tokens": usage.prompt_tokens,
+            "prompt_tokens": tokens,
             "tokens_computed": computed,
             "answer": text,
         }

@@ -66,7 +66,8 @@ def _config(
     if latent:
         fields |= zip(LATENT_SIZES, latent, strict=True)
         fields |= {"q_lora_rank": queries, "first_k_dense_replace": fields["num_hidden_layers"]}
-    return kind(**fields, max_position_embeddings=1 << 20, tie_word_embeddings=False)
+    fields |= {"max_position_embeddings": 1 << 20, "tie_word_embeddings": False}
+    return kind(**fields)
 
 
 SHAPES = {

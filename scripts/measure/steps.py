@@ -142,7 +142,7 @@ def generate(device: torch.device, model: str, context: int) -> Iterator[Fields]
 
 
 workload(
-    "mla",
+    "latents",
     grid=[
         {
             "model": ["deepseek-v2-lite-layer", "deepseek-v3-2-layers"],
@@ -150,6 +150,7 @@ workload(
         }
     ],
     kind="generate",
+    file="mla",
     gate=right_logits,
     columns=f"cache {COLUMNS} transient_bytes",
 )(generate)

@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from kv_hf.evaluation.steps import random_prompt
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache.prefix_store import PrefixStore
 from kv_hf.evaluation.caches import layer_shapes
+from kv_hf.evaluation.memory import random_prompt
 from kv_hf.texts import load_text
 from measure import shapes
 from measure.runner import Fields, Verdict, workload

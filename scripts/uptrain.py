@@ -193,8 +193,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Train and write the result; return the figures before and after. Raises ValueError for bad arguments."""
-    if not args.steps and not args.minutes:
-        raise ValueError("give --steps or --minutes: one of them must say how long to train")
+    lengths = [value for value in (args.steps, args.minutes) if value is not None]
+    if not lengths or min(lengths) <= 0:
+        raise ValueError("--steps or --minutes must be more than 0: one of them says how long to train")  # fmt: skip
     out, work = Path(args.out), Path(f"{args.out.rstrip('/')}.uptraining")
     source, teacher_name = Source.open(args.student), str(resolve_model(args.teacher))
     check_destination(out, source.folder)

@@ -103,6 +103,8 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
         check_device(args.device)
         if args.bits is not None:
             check_bits(args.bits)
+        if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot must end in .png, .svg or .pdf, got {str(args.plot)!r}")
         for path in (args.out if args.record else None, args.plot):
             if path is not None:
                 check_writable(path)
@@ -119,11 +121,11 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
         return code
     show(f"{args.model}, {args.text}", rows)
     try:
+        if args.plot is not None:
+            tell("\n" + "\n".join(map(str, pareto(rows, args.plot))))
         if args.bits is not None:
             row = best(rows, args.bits)
             tell(f"\nleast KL within {args.bits:g} bits: {row['cache']}, {interval(row)}")
-        if args.plot is not None:
-            tell("\n" + "\n".join(map(str, pareto(rows, args.plot))))
     except (ValueError, ImportError, OSError) as error:
         tell_error(prog, error)
         return code or 1

@@ -123,7 +123,7 @@ def test_minutes_end_a_run_with_the_learning_rate_at_its_end(pair, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"steps": None}, "give --steps or --minutes"),
+        ({"steps": None}, "--steps or --minutes must be more than 0"),
         ({"eval-text": None, "length": 64, "tokens": 60}, "shorter than a window of 64 tokens"),
         ({"data": "no-such-text"}, "no-such-text"),
     ],

@@ -30,7 +30,6 @@ class CacheOptions(TypedDict, total=False):
     max_length: int | str | None
     cuda_graph: Literal["auto", "always", "never"]
     layers: Mapping[str, Any] | None
-    attention: Literal["auto", "keep"]
     kernel: str
     prefix_store: Any
     cross_attention: Literal["exact", "same"]

@@ -32,7 +32,6 @@ from .formats import (
 )
 from .read_budget import READ_FROM
 
-ATTENTION_CHOICES = ("auto", "keep")
 CROSS_ATTENTION_CHOICES = ("exact", "same")
 MLA_CHOICES = ("auto", "absorb", "expand")
 GRAPH_CHOICES = ("auto", "always", "never")
@@ -63,7 +62,6 @@ class CacheConfig:
             without it where the text's end is known and nothing forbids room for all of it (docs/speed_and_memory.md); "always"
             raises where it cannot, "never" does not try.
         layers: formats of single layers or ranges, e.g. {"0-1": "int8", "5": {"keys": "int8"}}.
-        attention: "auto" lets generate() switch an sdpa model to the paged attention; "keep" does not.
         prefix_store: a kv_hf.PrefixStore, with which rows and later calls share the pages of common prefixes.
         kernel: implementation of attention over pages: "auto" takes the best that can run here, a name takes
             that one or raises ("triton", "c", "sdpa", "reference").
@@ -107,7 +105,6 @@ class CacheConfig:
     max_length: SizeField[int | None] = token_count(None)  # noqa: RUF009
     cuda_graph: str = "auto"
     layers: Mapping[str, Any] | None = None
-    attention: str = "auto"
     kernel: str = "auto"
     prefix_store: Any = None
     cross_attention: str = "exact"
@@ -128,7 +125,6 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_format("keys", self.keys, "keys")
         check_format("values", self.values, "values")
-        check_choice("attention", self.attention, ATTENTION_CHOICES)
         check_choice("kernel", self.kernel, kernel_choices(), OTHER_WORDS)
         check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
         check_choice("widen", self.widen, WIDEN_CHOICES)

@@ -23,16 +23,12 @@ class LazyMask(torch.Tensor):
 
     Attributes:
         make: returns the mask.
-        plain: sdpa would get None in its place, which there means causal from the first key on, in a causal module.
-        certain: causal in any module: the mask stands for one that eager attention would have been given.
         causal: it hides nothing but later tokens: query i of q_len sees all columns but the last q_len - 1 - i.
         whole: the mask that this one shows the last queries of: itself, or one that it was cut out of.
         start: first query of `whole` that it shows.
     """
 
     make: Callable[[], torch.Tensor | None]
-    plain: bool
-    certain: bool
     causal: bool
     whole: "LazyMask | None"
     start: int
@@ -48,13 +44,11 @@ class LazyMask(torch.Tensor):
         shape: tuple[int, ...],
         device: torch.device,
         make: Callable[[], torch.Tensor | None],
-        plain: bool = False,
-        certain: bool = True,
         causal: bool = False,
     ) -> "LazyMask":
         """Stand for what `make()` returns."""
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.make, mask.plain, mask.certain, mask.causal = make, plain, certain, causal
+        mask.make, mask.causal = make, causal
         mask.whole, mask.start = None, 0
         mask._made = mask._own = None
         return mask
@@ -95,8 +89,7 @@ class LazyMask(torch.Tensor):
         """Return the mask of the queries from `start` on: a view of this one."""
         shape = list(self.shape)
         shape[-2] -= start
-        kind = self.plain and not start, self.certain, self.causal
-        part = LazyMask(tuple(shape), self.device, self.make, *kind)
+        part = LazyMask(tuple(shape), self.device, self.make, self.causal)
         part.whole = self if self.whole is None else self.whole
         part.start = self.start + start
         return part
@@ -104,9 +97,10 @@ class LazyMask(torch.Tensor):
     def moved(self, device: torch.device) -> "LazyMask":
         """Return a copy of this mask, which nobody has written to, on another device."""
         whole, start = self if self.whole is None else self.whole, self.start
-        kind = self.plain, self.certain, self.causal
-        shape = tuple(self.shape)
-        return LazyMask(shape, device, lambda: whole._unwritten()[..., start:, :].to(device), *kind)
+        shape, causal = tuple(self.shape), self.causal
+        return LazyMask(
+            shape, device, lambda: whole._unwritten()[..., start:, :].to(device), causal
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

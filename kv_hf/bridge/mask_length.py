@@ -6,8 +6,14 @@ from typing import Any
 import torch
 
 from ..errors import CacheMismatchError
+from ..formats import ATTENTION_NAME
 from ..pages.group import PageGroup
 from .mask_watch import MaskWatch
+
+
+def reads_pages(implementation: str | None) -> bool:
+    """Say whether attention of this name takes handles of pages, and its mask function a MaskLength."""
+    return implementation in ("sdpa", ATTENTION_NAME) or "flash" in (implementation or "")
 
 
 class MaskLength(int):
@@ -40,6 +46,11 @@ class MaskLength(int):
     def preallocated(self) -> bool:
         """Return whether the cache is of the preallocated form."""
         return not any(isinstance(group, PageGroup) for group in self.groups)
+
+    @property
+    def stored(self) -> bool:
+        """Return whether the cache holds tokens, so that attention gets handles."""
+        return any(group.seen for group in self.groups if isinstance(group, PageGroup))
 
     @property
     def padded(self) -> bool:

@@ -5,6 +5,7 @@ everywhere, no memory) and leaves its pages here; the attention function, which 
 given that very pair. Whoever else reads a hollow tensor gets nan, not a plausible number.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,13 @@ class TracedView:
     sliding_window: None = None
 
 
-class _Waiting:
+CHANGED = (
+    "this model changes keys or values between its cache and its attention, or computes attention by itself, so that a "
+    "compiled forward cannot read pages; leave max_length out of the cache's options, or pass disable_compile=True"
+)
+
+
+class _Waiting(threading.local):
     view: TracedView | None = None
 
 
@@ -46,6 +53,12 @@ def forget() -> None:
     _waiting.view = None
 
 
+def check_taken() -> None:
+    """Raise UnsupportedModelError where attention did not take the view of the layer before."""
+    if _waiting.view is not None:
+        raise UnsupportedModelError(CHANGED)
+
+
 def taken(keys: torch.Tensor, values: torch.Tensor) -> TracedView | None:
     """Return the view that was left with this pair [rows, num_kv_heads, columns, head_dim], or None when no traced layer left one.
 
@@ -59,7 +72,4 @@ def taken(keys: torch.Tensor, values: torch.Tensor) -> TracedView | None:
         return view
     if keys.shape[2] != view.keys.shape[2]:
         return None  # another cache's keys: the view was left by a forward that never got here
-    raise UnsupportedModelError(
-        "this model changes keys or values between its cache and its attention, so that a compiled forward cannot "
-        "read pages; leave max_length out of the cache's options, or pass disable_compile=True"
-    )
+    raise UnsupportedModelError(CHANGED)

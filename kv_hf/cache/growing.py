@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from ..bridge.mask_length import MaskLength, check_padding_mask
+from ..bridge.mask_length import MaskLength, check_padding_mask, reads_pages
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError
-from ..formats import ATTENTION_NAME
 from ..pages.ahead import Expected
 from ..pages.offload import OffloadArena
 from ..spec import MemoryReport
@@ -88,11 +87,11 @@ class GrowingCache(SharingCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.
 
-        For the "kv_hf" attention the length also says where its mask function reports left padding.
+        For attention that reads pages the length also says where its mask function reports left padding.
         """
         answering = answering_layer(self.layers, layer_idx)
         length, offset = super().get_mask_sizes(query_length, answering)
-        if self._attention_config._attn_implementation == ATTENTION_NAME:
+        if reads_pages(self._attention_config._attn_implementation):
             return MaskLength(length, self.groups, self._masks_skippable, self._watch), offset
         return length, offset
 

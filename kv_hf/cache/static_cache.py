@@ -8,11 +8,10 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ..backends.registry import choose
-from ..bridge.mask_length import MaskLength, check_padding_mask
+from ..bridge.mask_length import MaskLength, check_padding_mask, reads_pages
 from ..config import CacheConfig
 from ..config_reading import check_readable
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
-from ..formats import ATTENTION_NAME
 from ..pages import moved
 from ..pages.arena import PageArena
 from ..pages.static_table import StaticTable
@@ -147,7 +146,7 @@ class StaticPagedCache(CacheBase):
         # a single token comes after the prompt, whose mask has said it all
         learns = query_length > 1 or not self.table.started
         known = learns or not moved.is_host(self.table.seen.device)
-        if known and self._attention_config._attn_implementation == ATTENTION_NAME:
+        if known and reads_pages(self._attention_config._attn_implementation):
             return MaskLength(length, self.groups if learns else (), False, self._watch), offset
         return length, offset
 

@@ -12,9 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..backends.inputs import PagedKV
 from ..bridge.lazy_kv import KVView, LazyKV
-from ..bridge.traced import forget, hand_over
+from ..bridge.mask_length import reads_pages
+from ..bridge.traced import check_taken, forget, hand_over
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
-from ..formats import ATTENTION_NAME
 from ..pages import moved
 from ..pages.group_state import GroupState
 from ..pages.persistent import persistent_tensors
@@ -147,6 +147,8 @@ class StaticPagedLayer(CacheLayerMixin):
         """
         compiling = torch.compiler.is_compiling()
         if compiling:
+            if self.layer_idx:
+                check_taken()
             self._check_traceable(key_states)
         if self.store is None or (not compiling and self._outgrown(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
@@ -316,10 +318,10 @@ class StaticPagedLayer(CacheLayerMixin):
         table, q_len = self.table, keys.shape[2]
         holds = table.started if self.layer_idx == 0 else not table.was_empty
         current = self.config._attn_implementation
-        if current != ATTENTION_NAME:
+        if not reads_pages(current):
             raise CacheOptionError(
-                f"a compiled forward reads pages through the attention implementation {ATTENTION_NAME!r} only, and this "
-                f"model's is {current!r}: call model.set_attn_implementation('kv_hf')"
+                f"a compiled forward reads pages by the attention 'sdpa', and this model's is {current!r}: call "
+                "model.set_attn_implementation('sdpa'), or leave max_length out where the model has no sdpa"
             )
         if holds and q_len > MAX_DECODE_QUERIES:
             raise CacheOptionError(

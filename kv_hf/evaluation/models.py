@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 
 from ..errors import KVCacheError
 from ..files.reading import BESIDE_BYTES, read_bytes, read_text
-from ..formats import ATTENTION_NAME
+from ..hf.models import use_paged_attention
 from ..hub import why_not_model
 from ..records import CONVERSION, UPTRAINING
 from ..texts import text_names, text_windows
@@ -206,13 +206,12 @@ def lineage(config: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
 def paged_attention(model: Any) -> Iterator[None]:
     """Give a model the attention that reads pages (and every other cache) for a while, where it can be given one."""
     before = model.config._attn_implementation
-    if model._can_set_attn_implementation() and before in ("sdpa", None):
-        model.set_attn_implementation(ATTENTION_NAME)
+    use_paged_attention(model)
     try:
         yield
     finally:
         if model.config._attn_implementation != before:
-            model.set_attn_implementation(before or "sdpa")
+            model.set_attn_implementation(before)
 
 
 @dataclass(frozen=True)
@@ -358,8 +357,7 @@ class LoadedModel(Measured):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         model = self.prepared(model.to(device).eval())
-        # it reads transformers' own caches by sdpa, so that all are measured by one attention
-        model.set_attn_implementation(ATTENTION_NAME)
+        use_paged_attention(model)
         super().__init__(model, tokenizer)
 
     def prepared(self, model: Any) -> Any:

@@ -1,24 +1,25 @@
-"""The attention function and the mask function that transformers calls under the name "kv_hf"."""
+"""Attention over pages, and the masks for it: what transformers' functions are wrapped with (dispatch.py)."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..backends.base import AttentionCall, Backend
 from ..backends.dispatch import paged_attention
 from ..bridge.lazy_kv import KVView, view_behind, warn_read_whole
 from ..bridge.lazy_mask import LazyMask, unless_changed
-from ..bridge.mask_length import MaskLength
 from ..bridge.shown_padding import check_shown, vouch
 from ..bridge.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..notices import warn_once
 from ..pages import moved
-from .dense import causal_mask, dense_attention, is_causal, unknown_arguments
+from .dense import causal_mask, dense_attention, is_causal
 from .latent import (
     absorbed_query,
     absorbs,
@@ -28,41 +29,44 @@ from .latent import (
     is_latent_attention,
     shrink_of,
 )
-from .models import wants_masks
 
 
-def kv_hf_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Make the mask [batch, 1, q_len, kv_len] that sdpa would get, and tell the cache which columns are left padding.
+def kv_hf_mask(
+    *args: Any, dense: Callable[..., Any] = sdpa_mask, flat: bool = False, **kwargs: Any
+) -> torch.Tensor | None:
+    """Make the mask of a forward on a paged cache, and tell the cache which columns are left padding.
 
     The kv_length that a paged layer returns knows its cache, and reaches this function before any layer runs.
-    Several queries get a lazy mask where the kernels hide by themselves what it would hide, and where sdpa would get None:
-    to a model that takes some of the queries away None would mean another thing afterwards. None comes back for a
-    single query, to which everything is visible, and for masks that hide nothing at all.
+
+    Args:
+        dense: the mask function that transformers knows by the name of the model's attention. It makes the mask wherever
+            something is hidden that kernels do not hide by themselves, and where no tokens are stored yet.
+        flat: its masks have two dimensions, so that it makes none behind stored tokens.
+    Returns: what `dense` returns; a lazy mask [batch, 1, q_len, kv_len] where the kernels hide by themselves what it would
+        hide; None for a single query to which everything is visible.
     """
-    length, mask = kwargs.get("kv_length"), kwargs.get("attention_mask")
-    several = kwargs.get("q_length") != 1
-    may_skip = bool(kwargs.get("allow_is_causal_skip", True))
-    hidden = False
-    if isinstance(length, MaskLength):
-        length.observe(mask, not several)
-        kwargs["kv_length"] = int(length)
-        one = not several and mask is None and kwargs.get("local_size") is None
-        hidden = may_skip and not one and length.needs_no_mask(mask, not several)
-        if length.preallocated and not several and not moved.is_host(kwargs["device"]):
-            # to find out whether it is needed would wait; _knows_mask leaves it out
-            kwargs["allow_is_causal_skip"] = False
-    made = None if hidden else sdpa_mask(*args, **kwargs)
-    plain = made is None and may_skip and several and not torch.compiler.is_compiling()
-    if not hidden and not plain:
-        compared = isinstance(length, MaskLength) and (several or not length.preallocated)
-        return vouch(made) if compared else made
+    length, mask, config = kwargs["kv_length"], kwargs.get("attention_mask"), kwargs.get("config")
+    single = kwargs["q_length"] == 1
+    hand_latents_through(config)
+    length.observe(mask, single)
+    kwargs["kv_length"] = int(length)
+    hidden = kwargs.get("allow_is_causal_skip", True) and length.needs_no_mask(mask, single)
+    if hidden and single and mask is None and kwargs.get("local_size") is None:
+        return None
+    if length.preallocated and single and not moved.is_host(kwargs["device"]):
+        # to find out whether it is needed would wait; _knows_mask leaves it out
+        kwargs["allow_is_causal_skip"] = False
+    if not hidden and not (flat and length.stored):
+        made = dense(*args, **kwargs)
+        return made if flat or (single and length.preallocated) else vouch(made)
     shape = (kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"])
     skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make = functools.partial(sdpa_mask, *args, **{**kwargs, **skip})
-    certain = hidden or wants_masks(kwargs.get("config"))
-    causal = hidden and kwargs.get("local_size") is None and not length.padded  # type: ignore[union-attr]
-    device = torch.device(kwargs.get("device", "cpu"))
-    return LazyMask(shape, device, make, not hidden, certain, causal)
+    causal = hidden and kwargs.get("local_size") is None and not length.padded
+    lazy = LazyMask(shape, torch.device(kwargs.get("device", "cpu")), make, causal)
+    if not hidden:
+        lazy.writable()  # attention has to read it
+    return lazy
 
 
 def kv_hf_attention(
@@ -77,20 +81,23 @@ def kv_hf_attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
+    dense: Callable[..., Any] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend over pages where `key` and `value` are handles of a paged layer, else as sdpa does.
+    """Attend over pages where `key` and `value` are handles of a paged layer, else by `dense`.
 
     Args:
         query: [batch, num_heads, q_len, head_dim].
         key, value: handles of a paged layer, or dense [batch, num_kv_heads, kv_len, ..].
-        attention_mask: bool / additive float [batch, 1 or num_heads, q_len, kv_len], or None: over pages a causal module's
-            query then sees all tokens up to its own, as the last q_len of kv_len; over dense keys None is what it is to
-            sdpa. The mask function gives None for single queries only.
+        attention_mask: bool / additive float [batch, 1 or num_heads, q_len, kv_len], bool [batch, kv_len] as flash attention
+            takes it, or None: over pages a causal module's query then sees all tokens up to its own, as the last q_len of
+            kv_len; over dense keys None is what it is to `dense`.
         scaling: factor of the scores; head_dim ** -0.5 when None.
         softcap, s_aux: bound of the scores and learnt sink logits, where the model has them.
         position_bias: [1 or batch, num_heads, q_len, kv_len], added to the scores before the mask (T5).
         indices: [batch, q_len, n], the columns that sparse attention has chosen (DSA), beside the mask.
+        dense: what computes with dense keys and values: sdpa, or the eager function of the model's family.
+        kwargs: what sdpa reads beside these (is_causal), and what it drops.
     Returns: (output [batch, q_len, num_heads, value_dim], attention weights or None).
     """
     batched = getattr(kwargs.get("cache"), "paged_attend", None)
@@ -101,20 +108,20 @@ def kv_hf_attention(
             "position_bias": position_bias,
             "indices": indices,
         }
-        kwargs.update(dropout=dropout, scaling=scaling, **given)
+        kwargs.update(dropout=dropout, scaling=scaling, dense=dense, **given)
         return batched(module, query, key, value, **kwargs)
     traced = taken(key, value)
     view = view_behind(key, value) if traced is None else traced
-    if view is None:
-        hand_latents_through(module)  # for the forwards that come
-    route = _route(module, view, query, dropout, softcap, kwargs)
+    route = _route(module, view, query, dropout, softcap)
+    if attention_mask is not None:
+        attention_mask = unless_changed(attention_mask)
+        if view is not None and attention_mask.ndim == 2:
+            attention_mask = _of_columns(attention_mask, query, key.shape[2], is_causal(module, kwargs))
     if indices is not None:
         if isinstance(attention_mask, LazyMask):
             attention_mask = attention_mask.dense()
         causal = is_causal(module, kwargs)
         attention_mask = _chosen(attention_mask, indices, query, key.shape[2], causal)
-    if attention_mask is not None:
-        attention_mask = unless_changed(attention_mask)
     if isinstance(view, KVView) and not isinstance(attention_mask, LazyMask):
         check_shown(view, attention_mask, query.shape[2])
     if view is None or route.path is Path.DENSE:
@@ -123,7 +130,7 @@ def kv_hf_attention(
         kwargs = {"dropout": dropout, "scaling": scaling, **kwargs}
         if view is not None:
             key, value = _written_out(module, view, route.reason)
-        return _attend_dense(module, query, key, value, attention_mask, kwargs)
+        return dense_attention(dense, module, query, key, value, attention_mask, kwargs)
     mask = None
     if attention_mask is not None or position_bias is not None or query.shape[2] > 1:
         mask = _kernel_mask(
@@ -160,7 +167,6 @@ def _route(
     query: torch.Tensor,
     dropout: float,
     softcap: float | None,
-    kwargs: dict[str, Any],
 ) -> Route:
     """Decide how a call attends; depends on no mask."""
     if view is None:
@@ -172,24 +178,14 @@ def _route(
             return Route(Path.DENSE)
     elif query.shape[2] > view.kernel.max_queries:
         return Route(Path.DENSE)
-    reason = _why_dense(dropout, kwargs)
-    if reason is None and latent and softcap is not None:
+    reason = None
+    if dropout:
+        reason = f"dropout={dropout} needs the attention weights"
+    elif latent and softcap is not None:
         reason = "no kernel knows a softcap for latents"
     if reason is not None:
         return Route(Path.DENSE, reason)
     return Route(Path.LATENT if latent else Path.PAGED)
-
-
-def _why_dense(dropout: float, kwargs: dict[str, Any]) -> str | None:
-    """Return why a call needs dense keys and values, or None."""
-    if dropout:
-        return f"dropout={dropout} needs the attention weights"
-    if kwargs.get("output_attentions"):
-        return "output_attentions=True needs the attention weights"
-    unknown = unknown_arguments(kwargs)
-    if unknown:
-        return f"the model passes {', '.join(unknown)}, which paged attention does not know"
-    return None
 
 
 # -- latents, and dense keys and values -----------------------------------------------------------------------------
@@ -228,25 +224,6 @@ def _written_out(
     return key, value
 
 
-def _attend_dense(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend as sdpa does; a lazy mask is left out where sdpa's own causality hides the same."""
-    if isinstance(mask, LazyMask):
-        lazy = mask
-        left_out = lazy.plain and lazy.shape[-2:] == (query.shape[2], key.shape[2])
-        mask = None if left_out else lazy
-        # a model that says is_causal has perhaps concluded it from a mask that is not None (moonshine)
-        if left_out and (lazy.certain or kwargs.get("is_causal") is not None):
-            kwargs["is_causal"] = True
-    return dense_attention(module, query, key, value, mask, kwargs)
-
-
 # -- masks ----------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +248,15 @@ def _knows_mask(view: Any, query: torch.Tensor, mask: torch.Tensor | None) -> bo
     if view.is_first:
         view.table.note_mask(mask)
     return True
+
+
+def _of_columns(
+    columns: torch.Tensor, query: torch.Tensor, kv_len: int, causal: bool
+) -> torch.Tensor:
+    """Return the mask [batch, 1, 1 or q_len, kv_len] of the mask [batch, columns] that flash attention takes."""
+    shown = torch.nn.functional.pad(columns[:, -kv_len:].bool(), (0, kv_len - min(kv_len, columns.shape[1])))
+    mask, q_len = shown[:, None, None], query.shape[2]
+    return mask & causal_mask(q_len, kv_len, query.device) if causal and q_len > 1 else mask
 
 
 def _chosen(

@@ -13,7 +13,6 @@ from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from .devices import execution_devices
 from .models import why_not_pages
-from .own_code import foreign_part
 
 PAYS_FROM = 32  # new tokens: beginning takes about as long as three steps of Python
 MOST_OF_FREE_MEMORY = 0.5  # that room for the whole text may take before it is used
@@ -111,7 +110,7 @@ def _why_not(options: CacheConfig, asked: Generation) -> str | None:
         return "attentions or hidden states of every step are asked for"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "several processes generate together"
-    return why_not_captured(asked.model) or why_not_pages(asked.model, options.attention)
+    return why_not_captured(asked.model) or why_not_pages(asked.model)
 
 
 def why_not_captured(model: Any) -> str | None:
@@ -135,9 +134,8 @@ def _why_not_allocated(options: CacheConfig, asked: Generation) -> str | None:
     prepare = vars(asked.model).get("prepare_inputs_for_generation")
     if prepare is not None and not hasattr(getattr(prepare, "__self__", None), "peft_config"):
         return "prepare_inputs_for_generation was replaced, and may make the text longer"
-    foreign = foreign_part(asked.model)
-    if foreign is not None:
-        return f"{foreign}, whose code is not transformers' own, may make the text longer"
+    if not type(asked.model).__module__.startswith("transformers."):
+        return f"{type(asked.model).__name__}, whose code is not transformers' own, may make the text longer"
     if asked.mask is not None and not _hides_left_padding_only(asked.mask):
         return "the attention_mask hides more than left padding, and a preallocated cache follows left padding only"
     if config.return_dict_in_generate:

@@ -1,13 +1,11 @@
 """Register kv_hf's names with transformers and take them back: the only place that patches anything.
 
-Eight seams are patched, all idempotently: the closed list of cache implementations that
+Six seams are patched, all idempotently: the closed list of cache implementations that
 GenerationConfig.validate() reads (generation/configuration_utils.py, 5.17 to 5.23); methods of
 GenerationMixin (generation/utils.py, 5.17 to 5.23): generate, whose tokens a cache notes and whose streams notices
 wait for, _prepare_cache_for_generation, which makes the cache, and _prefill, which runs the first forward and is where a prefix store comes in; _valid_auto_compile_criteria (GenerationMixin)
 and get_compiled_call (PreTrainedModel), by which generate() decides what runs a decode step, and where CUDA graphs come
-in; and two of PreTrainedModel (modeling_utils.py, 5.17 to 5.23), which take the name of an attention: models that would
-not read it refuse "kv_hf".
-The attention and mask functions are registered through transformers' public interfaces.
+in. The attention and mask functions are wrapped where transformers registers them (dispatch.py).
 """
 
 import functools
@@ -15,15 +13,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 from ..cache.base import CacheBase
 from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
 from ..cache.latent_layer import LatentLayer
-from ..cache.model_shape import attention_config, is_encoder_decoder
+from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
 from ..cache.two_bits import warn_of_two_bits
@@ -31,21 +28,15 @@ from ..config import CacheConfig
 from ..config_given import given_options
 from ..config_reading import LIMITS
 from ..errors import CacheMismatchError, UnsupportedModelError
-from ..formats import ATTENTION_NAME, cache_names, is_cache_name, named
+from ..formats import cache_names, is_cache_name, named
 from ..notices import forget, warn_once
+from . import dispatch
 from .asked import WITHOUT_NAME, asked_name
-from .attention import kv_hf_attention, kv_hf_mask
 from .devices import execution_devices
 from .graph_choice import Generation, decide, refuse_growing, with_room
 from .history import expect_drafts
 from .latent import prepare_latents, restore_expansion
-from .models import (
-    refuse_at_load,
-    refuse_to_set,
-    restore_attention,
-    use_paged_attention,
-)
-from .own_code import foreign_part
+from .models import restore_attention, use_paged_attention
 from .prefix import share_prefill
 from .room import expect_length
 from .static_generation import check_static_generation, is_assisted
@@ -71,20 +62,17 @@ _OWNERS = {
     "_prefill": GenerationMixin,
     "_valid_auto_compile_criteria": GenerationMixin,
     "get_compiled_call": PreTrainedModel,
-    "get_correct_attn_implementation": PreTrainedModel,
-    "set_attn_implementation": PreTrainedModel,
 }
 
 
 def install() -> None:
-    """Register the cache names and the attention; a second call changes nothing."""
-    AttentionInterface.register(ATTENTION_NAME, kv_hf_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, kv_hf_mask)
+    """Register the cache names and wrap the registered attention; a second call changes nothing."""
+    dispatch.register()
     _add_names()
     named.watch(_add_names)
     if not _originals:
         wraps: tuple[Any, ...] = (
-            around_generate, _wrap, share_prefill, want_graphs, call_graphs, refuse_at_load, refuse_to_set
+            around_generate, _wrap, share_prefill, want_graphs, call_graphs
         )  # fmt: skip
         for (name, owner), wrap in zip(_OWNERS.items(), wraps, strict=True):
             _originals[name] = getattr(owner, name)
@@ -92,7 +80,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the names back, unpatch generate() and give switched models their attention back."""
+    """Take the names back, unpatch generate(), and put the registered attention back where nobody has wrapped it since."""
     restore_attention()
     restore_expansion()
     named.unwatch(_add_names)
@@ -100,8 +88,7 @@ def uninstall() -> None:
     for name, original in _originals.items():
         setattr(_OWNERS[name], name, original)
     _originals.clear()
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(ATTENTION_NAME, None)
+    dispatch.unregister()
     forget()
 
 
@@ -142,7 +129,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 if not isinstance(half, StaticPagedCache):
                     refuse_growing(half.options)
                 half.end_recording()  # assisted decoding, if it is that, turns it on again
-            _make_ready(self, given, model_kwargs, generation_config)
+            _make_ready(self, given)
             _before_drafts(self, given, model_kwargs, generation_config, *args, **kwargs)
             _expect_length(self, given, model_kwargs, generation_config, *args, **kwargs)
         elif paged and getattr(generation_config, "is_assistant", False):
@@ -163,7 +150,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             elif getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            _make_ready(self, cache, model_kwargs, generation_config)
+            _make_ready(self, cache)
             _before_drafts(self, cache, model_kwargs, generation_config, *args, **kwargs)
             _expect_length(self, cache, model_kwargs, generation_config, *args, **kwargs)
             model_kwargs["past_key_values"] = cache
@@ -279,9 +266,7 @@ def _takes_a_cache(model: Any) -> bool:
     )
 
 
-def _make_ready(
-    model: Any, cache: Any, model_kwargs: dict[str, Any], generation_config: Any
-) -> None:
+def _make_ready(model: Any, cache: Any) -> None:
     own, cross = paged_halves(cache)
     halves = [half for half in (own, cross) if half is not None]
     for half in halves:
@@ -290,34 +275,5 @@ def _make_ready(
             half.check_kernel(device, model.dtype)
         if any(isinstance(layer, LatentLayer) for layer in half.layers):
             prepare_latents(model, half.options)
-    if any(half.options.attention == "auto" for half in halves):
-        use_paged_attention(model)
-    # the mask function of "kv_hf" reads the padding from the mask that the model really passes
-    if own is not None and attention_config(model.config)._attn_implementation != ATTENTION_NAME:
-        _learn_padding(model, own, model_kwargs, generation_config)
-
-
-def _learn_padding(
-    model: Any, cache: PagedCache, model_kwargs: dict[str, Any], generation_config: Any
-) -> None:
-    """Tell the cache the padding of generate()'s mask, for a first forward of as many columns and no others.
-
-    Where code that is not transformers' own may change the mask on its way, nothing is told: padding is then stored, and
-    masked, like any token.
-    """
-    of_text = "decoder_attention_mask" if is_encoder_decoder(model.config) else "attention_mask"
-    mask = model_kwargs.get(of_text)
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool((mask != 0).all()):
-        return
-    foreign = foreign_part(model)
-    if foreign is None:
-        columns = mask.shape[1]
-        chunk = getattr(generation_config, "prefill_chunk_size", None)
-        cache.learn_padding(mask, min(columns, chunk) if chunk else columns)
-        return
-    warn_once(
-        f"padding of {foreign}",
-        f"Left padding is stored like tokens: this model's attention is not 'kv_hf', and {foreign}, whose code is not transformers' "
-        "own, may change the mask that attention gets. It costs memory, and sink_tokens are then the first columns of a padded row; "
-        "cache.observe_padding(attention_mask) before generate() leaves the padding out",
-    )
+    dispatch.register()  # flash attention that came since
+    use_paged_attention(model)

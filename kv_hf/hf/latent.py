@@ -9,6 +9,7 @@ somebody else's is called as it is.
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,11 @@ from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 
 from ..bridge.lazy_kv import view_behind
+from ..cache.model_shape import attention_config
 from ..config import CacheConfig
 from ..errors import UnsupportedModelError
-from ..formats import ATTENTION_NAME
 from ..notices import warn_once
-from .models import why_not_pages
+from .models import takes_handles, why_not_pages
 
 _SIZES = ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -38,22 +39,30 @@ def is_latent_attention(module: torch.nn.Module) -> bool:
     )
 
 
-def hand_latents_through(module: torch.nn.Module) -> None:
-    """Let the class of `module` pass handles of latents through its `expand_kv`; other tensors are expanded as before.
+def hand_latents_through(config: Any) -> None:
+    """Let the attention classes of a config's family pass handles of latents through `expand_kv`; other tensors are expanded as before.
 
     A class is changed once, for all of its modules: copies and pickles of a model know nothing of it.
     """
-    if not is_latent_attention(module) or _why_expansion_is_foreign(module):
-        return
-    kind = _definer(module)
-    with _patching:
-        if kind not in _originals:
-            _originals[kind] = vars(kind)["expand_kv"]
-            kind.expand_kv = _passing_handles(_originals[kind])  # type: ignore[attr-defined]
+    for kind in _expanding(type(config)):
+        with _patching:
+            if kind not in _originals:
+                _originals[kind] = vars(kind)["expand_kv"]
+                kind.expand_kv = _passing_handles(_originals[kind])  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _expanding(config_class: type) -> tuple[type, ...]:
+    """Return the classes of transformers that define `expand_kv` beside the models of a config's class."""
+    name = config_class.__module__.replace(".configuration_", ".modeling_")
+    if not name.startswith("transformers.models.") or name not in sys.modules:
+        return ()
+    kinds = (kind for kind in vars(sys.modules[name]).values() if isinstance(kind, type))
+    return tuple(kind for kind in kinds if "expand_kv" in vars(kind))
 
 
 def _definer(module: torch.nn.Module) -> type:
-    """Return the class that defines `expand_kv`: one that inherits it must not keep a wrapper of its own."""
+    """Return the class that defines the `expand_kv` of `module`."""
     return next(one for one in type(module).__mro__ if "expand_kv" in vars(one))
 
 
@@ -76,7 +85,7 @@ def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
         if (
             view is not None
             and view.kv.spec.is_latent
-            and self.config._attn_implementation == ATTENTION_NAME
+            and takes_handles(self.config._attn_implementation)
             and not _why_expansion_is_foreign(self)  # an override that calls this one
         ):
             return kv_nope, k_rot
@@ -159,13 +168,13 @@ def _why_more_than_weights(projection: torch.nn.Module) -> str | None:
 
 
 def prepare_latents(model: PreTrainedModel, options: CacheConfig) -> None:
-    """Prepare all latent attention of `model`, before its attention is switched.
+    """Prepare the latent attention of `model`.
 
     Raises: UnsupportedModelError where mla="absorb" asks for what cannot be done.
     """
     found = {name: module for name, module in model.named_modules() if is_latent_attention(module)}
     if options.mla == "absorb":
-        reason = why_not_pages(model, options.attention)
+        reason = why_not_pages(model)
         if reason is None and not found:
             reason = "its attention has no expand_kv in this version of transformers"
         if reason:
@@ -176,8 +185,7 @@ def prepare_latents(model: PreTrainedModel, options: CacheConfig) -> None:
             reason = why_not_absorbed(module)
             if reason:
                 raise UnsupportedModelError(f"mla='absorb': {name} cannot be absorbed: {reason}")
-    for module in found.values():
-        hand_latents_through(module)
+    hand_latents_through(attention_config(model.config))
 
 
 def longest_absorbed(module: Any) -> int:

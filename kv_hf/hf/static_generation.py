@@ -6,7 +6,6 @@ from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..cache.static_cache import StaticPagedCache
 from ..cache.static_layer import refused
 from ..errors import CacheOptionError
-from ..formats import ATTENTION_NAME
 from .models import why_not_pages
 
 
@@ -38,11 +37,11 @@ def check_static_generation(
         )
     if is_assisted(generation_mode) or getattr(generation_config, "is_assistant", False):
         raise refused("roll tokens back (assisted decoding, prompt lookup)")
-    reason = why_not_pages(model, cache.options.attention)
+    reason = why_not_pages(model)
     if reason is not None:
         raise CacheOptionError(
-            f"a cache with max_length is read by the attention {ATTENTION_NAME!r} only, which {type(model).__name__} does "
-            f"not get: {reason}. Leave max_length out"
+            f"a cache with max_length is read by attention over pages only, which {type(model).__name__} does not get: "
+            f"{reason}. Leave max_length out"
         )
     chunk = generation_config.prefill_chunk_size
     if chunk is None or (cache.is_initialized and chunk <= MAX_DECODE_QUERIES):

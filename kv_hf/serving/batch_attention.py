@@ -1,4 +1,4 @@
-"""Attention of one layer in a forward of continuous batching: each part as a batch of its own, by the attention "kv_hf"."""
+"""Attention of one layer in a forward of continuous batching: each part as a batch of its own, by attention over pages."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def _read(
         shape = (part.rows, 1, q_len, q_len)
         mask = LazyMask(
             shape, device, lambda: _visible(None, part.rows, q_len, q_len, window, device),
-            plain=not hides, causal=not hides,
+            causal=not hides,
         )  # fmt: skip
         return *new, mask
     assert step.view is not None

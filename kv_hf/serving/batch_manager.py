@@ -16,7 +16,7 @@ from ..cache.model_shape import attention_config
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import ATTENTION_NAME, cache_names
-from ..hf.models import use_paged_attention
+from ..hf.models import takes_handles, use_paged_attention
 from ..notices import warn_once
 from .batch_cache import BatchCache
 from .batch_making import new_cache
@@ -99,7 +99,7 @@ def _with_options(original: Callable[..., None]) -> Callable[..., None]:
         if options is not None:
             check_here()
             check_batching(bound["continuous_batching_config"])
-            check_model(model, options)
+            check_model(model)
         original(self, model, *args, **kwargs)
         if options is not None:
             _managers.add(self)
@@ -121,13 +121,14 @@ def _with_pages(original: Callable[..., None]) -> Callable[..., None]:
                         f"another manager runs on quantized pages of this {type(model).__name__}, whose attention 16-bit pages are "
                         "not read by; stop it first"
                     )
-                model.set_attn_implementation("sdpa")
+                model.set_attn_implementation("eager")
             original(self, model, *args, **kwargs)
             if before == ATTENTION_NAME:
                 self._original_attn_impl = before
-        elif before != ATTENTION_NAME:
+        else:
             use_paged_attention(model)
-            self._original_attn_impl = before
+            if model.config._attn_implementation != before:
+                self._original_attn_impl = before
 
     return switch
 
@@ -258,12 +259,12 @@ def _join(processor: Any, cache: BatchCache, host_bytes: int, salts: dict[str, s
 
 
 def _check_attention(model: Any) -> None:
-    """Raise UnsupportedModelError where the attention of `model` is no longer the one that reads pages."""
+    """Raise UnsupportedModelError where the attention of `model` is no longer one that reads pages."""
     now = attention_config(model.config)._attn_implementation
-    if now != ATTENTION_NAME:
+    if not takes_handles(now):
         raise UnsupportedModelError(
-            f"the attention of {type(model).__name__} was set to {now!r} while continuous batching runs on its pages, which "
-            f"{ATTENTION_NAME!r} alone reads; stop the manager first"
+            f"the attention of {type(model).__name__} was set to {now!r}, which does not read pages, while continuous batching "
+            "runs on them; stop the manager first"
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from ..cache.model_shape import is_encoder_decoder
 from ..config import CacheConfig
 from ..errors import CacheOptionError, UnsupportedModelError
-from ..formats import ATTENTION_NAME, is_cache_name
+from ..formats import is_cache_name
 from ..hf.models import why_not_pages
 
 # options that say where keys and values of one call live, or how one call of generate() runs
@@ -39,10 +39,6 @@ def options_of(generation_config: Any) -> CacheConfig | None:
         raise CacheOptionError(
             "cuda_graph='always': continuous batching on pages makes no CUDA graphs; leave it out"
         )
-    if options.attention == "keep":
-        raise CacheOptionError(
-            "attention='keep': continuous batching reads pages by the attention 'kv_hf' alone; leave it out"
-        )
     return options
 
 
@@ -68,17 +64,17 @@ def check_batching(config: Any) -> None:
             )
 
 
-def check_model(model: Any, options: CacheConfig) -> None:
+def check_model(model: Any) -> None:
     """Raise UnsupportedModelError where a model cannot attend over pages, or runs on several devices or processes."""
     name = type(model).__name__
     if is_encoder_decoder(model.config):
         raise UnsupportedModelError(
             f"continuous batching is for decoders, and {name} has an encoder"
         )
-    reason = why_not_pages(model, options.attention)
+    reason = why_not_pages(model)
     if reason is not None:
         raise UnsupportedModelError(
-            f"continuous batching on pages needs the attention {ATTENTION_NAME!r}, and {name} keeps another one: {reason}"
+            f"continuous batching on pages needs attention that reads them, which {name} has not: {reason}"
         )
     if getattr(model, "_device_mesh", None) is not None:
         raise UnsupportedModelError(

@@ -24,7 +24,6 @@ OF_THE_SERVER = (
         "max_length",
         "kernel",
         "cuda_graph",
-        "attention",
     ),
 )
 

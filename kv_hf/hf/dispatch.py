@@ -1,0 +1,132 @@
+"""Attention finds pages by the handle: transformers' registered attention and mask functions are wrapped, models are not.
+
+Where the keys of a call are a handle of pages, attention over pages takes it; every other call goes to the function that
+was registered, behind a check of types. A model that computes with a handle by itself gets dense tensors
+(bridge/lazy_kv.py).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..bridge.lazy_kv import LazyKV
+from ..bridge.lazy_mask import LazyMask
+from ..bridge.mask_length import MaskLength
+from ..formats import ATTENTION_NAME
+from .attention import kv_hf_attention, kv_hf_mask
+from .models import eager_attention_of, refuse_name
+
+Function = Callable[..., Any]
+
+# what was put into transformers' tables, and what stood there before: (table, name, ours, before)
+_registered: list[tuple[dict[str, Any], str, Function, Function | None]] = []
+
+
+def register() -> None:
+    """Wrap what is registered under "sdpa" and flash names, as far as it is not wrapped, and register "kv_hf".
+
+    Somebody's own function under the name "sdpa" stays as it is, and computes with dense tensors: it may do more.
+    """
+    tables: tuple[Any, ...] = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    for table, own, over in zip(tables, (_named_attention, _named_mask), (_attention, _mask), strict=True):
+        if ATTENTION_NAME not in table:
+            _put(table, ATTENTION_NAME, own)
+        for name, function in list(table.items()):
+            flash = "flash" in name and "|" not in name
+            known = flash or function in (sdpa_attention_forward, sdpa_mask)
+            if known and not hasattr(function, "takes_handles"):
+                _put(table, name, over(function, flash))
+
+
+def unregister() -> None:
+    """Put back what stood there before, where nobody has registered something else since."""
+    for table, name, ours, before in reversed(_registered):
+        if table.get(name) is not ours:
+            continue
+        if before is None:
+            del table[name]
+        else:
+            table[name] = before
+    _registered.clear()
+
+
+def _put(table: dict[str, Any], name: str, function: Function) -> None:
+    _registered.append((table, name, function, table.get(name)))
+    table[name] = function
+
+
+def _attention(original: Function, flash: bool) -> Function:
+    """Wrap an attention function: ours where keys or mask are handles, or a batch of requests comes; else the original."""
+    later = list(inspect.signature(original).parameters)[5:]
+    dense = sdpa_attention_forward if flash else original  # our masks have four dimensions
+
+    @functools.wraps(original)
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if (
+            type(key) is LazyKV
+            or type(attention_mask) is LazyMask
+            or key.stride(-1) == 0  # the hollow keys of a traced layer
+            or hasattr(kwargs.get("cache"), "paged_attend")
+        ):
+            kwargs.update(zip(later, args, strict=False))
+            return kv_hf_attention(module, query, key, value, attention_mask, dense=dense, **kwargs)
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+    attend.takes_handles = True  # type: ignore[attr-defined]
+    return attend
+
+
+def _mask(original: Function, flash: bool) -> Function:
+    """Wrap a mask function: ours where the length of the keys is that of a paged cache; else the original."""
+
+    @functools.wraps(original)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        if type(kwargs.get("kv_length")) is MaskLength:
+            return kv_hf_mask(*args, dense=original, flat=flash, **kwargs)
+        return original(*args, **kwargs)
+
+    mask.takes_handles = True  # type: ignore[attr-defined]
+    return mask
+
+
+def _named_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    """Attend under the name "kv_hf": over pages, or as the family's eager attention does."""
+    refuse_name(module)
+    dense = eager_attention_of(module)
+    return kv_hf_attention(module, query, key, value, attention_mask, dense=dense, **kwargs)
+
+
+def _named_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Make the masks of the name "kv_hf": eager attention knows no causality beside them, so none is left out for that."""
+    refuse_name(kwargs.get("config"))
+    if type(kwargs.get("kv_length")) is MaskLength:
+        return kv_hf_mask(*args, dense=_whole_mask, **kwargs)
+    return _whole_mask(*args, **kwargs)
+
+
+def _whole_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+_named_attention.takes_handles = _named_mask.takes_handles = True  # type: ignore[attr-defined]

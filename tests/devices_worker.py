@@ -39,11 +39,12 @@ def compare(family: str = "llama", name: str = "paged_exact", **options: Any) ->
         "cache_implementation": name, "cache_config": KERNEL, "max_new_tokens": 20, "do_sample": False,
         "return_dict_in_generate": True, **options,
     }  # fmt: skip
-    model = make_model(family)
+    attention = options.pop("attention", "sdpa")
+    model = make_model(family, attn_implementation=attention)
     torch.manual_seed(3)
     want = model.generate(**batch, **options).sequences
     with pretended():
-        model = split(make_model(family))
+        model = split(make_model(family, attn_implementation=attention))
         moved = {key: tensor.to(FIRST) for key, tensor in batch.items()}
         torch.manual_seed(3)
         out = model.generate(**moved, **options)
@@ -91,7 +92,7 @@ def hybrid_beams() -> None:
 
 
 def dense_attention() -> None:
-    compare(cache_config={**KERNEL, "attention": "keep"}, name="paged_int4")
+    compare(cache_config=KERNEL, name="paged_int4", attention="eager")
 
 
 def crop_select_and_copy() -> None:
@@ -101,7 +102,6 @@ def crop_select_and_copy() -> None:
     with pretended():
         for on_two in (False, True):
             model = make_model("llama")
-            model.set_attn_implementation("kv_hf")
             model = split(model) if on_two else model
             home = FIRST if on_two else torch.device("cpu")
             cache = kv_hf.PagedCache(model.config, keys="int4", sink_tokens=0, **KERNEL)

@@ -229,7 +229,7 @@ def warn_dense(reader: str) -> None:
         "dense",
         "An attention implementation or other code that does not know kv_hf reads the cached keys and "
         f"values ({reader}): each layer's whole cache is written out densely at every step, which costs the "
-        "time and the transient memory that pages save. Use model.set_attn_implementation('kv_hf') where "
+        "time and the transient memory that pages save. Use model.set_attn_implementation('sdpa') where "
         "the model supports it",
     )
 

@@ -11,9 +11,9 @@ from ..pages.group import PageGroup
 from .mask_watch import MaskWatch
 
 
-def reads_pages(implementation: str | None) -> bool:
-    """Say whether attention of this name takes handles of pages, and its mask function a MaskLength."""
-    return implementation in ("sdpa", ATTENTION_NAME) or "flash" in (implementation or "")
+def takes_length(implementation: str | None) -> bool:
+    """Say whether the mask function of attention of this name knows what a MaskLength is (hf/dispatch.py)."""
+    return implementation in ("sdpa", "eager", ATTENTION_NAME) or "flash" in (implementation or "")
 
 
 class MaskLength(int):

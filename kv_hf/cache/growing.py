@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from ..bridge.mask_length import MaskLength, check_padding_mask, reads_pages
+from ..bridge.mask_length import MaskLength, check_padding_mask, takes_length
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError
@@ -87,11 +87,11 @@ class GrowingCache(SharingCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (kv_length, kv_offset) for the mask of the next `query_length` columns of a layer.
 
-        For attention that reads pages the length also says where its mask function reports left padding.
+        The length also says where the mask function reports left padding.
         """
         answering = answering_layer(self.layers, layer_idx)
         length, offset = super().get_mask_sizes(query_length, answering)
-        if reads_pages(self._attention_config._attn_implementation):
+        if takes_length(self._attention_config._attn_implementation):
             return MaskLength(length, self.groups, self._masks_skippable, self._watch), offset
         return length, offset
 

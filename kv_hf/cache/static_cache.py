@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ..backends.registry import choose
-from ..bridge.mask_length import MaskLength, check_padding_mask, reads_pages
+from ..bridge.mask_length import MaskLength, check_padding_mask, takes_length
 from ..config import CacheConfig
 from ..config_reading import check_readable
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
@@ -146,7 +146,7 @@ class StaticPagedCache(CacheBase):
         # a single token comes after the prompt, whose mask has said it all
         learns = query_length > 1 or not self.table.started
         known = learns or not moved.is_host(self.table.seen.device)
-        if known and reads_pages(self._attention_config._attn_implementation):
+        if known and takes_length(self._attention_config._attn_implementation):
             return MaskLength(length, self.groups if learns else (), False, self._watch), offset
         return length, offset
 

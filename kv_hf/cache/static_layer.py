@@ -12,9 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..backends.inputs import PagedKV
 from ..bridge.lazy_kv import KVView, LazyKV
-from ..bridge.mask_length import reads_pages
 from ..bridge.traced import check_taken, forget, hand_over
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
+from ..formats import ATTENTION_NAME
 from ..pages import moved
 from ..pages.group_state import GroupState
 from ..pages.persistent import persistent_tensors
@@ -318,7 +318,7 @@ class StaticPagedLayer(CacheLayerMixin):
         table, q_len = self.table, keys.shape[2]
         holds = table.started if self.layer_idx == 0 else not table.was_empty
         current = self.config._attn_implementation
-        if not reads_pages(current):
+        if current not in ("sdpa", ATTENTION_NAME):
             raise CacheOptionError(
                 f"a compiled forward reads pages by the attention 'sdpa', and this model's is {current!r}: call "
                 "model.set_attn_implementation('sdpa'), or leave max_length out where the model has no sdpa"

@@ -20,7 +20,7 @@ from ..cache.report import tensor_bytes
 from ..cache_names import PEERS, QUANTIZED, all_cache_names, parse_cache_name
 from ..config import CacheConfig
 from ..errors import CacheOptionError
-from ..formats import ATTENTION_NAME, is_cache_name
+from ..formats import is_cache_name
 
 # [kv heads, key dim, value dim] of a layer, or None for a layer that holds no keys and values
 LayerShape = tuple[int, int, int] | None
@@ -59,7 +59,7 @@ def named_kind(name: str, base: str, options: Mapping[str, Any], kernel: str = "
         CacheConfig.from_options(base, given)
         return CacheKind(
             name,
-            ATTENTION_NAME,
+            "sdpa",
             lambda config, _: PagedCache.from_implementation(config, base, given),
         )
     if base in QUANTIZED:

@@ -25,7 +25,6 @@ from ..cache.paged_cache import PagedCache
 from ..cache_names import all_cache_names, parse_cache_name
 from ..errors import CacheOptionError
 from ..extras import extra
-from ..formats import ATTENTION_NAME
 from ..geometry import Geometry
 from ..hf.models import use_paged_attention
 from ..notices import warn_once
@@ -130,11 +129,10 @@ class KVCacheLM(HFLM):
             raise ValueError(
                 f"pretrained must be a decoder-only model, got the {self.backend} model {type(self.model).__name__}"
             )
-        if self.kind.attention == ATTENTION_NAME:
-            model = self.model
-            use_paged_attention(model.get_base_model() if hasattr(model, "peft_config") else model)
-        elif reason := why_not(self.kind.name, self.device):
+        if reason := why_not(self.kind.name, self.device):
             raise ValueError(f"cache_implementation={self.kind.name!r} cannot run here: {reason}")
+        model = self.model
+        use_paged_attention(model.get_base_model() if hasattr(model, "peft_config") else model)
         self.held: list[tuple[float, list[int]]] = []  # of each cache: bytes, tokens of its rows
 
     def _loglikelihood_tokens(

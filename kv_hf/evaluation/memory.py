@@ -30,7 +30,6 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..cache.paged_cache import PagedCache
-from ..formats import ATTENTION_NAME
 from ..hf.models import use_paged_attention
 from ..pages.host_heap import trim_heap
 from ..texts import load_text, longest_context
@@ -283,10 +282,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(request["model"])
         prompt = text_prompt(tokenizer, load_text(request["text"]), batch, context).to(device)
     model, kind = model.to(device).eval(), cache_kind(request["cache"])
-    if kind.attention == ATTENTION_NAME:
-        use_paged_attention(model)
-    else:
+    if kind.attention != "sdpa":
         model.set_attn_implementation(kind.attention)
+    use_paged_attention(model)
     found = {"threads": torch.get_num_threads(), **memory(model, kind, prompt, request["steps"])}
     return found | (speed(model, kind, prompt, request["steps"]) if request["speed"] else {})
 

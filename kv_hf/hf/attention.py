@@ -34,9 +34,7 @@ from .latent import (
 def kv_hf_mask(
     *args: Any, dense: Callable[..., Any] = sdpa_mask, flat: bool = False, **kwargs: Any
 ) -> torch.Tensor | None:
-    """Make the mask of a forward on a paged cache, and tell the cache which columns are left padding.
-
-    The kv_length that a paged layer returns knows its cache, and reaches this function before any layer runs.
+    """Make the mask of a forward on a paged cache, which has observed the attention_mask.
 
     Args:
         dense: the mask function that transformers knows by the name of the model's attention. It makes the mask wherever
@@ -48,7 +46,6 @@ def kv_hf_mask(
     length, mask, config = kwargs["kv_length"], kwargs.get("attention_mask"), kwargs.get("config")
     single = kwargs["q_length"] == 1
     hand_latents_through(config)
-    length.observe(mask, single)
     kwargs["kv_length"] = int(length)
     hidden = kwargs.get("allow_is_causal_skip", True) and length.needs_no_mask(mask, single)
     if hidden and single and mask is None and kwargs.get("local_size") is None:
@@ -112,11 +109,14 @@ def kv_hf_attention(
         return batched(module, query, key, value, **kwargs)
     traced = taken(key, value)
     view = view_behind(key, value) if traced is None else traced
-    route = _route(module, view, query, dropout, softcap)
+    weights = kwargs.get("output_attentions") and dense is not sdpa_attention_forward
+    route = _route(module, view, query, dropout, softcap, weights)
     if attention_mask is not None:
         attention_mask = unless_changed(attention_mask)
         if view is not None and attention_mask.ndim == 2:
-            attention_mask = _of_columns(attention_mask, query, key.shape[2], is_causal(module, kwargs))
+            attention_mask = _of_columns(
+                attention_mask, query, key.shape[2], is_causal(module, kwargs)
+            )
     if indices is not None:
         if isinstance(attention_mask, LazyMask):
             attention_mask = attention_mask.dense()
@@ -167,6 +167,7 @@ def _route(
     query: torch.Tensor,
     dropout: float,
     softcap: float | None,
+    weights: bool | None,
 ) -> Route:
     """Decide how a call attends; depends on no mask."""
     if view is None:
@@ -181,6 +182,8 @@ def _route(
     reason = None
     if dropout:
         reason = f"dropout={dropout} needs the attention weights"
+    elif weights:
+        reason = "output_attentions=True needs the attention weights"
     elif latent and softcap is not None:
         reason = "no kernel knows a softcap for latents"
     if reason is not None:
@@ -254,7 +257,9 @@ def _of_columns(
     columns: torch.Tensor, query: torch.Tensor, kv_len: int, causal: bool
 ) -> torch.Tensor:
     """Return the mask [batch, 1, 1 or q_len, kv_len] of the mask [batch, columns] that flash attention takes."""
-    shown = torch.nn.functional.pad(columns[:, -kv_len:].bool(), (0, kv_len - min(kv_len, columns.shape[1])))
+    shown = torch.nn.functional.pad(
+        columns[:, -kv_len:].bool(), (0, kv_len - min(kv_len, columns.shape[1]))
+    )
     mask, q_len = shown[:, None, None], query.shape[2]
     return mask & causal_mask(q_len, kv_len, query.device) if causal and q_len > 1 else mask
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..bridge.lazy_kv import LazyKV
 from ..bridge.lazy_mask import LazyMask
@@ -29,17 +29,22 @@ _registered: list[tuple[dict[str, Any], str, Function, Function | None]] = []
 
 
 def register() -> None:
-    """Wrap what is registered under "sdpa" and flash names, as far as it is not wrapped, and register "kv_hf".
+    """Wrap what is registered under "sdpa" and flash names, and the masks of "eager", as far as they are not wrapped; register "kv_hf".
 
     Somebody's own function under the name "sdpa" stays as it is, and computes with dense tensors: it may do more.
     """
-    tables: tuple[Any, ...] = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    for table, own, over in zip(tables, (_named_attention, _named_mask), (_attention, _mask), strict=True):
+    tables: tuple[Any, ...] = (
+        AttentionInterface._global_mapping,
+        AttentionMaskInterface._global_mapping,
+    )
+    for table, own, over in zip(
+        tables, (_named_attention, _named_mask), (_attention, _mask), strict=True
+    ):
         if ATTENTION_NAME not in table:
             _put(table, ATTENTION_NAME, own)
         for name, function in list(table.items()):
             flash = "flash" in name and "|" not in name
-            known = flash or function in (sdpa_attention_forward, sdpa_mask)
+            known = flash or function in (sdpa_attention_forward, sdpa_mask, eager_mask)
             if known and not hasattr(function, "takes_handles"):
                 _put(table, name, over(function, flash))
 
@@ -92,12 +97,17 @@ def _attention(original: Function, flash: bool) -> Function:
 
 def _mask(original: Function, flash: bool) -> Function:
     """Wrap a mask function: ours where the length of the keys is that of a paged cache; else the original."""
+    reads = original is not eager_mask
 
     @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
-        if type(kwargs.get("kv_length")) is MaskLength:
+        length = kwargs.get("kv_length")
+        if type(length) is not MaskLength:
+            return original(*args, **kwargs)
+        length.observe(kwargs.get("attention_mask"), kwargs["q_length"] == 1)
+        if reads:
             return kv_hf_mask(*args, dense=original, flat=flash, **kwargs)
-        return original(*args, **kwargs)
+        return original(*args, **{**kwargs, "kv_length": int(length)})
 
     mask.takes_handles = True  # type: ignore[attr-defined]
     return mask
@@ -120,13 +130,12 @@ def _named_attention(
 def _named_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Make the masks of the name "kv_hf": eager attention knows no causality beside them, so none is left out for that."""
     refuse_name(kwargs.get("config"))
-    if type(kwargs.get("kv_length")) is MaskLength:
-        return kv_hf_mask(*args, dense=_whole_mask, **kwargs)
-    return _whole_mask(*args, **kwargs)
+    return _over_whole_mask(*args, **kwargs)
 
 
 def _whole_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
 
+_over_whole_mask = _mask(_whole_mask, False)
 _named_attention.takes_handles = _named_mask.takes_handles = True  # type: ignore[attr-defined]

@@ -18,13 +18,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kv_hf.backends import registry
 from kv_hf.cache import store
 from kv_hf.cache.paged_cache import PagedCache
-from kv_hf.formats import ATTENTION_NAME
-from kv_hf.hf.attention import kv_hf_attention, kv_hf_mask
 from kv_hf.pages import moved
 from measure.runner import Fields, workload
 from measure.shapes import AttentionShape
@@ -122,7 +119,7 @@ class HostRun:
     ) -> None:
         self.layers, self.paged = shape.layers, keys is not None
         self.config = shape.config(shape.layers)
-        self.config._attn_implementation = ATTENTION_NAME
+        self.config._attn_implementation = "sdpa"
         self.new = torch.randn(batch, shape.num_kv_heads, 1, shape.head_dim, dtype=torch.bfloat16)
         self.query = torch.randn(batch, shape.num_heads, 1, shape.head_dim, dtype=torch.bfloat16)
         self.mask = torch.ones(batch, context, dtype=torch.long)
@@ -139,7 +136,7 @@ class HostRun:
 
     def step(self, between: Callable[[], None] = lambda: None) -> None:
         """Append a token to all layers and attend; `between` is called behind each layer."""
-        attend: Any = kv_hf_attention if self.paged else sdpa_attention_forward
+        attend: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         mask = self._next_mask() if self.paged else None
         for layer in range(self.layers):
             keys, values = self.cache.update(self.new, self.new, layer)
@@ -149,7 +146,7 @@ class HostRun:
     def _next_mask(self) -> Any:
         """Return the mask that a model would be given for the next token."""
         length, offset = self.cache.get_mask_sizes(1, 0)
-        return kv_hf_mask(
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
             batch_size=self.mask.shape[0],
             q_length=1,
             kv_length=length,

@@ -22,7 +22,7 @@ from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQu
 from kv_hf import PagedCache, register_format, unregister_format
 from kv_hf.cache_names import PEERS
 from kv_hf.evaluation import register_peer, unregister_peer
-from kv_hf.formats import ATTENTION_NAME, WHOLE_HEAD, Format, Scheme
+from kv_hf.formats import WHOLE_HEAD, Format, Scheme
 from kv_hf.formats.base import Encoded
 from kv_hf.formats.linear import RangeFormat
 from kv_hf.formats.registry import is_registered
@@ -287,8 +287,7 @@ PAGED: dict[str, dict[str, Any]] = {
 }
 # name -> (what makes a cache of (model config, options), the attention that reads it)
 CACHES: dict[str, tuple[Callable[[Any, Mapping[str, Any]], Cache], str]] = {
-    name: (functools.partial(paged_cache, options), ATTENTION_NAME)
-    for name, options in PAGED.items()
+    name: (functools.partial(paged_cache, options), "sdpa") for name, options in PAGED.items()
 } | {
     f"{backend}_int{nbits}_channel": (functools.partial(channel_cache, backend, nbits), "sdpa")
     for backend in ("quanto", "hqq")

@@ -14,7 +14,7 @@ from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes, why_not
 from kv_hf.evaluation.memory import Meter, kernel_of, measure_footprint, random_prompt
-from kv_hf.formats import ATTENTION_NAME, cache_names
+from kv_hf.formats import cache_names
 from measure.decoding import Decoding
 from measure.runner import Contender, Fields, Verdict, check, in_turns, workload
 from measure.shapes import RANDOM_MODELS, SHAPES, AttentionShape, folder_of, load, random_model
@@ -178,7 +178,7 @@ def reading(device: torch.device, model: str, context: int, read_tokens: int) ->
 def with_options(**options: Any) -> CacheKind:
     """Return the kind of a paged cache of these options, named by them."""
     name = ", ".join(f"{name}={value}" for name, value in options.items())
-    return CacheKind(name, ATTENTION_NAME, lambda config, _: PagedCache(config, **options))
+    return CacheKind(name, "sdpa", lambda config, _: PagedCache(config, **options))
 
 
 def three_steps(decoding: Decoding) -> torch.Tensor:

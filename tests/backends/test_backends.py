@@ -63,7 +63,6 @@ def test_generate_uses_a_registered_backend(counting):
 
 def test_compiled_decode_uses_a_registered_backend(counting):
     model = make_model("llama", num_hidden_layers=1)
-    model.set_attn_implementation("kv_hf")
     cache = kv_hf.PagedCache(model.config, keys="int4", kernel="counting", max_length=64)
     with torch.no_grad():
         model(tokens(1, 20), past_key_values=cache)

@@ -17,7 +17,6 @@ from torch._functorch.aot_autograd import make_boxed_func
 from transformers import AttentionInterface, CompileConfig, DynamicCache
 
 import kv_hf
-from kv_hf.hf.attention import kv_hf_attention
 
 PAGE, LENGTH = 16, 96
 INPUTS = {
@@ -49,9 +48,7 @@ def compiling(backend="eager", fullgraph=True):
 
 
 def paged_model(family="llama", **changes):
-    model = make_model(family, **changes)
-    model.set_attn_implementation("kv_hf")
-    return model
+    return make_model(family, **changes)
 
 
 def preallocated(model, keys="int4", **options):
@@ -311,9 +308,9 @@ def failing(model, cache, *args):
 @pytest.mark.parametrize(
     ("attention", "lengths"),
     [
-        ("kv_hf", (20, 1, 1)),
-        pytest.param("kv_hf", (20, 18, 1), marks=pytest.mark.slow),
-        pytest.param("sdpa", (20, 1, 18, 1), marks=pytest.mark.slow),
+        ("sdpa", (20, 1, 1)),
+        pytest.param("sdpa", (20, 18, 1), marks=pytest.mark.slow),
+        pytest.param("eager", (20, 1, 18, 1), marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()
@@ -341,9 +338,10 @@ def test_the_first_forward_must_not_be_traced():
 @torch.no_grad()
 def test_another_attention_cannot_be_traced():
     model = make_model("llama")
+    model.set_attn_implementation("eager")
     cache = preallocated(model)
     model(tokens(1, 5), past_key_values=cache)
-    assert "set_attn_implementation('kv_hf')" in failing(model, cache, tokens(1, 1))
+    assert "set_attn_implementation('sdpa')" in failing(model, cache, tokens(1, 1))
 
 
 @torch.no_grad()
@@ -362,12 +360,14 @@ def test_a_step_with_a_backward_pass_cannot_be_traced():
 
 
 @torch.no_grad()
-def test_a_model_that_changes_its_keys_is_found():
-    def changed(module, query, key, value, *args, **options):
-        return kv_hf_attention(module, query, key * 1, value, *args, **options)
+def test_a_model_that_changes_its_keys_is_found(monkeypatch):
+    ours = AttentionInterface._global_mapping["sdpa"]
 
-    AttentionInterface.register("kv_hf", changed)
-    model = paged_model(num_hidden_layers=1)
+    def changed(module, query, key, value, *args, **options):
+        return ours(module, query, key * 1, value, *args, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", changed)
+    model = paged_model(num_hidden_layers=2)
     cache = preallocated(model)
     model(tokens(1, 5), past_key_values=cache)
     assert "changes keys or values" in failing(model, cache, tokens(1, 1))

@@ -553,7 +553,6 @@ def test_threads_that_end_give_their_memory_back():
 
 def test_pickled_cache_chooses_its_kernel_where_it_is_read(monkeypatch):
     model = tiny_models.make_model("llama", num_hidden_layers=1)
-    model.set_attn_implementation("kv_hf")
     cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16)
     ids = tiny_models.tokens(1, 50)
     model(ids, past_key_values=cache)

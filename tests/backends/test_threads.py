@@ -106,7 +106,7 @@ def test_python_threads_call_a_kernel_that_has_threads_itself(rounds):
 
 def test_one_model_is_switched_once_and_as_a_whole(monkeypatch):
     """set_attn_implementation goes from config to config: a second thread waits until the first is done."""
-    model, inside, overlaps = make_model("llama"), [], []
+    model, inside, overlaps = make_model("gpt_oss"), [], []
     other = threading.Barrier(2)
     set_attention = models._set_attention
 

@@ -62,7 +62,6 @@ def long_turn(name, lengths, kernel):
     try:
         with pages_of_a_gpu(kernel), torch.no_grad():
             model = make_sliding("gemma3", 24) if name == "gemma3" else make_model(name)
-            model.set_attn_implementation("kv_hf")
             cache = kv_hf.PagedCache(model.config, keys="int4", page_size=16, kernel=kernel)
             inputs = left_padded(lengths)
             model(**inputs, past_key_values=cache)

@@ -32,7 +32,6 @@ def still_works(model, cache=None):
         ({"value_group_size": 24}, "value_group_size must divide head_dim 16, got 24"),
         ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
         ({"layers": {"0-9": "int8"}}, "0-9 goes past the last layer 1"),
-        ({"attention": "eager"}, "attention must be one of auto, keep, got 'eager'"),
         ([1], "cache_config must be a kv_hf.CacheConfig or a dict"),
     ],
     ids=lambda value: str(value)[:24],
@@ -228,7 +227,6 @@ def mixed_model():
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.set_attn_implementation("kv_hf")
     return model
 
 

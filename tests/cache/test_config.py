@@ -31,8 +31,6 @@ BAD_OPTIONS = {
         {"values": "paged_int4"},
         ["values", "'paged_int4'", ALL_FORMATS],
     ),
-    "attention-near": ({"attention": "kep"}, ["attention", "'kep'", "auto, keep", "'keep'"]),
-    "attention-none": ({"attention": None}, ["attention", "None", "auto, keep"]),
     "page_size-24": ({"page_size": 24}, [POWER_OF_TWO, "24"]),
     "page_size-96": ({"page_size": 96}, [POWER_OF_TWO, "96"]),
     "page_size-8": ({"page_size": 8}, ["page_size", "at least 16", "8"]),
@@ -316,24 +314,6 @@ def test_cache_config_max_pages_bounds_the_pool():
     assert _observe(page_size=16, max_pages=6)["pages"] == [6]
     with pytest.raises(kv_hf.PagePoolExhaustedError, match="max_pages=5"):
         _observe(page_size=16, max_pages=5)
-
-
-@pytest.mark.filterwarnings(
-    "ignore::kv_hf.KVCacheWarning"
-)  # "keep" writes dense tensors and says so
-@pytest.mark.parametrize(("attention", "used"), [("auto", "kv_hf"), ("keep", "sdpa")])
-def test_cache_config_attention_decides_whether_generate_switches(attention, used):
-    model = tiny_models.make_model("llama", num_hidden_layers=1)
-    model.set_attn_implementation("sdpa")
-    options = {"attention": attention}
-    model.generate(
-        tiny_models.tokens(1, 5),
-        max_new_tokens=2,
-        cache_implementation="paged_exact",
-        cache_config=options,
-    )
-    assert model.config._attn_implementation == used
-    assert options == {"attention": attention}
 
 
 @pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])

@@ -106,7 +106,7 @@ def test_audio_vision_and_composed_models_equal_dynamic_cache(name, cross):
 def test_decoder_without_an_attention_interface_warns_and_works():
     model, inputs = tiny.vision_encoder_decoder("trocr")
     expected = model.generate(**inputs, **GREEDY)
-    with pytest.warns(kv_hf.KVCacheWarning, match="AttentionInterface"):
+    with pytest.warns(kv_hf.KVCacheWarning, match="does not know kv_hf"):
         found = model.generate(**inputs, **GREEDY, **paged("same"))
     assert_same(expected, found)
 
@@ -116,7 +116,7 @@ def test_encoder_with_attention_of_its_own_keeps_the_masks_that_it_wants(family)
     """Such an encoder adds the mask to the scores by itself, and shares its config with the decoder."""
     model, inputs = tiny.make_model(family), tiny.sources(LENGTHS)
     expected = model.generate(**inputs, **GREEDY)
-    with pytest.warns(kv_hf.KVCacheWarning, match="from the masks of 'eager'"):
+    with pytest.warns(kv_hf.KVCacheWarning, match="does not know kv_hf"):
         found = model.generate(**inputs, **GREEDY, **paged("exact"))
     assert_same(expected, found)
     assert_same(expected, model.generate(**inputs, **GREEDY, **paged("same")))
@@ -180,11 +180,11 @@ def test_prompts_of_the_decoder_may_be_padded_on_the_left(family):
     own = found.past_key_values.self_attention_cache
     assert [own.group.tokens(row) for row in own.group.rows] == [29 + NEW, 9 + NEW]
     model = tiny.make_model(family)
-    kept = model.generate(**inputs, **given, **GREEDY, **paged(attention="keep"))
-    own = kept.past_key_values.self_attention_cache  # generate() itself tells the cache
+    model.set_attn_implementation("eager")
+    eager = model.generate(**inputs, **given, **GREEDY, **paged())
+    own = eager.past_key_values.self_attention_cache
     assert [own.group.tokens(row) for row in own.group.rows] == [29 + NEW, 9 + NEW]
     cache = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16)
-    model.set_attn_implementation("kv_hf")
     with torch.no_grad():  # without generate() the mask function tells the cache
         model(**inputs, **given, past_key_values=cache)
     own = cache.self_attention_cache
@@ -226,7 +226,6 @@ def test_copy_goes_on_as_the_cache_would(cross, copied):
     step = {"encoder_outputs": encoded, "attention_mask": inputs["attention_mask"]}
     prompt = torch.randint(4, 97, (2, 30), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        model.set_attn_implementation("kv_hf")
         for part in (prompt[:, :28], prompt[:, 28:29]):
             model(**step, decoder_input_ids=part, past_key_values=cache)
         if copied == "deepcopy":
@@ -260,12 +259,13 @@ def test_decoder_with_more_layers_than_the_encoder_is_cached_whole():
 @pytest.mark.parametrize("name", ["paged_fp8", "paged_int8", "paged_int4", "paged_int2"])
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_quantized_pages_give_what_their_dense_numbers_give(family, name):
-    """The paged attention and sdpa on written-out pages read the same numbers, in both halves of the cache."""
+    """The paged attention and eager attention on written-out pages read the same numbers, in both halves of the cache."""
     inputs = tiny.sources(LENGTHS)
     logits = []
-    for attention in ("auto", "keep"):
+    for attention in ("sdpa", "eager"):
         model = tiny.make_model(family)
-        out = model.generate(**inputs, **GREEDY, **paged("same", name, attention=attention))
+        model.set_attn_implementation(attention)
+        out = model.generate(**inputs, **GREEDY, **paged("same", name))
         logits.append(torch.stack(out.logits[:20]))
         kinds = {(row.keys, row.values) for row in out.past_key_values.report()}
         options = cache_options(name)
@@ -365,14 +365,13 @@ def test_whisper_reads_attention_weights_and_long_audio():
 
 
 @pytest.mark.parametrize("cross", ["exact", "same"])
-def test_output_attentions_take_the_dense_route(cross):
+def test_eager_attention_gives_its_weights(cross):
     model = tiny.make_model("bart")
     model.set_attn_implementation("eager")
     inputs = {"input_ids": tiny.sources([40])["input_ids"]}  # no mask: an encoder is not causal
     options = {**GREEDY, "output_attentions": True}
     expected = model.generate(**inputs, **options)
-    model.set_attn_implementation("kv_hf")
-    with pytest.warns(kv_hf.KVCacheWarning, match="output_attentions=True needs"):
+    with pytest.warns(kv_hf.KVCacheWarning, match="does not know kv_hf"):
         found = model.generate(**inputs, **options, **paged(cross))
     assert_same(expected, found)
     for name in ("encoder_attentions", "cross_attentions", "decoder_attentions"):
@@ -417,7 +416,6 @@ def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder_in_custom_l
     pair = kv_hf.PagedEncoderDecoderCache(model.config, page_size=16, cross_attention=kind)
     with torch.no_grad():
         whole = model(**inputs, decoder_input_ids=prompt, use_cache=False).logits
-        model.set_attn_implementation("kv_hf")
         for part in prompt.split([20, 1, 1, 3, 5], -1):
             last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
     rounding.assert_close(last, whole[:, -1])
@@ -432,18 +430,8 @@ def test_cross_attention_of_a_sliding_decoder_sees_the_whole_encoder():
     pair = EncoderDecoderCache(kv_hf.PagedCache(model.config, page_size=16), cross)
     with torch.no_grad():
         whole = model(**inputs, decoder_input_ids=prompt, use_cache=False).logits
-        model.set_attn_implementation("kv_hf")
         for part in prompt.split([20, 1, 1, 3, 5], -1):
             last = model(**inputs, decoder_input_ids=part, past_key_values=pair).logits[:, -1]
     rounding.assert_close(last, whole[:, -1])
     with pytest.raises(kv_hf.UnsupportedModelError, match="makes its cross-attention cache itself"):
         model.generate(**inputs, past_key_values=pair, max_new_tokens=2)
-
-
-def test_uninstall_gives_encoder_and_decoder_their_attention_back():
-    model = tiny.make_model("bart")
-    model.generate(**tiny.sources([20]), **paged("same"), max_new_tokens=3)
-    assert model.config._attn_implementation == "kv_hf"
-    kv_hf.uninstall()
-    assert model.config._attn_implementation == "sdpa"
-    kv_hf.install()

@@ -26,11 +26,10 @@ def new_states(rows=2, length=1):
     return torch.randn(2, rows, 2, length, 16)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("cache_implementation", ["paged_exact", "paged_int4"])
-def test_foreign_attention_is_kept_correct_and_warned_of_once(implementation, cache_implementation):
+def test_foreign_attention_is_correct_and_warned_of_once(cache_implementation):
     model = make_model("llama")
-    model.set_attn_implementation(implementation)
+    model.set_attn_implementation("eager")
     paged = make_model("llama")
     inputs = left_padded([80, 33])
     options = {
@@ -38,14 +37,13 @@ def test_foreign_attention_is_kept_correct_and_warned_of_once(implementation, ca
         "do_sample": False,
         "cache_implementation": cache_implementation,
     }
-    keep = {"cache_config": {"attention": "keep"}} if implementation == "sdpa" else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = model.generate(**inputs, **options, **keep)
-    assert model.config._attn_implementation == implementation
+        found = model.generate(**inputs, **options)
+    assert model.config._attn_implementation == "eager"
     messages = [str(w.message) for w in caught if issubclass(w.category, kv_hf.KVCacheWarning)]
     assert len([m for m in messages if "does not know kv_hf" in m]) == 1
-    assert any("set_attn_implementation('kv_hf')" in m for m in messages)
+    assert any("set_attn_implementation('sdpa')" in m for m in messages)
     assert torch.equal(found, paged.generate(**inputs, **options))
 
 
@@ -85,10 +83,10 @@ def test_handle_of_an_earlier_forward_raises():
         old + 1
 
 
-def test_output_attentions_takes_the_dense_route():
+def test_eager_attention_gives_its_weights():
     model, plain = make_model("llama"), make_model("llama")
-    plain.set_attn_implementation("eager")
-    model.set_attn_implementation("kv_hf")
+    for made in (model, plain):
+        made.set_attn_implementation("eager")
     ids = tokens(1, 40)
     weights = []
     for made, cache in (
@@ -106,7 +104,6 @@ def test_output_attentions_takes_the_dense_route():
 
 def test_gradients_of_queries_flow_and_that_keys_and_values_get_none_is_said():
     model, cache = filled_cache("int4")
-    model.set_attn_implementation("kv_hf")
     with pytest.warns(kv_hf.KVCacheWarning, match="No gradient flows through the keys"):
         out = model(tokens(2, 1), past_key_values=cache).logits
     out.sum().backward()
@@ -335,7 +332,7 @@ def test_views_of_a_handle_compute_as_tensors_and_copies_may_be_written_to(mode)
 @pytest.mark.parametrize("padding", [0, 33])
 def test_layer_that_is_read_before_its_update_gives_what_it_holds(padding):
     """A model may look at its own past first; layers in front of this one are a forward ahead then."""
-    model, read = make_model("llama", attn_implementation="kv_hf"), {}
+    model, read = make_model("llama"), {}
     caches = [kv_hf.PagedCache(model.config, page_size=16), DynamicCache(config=model.config)]
 
     def look(module, args, kwargs):

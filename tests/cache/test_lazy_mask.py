@@ -93,7 +93,6 @@ def test_lazy_mask_is_made_once():
 
 def test_mask_of_columns_that_a_sliding_layer_gave_back_is_refused():
     model = make_sliding("mistral", 20)
-    model.set_attn_implementation("kv_hf")
     cache = kv_hf.PagedCache(model.config, page_size=16)
     with torch.no_grad():
         model(tokens(1, 100), past_key_values=cache)
@@ -157,7 +156,7 @@ def test_models_that_write_to_their_mask_equal_dynamic_cache(write):
         if kwargs["attention_mask"] is not None:
             WRITES[write](kwargs["attention_mask"])
 
-    stock, ours = shared_model("llama"), make_model("llama", attn_implementation="kv_hf")
+    stock, ours = shared_model("llama"), make_model("llama")
     caches = [
         transformers.DynamicCache(config=stock.config),
         kv_hf.PagedCache(ours.config, page_size=16),

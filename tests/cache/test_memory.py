@@ -118,7 +118,6 @@ def test_padding_allocates_no_page():
 def test_padding_is_learnt_without_generate():
     """A direct forward with the kv_hf attention tells the cache of its padding, chunk by chunk too."""
     model = make_model("llama")
-    model.set_attn_implementation("kv_hf")
     inputs = left_padded([100, 10])
     cache, dynamic = kv_hf.PagedCache(model.config), DynamicCache(config=model.config)
     with torch.no_grad():
@@ -160,7 +159,6 @@ class LargestTensor(TorchDispatchMode):
 def test_largest_temporary_of_a_decode_step_is_one_tile(implementation, kernel):
     """The cache is many tiles long, so a dense copy of even one side of one layer would show."""
     model = make_model("llama", max_position_embeddings=8192)
-    model.set_attn_implementation("kv_hf")
     config = model.config
     heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     length = 10 * TILE_TOKENS + 40  # the step seals no page, so no storage grows
@@ -178,7 +176,6 @@ def test_largest_temporary_of_a_decode_step_is_one_tile(implementation, kernel):
 def test_largest_temporary_is_noticed():
     """The measuring tool itself: the dense route must be seen by it."""
     model = make_model("llama", max_position_embeddings=8192)
-    model.set_attn_implementation("kv_hf")
     length = 10 * TILE_TOKENS + 40
     cache = kv_hf.PagedCache(model.config, keys="int4")
     with torch.no_grad():
@@ -190,20 +187,18 @@ def test_largest_temporary_is_noticed():
 
 def test_generate_tells_the_cache_of_padding_under_every_attention():
     model = make_model("llama")
+    model.set_attn_implementation("eager")
     out = model.generate(
         **left_padded([100, 10]),
         max_new_tokens=2,
         cache_implementation="paged_int4",
-        cache_config={"attention": "keep"},
         return_dict_in_generate=True,
     )
-    assert model.config._attn_implementation == "sdpa"
     assert [row.padding for row in out.past_key_values.group.rows] == [0, 90]
 
 
 def test_padding_that_was_observed_but_not_used_does_not_reach_the_next_batch():
     model = make_model("llama")
-    model.set_attn_implementation("kv_hf")
     cache = kv_hf.PagedCache(model.config)
     cache.observe_padding(left_padded([20, 5])["attention_mask"])
     with torch.no_grad():
@@ -215,7 +210,6 @@ def test_padding_that_was_observed_but_not_used_does_not_reach_the_next_batch():
 @pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])
 def test_largest_temporary_does_not_grow_with_the_window(options, kernel):
     model = make_model("llama", max_position_embeddings=8192)
-    model.set_attn_implementation("kv_hf")
     cache = kv_hf.PagedCache(model.config, keys="int4", kernel=kernel, **options)
     with torch.no_grad():
         model(tokens(1, 5000), past_key_values=cache)

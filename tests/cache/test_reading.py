@@ -34,7 +34,6 @@ def model():
     made = make_model("llama", num_hidden_layers=3)
     for layer in made.model.layers:
         layer.self_attn.q_proj.weight.data *= 3
-    made.set_attn_implementation("kv_hf")
     return made
 
 
@@ -339,17 +338,19 @@ def test_a_preallocated_cache_reads_everything_where_the_mask_has_holes(model, r
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("bloom", {}), ("llama", {"attention": "keep"}), ("llama", {"output_attentions": True})],
+    [("bloom", {}), ("llama", {"output_attentions": True})],
 )
 def test_attention_that_reads_no_pages_says_so(family, options):
+    """Eager attention gives the weights that output_attentions asks for."""
     ids = tokens(1, 150)
-    part = {**PART} | {name: options[name] for name in options if name == "attention"}
-    given = {name: options[name] for name in options if name != "attention"}
-    for config, said in (({"page_size": PAGE}, False), (part, True)):
+    for config, said in (({"page_size": PAGE}, False), (PART, True)):
         notices.forget()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            answer(make_model(family), ids, config, 3, **given)
+            model = make_model(family)
+            if options:
+                model.set_attn_implementation("eager")
+            answer(model, ids, config, 3, **options)
         assert any("whatever read_tokens" in str(one.message) for one in found) == said
 
 
@@ -410,7 +411,6 @@ def test_sliding_layers_beside_full_ones_read_their_windows(reads):
     )
     torch.manual_seed(0)
     made = Gemma3ForCausalLM(config).eval()
-    made.set_attn_implementation("kv_hf")
     steps(made, cache_of(made), tokens(1, 310), 300)
     assert len(reads) == 2 * 10 and {counts[0] for _, counts, _, _ in reads} == {MOST}
 

@@ -32,7 +32,6 @@ def sharp(layers):
     made = make_model("llama", num_hidden_layers=layers, head_dim=64)
     for layer in made.model.layers:
         layer.self_attn.q_proj.weight.data *= 3
-    made.set_attn_implementation("kv_hf")
     return made
 
 

@@ -256,7 +256,6 @@ def test_attention_weights_of_a_padded_sliding_model_equal_eager():
     inputs = left_padded([60, 33])
     model.set_attn_implementation("eager")
     expected = run(model, inputs, max_new_tokens=8, output_attentions=True)
-    model.set_attn_implementation("kv_hf")
     found = run(model, inputs, "paged_exact", max_new_tokens=8, output_attentions=True)
     assert torch.equal(found.sequences, expected.sequences)
     for a, b in zip(found.logits, expected.logits, strict=True):

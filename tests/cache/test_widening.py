@@ -50,7 +50,6 @@ def plain():
         eos_token_id=None,
     )
     model = LlamaForCausalLM(config).eval()
-    model.set_attn_implementation("kv_hf")
     return model
 
 

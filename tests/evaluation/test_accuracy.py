@@ -44,7 +44,6 @@ CHUNKED = (
 
 def paged(family="llama", dtype=torch.float64):  # fp32 noise alone can flip a rounded code
     model = make_model(family, dtype)
-    model.set_attn_implementation("kv_hf")
     return model
 
 

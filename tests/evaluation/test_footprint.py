@@ -28,7 +28,7 @@ def behind(name, ids, attention):
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [("dynamic", "sdpa"), ("paged_int4", "kv_hf"), ("paged_int2", "kv_hf")]
+    ("name", "attention"), [("dynamic", "sdpa"), ("paged_int4", "sdpa"), ("paged_int2", "sdpa")]
 )
 def test_memory_reads_the_cache_behind_prompt_and_steps(name, attention):
     ids = tokens(2, 153)

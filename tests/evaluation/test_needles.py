@@ -149,7 +149,6 @@ def test_interval_ends_where_the_share_is_just_credible():
 
 def tiny(family="llama", dtype=torch.float32, **changes):
     model = make_model(family, dtype, vocab_size=len(TOKENIZER), **changes)
-    model.set_attn_implementation("kv_hf")
     return model
 
 

@@ -168,7 +168,6 @@ def turns(lengths, chunk=90):
 @pytest.mark.parametrize("flash", [True, False])
 def test_long_turns_need_no_mask_where_nothing_but_later_tokens_is_hidden(monkeypatch, flash):
     model, stock = make_model("llama"), make_model("llama")
-    model.set_attn_implementation("kv_hf")
     taken, made = pretend_fused(monkeypatch, flash), count_masks(monkeypatch)
     found, expected = two_turns(model, stock, *turns([150, 150]))
     rounding.assert_close(found, expected)
@@ -180,7 +179,6 @@ def test_long_turns_need_no_mask_where_nothing_but_later_tokens_is_hidden(monkey
 def test_long_turns_make_their_mask_once(monkeypatch, lengths):
     """Without fused kernels, and where rows are padded, all layers share one mask."""
     model, stock = make_model("llama"), make_model("llama")
-    model.set_attn_implementation("kv_hf")
     if lengths[1] < 150:
         taken = pretend_fused(monkeypatch)
     made = count_masks(monkeypatch)
@@ -196,7 +194,6 @@ def test_long_turns_on_a_cpu_read_pages(monkeypatch):
     if library.missing():
         pytest.skip(library.missing())
     model, stock = make_model("llama"), make_model("llama")
-    model.set_attn_implementation("kv_hf")
     monkeypatch.setattr(KVView, "dense", pytest.fail)
     found, expected = two_turns(model, stock, *turns([150, 40]), kernel="auto")
     rounding.assert_close(found, expected)
@@ -205,7 +202,6 @@ def test_long_turns_on_a_cpu_read_pages(monkeypatch):
 def test_long_turns_make_one_mask_for_all_sliding_layers(monkeypatch):
     """Layers with full attention do without, in the same forward."""
     model, stock = make_sliding("gemma3", 40), make_sliding("gemma3", 40)
-    model.set_attn_implementation("kv_hf")
     taken, made = pretend_fused(monkeypatch), count_masks(monkeypatch)
     found, expected = two_turns(model, stock, *turns([150]))
     rounding.assert_close(found, expected)
@@ -225,7 +221,6 @@ def test_long_turns_with_a_position_bias_keep_their_mask(monkeypatch):
 
     monkeypatch.setattr(dense, "sdpa_attention_forward", noted)
     model = make_model("llama")
-    model.set_attn_implementation("kv_hf")
     cache = kv_hf.PagedCache(model.config, page_size=16, kernel="reference")
     cache.update(*torch.randn(2, 1, 2, 100, 16), 0)
     length, _ = cache.get_mask_sizes(70, 0)

@@ -1,15 +1,284 @@
 """Attention finds pages by the handle: plain models run as without kv_hf, paged ones read pages by the attention they have."""
 
-import copy
 import threading
 
 import pytest
 import rounding
+import tiny_latent
 import torch
-from tiny_latent import make_latent_model
+import transformers
 from tiny_models import left_padded, make_model, shared_model, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import flash_attention_mask, sdpa_mask
+from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 
 import kv_hf
+from kv_hf.bridge import traced
+from kv_hf.hf import latent
+from kv_hf.hf.models import EAGER, takes_handles, why_not_pages
+
+ATTENTION = AttentionInterface._global_mapping
+MASKS = AttentionMaskInterface._global_mapping
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+PAGED = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
+
+
+def plain(family):
+    """Return a model that no test has given pages, of a class whose `expand_kv` is as transformers wrote it."""
+    latent.restore_expansion()
+    return make_model("llama") if family == "llama" else tiny_latent.make_model(family)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Count the calls of attention over pages."""
+    from kv_hf.hf import attention
+
+    calls, original = [], attention.paged_attention
+    monkeypatch.setattr(attention, "paged_attention", lambda *a: calls.append(1) or original(*a))
+    return calls
+
+
+# -- plain models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_plain_models_compile_export_and_train_as_without_kv_hf(family):
+    """The wrapper is a check of types: it takes no lock, patches nothing, and breaks no graph."""
+    ids = tokens(2, 9)
+
+    def results():
+        torch._dynamo.reset()
+        model = plain(family)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(ids, use_cache=False)
+        exported = torch.export.export(model, (ids,), {"use_cache": False}).module()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [compiled.logits, exported(ids, use_cache=False).logits, loss, *gradients]
+
+    ours = results()
+    assert not latent._originals
+    kv_hf.uninstall()
+    try:
+        expected = results()
+    finally:
+        kv_hf.install()
+        torch._dynamo.reset()
+    assert len(ours) > 10
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_plain_models_compile_behind_paged_ones_of_their_class():
+    torch._dynamo.reset()
+    model = tiny_latent.make_model("deepseek_v3")
+    model.generate(tokens(1, 9), **GREEDY, **PAGED)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    expected = model(tokens(2, 9), use_cache=False).logits
+    assert torch.equal(compiled(tokens(2, 9), use_cache=False).logits, expected)
+
+
+def test_a_traced_layer_of_one_thread_is_nothing_to_another():
+    view = traced.TracedView(None, None, *torch.empty(2, 1, 2, 4, 8))
+    traced.hand_over(view)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(traced.taken(view.keys, view.values)))
+    thread.start()
+    thread.join()
+    assert found == [None] and traced.taken(view.keys, view.values) is view
+
+
+# -- what is registered ---------------------------------------------------------------------------------------------
+
+
+def test_uninstall_restores_what_was_registered_unless_somebody_wrapped_it_since():
+    kv_hf.install()  # a second time
+    kv_hf.uninstall()
+    try:
+        assert ATTENTION["sdpa"] is sdpa_attention_forward
+        assert (MASKS["sdpa"], MASKS["eager"]) == (sdpa_mask, eager_mask)
+        assert MASKS["flash_attention_2"] is flash_attention_mask
+        assert "kv_hf" not in ATTENTION and "kv_hf" not in MASKS
+        kv_hf.install()
+        ours = ATTENTION["sdpa"]
+
+        def wrapped(*args, **kwargs):
+            return ours(*args, **kwargs)
+
+        AttentionInterface.register("sdpa", wrapped)
+        kv_hf.uninstall()
+        assert ATTENTION["sdpa"] is wrapped and MASKS["sdpa"] is sdpa_mask
+        model = make_model("llama")
+        assert model.generate(tokens(1, 9), **GREEDY).shape == (1, 21)
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+        kv_hf.install()
+    assert takes_handles("sdpa") and MASKS["sdpa"] is not sdpa_mask
+
+
+def test_own_function_under_the_name_sdpa_computes_with_dense_tensors(kernels):
+    """It may compute something else: here it caps the scores."""
+
+    def capped(module, query, key, value, mask, scaling=None, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = torch.tanh(query @ key.transpose(2, 3) * scaling)
+        if mask is None and query.shape[2] > 1:
+            mask = torch.ones(scores.shape[-2:]).tril().bool()
+        scores = scores if mask is None else scores.masked_fill(~mask, -1e9)
+        return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+    model, inputs = make_model("llama"), {"input_ids": tokens(2, 40)}
+    ours = ATTENTION["sdpa"]
+    AttentionInterface.register("sdpa", capped)
+    try:
+        expected = model.generate(**inputs, **GREEDY)
+        with pytest.warns(kv_hf.KVCacheWarning, match="does not know kv_hf"):
+            found = model.generate(**inputs, **GREEDY, **PAGED)
+        assert why_not_pages(model) == "its attention is 'sdpa', which does not read pages"
+    finally:
+        AttentionInterface.register("sdpa", ours)
+    assert torch.equal(found, expected) and not kernels
+    assert not torch.equal(expected, model.generate(**inputs, **GREEDY))
+
+
+# -- who reads pages ------------------------------------------------------------------------------------------------
+
+
+def test_models_keep_their_attention_and_read_pages(kernels):
+    model, inputs = shared_model("llama"), left_padded([40, 9])
+    found = model.generate(**inputs, **GREEDY, **PAGED)
+    assert model.config._attn_implementation == "sdpa"
+    assert len(kernels) == 11 * model.config.num_hidden_layers
+    assert torch.equal(found, model.generate(**inputs, **GREEDY))
+
+
+def eager_models():
+    sizes = {
+        **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        **{"max_position_embeddings": 512, "sliding_window": 20, "pad_token_id": 0},
+        **{"bos_token_id": 1, "eos_token_id": None},
+    }
+    yield "Gemma2Config", {**sizes, "attn_logit_softcapping": 5.0}
+    yield "GptOssConfig", {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2}
+    yield "VaultGemmaConfig", {**sizes, "attn_logit_softcapping": 5.0}
+
+
+def make(config, options):
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**options)
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.08)
+    return model
+
+
+@pytest.mark.parametrize(("config", "options"), eager_models())
+def test_eager_families_are_switched_by_name_and_back(config, options, kernels):
+    model, inputs = make(config, options), left_padded([60, 9])
+    expected = model.generate(**inputs, **GREEDY)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model.generate(**inputs, **GREEDY, **PAGED), expected)
+    assert model.config._attn_implementation == "kv_hf" and len(kernels) == 22
+    assert torch.equal(model.generate(**inputs, **GREEDY), expected)  # with a DynamicCache
+    kv_hf.uninstall()
+    assert model.config._attn_implementation == "eager"
+    kv_hf.install()
+
+
+def test_the_name_set_by_hand_on_another_class_is_an_error():
+    said = "is set by generate.. for families without sdpa .*gemma2.*none of them: leave it out"
+    for family in ("llama", "falcon"):
+        model = make_model(family)
+        model.config._attn_implementation = "kv_hf"
+        with pytest.raises(kv_hf.UnsupportedModelError, match=said):
+            model(tokens(1, 5))
+
+
+def test_table_of_eager_families_names_classes_of_transformers_without_sdpa():
+    for family, name in EAGER.items():
+        try:
+            module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=[name])
+        except ModuleNotFoundError:  # an older transformers
+            continue
+        kind = getattr(module, name)
+        assert not kind._supports_sdpa and kind._can_set_attn_implementation()
+        assert hasattr(module, "eager_attention_forward")
+
+
+# -- flash attention ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash():
+    """Register a stand-in for flash attention: masks of two dimensions or None, causality at the last key, windows by keyword."""
+
+    def attend(module, query, key, value, mask, scaling=None, sliding_window=None, **kwargs):
+        assert mask is None or mask.ndim == 2
+        q_len, kv_len = query.shape[2], key.shape[2]
+        places = torch.arange(kv_len - q_len, kv_len)[:, None]
+        shown = torch.arange(kv_len) <= places
+        if sliding_window is not None:
+            shown &= torch.arange(kv_len) > places - sliding_window
+        shown = shown[None, None] if mask is None else shown & mask[:, None, None].bool()
+        return sdpa_attention_forward(module, query, key, value, shown, scaling=scaling)
+
+    AttentionInterface.register("flash_stand_in", attend)
+    AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
+    yield "flash_stand_in"
+    kv_hf.uninstall()
+    del ATTENTION["flash_stand_in"], MASKS["flash_stand_in"]
+    kv_hf.install()
+
+
+@pytest.mark.parametrize("lengths", [[60, 60], [60, 9]], ids=["even", "padded"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_models_with_flash_attention_read_pages(family, lengths, flash, kernels):
+    changes = {"sliding_window": 20} if family == "mistral" else {}
+    model, inputs = make_model(family, **changes), left_padded(lengths)
+    model.config._attn_implementation = flash
+    expected = model.generate(**inputs, **GREEDY)
+    assert torch.equal(model.generate(**inputs, **GREEDY, **PAGED), expected)
+    assert len(kernels) == 11 * model.config.num_hidden_layers
+
+
+def test_chunks_and_masks_of_flash_attention(flash, kernels):
+    """Chunks behind stored tokens, a step that hides a column, and a mask of two dimensions that reaches attention as it is."""
+    model, inputs = make_model("llama"), left_padded([40, 9])
+    model.config._attn_implementation = flash
+    kv_hf.install()
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8).long()], 1)
+    hides = mask[:, :46].clone()
+    hides[:, 35] = 0
+    logits = []
+    for make_cache in (DynamicCache, kv_hf.PagedCache):
+        cache = make_cache(config=model.config)
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            run = [model(tokens(2, 5), attention_mask=mask[:, :45], past_key_values=cache).logits]
+            run.append(model(tokens(2, 1), attention_mask=hides, past_key_values=cache).logits)
+        logits.append(torch.cat(run, 1))
+    rounding.assert_close(logits[1], logits[0])
+    assert len(kernels) == 2 * model.config.num_hidden_layers
+    assert kv_hf.hf.attention._of_columns(
+        torch.tensor([[0, 1, 1]]), torch.empty(1, 2, 2, 4), 3, True
+    ).tolist() == [[[[False, True, False], [False, True, True]]]]
+
+
+# -- torch.compile --------------------------------------------------------------------------------------------------
+
+
+def test_compiled_forward_of_a_model_that_attends_by_itself_is_refused():
+    """Hollow keys stand for pages there: without the check every logit would be nan."""
+    torch._dynamo.reset()
+    model = make_model("falcon")
+    cache = kv_hf.PagedCache(model.config, page_size=16, max_length=64)
+    with torch.no_grad():
+        model(tokens(1, 20), past_key_values=cache)
+        step = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(Exception, match="computes attention by itself"):
+            step(tokens(1, 1), past_key_values=cache)

@@ -47,7 +47,6 @@ def test_family_with_an_attention_interface_reads_pages(family, recwarn):
     warnings.simplefilter("always", kv_hf.KVCacheWarning)
     model = shared_model(family)
     model.generate(tokens(1, 70), cache_implementation="paged_int4", max_new_tokens=3)
-    assert model.config._attn_implementation == "kv_hf"
     said = [str(w.message) for w in recwarn if issubclass(w.category, kv_hf.KVCacheWarning)]
     # without a C compiler another kernel reads the pages, and says so
     assert not [message for message in said if "'c' would" not in message]
@@ -56,7 +55,7 @@ def test_family_with_an_attention_interface_reads_pages(family, recwarn):
 @pytest.mark.parametrize("family", NO_INTERFACE)
 def test_family_without_an_attention_interface_warns_and_works(family):
     model = shared_model(family)
-    with pytest.warns(kv_hf.KVCacheWarning, match="AttentionInterface|does not know kv_hf"):
+    with pytest.warns(kv_hf.KVCacheWarning, match="does not know kv_hf"):
         model.generate(tokens(1, 70), cache_implementation="paged_int4", max_new_tokens=3)
 
 

@@ -17,13 +17,11 @@ def test_install_twice_changes_nothing():
     assert GenerationMixin._prepare_cache_for_generation is before
 
 
-def test_uninstall_restores_transformers_and_switched_models():
+def test_uninstall_restores_transformers():
     model = make_model("llama")
     model.generate(tokens(1, 8), max_new_tokens=2, cache_implementation="paged_int4")
-    assert model.config._attn_implementation == "kv_hf"
     kv_hf.uninstall()
     try:
-        assert model.config._attn_implementation == "sdpa"
         assert "kv_hf" not in AttentionInterface._global_mapping
         assert not hasattr(GenerationMixin._prepare_cache_for_generation, "__wrapped__")
         with pytest.raises(ValueError, match="paged_int4"):

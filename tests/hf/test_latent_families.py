@@ -24,6 +24,7 @@ from tiny_models import left_padded, tokens
 from transformers import DynamicCache
 
 import kv_hf
+from kv_hf.hf.models import use_paged_attention
 
 LENGTHS = [40, 23]
 HERE = [family for family in FAMILIES if is_there(family)]
@@ -146,7 +147,7 @@ def test_greedy_tokens_are_those_of_the_stock_model(family):
     else:
         assert all(kind.startswith("paged") and "latents" not in kind for kind in kinds)
     assert cache.memory().pages_held > 0
-    assert text_config(model)._attn_implementation == "kv_hf"
+    assert text_config(model)._attn_implementation in ("sdpa", "kv_hf")
 
 
 @pytest.mark.parametrize("family", [family for family in SPARSE if is_there(family)])
@@ -188,7 +189,5 @@ def test_a_choice_of_few_tokens_is_that_of_the_stock_model(family):
 
 
 def read_pages(model: Any) -> None:
-    """Let a model attend to pages without generate()."""
-    text = text_config(model)
-    names = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
-    model.set_attn_implementation({names[0]: "kv_hf"} if names else "kv_hf")
+    """Let a model attend to pages without generate(): families without sdpa get "kv_hf"."""
+    use_paged_attention(model)

@@ -27,19 +27,19 @@ from kv_hf.evaluation.rows import read_rows
 # stresses another seam: KV-shared layers, block selection, latents, chunks, sinks, biases, states beside attention, ...
 STATEFUL = {"lookup": "impossible", "assisted": "impossible"}
 FAST = {
-    "gemma4_text": ("causal", "kv_hf", {}),
+    "gemma4_text": ("causal", "sdpa", {}),
     "minimax_m3_vl_text": ("causal", "sdpa", {}),
-    "deepseek_v3": ("causal", "kv_hf", {}),
-    "deepseek_v32": ("causal", "kv_hf", {}),
-    "llama4_text": ("causal", "kv_hf", {}),
+    "deepseek_v3": ("causal", "sdpa", {}),
+    "deepseek_v32": ("causal", "sdpa", {}),
+    "llama4_text": ("causal", "sdpa", {}),
     "gpt_oss": ("causal", "kv_hf", {}),
     "bloom": ("causal", "eager", {}),
-    "falcon_h1": ("causal", "kv_hf", STATEFUL),
-    "zamba2": ("causal", "kv_hf", STATEFUL),
+    "falcon_h1": ("causal", "sdpa", STATEFUL),
+    "zamba2": ("causal", "sdpa", STATEFUL),
     # its mask ignores the padding while it has no cache
     "git": ("causal", "eager", {"padded": "broken"}),
-    "t5": ("seq2seq", "kv_hf", {}),
-    "qwen2_vl": ("conditional", "kv_hf", {}),
+    "t5": ("seq2seq", "sdpa", {}),
+    "qwen2_vl": ("conditional", "sdpa", {}),
 }
 ABSENT_OR_EQUAL = ("equal", "absent")
 

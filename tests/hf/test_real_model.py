@@ -17,7 +17,6 @@ def model_and_texts(length, count):
     """Return SmolLM2-135M and `count` windows of `length` tokens."""
     folder = resolve_model("smollm2-135m")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.set_attn_implementation("kv_hf")
     ids = AutoTokenizer.from_pretrained(folder)(load_text("lincoln_1862")).input_ids
     return model, [torch.tensor(window) for window in token_windows(ids, length, count)]
 

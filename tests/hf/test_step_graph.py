@@ -145,7 +145,6 @@ def test_replay_past_the_end_raises_and_changes_nothing(gpu):
     cache = static_cache(model, 24)
     graph = step_graph.StepGraph(model, cache)
     with torch.no_grad():
-        model.set_attn_implementation("kv_hf")
         graph(input_ids=prompt, past_key_values=cache)
         token = tokens(2, 1)
         for column in range(20, 24):
@@ -164,7 +163,6 @@ def test_inputs_of_another_kind_are_run_by_python(gpu):
     other = static_cache(model)
     graph = step_graph.StepGraph(model, cache)
     with torch.no_grad():
-        model.set_attn_implementation("kv_hf")
         graph(input_ids=tokens(2, 20), past_key_values=cache)
         model(input_ids=tokens(2, 20), past_key_values=other)
         for column in range(20, 32):
@@ -181,7 +179,6 @@ def test_outputs_are_the_callers(gpu):
     model, cache = shared_model("llama"), static_cache(shared_model("llama"))
     graph = step_graph.StepGraph(model, cache)
     with torch.no_grad():
-        model.set_attn_implementation("kv_hf")
         graph(input_ids=tokens(2, 20), past_key_values=cache)
         made = [
             graph(input_ids=tokens(2, 1, seed=seed), past_key_values=cache).logits
@@ -200,7 +197,6 @@ def test_stopped_replay_is_found_by_the_next_step(gpu, monkeypatch):
         raise KeyboardInterrupt
 
     with torch.no_grad():
-        model.set_attn_implementation("kv_hf")
         graph(input_ids=tokens(2, 20), past_key_values=cache)
         for seed in range(3):
             graph(input_ids=tokens(2, 1, seed=seed), past_key_values=cache)
@@ -223,7 +219,6 @@ FORBIDDEN = {
     "chunks": ({"prefill_chunk_size": 16}, {}),
     "recent": ({}, {"recent_tokens": 16}),
     "offload": ({}, {"offload": "disk"}),
-    "keep": ({}, {"attention": "keep"}),
     "lookup": ({"prompt_lookup_num_tokens": 3}, {}),
 }
 
@@ -242,7 +237,7 @@ def test_generate_lets_the_cache_grow_where_a_graph_is_forbidden(case, gpu, monk
     assert gpu["captures"] == 0
 
 
-@pytest.mark.parametrize("case", ["few tokens", "beams", "disable_compile", "recent", "keep"])
+@pytest.mark.parametrize("case", ["few tokens", "beams", "disable_compile", "recent"])
 def test_always_raises_where_a_graph_is_forbidden(case, gpu):
     arguments, options = FORBIDDEN[case]
     given = {"input_ids": tokens(1, 40), **GREEDY, "max_new_tokens": 40, **arguments}

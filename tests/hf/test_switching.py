@@ -10,12 +10,12 @@ import pytest
 import rounding
 import torch
 import transformers
+from kv_hf.hf.attention_source import digest, facts_of, outcome
 from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
 from kv_hf.hf import attention_source
-from kv_hf.hf.attention_source import digest, facts_of, outcome
 from kv_hf.hf.models import why_not_by_source, why_not_class, why_not_pages
 from kv_hf.pages import moved
 

@@ -40,7 +40,6 @@ def place(request, monkeypatch):
 @functools.cache
 def five_layers():
     model = make_model("llama", num_hidden_layers=LAYERS)
-    model.set_attn_implementation("kv_hf")
     return model
 
 

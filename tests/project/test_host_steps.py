@@ -99,7 +99,6 @@ def test_mask_watch_compares_several_tokens_at_once(far):
 
 def test_a_wrong_mask_of_a_single_token_raises_in_the_next_forward(far):
     model = make_model("llama")
-    model.set_attn_implementation("kv_hf")
     cache = kv_hf.PagedCache(model.config, keys="int8", page_size=16)
     ids = torch.randint(3, 90, (2, 40))
     mask = left_padded(43, [5, 0]).long()
@@ -127,7 +126,6 @@ def test_device_flag_tells_a_step_late_what_was_found(far):
 
 def test_a_preallocated_cache_leaves_out_masks_and_reports_wrong_ones_late(far):
     model = make_model("llama")
-    model.set_attn_implementation("kv_hf")
     ids = torch.randint(3, 90, (2, 40))
     mask = left_padded(44, [5, 0]).long()
 

@@ -84,7 +84,6 @@ def test_found_bases_sort_or_level_the_energy_and_compute_the_same(llama, norms_
 @torch.no_grad()
 def test_latents_along_the_rank_have_a_step_per_token_and_64_numbers(llama):
     model = embed_in_mla(llama.float(), 64, random_bases(2, 64))
-    model.set_attn_implementation("kv_hf")
     stored = latent_cache("int4 along the rank").make(model.config, 100)
     stock = transformers.DynamicCache(config=model.config)
     for cache in (stored, stock):

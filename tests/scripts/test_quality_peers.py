@@ -38,7 +38,6 @@ def skip_without(name):
 def test_chunks_of_peers_equal_token_by_token(name, peers):
     skip_without(name)
     model = make_model("llama", dtype=torch.float64)
-    model.set_attn_implementation("kv_hf")
     ids = tokens(1, 90)
     chunks, single = (cache_kind(name).make(model.config, 90) for _ in range(2))
     found = torch.cat([out for _, out in decoded(model, ids[0], chunks, 21)])
@@ -53,7 +52,7 @@ def test_known_peers_come_and_go():
     before = (all_cache_names(), format_names())
     with known_peers(), known_peers():
         assert {"kivi_int2", "turboquant_int4", "quanto_int4_channel"} <= set(all_cache_names())
-        assert cache_kind("kivi_int4").attention == "kv_hf"
+        assert cache_kind("kivi_int4").attention == "sdpa"
     assert (all_cache_names(), format_names()) == before
 
 

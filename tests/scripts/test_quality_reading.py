@@ -39,7 +39,6 @@ def test_simulated_oracle_reads_what_exact_pages_read_that_know_their_mass(
     """A summary of all channels is the exact mass: then the cache and the simulation must agree on every token."""
     monkeypatch.setattr(selection, "summary_of", lambda keys: Summary.ALL_CHANNELS)
     model = make_model("llama", dtype=torch.float64)
-    model.set_attn_implementation("kv_hf")
     ids = tokens(1, 200)[0]
     cache = cache_kind(f"paged_exact:page_size=16,read_from=110,{sizes},{amount}")
     cache = cache.make(model.config, 200)
@@ -56,7 +55,7 @@ def test_simulated_oracle_reads_what_exact_pages_read_that_know_their_mass(
     # logits come in fp32, whose eps times logits of about ten is 1e-6
     torch.testing.assert_close(found["oracle"], stored, rtol=0, atol=1e-5)
     assert all((found[name] - stored).abs().max() > 1e-3 for name in found if name != "oracle")
-    assert model.config._attn_implementation == "kv_hf"
+    assert model.config._attn_implementation == "sdpa"
     assert ATTENTION not in AttentionInterface._global_mapping
 
 

@@ -401,7 +401,6 @@ def test_an_older_transformers_is_refused(monkeypatch):
         ({"offload": "cpu"}, "offload='cpu' is for one call"),
         ({"max_length": 512}, "max_length=512 is for one call"),
         ({"cuda_graph": "always"}, "makes no CUDA graphs"),
-        ({"attention": "keep"}, "attention='keep'"),
         ({"max_bytes": 1000}, "one request of this model takes at least"),
         ({"page_sise": 16}, "page_sise"),
     ],
@@ -474,9 +473,8 @@ def test_a_kept_manager_of_another_cache_is_refused():
 def test_a_switched_model_still_runs_on_transformers_own_pages(own_answers):
     model = make_model("llama")
     model.generate(torch.tensor([[5, 6]]), cache_implementation="paged_int8", max_new_tokens=2)
-    assert model.config._attn_implementation == "kv_hf"
     assert answers(model, prompts(), config(), batching()) == own_answers
-    assert model.config._attn_implementation == "kv_hf"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_answers_of_whole_prompts_are_those_of_generate_in_any_format():

@@ -25,7 +25,7 @@ from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.config import CacheConfig
 from kv_hf.evaluation.caches import CacheKind, cache_kind
 from kv_hf.evaluation.models import LoadedModel
-from kv_hf.formats import ATTENTION_NAME, Scheme, value_scheme
+from kv_hf.formats import Scheme, value_scheme
 from kv_hf.hf.latent import longest_absorbed
 from kv_hf.texts import text_windows
 from measure.models.packaged import packaged_model
@@ -199,7 +199,6 @@ def latent_model(
         text = torch.tensor(ids, device=device)
         bases = found_bases(embed_in_mla(llama, rank), text, mixing == "whitened")
     loaded.model = embed_in_mla(llama, rank, bases)
-    loaded.model.set_attn_implementation(ATTENTION_NAME)
     return loaded
 
 
@@ -221,9 +220,7 @@ def latent_cache(name: str) -> CacheKind:
         return cache_kind(name)
     form = name.removesuffix(ALONG)
     options = GroupedAlongTheRank(keys=form, values=form, kernel="reference")
-    return CacheKind(
-        name, ATTENTION_NAME, lambda config, _: PagedCache.from_options(config, options)
-    )
+    return CacheKind(name, "sdpa", lambda config, _: PagedCache.from_options(config, options))
 
 
 def reads(model: Any, kind: CacheKind) -> str:

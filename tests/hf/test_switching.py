@@ -1,22 +1,15 @@
-"""A model is switched to the "kv_hf" attention only where its sources show that it then computes the same."""
+"""Models that look at their masks or their attention's name, that attend by themselves, and what masks and padding mean to pages."""
 
-import ast
-import linecache
-import sys
-import types
 import warnings
 
 import pytest
 import rounding
 import torch
 import transformers
-from kv_hf.hf.attention_source import digest, facts_of, outcome
 from tiny_models import COMMON, left_padded, make_model, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.hf import attention_source
-from kv_hf.hf.models import why_not_by_source, why_not_class, why_not_pages
 from kv_hf.pages import moved
 
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -78,14 +71,12 @@ def test_gemma4_with_shared_layers_equals_dynamic_cache(seed, more):
     cache = kv_hf.PagedCache(model.config, page_size=16)
     found = model.generate(ids, **GREEDY, **more, max_new_tokens=24, past_key_values=cache)
     assert torch.equal(expected.sequences, found.sequences)
-    assert model.config._attn_implementation == "kv_hf"
 
 
 @pytest.mark.parametrize("cached", ["none", "dynamic", "paged"])
 @pytest.mark.parametrize("keep", [1, 2, 7])
 def test_gemma4_keeps_the_last_logits_whatever_the_cache(keep, cached):
     stock, model = make("Gemma4TextConfig", GEMMA4), make("Gemma4TextConfig", GEMMA4)
-    model.set_attn_implementation("kv_hf")
     ids = tokens(2, 60)
 
     def run(which, cache):
@@ -105,9 +96,9 @@ def test_gemma4_keeps_the_last_logits_whatever_the_cache(keep, cached):
     rounding.assert_close(found, expected)
 
 
-def test_minimax_m3_keeps_its_block_sparse_mask_and_its_attention(recwarn):
-    warnings.simplefilter("always", kv_hf.KVCacheWarning)
-    model, ids = make("MiniMaxM3VLTextConfig", MINIMAX_M3), tokens(2, 90)
+def test_minimax_m3_keeps_its_block_sparse_mask():
+    """It makes a mask of blocks where its attention's name is sdpa or eager."""
+    ids = tokens(2, 90)
     # a full layer, so that there is something to page
     model = make(
         "MiniMaxM3VLTextConfig",
@@ -117,43 +108,12 @@ def test_minimax_m3_keeps_its_block_sparse_mask_and_its_attention(recwarn):
     found = model.generate(ids, **GREEDY, max_new_tokens=12, cache_implementation="paged_exact")
     for a, b in zip(expected.logits, found.logits, strict=True):
         rounding.assert_close(b, a)
-    assert model.config._attn_implementation == "sdpa"
-    assert [message for message in said(recwarn) if "goes another way" in message]
-    with pytest.raises(kv_hf.UnsupportedModelError, match="goes another way for another attention"):
-        model.set_attn_implementation("kv_hf")
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_reviewed_functions_are_those_of_the_installed_transformers():
-    """A function that asks for the name and was read is known by its digest: another version is read anew."""
-    from transformers.models.gemma4 import modeling_gemma4
-
-    source = attention_source.source_of(modeling_gemma4)
-    asks = [
-        function
-        for function in source.classes["Gemma4TextModel"].values()
-        if "_attn_implementation == 'sdpa'" in ast.unparse(function)
-    ]
-    if not asks:
-        pytest.skip("the installed transformers does not ask there")
-    assert digest(asks[0]) in attention_source._READ[asks[0].name]
-    changed = ast.parse(ast.unparse(asks[0]).replace("> 1", "> 2")).body[0]
-    assert digest(changed) != digest(asks[0])
 
 
 # -- models that do not read the interface ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["gptj", "bloom", "falcon", "mpt"])
-def test_name_is_refused_at_load_where_nothing_reads_it(family):
-    config = make_model(family).config
-    with pytest.raises(kv_hf.UnsupportedModelError, match="cannot attend over pages.*Leave it out"):
-        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="kv_hf")
-    with pytest.raises(kv_hf.UnsupportedModelError, match="AttentionInterface"):
-        make_model(family).set_attn_implementation("kv_hf")
-
-
-def test_git_whose_vision_alone_reads_the_interface_stays_as_it_is(recwarn):
+def test_git_whose_vision_alone_reads_the_interface_gets_dense_tensors(recwarn):
     warnings.simplefilter("always", kv_hf.KVCacheWarning)
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
@@ -163,106 +123,7 @@ def test_git_whose_vision_alone_reads_the_interface_stays_as_it_is(recwarn):
     found = model.generate(ids, **GREEDY, max_new_tokens=12, cache_implementation="paged_exact")
     for a, b in zip(expected.logits, found.logits, strict=True):
         rounding.assert_close(b, a)
-    assert model.config._attn_implementation != "kv_hf"
-    assert [message for message in said(recwarn) if "GitSelfAttention" in message]
-    with pytest.raises(kv_hf.UnsupportedModelError, match="GitSelfAttention"):
-        transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="kv_hf")
-
-
-def test_code_without_a_source_proves_nothing(monkeypatch):
-    """A class that was made in a notebook, say: it might ask for the name."""
-    attention = type(
-        "MadeUpAttention", (torch.nn.Linear,), {"__module__": "a_notebook_without_a_file"}
-    )
-    monkeypatch.setitem(
-        sys.modules, "a_notebook_without_a_file", types.ModuleType("a_notebook_without_a_file")
-    )
-    model = make_model("llama")
-    model.model.layers[0].self_attn.q_proj = attention(64, 64, bias=False)
-    assert "source of MadeUpAttention" in why_not_pages(model)
-    with pytest.warns(kv_hf.KVCacheWarning, match="source of MadeUpAttention"):
-        model.generate(tokens(1, 40), max_new_tokens=2, cache_implementation="paged_exact")
-    assert model.config._attn_implementation == "sdpa"
-
-
-CUSTOM = """
-import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-def helper(config):
-    return config._attn_implementation {operator} {names}
-
-class OwnAttention(torch.nn.Module):
-    def forward(self, x, mask, past):
-        k, v = past.update(x, x, self.layer_idx)
-        if helper(self.config):
-            mask = mask * 2
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
-        return attend(self, x, k, v, mask, scaling=1.0, special=x)
-"""
-
-
-def own_class(monkeypatch, operator, names):
-    """Return a class of a module whose source is CUSTOM, as a model of somebody's own would be."""
-    name = f"own_model_{len(sys.modules)}"
-    text = CUSTOM.format(operator=operator, names=names)
-    file = f"<{name}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    module = types.ModuleType(name)
-    module.__file__ = file
-    monkeypatch.setitem(sys.modules, name, module)
-    exec(compile(text, file, "exec"), vars(module))
-    return module.OwnAttention
-
-
-@pytest.mark.parametrize(
-    ("operator", "names", "differs"),
-    [
-        ("==", "'sdpa'", True),
-        ("!=", "'sdpa'", True),
-        ("in", "('eager', 'sdpa')", True),
-        ("not in", "['sdpa']", True),
-        ("in", "SOMETHING", True),
-        ("==", "'eager'", False),
-        ("==", "'flash_attention_2'", False),
-        ("in", "{'flash_attention_2', 'flex_attention'}", False),
-    ],
-)
-def test_comparisons_count_by_their_outcome_in_helpers_too(monkeypatch, operator, names, differs):
-    cls = own_class(monkeypatch, operator, names)
-    reason = why_not_by_source(frozenset({cls}), "sdpa")
-    assert (reason is not None) is differs
-    assert not differs or "helper goes another way" in reason
-    assert facts_of(cls).arguments == {"scaling", "special"}
-    assert facts_of(cls).updates_cache and facts_of(cls).reads_interface
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "expected"),
-    [
-        ("c._attn_implementation == 'sdpa'", "sdpa", True),
-        ("'sdpa' != c._attn_implementation", "kv_hf", True),
-        ("'flash' in c._attn_implementation", "flash_attention_2", True),
-        ("'flash' not in c._attn_implementation", "kv_hf", True),
-        ("c._attn_implementation.startswith('flash')", "kv_hf", False),
-        ("c._attn_implementation in ALL_ATTENTION_FUNCTIONS", "kv_hf", True),
-        ("c._attn_implementation is None", "kv_hf", False),
-        ("c._attn_implementation == other", "kv_hf", None),
-        ("'a' < c._attn_implementation < 'z'", "kv_hf", None),
-    ],
-)
-def test_outcome_of_a_comparison_is_read_off_its_text(text, name, expected):
-    assert outcome(ast.parse(text, mode="eval").body, name) is expected
-
-
-def test_every_shipped_attention_with_the_interface_passes_its_class_check():
-    for name in (
-        "LlamaForCausalLM",
-        "GPT2LMHeadModel",
-        "GptOssForCausalLM",
-        "T5ForConditionalGeneration",
-    ):
-        assert why_not_class(getattr(transformers, name)) is None
+    assert [message for message in said(recwarn) if "does not know kv_hf" in message]
 
 
 @pytest.mark.parametrize(
@@ -316,27 +177,14 @@ def test_tokenizer_for_stop_strings_does_not_cost_the_fast_path(recwarn):
     assert not [message for message in said(recwarn) if "densely" in message]
 
 
-def test_argument_that_the_attention_module_passes_and_nobody_reads_is_an_error(monkeypatch):
-    cls = own_class(monkeypatch, "==", "'eager'")
-    module = cls()
-    module.is_causal, module.num_key_value_groups, module.training = True, 2, False
-    query, key = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
-    from kv_hf.hf.attention import kv_hf_attention
-
-    with pytest.raises(kv_hf.UnsupportedModelError, match="passes special to its attention"):
-        kv_hf_attention(module, query, key, key, None, special=query)
-    # from further out it is dropped by transformers' functions too
-    out, _ = kv_hf_attention(module, query, key, key, None, from_further_out=query)
-    assert out.shape == (1, 3, 4, 16)
-
-
 # -- padding ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["auto", "keep"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_columns_put_in_front_are_no_padding(attention):
     """Virtual tokens and images: generate() knows the mask of the text only, the model passes a longer one."""
     model, inputs = make_model("llama"), left_padded([60, 9, 33])
+    model.set_attn_implementation(attention)
     front = torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(5)) * 0.3
     original = model.prepare_inputs_for_generation
 
@@ -359,7 +207,7 @@ def test_columns_put_in_front_are_no_padding(attention):
         **GREEDY,
         max_new_tokens=10,
         cache_implementation="paged_exact",
-        cache_config={"attention": attention, "page_size": 16},
+        cache_config={"page_size": 16},
     )
     assert torch.equal(expected.sequences, found.sequences)
     for a, b in zip(expected.logits, found.logits, strict=True):
@@ -369,7 +217,6 @@ def test_columns_put_in_front_are_no_padding(attention):
 
 def test_mask_that_shows_what_was_left_out_as_padding_is_refused():
     model, inputs = make_model("llama"), left_padded([60, 9])
-    model.set_attn_implementation("kv_hf")
     cache = kv_hf.PagedCache(model.config, page_size=16)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
@@ -392,7 +239,6 @@ SHOWN = {
 
 
 def padded_cache(model, **options):
-    model.set_attn_implementation("kv_hf")
     cache, inputs = kv_hf.PagedCache(model.config, page_size=16, **options), left_padded([60, 9])
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
@@ -472,48 +318,18 @@ def _show(original):
     return forward
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("edit", [_ignore, _show])
-def test_kept_attention_stores_padding_where_foreign_code_may_change_the_mask(edit):
-    """Its padding was left out as generate()'s mask said, and then attended to: 29 of 60 tokens were others."""
+def test_padding_is_what_the_mask_of_the_model_hides_not_that_of_generate(edit, attention):
+    """Code around a model may change the mask: with the mask of generate() 29 of 60 tokens were others."""
     model, inputs = make_model("llama"), left_padded([60, 9, 33])
-    model.forward = edit(model.forward)
+    model.set_attn_implementation(attention)
     options = {**GREEDY, "max_new_tokens": 8}
+    paged = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
+    found = model.generate(**inputs, **options, **paged)
+    assert [row.padding for row in found.past_key_values.group.rows] == [0, 51, 27]
+    model.forward = edit(model.forward)
     expected = model.generate(**inputs, **options)
-    kept = {
-        "cache_implementation": "paged_exact",
-        "cache_config": {"attention": "keep", "page_size": 16},
-    }
-    with pytest.warns(
-        kv_hf.KVCacheWarning, match="padding is stored like tokens.*LlamaForCausalLM"
-    ):
-        found = model.generate(**inputs, **options, **kept)
+    found = model.generate(**inputs, **options, **paged)
     assert torch.equal(expected.sequences, found.sequences)
     assert [row.padding for row in found.past_key_values.group.rows] == [0, 0, 0]
-
-
-def test_kept_attention_of_transformers_own_code_leaves_padding_out():
-    model, inputs = make_model("llama"), left_padded([60, 9, 33])
-    kept = {
-        "cache_implementation": "paged_exact",
-        "cache_config": {"attention": "keep", "page_size": 16},
-    }
-    found = model.generate(**inputs, **GREEDY, max_new_tokens=2, **kept)
-    assert [row.padding for row in found.past_key_values.group.rows] == [0, 51, 27]
-
-
-def test_mask_of_moonshine_means_causal_although_it_is_there():
-    """It passes is_causal=False wherever there is a mask."""
-    torch.manual_seed(0)
-    from kv_hf.hf.attention import kv_hf_attention, kv_hf_mask
-
-    mask = kv_hf_mask(batch_size=1, q_length=5, kv_length=5, q_offset=0, allow_is_causal_skip=True)
-    module = torch.nn.Module()
-    module.num_key_value_groups = 1
-    query, keys, values = torch.randn(3, 1, 2, 5, 16)
-    found, _ = kv_hf_attention(module, query, keys, values, mask, scaling=0.25, is_causal=False)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, keys, values, is_causal=True, scale=0.25
-    )
-    rounding.assert_close(found, expected.transpose(1, 2))
-    part, _ = kv_hf_attention(module, query[:, :, 3:], keys, values, mask[:, :, 3:], scaling=0.25)
-    rounding.assert_close(part, expected.transpose(1, 2)[:, 3:])

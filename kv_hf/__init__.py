@@ -3,8 +3,8 @@
     import kv_hf
     model.generate(**inputs, cache_implementation="paged_int4")
 
-Importing registers the names of paged caches with transformers, and an attention implementation "kv_hf"; `uninstall()`
-removes them. `cache_names()` lists the names; `register_format` and `register_cache` add others.
+Importing registers the names of paged caches with transformers, and wraps its registered attention so that it reads
+pages; `uninstall()` takes both back. `cache_names()` lists the names; `register_format` and `register_cache` add others.
 """
 
 from importlib import import_module

@@ -24,6 +24,8 @@ from .models import eager_attention_of, refuse_name
 
 Function = Callable[..., Any]
 
+_READ_OVER_PAGES = ("softcap", "s_aux", "position_bias", "indices")
+
 # what was put into transformers' tables, and what stood there before: (table, name, ours, before)
 _registered: list[tuple[dict[str, Any], str, Function, Function | None]] = []
 
@@ -68,7 +70,10 @@ def _put(table: dict[str, Any], name: str, function: Function) -> None:
 
 def _attention(original: Function, flash: bool) -> Function:
     """Wrap an attention function: ours where keys or mask are handles, or a batch of requests comes; else the original."""
-    later = list(inspect.signature(original).parameters)[5:]
+    read = list(inspect.signature(original).parameters)
+    later = read[5:]
+    # what sdpa drops, pages must not read
+    dropped = () if flash else [one for one in _READ_OVER_PAGES if one not in read]
     dense = sdpa_attention_forward if flash else original  # our masks have four dimensions
 
     @functools.wraps(original)
@@ -88,6 +93,8 @@ def _attention(original: Function, flash: bool) -> Function:
             or hasattr(kwargs.get("cache"), "paged_attend")
         ):
             kwargs.update(zip(later, args, strict=False))
+            for name in dropped:
+                kwargs.pop(name, None)
             return kv_hf_attention(module, query, key, value, attention_mask, dense=dense, **kwargs)
         return original(module, query, key, value, attention_mask, *args, **kwargs)
 

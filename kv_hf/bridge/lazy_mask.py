@@ -128,11 +128,6 @@ class LazyMask(torch.Tensor):
         return f"LazyMask(shape={tuple(self.shape)})"
 
 
-def unless_changed(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the dense mask [batch, 1, q_len, kv_len] if a model has written to it and attention must read it, else `mask` as it is."""
-    return mask.dense() if isinstance(mask, LazyMask) and mask.changed else mask
-
-
 def _write(func: Any, args: Any, kwargs: Any, written: list[LazyMask]) -> Any:
     """Call an operator that writes to masks on the tensors that these then consist of."""
     if changes_shape(func):

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from ..backends.base import AttentionCall, Backend
 from ..backends.dispatch import paged_attention
 from ..bridge.lazy_kv import KVView, view_behind, warn_read_whole
-from ..bridge.lazy_mask import LazyMask, unless_changed
+from ..bridge.lazy_mask import LazyMask
 from ..bridge.shown_padding import check_shown, vouch
 from ..bridge.traced import TracedView, taken
 from ..errors import CacheMismatchError, UnsupportedModelError
@@ -111,12 +111,12 @@ def kv_hf_attention(
     view = view_behind(key, value) if traced is None else traced
     weights = kwargs.get("output_attentions") and dense is not sdpa_attention_forward
     route = _route(module, view, query, dropout, softcap, weights)
-    if attention_mask is not None:
-        attention_mask = unless_changed(attention_mask)
-        if view is not None and attention_mask.ndim == 2:
-            attention_mask = _of_columns(
-                attention_mask, query, key.shape[2], is_causal(module, kwargs)
-            )
+    if isinstance(attention_mask, LazyMask):
+        if attention_mask.changed:
+            attention_mask = attention_mask.dense()
+    elif attention_mask is not None and attention_mask.ndim == 2 and view is not None:
+        causal = is_causal(module, kwargs)
+        attention_mask = _of_columns(attention_mask, query, key.shape[2], causal)
     if indices is not None:
         if isinstance(attention_mask, LazyMask):
             attention_mask = attention_mask.dense()

@@ -44,7 +44,8 @@ def hand_latents_through(config: Any) -> None:
 
     A class is changed once, for all of its modules: copies and pickles of a model know nothing of it.
     """
-    for kind in _expanding(type(config)):
+    config_class: Any = type(config)
+    for kind in _expanding(config_class):
         with _patching:
             if kind not in _originals:
                 _originals[kind] = vars(kind)["expand_kv"]

@@ -202,7 +202,7 @@ class PagedManagers:
             )
             options = options_of(asked)
             assert options is not None
-            check_model(model, options)
+            check_model(model)
         else:
             self.served(model, model_id)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from paths import TESTS
 from tiny_models import left_padded, make_model
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 import kv_hf
 from kv_hf import notices
@@ -106,7 +107,9 @@ def test_python_threads_call_a_kernel_that_has_threads_itself(rounds):
 
 def test_one_model_is_switched_once_and_as_a_whole(monkeypatch):
     """set_attn_implementation goes from config to config: a second thread waits until the first is done."""
-    model, inside, overlaps = make_model("gpt_oss"), [], []
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**sizes, num_key_value_heads=2))
+    inside, overlaps = [], []
     other = threading.Barrier(2)
     set_attention = models._set_attention
 

@@ -1,6 +1,6 @@
 """Paged layers of multi-head latent attention (MLA): latents and RoPE keys in the place of keys and values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,15 @@ from .compat import SPARSE_MODELS_CACHE_LATENTS, removed_by_crop
 from .handle_layer import HandleLayer
 from .layer import PagedLayer
 
+# called with the decoder's config before the first latents are stored: its classes must take handles of them (hf/latent.py)
+before_latents: list[Callable[[Any], None]] = []
+
 
 class LatentLayer(PagedLayer):
     """A layer whose model caches latents [batch, 1, q_len, kv_lora_rank] and RoPE keys [batch, 1, q_len, rope dim].
 
-    transformers hands them over as keys and values, and calls the attention's `expand_kv` behind the cache, which the
-    "kv_hf" attention leaves out where it attends to latents themselves (hf/latent.py). Versions of transformers in which
+    transformers hands them over as keys and values, and calls the attention's `expand_kv` behind the cache, which is
+    left out where pages of latents are read themselves (hf/latent.py). Versions of transformers in which
     a model still caches expanded keys and values give an ordinary layer.
 
     Args:
@@ -28,7 +31,7 @@ class LatentLayer(PagedLayer):
     _caches_latents = True  # as far as is known before the first keys
 
     def __init__(self, layer_idx: int, *args: Any, options: CacheConfig, config: Any) -> None:
-        self.mla = options.mla
+        self.mla, self._decoder_config = options.mla, config
         self.asked = {
             name: getattr(options, name)
             for name in ("latent", "latent_group_size", "k_rope")
@@ -48,6 +51,9 @@ class LatentLayer(PagedLayer):
                 f"{name}={value!r}: in this version of transformers the model caches keys and values of "
                 f"{key_states.shape[1]} heads, not latents; leave it out, or use a newer transformers"
             )
+        if not expanded:
+            for tell in before_latents:
+                tell(self._decoder_config)
         super().lazy_initialization(key_states, value_states)
 
     @property

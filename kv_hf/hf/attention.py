@@ -25,7 +25,6 @@ from .latent import (
     absorbs,
     expanded,
     from_latent,
-    hand_latents_through,
     is_latent_attention,
     shrink_of,
 )
@@ -43,9 +42,8 @@ def kv_hf_mask(
     Returns: what `dense` returns; a lazy mask [batch, 1, q_len, kv_len] where the kernels hide by themselves what it would
         hide; None for a single query to which everything is visible.
     """
-    length, mask, config = kwargs["kv_length"], kwargs.get("attention_mask"), kwargs.get("config")
+    length, mask = kwargs["kv_length"], kwargs.get("attention_mask")
     single = kwargs["q_length"] == 1
-    hand_latents_through(config)
     kwargs["kv_length"] = int(length)
     hidden = kwargs.get("allow_is_causal_skip", True) and length.needs_no_mask(mask, single)
     if hidden and single and mask is None and kwargs.get("local_size") is None:

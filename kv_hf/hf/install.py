@@ -35,7 +35,7 @@ from .asked import WITHOUT_NAME, asked_name
 from .devices import execution_devices
 from .graph_choice import Generation, decide, refuse_growing, with_room
 from .history import expect_drafts
-from .latent import prepare_latents, restore_expansion
+from .latent import prepare_latents, restore_expansion, watch_latents
 from .models import restore_attention, use_paged_attention
 from .prefix import share_prefill
 from .room import expect_length
@@ -68,6 +68,7 @@ _OWNERS = {
 def install() -> None:
     """Register the cache names and wrap the registered attention; a second call changes nothing."""
     dispatch.register()
+    watch_latents()
     _add_names()
     named.watch(_add_names)
     if not _originals:

@@ -19,6 +19,7 @@ from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 
 from ..bridge.lazy_kv import view_behind
+from ..cache.latent_layer import before_latents
 from ..cache.model_shape import attention_config
 from ..config import CacheConfig
 from ..errors import UnsupportedModelError
@@ -39,20 +40,23 @@ def is_latent_attention(module: torch.nn.Module) -> bool:
     )
 
 
+def watch_latents() -> None:
+    """Change the classes of each model whose latents a cache begins to store."""
+    before_latents[:] = [hand_latents_through]
+
+
 def hand_latents_through(config: Any) -> None:
     """Let the attention classes of a config's family pass handles of latents through `expand_kv`; other tensors are expanded as before.
 
     A class is changed once, for all of its modules: copies and pickles of a model know nothing of it.
     """
-    config_class: Any = type(config)
-    for kind in _expanding(config_class):
+    for kind in _expanding(type(config)):
         with _patching:
             if kind not in _originals:
                 _originals[kind] = vars(kind)["expand_kv"]
                 kind.expand_kv = _passing_handles(_originals[kind])  # type: ignore[attr-defined]
 
 
-@functools.cache
 def _expanding(config_class: type) -> tuple[type, ...]:
     """Return the classes of transformers that define `expand_kv` beside the models of a config's class."""
     name = config_class.__module__.replace(".configuration_", ".modeling_")
@@ -96,7 +100,8 @@ def _passing_handles(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def restore_expansion() -> None:
-    """Give all classes their own `expand_kv` back."""
+    """Give all classes their own `expand_kv` back, and change no others."""
+    before_latents.clear()
     with _patching:
         for kind, original in _originals.items():
             kind.expand_kv = original  # type: ignore[attr-defined]

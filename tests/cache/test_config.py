@@ -359,7 +359,6 @@ def test_cache_config_documents_and_tests_every_field():
         "max_bytes",  # serving/test_batch.py
         "reserve_tokens",
         *("max_length", "cuda_graph"),  # test_static_cache.py, test_step_graph.py
-        "attention",
         "kernel",
         "prefix_store",
         "cross_attention",

@@ -11,7 +11,14 @@ import rounding
 import tiny_encoder_decoders as tiny
 import torch
 import transformers
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    EncoderDecoderCache,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import kv_hf
 from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
@@ -258,11 +265,15 @@ def test_decoder_with_more_layers_than_the_encoder_is_cached_whole():
 
 @pytest.mark.parametrize("name", ["paged_fp8", "paged_int8", "paged_int4", "paged_int2"])
 @pytest.mark.parametrize("family", ["t5", "bart"])
-def test_quantized_pages_give_what_their_dense_numbers_give(family, name):
-    """The paged attention and eager attention on written-out pages read the same numbers, in both halves of the cache."""
+def test_quantized_pages_give_what_their_dense_numbers_give(family, name, monkeypatch):
+    """Attention over pages and sdpa on written-out pages read the same numbers, in both halves of the cache."""
     inputs = tiny.sources(LENGTHS)
     logits = []
-    for attention in ("sdpa", "eager"):
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "dense", lambda *a, **k: sdpa_attention_forward(*a, **k)
+    )
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "dense", sdpa_mask)
+    for attention in ("sdpa", "dense"):
         model = tiny.make_model(family)
         model.set_attn_implementation(attention)
         out = model.generate(**inputs, **GREEDY, **paged("same", name))

@@ -157,32 +157,24 @@ def test_models_with_sliding_layers_too_equal_dynamic_cache(name, options):
     assert not any(row.reason for row in report) and found.past_key_values.memory().other == 0
 
 
-def test_dropout_and_unknown_arguments_take_the_dense_route(monkeypatch):
+def test_dropout_takes_the_dense_route():
     """Whatever paged attention cannot express must not be dropped in silence."""
-    from kv_hf.hf import attention, dense
-    from kv_hf.notices import forget
+    from kv_hf.hf import attention
 
     _, cache = filled_cache(length=40)
     module = make_model("llama").model.layers[0].self_attn
     seen = []
-    monkeypatch.setattr(
-        dense,
-        "sdpa_attention_forward",
-        lambda *a, **kw: seen.append((a[2], kw)) or (a[1], None),
-    )
-    cases = [
-        ({"dropout": 0.5}, 1),
-        ({"chosen": torch.zeros(1)}, 3),
-    ]
-    for count, (given, q_len) in enumerate(cases, 1):
-        forget()
-        keys, values = cache.update(*new_states(length=q_len), 0)
-        query = torch.randn(2, 4, q_len, 16)
-        with pytest.warns(kv_hf.KVCacheWarning, match="densely because"):
-            attention.kv_hf_attention(module, query, keys, values, None, **given)
-        assert len(seen) == count
-        assert type(seen[-1][0]) is torch.Tensor
-        cache.update(*new_states(length=q_len), 1)
+
+    def dense(*given, **kwargs):
+        seen.append((given[2], kwargs))
+        return given[1], None
+
+    keys, values = cache.update(*new_states(), 0)
+    query = torch.randn(2, 4, 1, 16)
+    with pytest.warns(kv_hf.KVCacheWarning, match="densely because dropout=0.5"):
+        attention.kv_hf_attention(module, query, keys, values, None, dropout=0.5, dense=dense)
+    ((keys, kwargs),) = seen
+    assert type(keys) is torch.Tensor and kwargs["dropout"] == 0.5
 
 
 def test_cache_of_an_assistant_records_its_past():

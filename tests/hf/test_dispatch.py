@@ -26,6 +26,7 @@ PAGED = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16
 def plain(family):
     """Return a model that no test has given pages, of a class whose `expand_kv` is as transformers wrote it."""
     latent.restore_expansion()
+    latent.watch_latents()
     return make_model("llama") if family == "llama" else tiny_latent.make_model(family)
 
 

@@ -434,8 +434,8 @@ def test_models_that_do_not_hand_the_cache_down_are_refused():
         make_model("stablelm").generate_batch([[5, 6]], generation_config=config("paged_int8"))
 
 
-def test_models_that_keep_their_attention_are_refused():
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM keeps another one"):
+def test_models_that_attend_by_themselves_are_refused():
+    with pytest.raises(UnsupportedModelError, match="which BloomForCausalLM has not"):
         make_model("bloom").generate_batch([[5, 6]], generation_config=config("paged_int8"))
 
 

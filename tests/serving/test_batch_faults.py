@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_batch import answers, batching, collected, config, prompts, started
 from tiny_models import make_model
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 import kv_hf
 from kv_hf.errors import CacheOptionError, UnsupportedModelError
@@ -119,8 +120,17 @@ def test_waiting_requests_go_on_when_all_others_are_cancelled():
         manager.stop(hard_stop=True)
 
 
+def eager_model():
+    """Return a tiny model of a family that is switched to "kv_hf"."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**sizes, **heads)).eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
 def test_the_last_of_two_managers_gives_the_model_its_attention_back():
-    model = make_model("llama")
+    model = eager_model()
     first, second = (started(model, config("paged_int8", 60)) for _ in range(2))
     try:
         begun(second, "a")
@@ -129,11 +139,22 @@ def test_the_last_of_two_managers_gives_the_model_its_attention_back():
         assert collected(second, 1)["a"].error is None
     finally:
         second.stop()
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "eager"
 
 
-def test_16_bit_pages_are_refused_while_a_manager_runs_on_others():
+def test_16_bit_pages_run_beside_a_manager_on_others():
     model = make_model("llama")
+    manager = started(model, config("paged_int8", 60))
+    try:
+        begun(manager, "a")
+        (beside,) = model.generate_batch([[5, 6]], config(new=2), batching()).values()
+        assert beside.error is None and collected(manager, 1)["a"].error is None
+    finally:
+        manager.stop()
+
+
+def test_16_bit_pages_are_refused_while_a_manager_has_switched_the_model():
+    model = eager_model()
     manager = started(model, config("paged_int8", 60))
     try:
         begun(manager, "a")
@@ -149,8 +170,11 @@ def test_an_attention_that_is_changed_under_a_manager_is_named():
     manager = started(model, config("paged_int8", 500))
     try:
         begun(manager, "a")
-        model.set_attn_implementation("sdpa")
-        assert "was set to 'sdpa' while" in collected(manager, 1)["a"].error
+        model.set_attn_implementation("eager")
+        assert (
+            "was set to 'eager', which does not read pages, while"
+            in collected(manager, 1)["a"].error
+        )
     finally:
         manager.stop()
 

@@ -220,7 +220,9 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return (
+        tensor.untyped_storage()._cdata
+    )  # the same object for all views, with an address or without
 
 
 def warn_dense(reader: str) -> None:

@@ -1,15 +1,18 @@
 """Sliding-window and chunked layers in pages: the tokens of DynamicCache, and pages given back past the window."""
 
 import copy
+import functools
 
 import pytest
 import rounding
 import torch
 import transformers
 from tiny_models import COMMON, left_padded, tokens
+from transformers import AttentionMaskInterface
 
 import kv_hf
 from kv_hf.backends.cpu import library
+from kv_hf.bridge.lazy_mask import LazyMask
 from kv_hf.cache import build
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.pages.group import PageGroup
@@ -226,28 +229,38 @@ def test_llama4_attends_in_chunks():
 
 
 def test_queries_get_no_mask_where_the_kernels_hide_by_themselves(monkeypatch):
-    from kv_hf.hf import attention
+    registered, masks = AttentionMaskInterface._global_mapping, []
+    ours = registered["sdpa"]
 
-    made = []
-    sdpa_mask = attention.sdpa_mask
-    monkeypatch.setattr(
-        attention, "sdpa_mask", lambda *a, **k: made.append(k["q_length"]) or sdpa_mask(*a, **k)
-    )
+    @functools.wraps(ours)
+    def noted(*args, **kwargs):
+        masks.append((kwargs["q_length"], ours(*args, **kwargs)))
+        return masks[-1][1]
+
+    def queries_of_masks():
+        """Return the queries of each mask that was made."""
+        made = [(q, mask) for q, mask in masks if mask is not None]
+        lengths = [
+            q for q, mask in made if not isinstance(mask, LazyMask) or mask._made is not None
+        ]
+        masks.clear()
+        return lengths
+
+    monkeypatch.setitem(registered, "sdpa", noted)
     model = make("gemma3", 24)
     inputs = left_padded([60, 33])
     run(model, inputs, "paged_exact", max_new_tokens=20)
-    assert made == [60, 60]
-    made.clear()
+    assert queries_of_masks() == [60, 60]
     run(model, inputs, "paged_exact", max_new_tokens=5, prefill_chunk_size=30)
     # the first chunk, whose keys are plain tensors; a kernel that leaves chunks to SDPA asks for the others
+    made = queries_of_masks()
     assert made[:2] == [30, 30] and (library.missing() or len(made) == 2)
-    made.clear()
     hole = {name: tensor.clone() for name, tensor in inputs.items()}
     hole["attention_mask"][:, 45] = 0
     expected = run(model, hole, max_new_tokens=20)
-    made.clear()
+    masks.clear()
     check_same(run(model, hole, "paged_exact", max_new_tokens=20), expected)
-    assert made.count(1) == 2 * 19
+    assert queries_of_masks().count(1) == 2 * 19
 
 
 def test_attention_weights_of_a_padded_sliding_model_equal_eager():

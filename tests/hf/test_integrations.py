@@ -204,7 +204,8 @@ def test_a_model_of_another_dtype_after_its_first_use(dtype):
     model = make_model("llama")
     first = check(model, PADDED)
     model.to(dtype)
-    model.set_attn_implementation("eager")
+    # eager masks of rows that see nothing are nan in float64, with any cache
+    model.set_attn_implementation("sdpa" if dtype == torch.float64 else "eager")
     expected = model.generate(**PADDED, **GREEDY)
     found = model.generate(**PADDED, **GREEDY, **PAGES)
     assert torch.equal(found, expected)

@@ -6,7 +6,8 @@ import threading
 import warnings
 
 import pytest
-from tiny_models import make_model, tokens
+import transformers
+from tiny_models import tokens
 from tiny_tokenizer import make_tokenizer
 from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
@@ -85,8 +86,9 @@ def test_generate_says_nothing_while_it_streams(positional, monkeypatch):
     handler = logging.Handler()
     handler.emit = lambda record: shown.append("notice")
     monkeypatch.setattr(notices.logger, "handlers", [*notices.logger.handlers, handler])
-    model = make_model("llama")
-    model.set_attn_implementation("sdpa")
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma2Config(**sizes, num_key_value_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)  # which is switched to "kv_hf"
     given = ([None] * 6 + [Terminal(shown)]) if positional else []
     options = {} if positional else {"streamer": Terminal(shown)}
     options |= {"max_new_tokens": 5, "cache_implementation": "paged_int4"}

@@ -221,13 +221,11 @@ def _open(path: Path, flags: int = 0) -> Iterator[Writer]:
 def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """Make a new file or folder beside `target`, locked until the block ends; what has not been renamed then is removed."""
     _remove_abandoned(target.parent)
-    while True:
+    lock = None
+    while lock is None:
         path = target.with_name(f"{secrets.token_hex(8)}{UNFINISHED}")
         make(path)
-        lock = _locked(path)
-        if path.exists():
-            break
-        os.close(lock)  # another writer took it for abandoned before it was locked
+        lock = _lock(path)  # None: another writer took it for abandoned before it was locked
     try:
         yield path
     finally:
@@ -237,22 +235,28 @@ def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
             os.close(lock)
 
 
-def _locked(path: Path, flags: int = 0) -> int:
-    """Return a descriptor that holds a lock on a file or folder, -1 without locks. Raises OSError where another one holds it.
+def _lock(path: Path, flags: int = 0) -> int | None:
+    """Return a descriptor that holds a lock on a file or folder, None where it is gone, -1 without locks.
 
     Args:
-        flags: LOCK_NB does not wait.
+        flags: LOCK_NB raises BlockingIOError where another one holds it, and does not wait.
     """
     if fcntl is None:
         return -1
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(number, fcntl.LOCK_EX | flags)
     except OSError as error:
         if flags or error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
             os.close(number)
             raise
-    return number  # a disk without locks: what is left there stays
+    if path.exists():
+        return number  # a disk without locks: what is left there stays
+    os.close(number)
+    return None
 
 
 def _remove(path: Path) -> None:
@@ -269,10 +273,11 @@ def _remove_abandoned(folder: Path) -> None:
     removed = []
     for path in sorted(folder.glob(f"*{UNFINISHED}")) if fcntl else ():
         with contextlib.suppress(OSError):
-            lock = _locked(path, fcntl.LOCK_NB)
-            _remove(path)
-            removed.append(path.name)
-            os.close(lock)
+            lock = _lock(path, fcntl.LOCK_NB)
+            if lock is not None:
+                _remove(path)
+                removed.append(path.name)
+                os.close(lock)
     if removed:
         say_once(
             f"unfinished {folder}",

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..backend_names import OTHER_WORDS, kernel_choices
 from ..checks import check_choice
-from ..config import CacheConfig
+from ..config import CacheConfig, names_of
 from ..errors import CacheFileError, CacheMismatchError, CacheOptionError
 from ..files import replacing
 from ..formats import is_shipped
@@ -39,7 +39,7 @@ from ..version import __version__
 from .adapters import adapters_of
 from .identity import check_identity, identity
 from .model_shape import decoder_config, signature
-from .state import PLACEMENT, CacheState, LayerPages, LayerState, StateTensors
+from .state import CacheState, LayerPages, LayerState, StateTensors
 
 FORMAT, VERSION = "kv_hf.PagedCache", "3"
 TOKEN_IDS = "token_ids"
@@ -491,7 +491,7 @@ def _check_formats(claimed: Mapping[str, Any]) -> None:
 
 def _claimed_options(claimed: Mapping[str, Any], kernel: str | None) -> CacheConfig:
     """Return the options of a file. Raises CacheFileError for those of caches that are never saved, and impossible ones."""
-    if any(claimed.get(name) is not None for name in PLACEMENT):
+    if any(claimed.get(name) is not None for name in names_of("local")):
         raise CacheFileError("it claims options of caches that are never saved")
     for name, value in claimed.items():
         if isinstance(value, int | float) and value > (

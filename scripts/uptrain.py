@@ -33,7 +33,7 @@ from transformers import (  # fmt: skip
 )
 
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
-from kv_hf.files.folders import becoming_folder
+from kv_hf.files import becoming_folder
 from kv_hf.gqa.convert import check_destination
 from kv_hf.gqa.source import Source
 from kv_hf.printable import tell, tell_error

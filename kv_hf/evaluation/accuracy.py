@@ -24,7 +24,6 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 
 from ..cache.paged_cache import PagedCache
-from ..config_reading import is_reading_part
 from ..geometry import Geometry
 from ..texts import longest_context
 from .caches import CacheKind, LayerShape, cache_kind, held_bytes
@@ -53,7 +52,7 @@ def next_chunk(cache: Cache, position: int) -> int:
         options = cache.options
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
         room = places.slots - places.exact(position)
-        if is_reading_part(options):
+        if options.reads_part:
             room = min(room, max(1, options.read_from - 1 - position))  # so far all is read
         return room
     if type(cache) in (DynamicCache, StaticCache):

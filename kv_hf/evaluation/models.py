@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import cached_file
 
 from ..errors import KVCacheError
-from ..files.reading import BESIDE_BYTES, read_bytes, read_text
+from ..files import BESIDE_BYTES, read_bytes, read_text
 from ..formats import ATTENTION_NAME
 from ..hub import why_not_model
 from ..records import CONVERSION, UPTRAINING

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from ..cache_names import parse_cache_name
 from ..extras import extra
-from ..files.writing import replace_text
+from ..files import replace_text
 from ..formats import cache_names
 from .caches import cache_kind, why_not
 from .models import Measured, TextSettings, paged_attention

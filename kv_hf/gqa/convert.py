@@ -18,9 +18,7 @@ from safetensors.torch import save_file
 
 from ..checks import check_choice
 from ..errors import ConversionError
-from ..files.folders import becoming_folder, scratch_folder
-from ..files.reading import BESIDE_BYTES, read_bytes
-from ..files.writing import create_text, creating
+from ..files import BESIDE_BYTES, becoming_folder, create_text, creating, read_bytes, scratch_folder
 from ..records import CONVERSION
 from ..version import __version__
 from .heads import Made, merged_tensors

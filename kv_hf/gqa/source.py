@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..config_numbers import check_numbers
 from ..errors import ConversionError, InputFileError
-from ..files.reading import (
+from ..files import (
     BESIDE_BYTES,
     CARD_BYTES,
     CONFIG_BYTES,

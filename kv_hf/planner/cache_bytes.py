@@ -16,7 +16,6 @@ from ..cache.layer_formats import LayerFormats
 from ..cache.paged_cache import PagedCache
 from ..checks import check_int
 from ..config import CacheConfig
-from ..config_reading import check_readable, read_budget
 from ..errors import CacheOptionError, PagePoolExhaustedError, UnsupportedModelError
 from ..page_summary import part_bytes
 from ..pages.device_budget import Demand, DeviceBudget, Split
@@ -168,7 +167,7 @@ class Pages:
         self.formats = paged_formats(classes, ranks, options, inventory.model_type, windows)
         latent = any(ranks[index] is not None for index in self.formats)
         seen = [windows[index] for index in self.formats]
-        check_readable(options, inventory.model_type, seen, latent)
+        options.budget_of(inventory.model_type, seen, latent)
         spec = cache(self.spec)
         groups: dict[int | None, dict[int, PageSpec]] = {}
         for index, own in self.formats.items():
@@ -340,7 +339,7 @@ class _Offload:
         self.new = self.longest - prompt if prompt else min(1, max(0, self.longest - 1))
         self.buffers = 1 if self.device.type == "cpu" else 2  # a copy runs beside kernels on a GPU
         self.budget = DeviceBudget(options.device_pages, options.device_bytes)
-        self.reading = read_budget(options)
+        self.reading = options.read_budget()
         self.chosen_from = {
             i for i in pages.formats if self.reading and pages.layers[i].window is None
         }

@@ -11,9 +11,7 @@ import torch
 
 from ..cache_names import parse_cache_name
 from ..checks import check_int
-from ..config import CacheConfig
-from ..config_given import given_options
-from ..config_reading import is_reading_part, read_budget
+from ..config import CacheConfig, given_options
 from ..errors import CacheOptionError, DeviceBudgetError, KVCacheError, PagePoolExhaustedError
 from ..formats import cache_names, is_cache_name
 from ..page_summary import part_bytes
@@ -282,7 +280,7 @@ def plan(
         raise CacheOptionError(f"caches must be a sequence of names, got {caches!r}")
     dynamic = Choice("dynamic", "dynamic").memory(inventory, batch, context, prompt).total
     rows = []
-    options, names = given_options(cache_config, CacheConfig), caches
+    options, names = given_options(cache_config), caches
     if names is None:  # the common ones
         names = (*planned_caches(), "paged_int4:offload=cpu")
     asked = [Choice.of(name, options) for name in names]
@@ -413,7 +411,7 @@ class Choice:
                 f"cache {base!r} is not planned: its bytes are another library's; planned are {', '.join(planned_caches())}"
             )
         if is_cache_name(base):
-            both = {**given_options(cache_config, CacheConfig), **options}
+            both = {**given_options(cache_config), **options}
             return cls(given, "paged", CacheConfig.from_options(base, both))
         length = options.pop("max_length", None) if base == "static" else None
         if options:
@@ -459,7 +457,7 @@ class Choice:
             page_size, exact = own.page_size, own.sink_tokens + own.recent_tokens
             free = dict.fromkeys(("max_length", "max_pages", "device_bytes", "device_pages"))
             grown = replace(grown, options=replace(own, **free, reserve_tokens=0))  # type: ignore[arg-type]
-            if is_reading_part(own):  # from where on staging buffers stop to grow
+            if own.reads_part:  # from where on staging buffers stop to grow
                 widest = max(widest, own.read_from)
         tokens = FAR_PAGES * page_size
         while tokens <= 2 * widest:
@@ -558,7 +556,7 @@ def cache_read(
     dtype, options = inventory.torch_dtype, choice.options
     pages = None if options is None else Pages(inventory, options)
     specs = {} if pages is None else pages.specs
-    budget = None if options is None else read_budget(options)
+    budget = None if options is None else options.read_budget()
     columns = context if choice.length is None else choice.length
     stored = chosen_by = exact = 0.0
     for index, layer in enumerate(inventory.layers):

@@ -19,7 +19,6 @@ from transformers import DynamicCache
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
-from kv_hf.config_reading import check_reading, read_budget
 from kv_hf.evaluation.accuracy import PROTOCOL, block_means, score, summary
 from kv_hf.evaluation.models import LoadedModel, TextSettings, digest_of, revision_of
 from kv_hf.evaluation.needles import LINCOLN, Cell, measure_cells
@@ -199,7 +198,7 @@ def part_read(contender: str, read: float | None, read_from: int) -> tuple[str, 
         given = {"page_size": size}
     if read is not None:
         given |= {"read_top_p" if read < 1 else "read_tokens": read, "read_from": read_from}
-    check_reading(CacheConfig.from_options(base, given))
+    CacheConfig.from_options(base, given)  # refuses what no cache takes
     return base, given
 
 
@@ -225,7 +224,7 @@ def reading(
     reference.log_probs(0)  # now, while the model attends as it is
     base, given = part_read(**part)
     options = CacheConfig.from_options(base, given)
-    chooser, budget = CHOOSERS.get(part["contender"]), read_budget(options)
+    chooser, budget = CHOOSERS.get(part["contender"]), options.read_budget()
     places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
     own, counts = loaded.model.config, list[int]()
     reads_so: Any = nullcontext()

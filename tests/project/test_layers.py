@@ -8,8 +8,7 @@ from paths import ROOT
 PACKAGE = ROOT / "kv_hf"
 LAYERS = [
     "backend_names errors extras files hub notices plugins printable records text_table user_dir version",
-    "cache_names cache_options checks config config_given config_layers config_numbers config_reading config_room "
-    "config_sizes field_names formats read_budget recipe texts units",
+    "cache_names checks config config_numbers field_names formats read_budget recipe texts units",
     "geometry page_summary row_pages spec",
     "quant",
     "backends pages",

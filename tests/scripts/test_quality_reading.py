@@ -7,7 +7,6 @@ from tiny_models import make_model, tokens
 from transformers import AttentionInterface, DynamicCache
 
 from kv_hf.backends.reference import selection
-from kv_hf.config_reading import read_budget
 from kv_hf.evaluation.accuracy import decoded
 from kv_hf.evaluation.caches import cache_kind
 from kv_hf.geometry import Geometry
@@ -50,7 +49,7 @@ def test_simulated_oracle_reads_what_exact_pages_read_that_know_their_mass(
     places = Geometry(own.page_size, own.sink_tokens, own.recent_tokens)
     found = {}
     for name, chooser in CHOOSERS.items():
-        with simulated(model, chooser, read_budget(own), places):
+        with simulated(model, chooser, own.read_budget(), places):
             parts = [out for _, out in decoded(model, ids, DynamicCache(), 90)]
         found[name] = torch.cat(parts)
     # logits come in fp32, whose eps times logits of about ten is 1e-6

@@ -18,6 +18,10 @@ from .memory_plan import MOST_ROWS, CachePlan, Plan, plan
 from .presets import preset_names, read_preset
 
 NO_LIMIT = "no limit"
+LEGEND = (
+    "context, batch: the largest at the other's size; resident: tokens over all rows, in whole pages; read/token: bytes that a "
+    "decode step reads, per token that it makes; tokens/s: what the bandwidth allows at most, over all rows"
+)
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -87,7 +91,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf memory") -> int:
     except (KVCacheError, OSError) as error:
         tell_error(prog, error)
         return 2
-    tell(json.dumps(found.as_dict(), indent=2) if as_json else plain_table(found, text_width()))
+    tell(json.dumps(found.as_dict(), indent=2) if as_json else str(found))
     return 0
 
 
@@ -204,25 +208,11 @@ def _speed(plan: Plan, row: CachePlan) -> str:
     return _number(row.tokens_per_second or 0)
 
 
-def legend(plan: Plan) -> list[str]:
-    """Return what headings mean, for those that are there."""
-    lines = []
-    if plan.available is not None:
-        lines.append(
-            f"context: the largest at batch {plan.batch:,}; batch: the largest at context {plan.context:,}; resident: tokens "
-            f"over {plan.batch:,} row{'s' * (plan.batch > 1)}, in whole pages"
-        )
-    reads = "read/token: bytes that a decode step reads, per token that it makes"
-    if plan.bandwidth is not None:
-        reads += "; tokens/s: what the bandwidth allows at most, over all rows"
-    return [*lines, reads]
-
-
 def plain_table(plan: Plan, width: int | None = None) -> str:
     """Return the plan as lines of text, of at most `width` characters where that is possible."""
     head, tail = (
         [one for line in lines for one in wrap(line, width)]
-        for lines in (header_lines(plan), [*legend(plan), *_notes(plan)])
+        for lines in (header_lines(plan), [LEGEND, *_notes(plan)])
     )
     return "\n".join([*head, "", *table_lines(columns(plan), width), "", *tail])
 

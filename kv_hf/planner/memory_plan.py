@@ -176,10 +176,10 @@ class Plan:
         raise CacheOptionError(f"cache must be one of the plan's ({names}), got {cache!r}")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan in JSON types, totals included."""
+        """Return the plan for JSON, totals included, the model's config left out."""
         found = asdict(replace(self, inventory=replace(self.inventory, config=None)))
-        found |= {"inventory": self.inventory.as_dict(), "available": self.available}
-        found |= {"notes": list(self.notes), "rows": list(found["rows"])}
+        del found["inventory"]["config"]
+        found["available"] = self.available
         for given, row in zip(found["rows"], self.rows, strict=True):
             given["memory"]["total"] = row.total
             given["decode"]["step_bytes"] = row.decode.step_bytes

@@ -6,8 +6,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ..errors import PlanError
-
 
 @cache
 def _presets() -> dict[str, dict[str, Any]]:
@@ -25,12 +23,7 @@ def is_preset(name: str) -> bool:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return a preset: "name", "model" (hub id), "source", "config", and "notes" for a plan where there are any.
-
-    Raises: PlanError for other names, with those that are near.
-    """
-    if not is_preset(name):
-        raise PlanError(f"there is no preset {name!r}{near_presets(name)}")
+    """Return a preset that there is: "name", "model" (hub id), "source", "config", and "notes" for a plan where there are any."""
     return {"name": name.lower(), **_presets()[name.lower()]}
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -278,8 +278,7 @@ def _with_heads(config: Any, kv_heads: Any, name: str) -> Any:
 # -- the files of its weights -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredWeights:
+class StoredWeights(NamedTuple):
     """Weights as they are stored.
 
     Attributes:

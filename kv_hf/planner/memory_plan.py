@@ -4,7 +4,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,172 +19,19 @@ from ..formats import cache_names, is_cache_name
 from ..page_summary import part_bytes
 from ..printable import short
 from ..spec import MemoryReport
-from ..text_table import text_width
 from ..units import format_bytes, parse_bandwidth, parse_bytes, parse_tokens
 from .cache_bytes import Pages, Stock
 from .devices import find_device
 from .inventory import Inventory, device_share
+from .plan_table import MOST_ROWS, CachePlan, Decode, Fit, Plan
 from .source import load_inventory
 
 DEFAULT_CONTEXT = 8192
 MOST_BATCH = 1_000_000  # rows are listed one by one
 MOST_CONTEXT = 1 << 30  # an offload is followed page by page
 MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
-MOST_ROWS = 1 << 16  # larger batches are not searched
 FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
 EXACT_CACHES = ("dynamic", "static")  # transformers' own whose bytes are predicted
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The largest loads in the memory behind the weights. None: nothing grows, or the limit lies beyond all use.
-
-    Attributes:
-        context: tokens of each row at the batch of the plan.
-        batch: rows at the context of the plan; None: MOST_ROWS or more.
-        resident_tokens: tokens over all rows of the plan's batch, in whole pages: what an engine may admit.
-    """
-
-    context: int | None
-    batch: int | None
-    resident_tokens: int | None
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Bytes that one decode step of all rows reads.
-
-    Attributes:
-        batch: rows, each of which gets a token in a step.
-        weights: of the model, of routed experts the share that is expected to be asked for; None where not known.
-        cache: keys, values and states, once per layer of the model that reads them.
-        outside: part of `cache` that comes from outside of the device first.
-    """
-
-    batch: int
-    weights: int | None
-    cache: int
-    outside: int = 0
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of a step."""
-        return (self.weights or 0) + self.cache
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of a step per token that it makes."""
-        return self.step_bytes / self.batch
-
-    def tokens_per_second(self, bandwidth: int, host_bandwidth: int | None = None) -> float:
-        """Return the tokens per second over all rows that memory allows at most.
-
-        A bound, not a forecast: computing, writing, launching kernels and talking between devices take their time on top.
-
-        Args:
-            bandwidth: of the device's memory, bytes per second.
-            host_bandwidth: of the way from outside to the device; None leaves that way out.
-        """
-        seconds = self.step_bytes / bandwidth
-        if host_bandwidth is not None:
-            seconds = max(seconds, self.outside / host_bandwidth)
-        return self.batch / seconds if seconds else float("inf")
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """One cache of a plan. Bytes are those of one device.
-
-    Attributes:
-        cache: its name, with options behind a colon.
-        memory: what it holds at the plan's batch and context, by part; `memory.offloaded` lies outside of the device.
-        bytes_per_token: of one more token of one row in the long run, on the device; windows that are full do not grow.
-        outside_bytes_per_token: the same outside of the device.
-        ratio: bytes of a DynamicCache / `memory.total`.
-        decode: bytes that a decode step reads.
-        tokens_per_second: over all rows, at most; None without a bandwidth.
-        fit: what the memory behind the weights holds; None without `device_memory` or where the weights are not known.
-        fits: whether weights, reserve and cache go into the device's memory; None where `fit` is.
-    """
-
-    cache: str
-    memory: MemoryReport
-    bytes_per_token: float
-    outside_bytes_per_token: float
-    ratio: float
-    decode: Decode
-    tokens_per_second: float | None
-    fit: Fit | None
-    fits: bool | None
-
-    @property
-    def total(self) -> int:
-        """Bytes of the cache on the device."""
-        return self.memory.total
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Memory of the caches of a model, at a batch and a context.
-
-    Attributes:
-        inventory: of the whole model.
-        batch, context: rows, and tokens of each that the cache holds.
-        prompt: tokens of a row that came in one prefill, or None.
-        tensor_parallel: devices that share the model; all bytes are those of one of them.
-        weights: bytes of the weights, None where their number is not known.
-        device: name of a known device, or None.
-        device_memory, bandwidth, host_bandwidth: in bytes and bytes per second, None where not given.
-        reserve: bytes of the device that are kept free of weights and caches.
-        rows: one per cache.
-        notes: what was assumed, and what does not fit, in words.
-    """
-
-    inventory: Inventory
-    batch: int
-    context: int
-    prompt: int | None
-    tensor_parallel: int
-    weights: int | None
-    device: str | None
-    device_memory: int | None
-    bandwidth: int | None
-    host_bandwidth: int | None
-    reserve: int
-    rows: tuple[CachePlan, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def available(self) -> int | None:
-        """Bytes behind weights and reserve, below zero where these do not fit; None where one of them is not known."""
-        if self.device_memory is None or self.weights is None:
-            return None
-        return self.device_memory - self.reserve - self.weights
-
-    def __str__(self) -> str:
-        """Return the table that `kv-hf memory` prints, as wide as the terminal."""
-        from .plan_command import plain_table
-
-        return plain_table(self, text_width())
-
-    def row(self, cache: str) -> CachePlan:
-        """Return the row of a cache by its name. Raises CacheOptionError for one that was not planned."""
-        for row in self.rows:
-            if row.cache == cache:
-                return row
-        names = ", ".join(row.cache for row in self.rows)
-        raise CacheOptionError(f"cache must be one of the plan's ({names}), got {cache!r}")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the plan for JSON, totals included, the model's config left out."""
-        found = asdict(replace(self, inventory=replace(self.inventory, config=None)))
-        del found["inventory"]["config"]
-        found["available"] = self.available
-        for given, row in zip(found["rows"], self.rows, strict=True):
-            given["memory"]["total"] = row.total
-            given["decode"]["step_bytes"] = row.decode.step_bytes
-            given["decode"]["bytes_per_token"] = row.decode.bytes_per_token
-        return found
 
 
 def plan(

@@ -12,13 +12,9 @@ from kv_hf.errors import CacheOptionError, DeviceBudgetError, UnsupportedModelEr
 from kv_hf.page_summary import part_bytes
 from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.inventory import CachedLayer, Inventory, State, cut_heads, device_share
-from kv_hf.planner.memory_plan import (
-    Choice,
-    Decode,
-    find_fit,
-    planned_caches,
-)
-from kv_hf.planner.presets import preset_names
+from kv_hf.planner.memory_plan import Choice, find_fit, planned_caches
+from kv_hf.planner.plan_table import Decode
+from kv_hf.planner.source import preset_names
 
 GIB = 2**30
 LLAMA = "llama-3.1-8b"

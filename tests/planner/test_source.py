@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import kv_hf
 from kv_hf.config_numbers import check_numbers
 from kv_hf.errors import PlanError
-from kv_hf.planner import meta_model, presets
+from kv_hf.planner import meta_model, source
 from kv_hf.planner.inventory import Inventory
 from kv_hf.planner.source import load_inventory
 
@@ -60,11 +60,11 @@ def test_weights_of_presets_are_those_that_their_makers_give(name, billions):
 
 
 def test_presets_are_configs_with_their_sources():
-    assert len(presets.preset_names()) >= 52
-    for name in presets.preset_names():
-        preset = presets.read_preset(name)
+    assert len(source.preset_names()) >= 52
+    for name in source.preset_names():
+        preset = source.read_preset(name)
         assert set(preset) - {"notes"} == {"name", "model", "source", "config"}
-        assert presets.preset_of_model(preset["model"].upper()) is not None
+        assert source.preset_of_model(preset["model"].upper()) is not None
         check_numbers(preset["config"], name)
 
 
@@ -78,7 +78,7 @@ def test_a_hub_id_that_cannot_be_had_names_near_presets(offline, monkeypatch):
 
 
 def test_a_presets_hub_id_works_without_the_hub(caplog):
-    model = presets.read_preset("llama-3.1-8b")["model"]
+    model = source.read_preset("llama-3.1-8b")["model"]
     assert load_inventory(model) == load_inventory("Llama-3.1-8B")
     assert "the preset llama-3.1-8b is taken" in caplog.text
 

@@ -321,17 +321,6 @@ TABLES = [
         where=lambda r: r["metric"] == "prefill", one_run=True,
     ),
     Table(
-        "docs/serving.md", "serve", "serving.jsonl",
-        "Chats with a system prompt of {config_system_tokens:,} tokens and answers of at most {config_new_tokens} tokens, {name}, "
-        "least times of {n} chats",
-        {
-            "cache": lambda r: r["config_implementation"] if " " in r["config_implementation"] else f"kv-hf serve, `{r['config_implementation']}`",
-            "turn": "{turn}", "prompt, tokens": "{prompt_tokens:,}", "computed": "{tokens_computed:,}",
-            "first text, s": "{first_token_s:.2f}", "answer, s": "{whole_s:.2f}", "processor, s": "{value:.2f}",
-        },
-        where=lambda r: r["kind"] == "serve", one_run=True,
-    ),
-    Table(
         "docs/serving.md", "batches", "serving.jsonl",
         lambda rows: filled(
             "{requests} requests with {prompt_tokens:,} tokens of prompts and {answer} new tokens each, ", rows[0]
@@ -343,11 +332,6 @@ TABLES = [
             "of that of transformers": "{first_token_ratio:.2f}",
         },
         where=lambda r: r["kind"] == "batches", split=("load",), one_run=True,
-    ),
-    Table(
-        "docs/design.md", "beams", "beams.jsonl", "Milliseconds of new order and append over {layers} layers, {beams} beams, sizes of `{shape}`",
-        {"cache": "`{cache}`"}, Pivot(("cache",), "context", {"{at:,} tokens": "{step_ms_p50:.3g}"}),
-        where=lambda r: r["kind"] == "beams" and r["device"] == "cpu", one_run=True, given=SIZES,
     ),
     Table(
         "docs/accuracy.md", "accuracy", GRID, lambda rows: f"{scored(rows[0])}, exact perplexity {rows[0]['perplexity_exact']:.2f}",
@@ -422,7 +406,7 @@ TABLES = [
         {
             "what": lambda r: {"attention": "attention of 30 layers", "model": "whole step"}[r["kind"]], "cache": "`{cache}`",
             "tokens": "{context:,}", "everything": of("ms_everything"), "a part": of("ms_part"),
-            "ratio": lambda r: f"{r['ms_part'] / r['ms_everything']:.2f}", "the choice alone": of("ms_choice"),
+            "ratio": lambda r: f"{r['ms_part'] / r['ms_everything']:.2f}",
         },
         split=("threads",), key=("kind", "cache", "context", "contender"), prepare=parts,
     ),
@@ -452,13 +436,12 @@ TABLES = [
         "{name} as MLA, latents of {kv_lora_rank}, mixing: {mixing}; RoPE keys of {qk_rope_head_dim}. {windows} windows of {window:,} tokens, "
         "{tokens:,} of them scored; stock `DynamicCache`: perplexity {perplexity_exact:.3f}",
         {
-            "latents": lambda r: f"`{r['cache']}`" if r["cache"].startswith("paged_") else r["cache"], "read": "{reads}",
+            "latents": "`{cache}`",
             "bits": "{stored_bits:.2f}", "bytes/token": "{bytes_per_token:,.0f}", "KL (95 % interval)": lambda r: kl(r, finer),
             "same top token": percent("top1"), "perplexity": lambda r: f"{r['perplexity']:,.{2 if r['perplexity'] < 1000 else 0}f}",
         },
-        where=lambda r: r["mixing"] != "principal",
         split=("model", "model_revision", "mixing", "kv_lora_rank", "qk_rope_head_dim", "dtype", "text_digest", "window", "prompt"),
-        key=("cache",), sort=bits, left=2,
+        key=("cache",), sort=bits,
     ),
     Table(
         "docs/kernels.md", "host", "host.jsonl",

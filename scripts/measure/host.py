@@ -91,12 +91,13 @@ def gpu() -> Iterator[Any]:
     """Take the CPU for a GPU: for kernels, and for everything that asks whether a device has to be waited for."""
     from kv_hf.backends.triton import fake_driver  # imports triton
 
-    with ExitStack() as stack:
-        fake = stack.enter_context(fake_driver.pretend_gpu())
-        triton = registry.load("triton")
-        stack.enter_context(patch.object(store, "choose", lambda *asked: triton))
-        stack.enter_context(patch.object(moved, "is_host", lambda device: False))
-        stack.enter_context(patch.object(torch, "get_num_threads", lambda: 1))
+    triton = registry.load("triton")
+    with (
+        fake_driver.pretend_gpu() as fake,
+        patch.object(store, "choose", lambda *asked: triton),
+        patch.object(moved, "is_host", lambda device: False),
+        patch.object(torch, "get_num_threads", lambda: 1),
+    ):
         yield fake
 
 
@@ -125,9 +126,8 @@ class HostRun:
         self.config._attn_implementation = ATTENTION_NAME
         self.new = torch.randn(batch, shape.num_kv_heads, 1, shape.head_dim, dtype=torch.bfloat16)
         self.query = torch.randn(batch, shape.num_heads, 1, shape.head_dim, dtype=torch.bfloat16)
-        self.mask = torch.ones(batch, context, dtype=torch.long)
-        for row in range(batch if ragged else 0):
-            self.mask[row, : (row * 37) % 200] = 0
+        padding = torch.arange(batch)[:, None] * 37 % 200 * ragged
+        self.mask = (torch.arange(context) >= padding).long()
         self.module: Any = SimpleNamespace(num_key_value_groups=shape.group, is_causal=True)
         self.cache: Any = DynamicCache(config=self.config)
         if keys is not None:
@@ -164,11 +164,6 @@ class HostRun:
     def _grow_mask(self) -> None:
         self.mask = torch.cat([self.mask, self.mask.new_ones(self.mask.shape[0], 1)], 1)
 
-    def sealed_pages(self) -> int:
-        """Return the pages sealed so far, of the rows of a cache that grows."""
-        batch = getattr(getattr(self.cache, "group", None), "batch", None)
-        return 0 if batch is None else int(batch.counts.sum())
-
     def time(self) -> float:
         """Return the thread's microseconds of a step, per layer."""
         self._grow_mask()
@@ -187,8 +182,10 @@ class HostRun:
         return HostStep(kernels.found, len(fake.launches) - before, most, waits.total())
 
 
-def _least(samples: list[float]) -> float | None:
-    return round(min(samples), 1) if samples else None
+def _sealed(run: HostRun) -> int:
+    """Return the pages sealed so far; of a preallocated cache, whose counts lie on the device, none."""
+    batch = getattr(run.cache.group, "batch", None)
+    return 0 if batch is None else int(batch.counts.sum())
 
 
 @workload(
@@ -213,29 +210,27 @@ def host(
     kind, _, rows = setting.partition(" ")
     context = 300 if rows not in ("", "1") else 1000
     room = {"max_length": 2048} if kind == "preallocated" else {"reserve_tokens": context + 512}
+    times: dict[str, list[float]] = {"paged": [], "sealing": [], "dynamic": []}
     with gpu() as fake:
         run = HostRun(shape, int(rows or 1), context, format, ragged=kind == "ragged", **room)
         one_head = AttentionShape(1, 1, 128, layers)
         stock = HostRun(one_head, 1, 4, None)  # a GPU's host does the same for any batch and heads
         run.time(), stock.time()  # kernels are compiled
         counted = [run.count(fake) for _ in range(64)]  # every row seals once
-        plain: list[float] = []
-        sealing: list[float] = []
-        theirs: list[float] = []
         for number in range(2 * steps):
             if number // BLOCK % 2:
-                theirs.append(stock.time())
+                times["dynamic"].append(stock.time())
                 continue
-            sealed, took = run.sealed_pages(), run.time()
-            seals = run.sealed_pages() > sealed
-            (sealing if seals else plain).append(took)
-    steps_of_seals = max(counted, key=lambda step: step.launches)
-    plain_steps = min(counted, key=lambda step: (step.launches, step.in_a_layer))
+            sealed, took = _sealed(run), run.time()
+            times["sealing" if _sealed(run) > sealed else "paged"].append(took)
+    if kind == "ragged":  # where some row seals in many of the steps
+        times["paged"] += times["sealing"]
+    sealing = max(counted, key=lambda step: step.launches)
+    plain = min(counted, key=lambda step: (step.launches, step.in_a_layer))
+    least = {name: round(min(found), 1) if found else None for name, found in times.items()}
     yield {
-        "paged_us_per_layer": _least(plain + (sealing if kind == "ragged" else [])),
-        "sealing_us_per_layer": _least(sealing),
-        "dynamic_us_per_layer": _least(theirs),
-        "launches_plain": plain_steps.in_a_layer,
-        "launches_sealing": steps_of_seals.in_a_layer,
+        **{f"{name}_us_per_layer": found for name, found in least.items()},
+        "launches_plain": plain.in_a_layer,
+        "launches_sealing": sealing.in_a_layer,
         "synchronisations": max(step.waits for step in counted),
     }

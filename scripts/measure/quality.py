@@ -21,13 +21,14 @@ from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
 from kv_hf.config_reading import check_reading, read_budget
 from kv_hf.evaluation.accuracy import PROTOCOL, block_means, score, summary
+from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.models import LoadedModel, TextSettings, digest_of, revision_of
 from kv_hf.evaluation.needles import LINCOLN, Cell, measure_cells
 from kv_hf.formats import cache_names
 from kv_hf.geometry import Geometry
 from kv_hf.read_budget import READ_FROM
 from kv_hf.texts import HELD_OUT, load_text, text_names
-from measure.models.latent_fixture import LABEL, latent_cache, latent_model, reads
+from measure.models.latent_fixture import LABEL, latent_model
 from measure.models.packaged import packaged_model, resolve_model
 from measure.peers import known_peers
 from measure.reading import CHOOSERS, COUNTED, counted_pages, simulated
@@ -80,7 +81,7 @@ def state_of(config: Mapping[str, Any]) -> list[str]:
     Raises: ValueError for a model, a text or a cache that is not there, before anything is measured.
     """
     for name in [config["cache"]] if "cache" in config else config.get("caches", []):
-        latent_cache(name)
+        cache_kind(name)
     if "contender" in config:
         part_read(*(config[name] for name in ("contender", "read", "read_from")))
     for text in text_names(config["text"]) if "text" in config else ():
@@ -121,17 +122,16 @@ def accuracy(
     ],
     kind="accuracy",
     file="mla_accuracy",
-    columns=f"reads {DISTANCES}",
+    columns=DISTANCES,
 )
 def mla(
     device: torch.device, model: str, dtype: str, mixing: str, kv_lora_rank: int, cache: str, **text: Any
 ) -> list[Fields]:  # fmt: skip
     """Distances of caches of latents: real GQA weights in MLA form (measure/models/latent_fixture.py)."""
     loaded = held(latent_model, model, dtype, device, mixing=mixing, rank=kv_lora_rank)
-    kind, rope = latent_cache(cache), loaded.model.config.qk_rope_head_dim
+    rope = loaded.model.config.qk_rope_head_dim
     facts = {"model_revision": loaded.revision, "fixture": LABEL, "qk_rope_head_dim": rope}
-    facts["reads"] = reads(loaded.model, kind)
-    return [{**facts, **loaded.accuracy(kind, TextSettings(**text), 0)}]
+    return [{**facts, **loaded.accuracy(cache, TextSettings(**text), 0)}]
 
 
 @quality(

@@ -65,7 +65,7 @@ def test_accuracy_equals_the_mean_divergence_of_an_own_loop(model, tmp_path):
     loaded = quality.held(quality.packaged_model, model, "float32", torch.device("cpu"))
     (ids,) = loaded.windows(quality.TextSettings(**TEXT))["code"]
     found = []
-    for made in (DynamicCache(), quality.latent_cache(cache).make(loaded.model.config, 200)):
+    for made in (DynamicCache(), quality.cache_kind(cache).make(loaded.model.config, 200)):
         loaded.model(ids[None, :100], past_key_values=made)
         steps = [
             loaded.model(ids[None, at : at + 1], past_key_values=made) for at in range(100, 160)
@@ -170,14 +170,14 @@ def test_steps_up_to_a_mass_are_counted(model, tmp_path):
     assert half["tokens_read_mean"] < most["tokens_read_mean"] <= 600
 
 
-def test_latents_are_measured_beside_groups_along_the_rank(model, tmp_path):
-    caches = ["paged_int4:page_size=16", "int4 along the rank"]
+def test_latents_are_measured_in_a_basis_of_choice(model, tmp_path):
     config = {**TEXT, "mixing": "whitened", "kv_lora_rank": 64}
-    rows, outcome = rows_of("mla", tmp_path / "rows.jsonl", model, caches, **config)
-    assert not outcome.failed and [row["cache"] for row in rows] == caches
-    assert {row["kind"] for row in rows} == {"accuracy"}
-    assert [row["kv_lora_rank"] for row in rows] == [64, 64]
-    assert all(row["kl_mean"] > 1e-6 and row["reads"] == "expanded" for row in rows)
+    names = ["paged_exact:page_size=16", "paged_int4:page_size=16"]
+    rows, outcome = rows_of("mla", tmp_path / "rows.jsonl", model, names, **config)
+    assert not outcome.failed and {row["kind"] for row in rows} == {"accuracy"}
+    assert {(row["mixing"], row["kv_lora_rank"]) for row in rows} == {("whitened", 64)}
+    exact, stored = (row["kl_mean"] for row in rows)
+    assert exact < 1e-6 < 1e-4 < stored
 
 
 def command(out, model, *more):

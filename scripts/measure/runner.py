@@ -188,7 +188,7 @@ class Workload:
             of quality it is the model's revision, say.
         limit: seconds for a configuration.
         until: part of the whole time after which no configuration begins.
-        timed: False lets several configurations be measured at once, in children or in processes of `accelerate launch`.
+        timed: False lets several configurations be measured at once, in children of their own.
         device: type of the device that the grid is meant for; "" for any.
     """
 
@@ -413,7 +413,6 @@ def run(
     budget: Budget | None = None,
     isolated: bool = True,
     idle: list[Child] | None = None,
-    processes: Any = None,
     say: Callable[[str], object] = tqdm.write,
 ) -> Outcome:
     """Measure the configurations that have no rows in `out` yet, and append each one's rows as soon as it ends.
@@ -423,9 +422,6 @@ def run(
         workers: configurations at a time, of a workload that is not timed.
         isolated: False measures in this process, without limits.
         idle: children to begin with, which are the caller's to close.
-        processes: accelerate's PartialState. Each process takes a part of the configurations; timed ones are all the
-            main process's, while the others wait.
-    Returns: for all processes what failed or was left out, for each its own rows.
     Raises: OSError where rows cannot be written, because going on would measure for nothing.
     """
     outcome, children = Outcome(), [] if idle is None else idle
@@ -435,10 +431,6 @@ def run(
     todo = [task for task in tasks if task[-1] not in finished]
     if len(todo) < len(tasks):
         say(f"{work.name}: {len(tasks) - len(todo)} of {len(tasks)} are finished already")
-    if processes is not None:
-        processes.wait_for_everyone()  # all have read the file before the first of them writes
-        first, step = processes.process_index, processes.num_processes
-        todo = todo[first::step] if not work.timed else todo if processes.is_main_process else []
     many = 1 if work.timed else max(1, min(workers, os.cpu_count() or 1))
     alone: Iterable[tuple[Task, Answer | None]] = ((task, measured(task)) for task in todo)
     answers = in_children(todo, many, budget or Budget(), children) if isolated else alone
@@ -459,11 +451,6 @@ def run(
     finally:
         for child in children if idle is None else ():
             child.close()
-    if processes is not None and processes.num_processes > 1:
-        from accelerate.utils import gather_object
-
-        outcome.failed = gather_object(outcome.failed)
-        outcome.left_out = gather_object(outcome.left_out)
     return outcome
 
 

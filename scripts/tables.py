@@ -41,14 +41,9 @@ def digits(kl: float) -> str:
     return f"{kl:.5f}" if kl < 0.01 else f"{kl:.4f}" if kl < 0.1 else f"{kl:.2f}"
 
 
-def finer(kl: float) -> str:
-    """Return a divergence as `digits` does, but with two digits that count below a thousandth, down to a millionth."""
-    return f"{kl:.{1 - math.floor(math.log10(kl))}f}" if 1e-6 <= kl < 1e-3 else digits(kl)
-
-
-def kl(row: Row, form: Any = digits) -> str:
+def kl(row: Row) -> str:
     """Return a mean divergence with its 95 % interval."""
-    return f"{form(row['kl_mean'])} ({form(row['kl_low'])} to {form(row['kl_high'])})"
+    return f"{digits(row['kl_mean'])} ({digits(row['kl_low'])} to {digits(row['kl_high'])})"
 
 
 def of(name: str, form: Any = digits) -> Cell:
@@ -430,28 +425,6 @@ TABLES = [
             "transient at {context:,}, MiB": of("transient_mib", lambda mib: f"{max(0, mib):,.1f}"),
         },
         where=lambda r: r["kind"] == "generate", split=("model", "device"), one_run=True,
-    ),
-    Table(
-        "docs/mla.md", "mla_accuracy", "mla_accuracy.jsonl",
-        "{name} as MLA, latents of {kv_lora_rank}, mixing: {mixing}; RoPE keys of {qk_rope_head_dim}. {windows} windows of {window:,} tokens, "
-        "{tokens:,} of them scored; stock `DynamicCache`: perplexity {perplexity_exact:.3f}",
-        {
-            "latents": "`{cache}`",
-            "bits": "{stored_bits:.2f}", "bytes/token": "{bytes_per_token:,.0f}", "KL (95 % interval)": lambda r: kl(r, finer),
-            "same top token": percent("top1"), "perplexity": lambda r: f"{r['perplexity']:,.{2 if r['perplexity'] < 1000 else 0}f}",
-        },
-        split=("model", "model_revision", "mixing", "kv_lora_rank", "qk_rope_head_dim", "dtype", "text_digest", "window", "prompt"),
-        key=("cache",), sort=bits,
-    ),
-    Table(
-        "docs/kernels.md", "host", "host.jsonl",
-        "Microseconds of a decode step per layer, {layers} layers of 32 query and 8 kv heads of 128, the GPU's work left out",
-        {
-            "step": "{setting}", "format": "`{format}`", "plain, us": "{paged_us_per_layer:.0f}", "sealing, us": "{sealing_us_per_layer:.0f}",
-            "DynamicCache, us": "{dynamic_us_per_layer:.0f}", "launches, plain": "{launches_plain}", "sealing": "{launches_sealing}",
-            "waits": "{synchronisations}",
-        },
-        where=lambda r: r["kind"] == "host_step", key=("format", "setting"), given=SIZES,
     ),
     Table(
         "docs/long_context.md", "offload", "offload.jsonl", "{name}, {context:,} tokens, the file in the page cache",

@@ -1,4 +1,4 @@
-"""What caches cost in quality, as workloads of the runner: accuracy, needles, reading a part, latents.
+"""What caches cost in quality, as workloads of the runner: accuracy, needles, reading a part.
 
 Every scored token reads the stored cache as a decode step does. A process keeps one model, with the exact distributions of
 one text: let caches vary fastest.
@@ -25,7 +25,6 @@ from kv_hf.formats import cache_names
 from kv_hf.geometry import Geometry
 from kv_hf.spec import LANES
 from kv_hf.texts import load_text, text_names
-from measure.models.latent_fixture import LABEL, latent_model
 from measure.models.packaged import packaged_model, resolve_model
 from measure.peers import known_peers
 from measure.runner import Fields, workload
@@ -90,33 +89,6 @@ def accuracy(
     loaded = held(packaged_model, model, dtype, device)
     found = loaded.accuracy(cache, TextSettings(**text), divergence_tokens)
     return [{"model_revision": loaded.revision, **found}]
-
-
-@quality(
-    "mla",
-    grid=[
-        MODEL
-        | {"mixing": ["random"], "kv_lora_rank": [256]}
-        | {"text": ["lincoln_1862"], "windows": [7], **WINDOW, "cache": list(cache_names())}
-    ],
-    kind="accuracy",
-    file="mla_accuracy",
-    columns=DISTANCES,
-)
-def mla(
-    device: torch.device,
-    model: str,
-    dtype: str,
-    mixing: str,
-    kv_lora_rank: int,
-    cache: str,
-    **text: Any,
-) -> list[Fields]:
-    """Distances of caches of latents: real GQA weights in MLA form (measure/models/latent_fixture.py)."""
-    loaded = held(latent_model, model, dtype, device, mixing=mixing, rank=kv_lora_rank)
-    rope = loaded.model.config.qk_rope_head_dim
-    facts = {"model_revision": loaded.revision, "fixture": LABEL, "qk_rope_head_dim": rope}
-    return [{**facts, **loaded.accuracy(cache, TextSettings(**text), 0)}]
 
 
 @quality(

@@ -20,7 +20,7 @@ needs_triton = pytest.mark.skipif(
 
 def counted(steps=70, **options):
     """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
-    from measure.host import HostRun, gpu
+    from host_run import HostRun, gpu
     from measure.shapes import AttentionShape
 
     with gpu() as fake:
@@ -29,7 +29,7 @@ def counted(steps=70, **options):
         run = HostRun(
             shape, settings.pop("batch"), settings.pop("context"), settings.pop("keys"), **settings
         )
-        run.time()
+        run.step()
         return [run.count(fake) for _ in range(steps)]
 
 

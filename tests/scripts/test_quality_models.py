@@ -1,4 +1,4 @@
-"""Models out of packages, and a Llama rewritten with latents, which computes what the Llama computes."""
+"""Models out of packages: joined, checked, converted once."""
 
 import hashlib
 import io
@@ -10,69 +10,8 @@ import pytest
 import torch
 import transformers
 from measure.models import packaged
-from measure.models.latent_fixture import embed_in_mla, random_bases, whitened_bases
 from measure.models.stories15m import half_split, read_model
-from tiny_models import make_model, tokens
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.youtu.modeling_youtu import YoutuRMSNorm
-
-STILL = 3  # planes of a kv head without RoPE; heads of 16 have 8
-RANK = 2 * (2 * STILL + 16)  # of two kv heads, without zeros
-PLAIN = torch.eye(RANK, dtype=torch.float64).expand(2, -1, -1)
-
-
-@pytest.fixture
-def llama():
-    changes = {"num_attention_heads": 6, "head_dim": 16, "hidden_size": 48}
-    model = make_model("llama", torch.float64, **changes)
-    with torch.no_grad():
-        for parameter in model.parameters():  # attention that is far from uniform
-            parameter.mul_(2.0 if parameter.ndim > 1 else 1.0)
-    return model
-
-
-@pytest.fixture
-def norms_in_float64(monkeypatch):
-    """transformers' norms round to float32, which would hide differences below it."""
-
-    def forward(self, x):
-        size = x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon
-        return self.weight * x * torch.rsqrt(size)
-
-    for norm in (LlamaRMSNorm, YoutuRMSNorm):
-        monkeypatch.setattr(norm, "forward", forward)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("bases", [random_bases(2, 64), PLAIN], ids=["random", "plain"])
-def test_logits_are_those_of_the_llama_without_slow_rope(llama, norms_in_float64, bases):
-    mla = embed_in_mla(llama, bases, STILL)
-    ids = tokens(2, 60)
-    found, turning = mla(ids).logits, llama(ids).logits
-    llama.model.rotary_emb.inv_freq[-STILL:] = 0.0
-    expected = llama(ids).logits
-    assert (expected - turning).abs().max() > 1e-3  # the planes matter here
-    # a hundred products in float64, behind an inverse of a well-conditioned basis
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-
-
-@torch.no_grad()
-def test_whitened_bases_level_the_energy_and_compute_the_same(llama, norms_in_float64):
-    plain, ids = embed_in_mla(llama, PLAIN, STILL), tokens(1, 100)
-    mla = embed_in_mla(llama, whitened_bases(plain, ids[0]), STILL)
-    torch.testing.assert_close(mla(ids).logits, plain(ids).logits, rtol=0, atol=1e-11)
-    cache = transformers.DynamicCache(config=mla.config)
-    mla(ids, past_key_values=cache)
-    for layer in cache.layers:
-        latents = layer.keys[0, 0]
-        axes = torch.linalg.eigvalsh(latents.T @ latents / 100)
-        # axes as strong as a thousandth of the mean or more have an energy of one
-        assert (axes < 1 + 1e-9).all() and (axes > 1 - 1e-9).sum() > len(axes) // 2
-
-
-def test_a_rank_that_is_too_small_is_refused(llama):
-    with pytest.raises(ValueError, match="rank must be at least 44, got 40"):
-        embed_in_mla(llama, PLAIN[:, :40, :40], STILL)
+from tiny_models import make_model
 
 
 def npm_package(path, name, data):

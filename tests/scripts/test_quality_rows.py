@@ -121,16 +121,6 @@ def test_steps_that_read_a_part_lose_more_and_are_counted(model, tmp_path):
     assert half["tokens_read_mean"] < most["tokens_read_mean"] <= 600
 
 
-def test_latents_are_measured_in_a_basis_of_choice(model, tmp_path):
-    config = {**TEXT, "mixing": "whitened", "kv_lora_rank": 64}
-    names = ["paged_exact:page_size=16", "paged_int4:page_size=16"]
-    rows, outcome = rows_of("mla", tmp_path / "rows.jsonl", model, names, **config)
-    assert not outcome.failed and {row["kind"] for row in rows} == {"accuracy"}
-    assert {(row["mixing"], row["kv_lora_rank"]) for row in rows} == {("whitened", 64)}
-    exact, stored = (row["kl_mean"] for row in rows)
-    assert exact < 1e-6 < 1e-4 < stored
-
-
 def test_a_stopped_command_goes_on_and_names_what_cannot_run(model, tmp_path):
     command = [sys.executable, str(ROOT / "scripts" / "accuracy_vs_memory.py"), "accuracy", "--out"]
     asked = {**TEXT, "model": model, "divergence_tokens": 0}

@@ -1,4 +1,4 @@
-"""Measure what caches cost in quality, over models and caches: accuracy, needles, reading a part, latents (MLA).
+"""Measure what caches cost in quality, over models and caches: accuracy, needles, reading a part.
 
     python scripts/accuracy_vs_memory.py accuracy --record --only cache=paged_int4 cache=paged_int8 cache=quanto_int4
     python scripts/accuracy_vs_memory.py accuracy --only model=./my-model text=essay.txt windows=7

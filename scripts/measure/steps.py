@@ -4,7 +4,7 @@ import ctypes
 import functools
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -227,9 +227,34 @@ def reading(device: torch.device, model: str, context: int, read_tokens: int) ->
 # -- pages outside of the device
 
 
-def three_steps(decoding: Decoding) -> torch.Tensor:
-    """Return the logits of three steps, behind which all buffers are made."""
-    return torch.stack([decoding.step() for _ in range(3)])
+@dataclass(frozen=True)
+class Held:
+    """A cache behind three steps, when all buffers are made: their logits, and what memory it takes where."""
+
+    decoding: Decoding
+    logits: torch.Tensor
+    fields: Fields
+
+
+def held(device: torch.device, model: str, context: int, options: Fields) -> Held:
+    """Fill a paged cache of these options, and take three steps."""
+    meter = Meter(device)
+    name = ", ".join(f"{name}={value}" for name, value in options.items())
+    kind = CacheKind(name, ATTENTION_NAME, lambda config, _: PagedCache(config, **options))
+    decoding = filled(device, model, context, kind)
+    meter.restart()
+    logits = torch.stack([decoding.step() for _ in range(3)])
+    memory, layers = decoding.cache.memory(), decoding.cache.paged_layers
+    fields = {
+        **{name: options.get(name) for name in ("offload", "device_bytes", "read_tokens")},
+        "page_bytes": memory.payload + memory.scales + memory.staging,
+        "total_bytes": memory.total,
+        "offloaded_bytes": memory.offloaded,
+        "layers_outside": sum(layer.storage.offloaded_bytes > 0 for layer in layers),
+        "resident_bytes": meter.grown(),
+        "resident_peak_stepping": meter.peak(),
+    }
+    return Held(decoding, logits, fields)
 
 
 @workload(
@@ -253,47 +278,24 @@ def offload(
     if mallopt is not None:  # freed blocks go back to the system, or growth would say little
         mallopt(M_MMAP_THRESHOLD, 1 << 18)
     load(model, device, "bfloat16")
-    found: list[Decoding] = []
-    held: list[Fields] = []
-    right = torch.empty(0)
-
-    def add(**options: Any) -> None:
-        nonlocal right
-        meter, given = Meter(device), {"keys": keys, **options}
-        name = ", ".join(f"{name}={value}" for name, value in given.items())
-        kind = CacheKind(name, ATTENTION_NAME, lambda config, _: PagedCache(config, **given))
-        one = filled(device, model, context, kind)
-        meter.restart()
-        logits = three_steps(one)
-        right = right if found else logits
-        if "read_tokens" not in options:  # the same pages wherever they lie: not a bit may differ
-            check([Verdict(name, float(not torch.equal(logits, right)), 0.0)])
-        memory, layers = one.cache.memory(), one.cache.paged_layers
-        found.append(one)
-        held.append(
-            {
-                **{name: options.get(name) for name in ("offload", "device_bytes", "read_tokens")},
-                "page_bytes": memory.payload + memory.scales + memory.staging,
-                "total_bytes": memory.total,
-                "offloaded_bytes": memory.offloaded,
-                "layers_outside": sum(layer.storage.offloaded_bytes > 0 for layer in layers),
-                "resident_bytes": meter.grown(),
-                "resident_peak_stepping": meter.peak(),
-            }
-        )
-
-    add()
+    inside = held(device, model, context, {"keys": keys})
+    cases = [inside]
     for place in ("cpu", "disk") if device.type == "cuda" else ("disk",):
-        add(offload=place)
-        if read_tokens:
-            add(offload=place, read_tokens=read_tokens)
-        for share in () if read_tokens else SHARES:
-            add(offload=place, device_bytes=int(share * held[0]["page_bytes"]))
-    rows = timed_steps(found, model)
-    for fields, row in zip(held, rows, strict=True):
+        more: list[Fields] = [{}, {"read_tokens": read_tokens}]
+        if not read_tokens:
+            budgets = [int(share * inside.fields["page_bytes"]) for share in SHARES]
+            more = [{}, *({"device_bytes": size} for size in budgets)]
+        for options in more:
+            given = {"keys": keys, "offload": place, **options}
+            cases.append(case := held(device, model, context, given))
+            if "read_tokens" not in options:  # the same pages wherever they lie
+                wrong = not torch.equal(case.logits, inside.logits)
+                check([Verdict(case.decoding.kind.name, float(wrong), 0.0)])
+    rows = timed_steps([case.decoding for case in cases], model)
+    for case, row in zip(cases, rows, strict=True):
         kind = "offload_reading" if read_tokens else "offload"
         ratio = row["step_ms_p50"] / rows[0]["step_ms_p50"]
-        yield {**row, **fields, "kind": kind, "ratio_to_none": ratio}
+        yield {**row, **case.fields, "kind": kind, "ratio_to_none": ratio}
 
 
 # -- memory

@@ -359,13 +359,14 @@ def test_oracle_allows_what_rounding_explains_and_no_more():
 
 
 def test_logits_that_offload_changes_are_wrong(monkeypatch):
-    real = steps.three_steps
+    real = steps.held
 
-    def changed(decoding):
-        return real(decoding) + ("offload" in decoding.kind.name)
+    def changed(device, model, context, options):
+        found = real(device, model, context, options)
+        return replace(found, logits=found.logits + ("offload" in options))
 
     monkeypatch.setattr(steps, "SHARES", ())
-    monkeypatch.setattr(steps, "three_steps", changed)
+    monkeypatch.setattr(steps, "held", changed)
     work = WORKLOADS["offload"]
     found = run(work, tiny("offload"), isolated=False, say=len)
     assert not found.rows and "offload=disk: error 1, allowed 0" in found.failed[0]

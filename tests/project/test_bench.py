@@ -116,8 +116,8 @@ def test_a_gate_judges_before_anything_is_measured():
 
 def test_children_are_used_again_and_as_many_as_asked_for_at_once():
     idle = []
-    apart = replace(ACT, timed=False, limit=60)
-    alone = run(ACT, configured("a", "b"), workers=2, idle=idle)
+    timed, apart = (replace(ACT, timed=timed, limit=60) for timed in (True, False))
+    alone = run(timed, configured("a", "b"), workers=2, idle=idle)
     assert len(idle) == 1 and {row["pid"] for row in alone.rows} == {idle[0].process.pid}
     both = run(apart, configured(*"cdef"), workers=2, idle=idle)
     assert len(idle) == 2 and len(both.rows) == 4

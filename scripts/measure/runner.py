@@ -426,7 +426,7 @@ def run(
     """
     outcome, children = Outcome(), [] if idle is None else idle
     rows = [] if out is None else read_rows(out)
-    finished = {row.get("cell") for row in rows if row.get("kind") != FAILED}
+    finished = {row.get("cell") for row in rows}  # failed ones have none
     tasks = [(work, config, device, work.cell(config, device)) for config in configurations]
     todo = [task for task in tasks if task[-1] not in finished]
     if len(todo) < len(tasks):

@@ -110,8 +110,8 @@ def test_run_leaves_out_what_has_no_time_left():
 
 def test_a_gate_judges_before_anything_is_measured():
     gated = replace(ACT, gate=lambda device, what: [Verdict("c", 2.0, 1.0)])
-    found = run(gated, configured("dies"), isolated=False, say=len)
-    assert found.failed == ["act what=dies: wrong results: c: error 2, allowed 1"]
+    found = run(gated, configured("raises"), isolated=False, say=len)
+    assert found.failed == ["act what=raises: wrong results: c: error 2, allowed 1"]
 
 
 def test_children_are_used_again_and_as_many_as_asked_for_at_once():

@@ -329,7 +329,7 @@ class Child:
     def answer(self) -> Answer:
         """Return the rows, or the reason that there are none; wait for it."""
         try:
-            return self.pipe.recv()  # type: ignore[no-any-return]
+            return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
         code = self.process.exitcode

@@ -9,7 +9,7 @@ configuration ends; what failed is a row that says why, and the same command goe
 
 import sys
 
-from measure import attention, gpu, host, serving, steps  # noqa: F401
+from measure import attention, gpu, serving, steps  # noqa: F401
 from measure.runner import main
 
 if __name__ == "__main__":

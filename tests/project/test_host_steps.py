@@ -18,12 +18,12 @@ needs_triton = pytest.mark.skipif(
 
 def counted(steps=70, *, batch=1, context=300, **options):
     """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
-    from measure.host import HostRun, gpu
+    from host_run import HostRun, gpu
     from measure.shapes import AttentionShape
 
     with gpu() as fake:
         run = HostRun(AttentionShape(8, 2, 128, 2), batch, context, "int4", **options)
-        run.time()
+        run.step()
         return [run.count(fake) for _ in range(steps)]
 
 

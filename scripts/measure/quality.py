@@ -20,7 +20,7 @@ from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
 from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.models import LoadedModel, TextSettings, revision_of
-from kv_hf.evaluation.needles import LINCOLN, Cell, measure_cells
+from kv_hf.evaluation.needles import LINCOLN, needle_grid
 from kv_hf.formats import cache_names
 from kv_hf.geometry import Geometry
 from kv_hf.spec import LANES
@@ -76,18 +76,16 @@ quality = functools.partial(workload, state=state_of, timed=False)
     grid=[
         MODEL
         | {"text": ["held_out"], "windows": [2], **WINDOW}
-        | {"divergence_tokens": [64], "cache": [*cache_names(), *PEERS]}
+        | {"cache": [*cache_names(), *PEERS]}
     ],
     file="accuracy_vs_memory",
     columns=DISTANCES,
 )
 @known_peers()
-def accuracy(
-    device: torch.device, model: str, dtype: str, cache: str, divergence_tokens: int, **text: Any
-) -> list[Fields]:
+def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
     """Distances from the exact cache, and bytes: a row per cache and text, or set of texts."""
     loaded = held(packaged_model, model, dtype, device)
-    found = loaded.accuracy(cache, TextSettings(**text), divergence_tokens)
+    found = loaded.accuracy(cache, TextSettings(**text))
     return [{"model_revision": loaded.revision, **found}]
 
 
@@ -95,7 +93,7 @@ def accuracy(
     "needle",
     grid=[
         MODEL
-        | {"haystack": [LINCOLN], "chat": [None], "seed": [0], "task": ["single"]}
+        | {"haystack": [LINCOLN], "seed": [0], "task": ["single"]}
         | {"length": [1024, 2048], "depth": [None], "first_sample": [0], "samples": [4]}
         | {"caches": [["dynamic", "paged_int8", "paged_int4", "paged_int2"]]}
     ],
@@ -108,14 +106,13 @@ def needle(
     model: str,
     dtype: str,
     caches: list[str],
-    samples: int,
-    seed: int,
-    **config: Any,
+    length: int,
+    depth: float | None,
+    **how: Any,
 ) -> list[Fields]:
     """What is found again of facts hidden in long texts. All caches are asked the same prompts, each prefilled once."""
     loaded = held(packaged_model, model, dtype, device)
-    cell = Cell(*(config.pop(name) for name in ("task", "length", "depth")))
-    rows = measure_cells(loaded.model, loaded.tokenizer, caches, [cell], samples, seed, **config)
+    rows = needle_grid(loaded.model, loaded.tokenizer, caches, [length], [depth], **how)
     return [{"model_revision": loaded.revision, **row} for row in rows]
 
 
@@ -141,7 +138,7 @@ def reading(device: torch.device, model: str, dtype: str, cache: str, **text: An
     counted = options.read_top_p is not None
     name = f"{cache},kernel={COUNTED}" if counted else cache
     with counted_pages(counts) if counted else nullcontext():
-        row = loaded.accuracy(name, settings, 0)
+        row = loaded.accuracy(name, settings)
     row |= {"model_revision": loaded.revision, "read_tokens": options.read_tokens}
     row |= {"read_top_p": options.read_top_p, "read_from": options.read_from}
     if counted:

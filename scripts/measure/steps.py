@@ -322,4 +322,4 @@ def memory(device: torch.device, model: str, cache: str, context: int, **how: An
     load.cache_clear()
     how |= {"device": str(device), "threads": torch.get_num_threads()}
     named = RANDOM_MODELS[model] if model in RANDOM_MODELS else folder_of(model)
-    return [{**measure_footprint(named, cache, context, speed=False, **how), "model": model}]
+    return [{**measure_footprint(named, cache, context, **how), "model": model}]

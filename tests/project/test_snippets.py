@@ -21,7 +21,6 @@ from kv_hf.backends import unregister_backend
 NOT_RUN = {
     "# tensor_parallel.py": "torchrun starts two processes of it",
     "# data_parallel.py": "accelerate starts two processes of it",
-    "run_tasks(": "reads task files that `make eval` writes from packages",
     "openai.OpenAI(": "asks a server; tests/serving/ starts one",
 }
 PYTHON = doc_snippets.with_language("python")

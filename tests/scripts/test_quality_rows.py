@@ -36,7 +36,7 @@ def rows_of(name, out, model, caches, **config):
 
 
 def accuracy(out, model, caches, **changes):
-    return rows_of("accuracy", out, model, caches, **{**TEXT, "divergence_tokens": 4, **changes})
+    return rows_of("accuracy", out, model, caches, **{**TEXT, **changes})
 
 
 def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_path, monkeypatch):
@@ -44,7 +44,7 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     rows, outcome = accuracy(out, model, ["paged_exact", "offloaded", "paged_int2_v1"])
     assert [row["cache"] for row in rows] == ["paged_exact", "paged_int2_v1"]
     assert rows[0]["kl_mean"] < 1e-6 < 1e-3 < rows[1]["kl_mean"]
-    assert rows[0]["divergence_mean"] == 4 and rows[0]["tokens"] == 60
+    assert rows[0]["tokens"] == 60
     assert rows[1]["stored_bits"] < rows[0]["stored_bits"]
     assert len(outcome.failed) == 1 and "cannot run here" in outcome.failed[0]
     (failed,) = [row for row in read_rows(out) if row["kind"] == FAILED]
@@ -57,7 +57,7 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
 @torch.no_grad()
 def test_accuracy_equals_the_mean_divergence_of_an_own_loop(model, tmp_path):
     cache = "paged_int4:page_size=16"
-    (row,), _ = accuracy(tmp_path / "rows.jsonl", model, [cache], divergence_tokens=0)
+    (row,), _ = accuracy(tmp_path / "rows.jsonl", model, [cache])
     loaded = quality.held(quality.packaged_model, model, "float32", torch.device("cpu"))
     (ids,) = loaded.windows(quality.TextSettings(**TEXT))["code"]
     found = []
@@ -75,7 +75,7 @@ def test_accuracy_equals_the_mean_divergence_of_an_own_loop(model, tmp_path):
 
 def test_peers_are_measured_by_their_names_with_their_bits(model, tmp_path):
     names = ["kivi_int2:page_size=16,key_group_size=16,value_group_size=16", "turboquant_int4"]
-    (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names, divergence_tokens=0)
+    (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names)
     assert kivi["bits_per_element"] == 2 + 2 * 16 / 16  # a scale and an offset of 16 numbers
     assert turboquant["bits_per_element"] == 4 + 16 / 16  # a norm of 16 channels
 
@@ -96,7 +96,7 @@ def test_state_follows_texts_and_weights_and_refuses_what_is_not_there(model, tm
 
 
 def test_needles_ask_all_caches_the_same_prompts(model, tmp_path):
-    config = {"haystack": "lincoln", "chat": None, "seed": 0, "task": "single", "length": 300}
+    config = {"haystack": "lincoln", "seed": 0, "task": "single", "length": 300}
     config |= {"depth": 0.5, "first_sample": 0, "samples": 2, "caches": ["dynamic", "paged_exact"]}
     asked = [{"model": model, "dtype": "float32", **config}]
     outcome = run(WORKLOADS["needle"], asked, isolated=False)

@@ -6,13 +6,15 @@ the old number of heads, in which the merged ones are repeated: that is the same
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..errors import ConversionError, first_line
-from .heads import Part, join, parts_of, split
+from .heads import Made, Part, join, parts_of, split
 from .keys import Rotary, Scores, fit_scores, merge_keys, probe_rotary
 from .source import Source
 from .stream import LayerStream, Seen
@@ -283,15 +285,14 @@ def calibrate(
     structure: Structure,
     windows: torch.Tensor,
     scratch: Path,
-    *,
-    progress: Callable[[int, int], object] = lambda done, of: None,
-) -> dict[str, Path]:
-    """Write all tensors that a calibrated merge changes, in float32 and of their new shapes; return each one's file.
+    progress: Callable[[str, int, int], object],
+) -> Made:
+    """Write all tensors that a calibrated merge changes, in float32 and of their new shapes; return how they are read.
 
     Args:
         windows: token ids [windows, tokens], int64: several thousand in all.
         scratch: an existing folder; gets one safetensors file per layer.
-        progress: called with (layers done, layers).
+        progress: called with ("layers", done, of).
     Raises: ConversionError for models that cannot be calibrated, with the reason, and where numbers are not finite; OSError
         where `scratch` cannot be written.
     """
@@ -302,21 +303,28 @@ def calibrate(
         raise ConversionError(f"the embeddings of all calibration tokens of {source.name} are zero")
     converted = original.clone()
     changed = [own for own, name in structure.names.on_disk.items() if name in structure.changed]
-    files: dict[str, Path] = {}
+    made: Made = {}
     for index in range(len(stream.layers)):
         with stream.loaded(index) as path:
             if any(own.startswith(f"{path}.") for own in changed):
                 file = scratch / f"layer-{index:05d}.safetensors"
                 tensors = solve(stream, index, path, original, converted)
                 save_file(tensors, file)
-                files.update(dict.fromkeys(tensors, file))
+                made |= {name: ((name,), partial(_read, file, name)) for name in tensors}
             else:
                 for i in range(len(windows)):
                     original[i] = stream.run(index, i, original[i])
                     converted[i] = stream.run(index, i, converted[i])
         check_finite(path, original, converted)
-        progress(index + 1, len(stream.layers))
-    return files
+        progress("layers", index + 1, len(stream.layers))
+    return made
+
+
+def _read(file: Path, name: str, old: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a file, in place of the old one."""
+    with safe_open(file, "pt") as opened:
+        found: torch.Tensor = opened.get_tensor(name)
+    return found
 
 
 def solve(

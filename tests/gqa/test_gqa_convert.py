@@ -115,7 +115,7 @@ def test_convert_to_gqa_writes_means_of_neighbouring_heads(family, kv_heads, tmp
 @pytest.mark.parametrize("family", families(tiny_mha.ALL_OR_ONE, ["falcon-bias", "gpt_bigcode"]))
 def test_convert_to_gqa_makes_one_kv_head_where_a_class_knows_all_or_one(family, tmp_path):
     source = tiny_mha.save(tiny_mha.make(family), tmp_path / "source")
-    with pytest.raises(kv_hf.ConversionError, match="knows all heads or one.*got 2"):
+    with pytest.raises(kv_hf.ConversionError, match="must be 1: .*knows all heads or one; got 2"):
         kv_hf.convert_to_gqa(source, tmp_path / "two", 2)
     report = kv_hf.convert_to_gqa(source, tmp_path / "one", 1)
     check_converted(source, tmp_path / "one", report, 1)
@@ -381,7 +381,7 @@ def test_gpt2_as_gpt_bigcode_computes_the_same(tied, tmp_path):
     ("family", "changes", "kv_heads", "says"),
     [
         ("gpt_neox", {"use_parallel_residual": False}, 2, "use_parallel_residual=False"),
-        ("gpt_neox", {}, 3, "it can be 1 or 2 or 4 .*, got 3"),
+        ("gpt_neox", {}, 3, "must be 1 or 2 or 4: .*; got 3"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, 1, "layer_idx=True"),
     ],
 )
@@ -401,15 +401,21 @@ def test_command_converts_and_prints_a_table(llama, tmp_path, capsys):
     arguments = ["convert-gqa", str(llama), str(tmp_path / "two"), "--num-kv-heads", "2"]
     assert kv_hf_cli.main([*arguments, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"kv heads of a layer +4 +2\nkv bytes per token \(bf16\) +256 +128\n", out)
+    assert re.search(r"kv heads of a layer +4 +2\n.* keys and values \(bf16\) +256 +128\n", out)
     assert "nothing was written (dry run)" in out and not (tmp_path / "two").exists()
     assert kv_hf_cli.main(arguments) == 0
     out, errors = capsys.readouterr()
-    assert "written to" in out and "Without further training" in out and "writing: 100%" in errors
+    assert "written to" in out and "Without further training" in out and "bytes: 100%" in errors
     assert tiny_mha.load(tmp_path / "two").config.num_key_value_heads == 2
     assert kv_hf_cli.main(arguments) == 2
     out, errors = capsys.readouterr()
     assert out == "" and "is not empty" in errors and "Traceback" not in errors
+    with pytest.raises(SystemExit, match="2"):
+        kv_hf_cli.main([*arguments[:-1], "two"])
+    out, errors = capsys.readouterr()
+    assert (
+        out == "" and errors.count("\n") == 1 and "--num-kv-heads" in errors and "'two'" in errors
+    )
 
 
 def test_script_is_the_same_command(tmp_path):

@@ -201,9 +201,10 @@ def test_text_is_read_by_the_checkpoints_tokenizer_and_dtypes_are_kept(tmp_path)
     seen = []
     report = kv_hf.convert_to_gqa(
         source, tmp_path / "new", 2, method="svd", calibration=str(tmp_path / "text.txt"),
-        calibrating=lambda done, of: seen.append((done, of)),
+        progress=lambda *said: seen.append(said),
     )  # fmt: skip
-    assert seen == [(1, 2), (2, 2)] and sum("o_proj" in name for name in report.changed) == 2
+    assert seen[:2] == [("layers", 1, 2), ("layers", 2, 2)] and seen[2][0] == "bytes"
+    assert sum("o_proj" in name for name in report.changed) == 2
     before, after = tiny_mha.stored(source), tiny_mha.stored(tmp_path / "new")
     for name, tensor in after.items():
         assert tensor.dtype == torch.bfloat16 and (

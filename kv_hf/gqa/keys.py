@@ -6,7 +6,7 @@ rotate it; channels that no position changes are as free as values.
 
 To second order, the divergence of two softmaxes is half the variance of the scores' difference under the probabilities. So
 E_t Var_p(s'_t - s_t) is made small, in the weights of all queries (keys given) or of all keys (queries given): linear
-problems, solved by conjugate gradients (least_squares.py).
+problems, solved by conjugate gradients (values.py).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .least_squares import best_common, damped_inverse, improve
+from .values import best_common, damped_inverse, improve
 
 STEPS = 4  # conjugate gradients of each fit of scores
 TINY = 1e-4  # that a rotation may be off, as a part of the largest number

@@ -308,7 +308,8 @@ def calibrate(
         with stream.loaded(index) as path:
             if any(own.startswith(f"{path}.") for own in changed):
                 file = scratch / f"layer-{index:05d}.safetensors"
-                tensors = solve(stream, index, path, original, converted)
+                layer = Layer(stream, index, path, original[0])
+                tensors = merged_tensors(layer, original, converted)
                 save_file(tensors, file)
                 made |= {name: ((name,), partial(_read, file, name)) for name in tensors}
             else:
@@ -327,27 +328,21 @@ def _read(file: Path, name: str, old: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def solve(
-    stream: LayerStream, index: int, path: str, original: torch.Tensor, converted: torch.Tensor
+def merged_tensors(
+    layer: Layer, original: torch.Tensor, converted: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Merge a layer and return its new tensors [new shapes], float32, by their names on disk.
-
-    Raises: ConversionError naming the layer where they are not finite.
-    """
-    layer = Layer(stream, index, path, original[0])
+    """Merge a layer and return its new tensors. Raises ConversionError naming the layer where they are not finite."""
+    why = "its new weights would not be finite"
     try:
         merge_layer(layer, original, converted)
+        found = layer.results()
+        if all(bool(tensor.isfinite().all()) for tensor in found.values()):
+            return found
     except torch.linalg.LinAlgError as error:
-        raise ConversionError(
-            f"{path!r} cannot be merged: its numbers on the calibration text are too large or not finite ({first_line(error)})"
-        ) from error
-    found = layer.results()
-    for name, tensor in found.items():
-        if not tensor.isfinite().all():
-            raise ConversionError(
-                f"{path!r} cannot be merged: {name!r} would hold numbers that are not finite"
-            )
-    return found
+        why = (
+            f"its numbers on the calibration text are too large or not finite ({first_line(error)})"
+        )
+    raise ConversionError(f"{layer.path!r} cannot be merged: {why}")
 
 
 def check_finite(what: str, *streams: torch.Tensor) -> None:

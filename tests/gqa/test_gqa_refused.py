@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 
@@ -268,33 +267,3 @@ def test_whatever_happens_while_it_writes_leaves_nothing_behind(error, source, t
     with pytest.raises(kv_hf.ConversionError if isinstance(error, OSError) else type(error)):
         kv_hf.convert_to_gqa(source, tmp_path / "a" / "new", 2, progress=failing)
     assert digest(tmp_path) == before and not (tmp_path / "a").exists()
-
-
-def held(source, target, reached, at):
-    """Convert, and wait for the end when `at` files are written."""
-    calls = []
-
-    def wait(unit, done, of):
-        calls.append(done)
-        if len(calls) == at:
-            reached.set()
-            reached.wait()
-            multiprocessing.Event().wait()
-
-    kv_hf.convert_to_gqa(source, target, 2, progress=wait)
-
-
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_conversion_that_is_killed_leaves_no_destination(at, source, tmp_path):
-    before = digest(source)
-    fork = multiprocessing.get_context("fork")
-    reached = fork.Event()
-    process = fork.Process(target=held, args=(source, tmp_path / "new", reached, at))
-    process.start()
-    assert reached.wait(60)
-    process.kill()
-    process.join()
-    assert digest(source) == before and not (tmp_path / "new").exists()
-    kv_hf.convert_to_gqa(source, tmp_path / "new", 2)  # what was left is taken away
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "new", "source"]
-    tiny_mha.load(tmp_path / "new")

@@ -12,10 +12,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import kv_hf
 from kv_hf.gqa.heads import parts_of, split
 from kv_hf.gqa.keys import Rotary, merge_keys, probe_rotary
-from kv_hf.gqa.least_squares import best_common, pair_cost
 from kv_hf.gqa.source import Source
 from kv_hf.gqa.structure import find_structure
-from kv_hf.gqa.values import choose_groups, fit_outputs, fit_values
+from kv_hf.gqa.values import best_common, choose_groups, fit_outputs, fit_values, pair_cost
 
 DIM, HEADS, KV = 8, 8, 4
 FAMILIES = {

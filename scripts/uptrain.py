@@ -290,11 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if figures and args.record:
         conversion = json.loads((Path(args.out) / "config.json").read_text()).get(CONVERSION, {})
         settings = {name: getattr(args, name.replace("-", "_")) for name, *_ in NUMBERS}
+        names = {name: Path(getattr(args, name)).name for name in ("student", "teacher")}
         common = {
             "kind": "uptrain",
             "loop": "Trainer",
-            "student": Path(args.student).name,
-            "teacher": Path(args.teacher).name,
+            **names,
             "method": conversion.get("method"),
             "num_key_value_heads": conversion.get("num_key_value_heads"),
             "data": [Path(n).name for n in args.data],

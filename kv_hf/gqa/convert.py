@@ -216,6 +216,8 @@ def make_plan(source: Source, num_kv_heads: int, method: str, dtype: torch.dtype
         for name, (old, new) in structure.changed.items()
         if len(old) == 2 and "k_norm" not in name
     )
+    # 2 bytes of each number; the merge leaves one of `size`
+    kv_bytes = 2 * rows * size // (size - 1)
     return Plan(
         made=merged_tensors(source, structure),
         shapes={name: new for name, (_, new) in structure.changed.items()},
@@ -223,10 +225,7 @@ def make_plan(source: Source, num_kv_heads: int, method: str, dtype: torch.dtype
         config=_with_dtype(structure.new_json, dtype),
         structure=structure,
         heads=(structure.num_heads, structure.num_kv_heads, num_kv_heads),
-        kv_bytes=2
-        * rows
-        * size
-        // (size - 1),  # 2 bytes of each number; the merge leaves one of `size`
+        kv_bytes=kv_bytes,
         method=method,
         notes=(note,) if unknown else (),
     )

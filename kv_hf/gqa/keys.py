@@ -70,7 +70,7 @@ def probe_rotary(send: Send, tokens: int, heads: dict[str, int], dim: int) -> Ro
     partner = torch.where(linked.any(1), linked.int().argmax(1), channels)
     first = partner >= channels  # of each plane, and free ones
     planes = torch.stack([channels, partner], 1)[partner > channels]
-    turns = {}
+    turns: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for kind in heads:
         one, other = (sent(kind, part.float().expand(tokens, dim)) for part in (first, ~first))
         turns[kind] = torch.where(first, one, other), torch.where(first, other, one)

@@ -26,7 +26,7 @@ from .structure import Structure, model_class, text_config
 NAME = "kv_hf_calibration"
 OFF = 1e-4  # that a context may be off the weighted sum of values, as a part of the largest
 WINDOW, TOKENS = 512, 8192
-_calls: list[tuple[torch.Tensor, ...]] = []
+_calls: list[Any] = []  # what attention got and gave, the fields of Seen
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Seen:
         weights: [heads, tokens, tokens], what each value counts for.
         context: [tokens, heads, head_dim], the weighted sums of values.
         hidden: [tokens, hidden], behind the layer.
-        linears: path -> (input, output) of each linear layer, [tokens, ..].
+        linears: path -> (input, output) of each linear layer of attention, [tokens, ..].
     """
 
     query: torch.Tensor
@@ -209,26 +209,27 @@ class LayerStream:
         index: int,
         window: int,
         hidden: torch.Tensor,
+        attention: str,
         change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> Seen:
         """Run a layer and return what was seen.
 
         Args:
             hidden: [tokens, hidden].
+            attention: path of the attention module, whose linear layers are observed.
             change: (path of a linear layer, its output [1, tokens, ..]) -> the output that goes on.
         Raises: ConversionError where attention cannot be observed.
         """
-        linears = {}
+        linears: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def hook(path: str, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             output = output if change is None else change(path, output)
             linears[path] = args[0][0], output[0]
             return output
 
-        found = self.model.get_submodule(f"{self.path}.{index}").named_modules()
         handles = [
-            module.register_forward_hook(partial(hook, f"{self.path}.{index}.{name}"))
-            for name, module in found
+            module.register_forward_hook(partial(hook, f"{attention}.{name}"))
+            for name, module in self.model.get_submodule(attention).named_modules()
             if isinstance(module, nn.Linear)
         ]
         _calls.clear()

@@ -34,6 +34,7 @@ class Layer:
         tensors: names in the model of the tensors with query, key, value and norm rows -> their parts.
         heads: kind -> float64 [heads, rows, inputs], with biases as one more input; "key_norm" [heads, rows]; "output"
             [heads, head_dim, outputs], where a linear layer gets the contexts as they are.
+        attention: path of the attention module.
         output: path of that layer, or None where something lies between.
         kv_of: [heads], the old kv head of each query head.
         new_of: [old kv heads], the new kv head of each.
@@ -51,6 +52,7 @@ class Layer:
             for name, parts in self.tensors.items()
             for i, part in enumerate(parts)
         }
+        self.attention = self.places["key"][0].rpartition(".")[0]
         self.biased = {
             p.kind for n, parts in self.tensors.items() for p in parts if n.endswith("bias")
         }
@@ -140,7 +142,7 @@ class Layer:
 
     def observe(self, window: int, hidden: torch.Tensor) -> Seen:
         """Run the layer on a window's hidden states [tokens, hidden]."""
-        return self.stream.observe(self.index, window, hidden)
+        return self.stream.observe(self.index, window, hidden, self.attention)
 
     def _rows(self, seen: Seen, kind: str) -> torch.Tensor:
         """Return what the projection of a kind gave, [tokens, rows]."""
@@ -160,7 +162,7 @@ class Layer:
                 changed[0, :, first : first + rows.shape[1]] = rows
                 return changed
 
-            seen = self.stream.observe(self.index, 0, hidden, put)
+            seen = self.stream.observe(self.index, 0, hidden, self.attention, put)
             return seen.query if kind == "query" else seen.key
 
         return send
@@ -202,11 +204,17 @@ class Layer:
             self.heads = kept  # something else in this layer belongs to heads, such as sinks
             self.write()
 
-    def merge_keys(self, rotary: Rotary, original: list[Seen], converted: list[Seen]) -> None:
-        """Merge keys, and fit queries and keys to the original's scores."""
-        keys = torch.cat([seen.key.transpose(0, 1).flatten(1) for seen in converted])
+    def scores(self, seen: Seen, now: Seen) -> Scores:
+        """Return what the scores of a window are fitted on: the original's, and what the converted stream projects."""
+        inputs = now.linears[self.places["key"][0]][0]
+        ones = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
+        return Scores(ones, seen.query, seen.key[self.kv_of], seen.weights)
+
+    def merge_keys(self, rotary: Rotary, windows: list[Scores], now: list[Heads]) -> None:
+        """Merge keys by the converted stream's queries and keys, and fit both to the original's scores."""
+        keys = torch.cat([seen["key"].transpose(0, 1).flatten(1) for seen in now])
         gram = (keys.T @ keys).double() / len(keys)
-        squares = sum((seen.query.mT @ seen.query).double() for seen in converted)
+        squares = torch.stack([seen["query"].mT @ seen["query"] for seen in now]).double().sum(0)
         queries = torch.zeros(len(self.new_of), *squares.shape[1:], dtype=squares.dtype)
         queries.index_add_(0, self.kv_of, squares / len(keys))
         groups = self.structure.new_kv_heads
@@ -221,11 +229,6 @@ class Layer:
         self.heads["query"] = (
             torch.cat([up for _, up in merged])[self.kv_of].mT @ self.heads["query"]
         )
-        path, _ = self.places["key"]
-        windows = []
-        for before, now in zip(original, converted, strict=True):
-            inputs = torch.nn.functional.pad(now.linears[path][0], (0, 1), value=1.0)
-            windows.append(Scores(inputs, before.query, before.key[self.kv_of], before.weights))
         fitted = {kind: self.heads[kind].float() for kind in ("query", "key")}
         for kind in ("query", "key", "query"):
             fitted[kind] = fit_scores(windows, rotary, kind, fitted, self.new_of[self.kv_of])
@@ -251,23 +254,26 @@ def merge_layer(layer: Layer, original: torch.Tensor, converted: torch.Tensor) -
     """Merge the heads of a layer, and move both streams [windows, tokens, hidden] behind it."""
     if layer.structure.new_kv_heads > 1 and layer.free_values:
         layer.regroup(converted)
-    before, now, targets = [], [], []
+    scores: list[Scores] = []
+    now: list[Heads] = []
+    targets: list[torch.Tensor] = []
     for i in range(len(original)):
         seen = layer.observe(i, original[i])
-        if layer.free_values:
+        if layer.output is not None:
             bias = layer.stream.model.get_submodule(layer.output).bias
             target = seen.linears[layer.output][1]
             targets.append(target if bias is None else target - bias)
         if layer.rotary is not None:
-            before.append(seen)
-            now.append(layer.observe(i, converted[i]))
+            converting = layer.observe(i, converted[i])
+            scores.append(layer.scores(seen, converting))
+            now.append({"query": converting.query, "key": converting.key})
         original[i] = seen.hidden
     check_finite(layer.path, original)
     if layer.rotary is None:
         layer.pool("key", "key_norm")
     else:
-        layer.merge_keys(layer.rotary, before, now)
-    before.clear()  # the probabilities of all windows, and more, that values do not need
+        layer.merge_keys(layer.rotary, scores, now)
+    scores.clear()  # the probabilities of all windows, and more, that values do not need
     now.clear()
     layer.write()
     if layer.free_values:

@@ -43,7 +43,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def show(row: Fields) -> None:
     """Print a family's verdict, and its operations that came to something else than equal."""
     said = f"{row['family']} ({row['role']}): {row['verdict']}"
-    print(f"{said}, {row.get('attention', '-')}, {row.get('pages', 0)} pages")
+    print(f"{said}, kernels make {row.get('reads')} of the reads, {row.get('pages', 0)} pages")
     by_message: dict[str, list[str]] = {}
     for name, one in row["others"].items():
         figures = ", ".join(f"{key} {x:.2g}" for key, x in one.items() if isinstance(x, float))

@@ -5,24 +5,38 @@ An operation returns tensors by name: tokens are compared exactly, the others wi
 
 import copy
 import inspect
-from collections.abc import Callable
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 import kv_hf
+from kv_hf.backends import (
+    AttentionCall,
+    Backend,
+    PagedKV,
+    layout_for,
+    load,
+    register_backend,
+    unregister_backend,
+    why_not,
+)
 from measure.family_models import TEXT_IDS, build_model, twin
 
-Outcome = dict[str, torch.Tensor]
+Outcome = dict[str, Any]
 PAGE_SIZE = 16
 # with 4 sinks and pages of 16 tokens, rows of these lengths seal a page within the new tokens
 LENGTHS = (158, 37, 93)
 NEW_TOKENS = 10
 SOURCE_TOKENS, FRAMES = 40, 80  # of what an encoder reads
-# kinds of cache without a part of kv_hf; "eager" is DynamicCache in a model whose attention is the plainest there is
-STOCK = ("dynamic", "eager", "none")
+# kinds of cache without a part of kv_hf; "plain" is no cache in a model whose attention is the plainest there is
+STOCK = ("dynamic", "plain")
+BACKENDS = ("c", "sdpa", "reference")  # those of CPUs, the best first
 PARTS = (
     (110, 0),
     (5, 0),
@@ -52,12 +66,12 @@ class Subject:
 
     def of(self, kind: str) -> Any:
         """Return the model for a kind of cache: what is expected comes from one that kv_hf has never touched."""
-        if kind == "eager":
-            return self.eager
+        if kind == "plain":
+            return self.plain
         return self.unswitched if kind in STOCK else self.model
 
     @cached_property
-    def eager(self) -> Any:
+    def plain(self) -> Any:
         """A copy whose text model attends in plain operations, transformers' own: what sdpa has to agree with.
 
         Towers and encoders beside it keep their attention, as they do where kv_hf switches a model.
@@ -81,6 +95,46 @@ class Subject:
         if mask is not None:
             given[f"{prefix}attention_mask"] = mask
         return given
+
+
+@contextmanager
+def kernel_calls() -> Iterator[Counter[str]]:
+    """Count what the kernels of caches that are made inside are called for.
+
+    Yields: "decode" and "several", the calls of attention over pages with one query and with more, and "dense", the layers
+        that were written out for another attention. A layer counts once per forward. The same backends as ever do the work.
+    """
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Backend:
+        kernel, last = load(name), [None]
+
+        def attend(call: AttentionCall) -> torch.Tensor:
+            calls["decode" if call.query.shape[2] == 1 else "several"] += 1
+            return kernel.attend(call)
+
+        def dense(kv: PagedKV, side: str) -> torch.Tensor:
+            calls["dense"] += kv is not last[0]
+            last[0] = kv
+            return kernel.dense(kv, side)
+
+        return replace(kernel, attend=attend, dense=dense)
+
+    cpu = torch.device("cpu")
+    for place, name in enumerate(BACKENDS):
+        register_backend(
+            f"counted_{name}",
+            cache(partial(counted, name)),
+            why_not=partial(why_not, name),
+            priority=1000 - place,
+            runs_on="cpu",
+            layout=layout_for(cpu),
+        )
+    try:
+        yield calls
+    finally:
+        for name in BACKENDS:
+            unregister_backend(f"counted_{name}")
 
 
 def build_subject(family: str, role: str) -> Subject:
@@ -140,9 +194,9 @@ SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
 
 
 def options(kind: str, **more: Any) -> dict[str, Any]:
-    """Return what generate() is asked for to use a kind of cache: dynamic, none, or a name of kv_hf."""
+    """Return what generate() is asked for to use a kind of cache: dynamic, plain, or a name of kv_hf."""
     if kind in STOCK:
-        return {"use_cache": False} if kind == "none" else {}
+        return {"use_cache": False} if kind == "plain" else {}
     return {"cache_implementation": kind, "cache_config": {"page_size": PAGE_SIZE, **more}}
 
 
@@ -198,13 +252,13 @@ def beams(subject: Subject, kind: str) -> Outcome:
 def lookup(subject: Subject, kind: str) -> Outcome:
     """Candidates found in the prompt, in which a phrase comes again."""
     phrase = subject.text(1, 25).repeat(1, 1 + LENGTHS[0] // 25)[:, : LENGTHS[0]]
-    more = {} if kind == "none" else {"prompt_lookup_num_tokens": 5}
+    more = {} if kind == "plain" else {"prompt_lookup_num_tokens": 5}
     return generated(subject.of(kind), subject.inputs(phrase), 20, **more, **options(kind))
 
 
 def assisted(subject: Subject, kind: str) -> Outcome:
     """Candidates of a draft model that is right often, not always."""
-    more = {} if kind == "none" else {"assistant_model": twin(subject.unswitched)}
+    more = {} if kind == "plain" else {"assistant_model": twin(subject.unswitched)}
     inputs = subject.inputs(subject.text(1))
     return generated(subject.of(kind), inputs, 20, **more, **options(kind))
 
@@ -222,7 +276,7 @@ def forwards(
     """Forwards of several tokens behind a filled cache, with all logits."""
     model = subject.of(kind) if model is None else model
     ids = subject.text(length=sum(count for count, _ in parts))
-    cache = new_cache(model, kind) if kind != "none" else None
+    cache = new_cache(model, kind) if kind != "plain" else None
     found, start = [], 0
     for count, kept in parts:
         inputs = subject.inputs(ids[:, 0 if cache is None else start : start + count])
@@ -252,7 +306,7 @@ def keep(subject: Subject, kind: str) -> Outcome:
 
 def chunked(subject: Subject, kind: str) -> Outcome:
     """A prompt that goes in chunks."""
-    more = {} if kind == "none" else {"prefill_chunk_size": 40}
+    more = {} if kind == "plain" else {"prefill_chunk_size": 40}
     return generated(subject.of(kind), subject.inputs(subject.text()), **more, **options(kind))
 
 
@@ -260,7 +314,7 @@ def two_turns(subject: Subject, kind: str) -> Outcome:
     """One cache for a text and for a longer one that begins with it."""
     model, more = subject.of(kind), subject.text(length=30, seed=1)
     cache: dict[str, Any] = {"use_cache": False}
-    if kind != "none":
+    if kind != "plain":
         cache = {"past_key_values": new_cache(model, kind)}
     one = generated(model, subject.inputs(subject.text(length=90)), 10, **cache)
     two = generated(model, subject.inputs(torch.cat([one["tokens"], more], 1)), 10, **cache)

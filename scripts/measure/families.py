@@ -1,9 +1,7 @@
 """Walk a family of transformers through all operations with DynamicCache and with pages, and say in a word what that means."""
 
 import resource
-import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +10,9 @@ import transformers
 
 import kv_hf
 from kv_hf.evaluation.rows import commit, versions
-from measure.family_models import ROLES, families
-from measure.family_operations import (
-    OPERATIONS,
-    NotOffered,
-    Outcome,
-    Subject,
-    build_subject,
-    kernel_calls,
-)
-from measure.runner import workload
+from measure.family_models import ROLES, build_model, families
+from measure.family_operations import OPERATIONS, NotOffered, Outcome, Subject, kernel_calls, text
+from measure.runner import WrongResultError, workload
 
 # of the largest logit; other kernels sum in another order, which is 1e-5 at most
 TOLERANCE = 1e-4
@@ -29,8 +20,8 @@ TOLERANCE = 1e-4
 SENSITIVE = 0.01
 PAGED, QUANTIZED = "paged_exact", "paged_int8"
 QUANTIZED_TOLERANCE = 0.15  # relative error of all logits; random weights are the hardest there are
-# worst first: what a family is called after its operations
-ORDER = ("ERROR", "DIFFERS", "broken", "refused", "equal", "impossible", "absent")
+# worst first: what a family is called for a single operation; else it is what `greedy` is
+BAD = ("ERROR", "DIFFERS", "broken")
 MEMORY = 12 << 30  # bytes of address space: a family whose sizes nobody shrank ends with an error
 Found = dict[str, Any]
 
@@ -43,70 +34,57 @@ def of_this_code(config: Found) -> object:
 @workload(
     "model_families",
     grid=[{"role": [role], "family": list(families(role))} for role in ROLES],
-    columns="verdict reads pages",
+    columns="verdict reads pages message",
     state=of_this_code,
     limit=180,
     timed=False,
 )
-def model_families(
-    device: torch.device, role: str, family: str, operations: list[str] | None = None
-) -> Iterator[Found]:
-    """Compare paged caches with DynamicCache on a tiny random model of a family, in twelve operations."""
+def model_families(device: torch.device, role: str, family: str) -> Iterator[Found]:
+    """Compare paged caches with DynamicCache on a tiny random model of a family, in twelve operations.
+
+    Raises: WrongResultError for a family that differs, or ends with an error where DynamicCache does not.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield {"weights": "random", **examine(family, role, operations)}
+    row = examine(family, role)
+    if row["verdict"] in BAD[:2]:
+        raise WrongResultError(f"{row['verdict']}: {row['others']}")
+    yield {"weights": "random", **row}
 
 
-def examine(family: str, role: str = "causal", operations: list[str] | None = None) -> Found:
-    """Return a family's row: its verdict, what reads its pages, and the operations that are not equal.
-
-    Args:
-        family: model_type, as families() lists them.
-        operations: names of OPERATIONS, or None for all of them and the quantized one.
-    """
-    started = time.monotonic()
-    row: Found = {"family": family, "role": role}
+def examine(family: str, role: str = "causal") -> Found:
+    """Return the row of a family, as families() lists them: verdict, what reads its pages, operations that are not equal."""
+    row: Found = {"family": family, "role": role, "equal": [], "others": {}}
     try:
-        subject = build_subject(family, role)
+        subject = Subject(build_model(family, role))
     except Exception as error:
-        none: Found = {"equal": [], "others": {}}
-        return {**row, "verdict": "not built", "message": words(error), **none}
-    found = {name: compare(subject, name) for name in operations or OPERATIONS}
-    if operations is None:
-        found["quantized"] = quantized(subject, found["forwards"])
+        return {**row, "verdict": "not built", "message": words(error)}
+    found = {name: compare(subject, name) for name in OPERATIONS}
+    found["quantized"] = quantized(subject, found["forwards"])
     calls = {name: made for name, one in found.items() if (made := one.pop("calls", None))}
-    pages = max([one.pop("pages") for one in found.values() if "pages" in one], default=0)
-    equal = [name for name, one in found.items() if one["verdict"] == "equal"]
-    others = {
-        name: {key: float(f"{x:.3g}") if isinstance(x, float) else x for key, x in one.items()}
-        for name, one in found.items()
-        if one["verdict"] not in ("equal", "absent")
-    }
-    far = [found[name]["distance"] for name in equal if name != "quantized"]
+    pages = max(one.pop("pages", 0) for one in found.values())
     moved = sensitivity(subject)
-    return {
-        **row,
-        **judged(found, moved, pages),
-        "model": type(subject.model).__name__,
-        "reads": reads(calls),
+    row |= judged(found, moved, pages)
+    row |= {
+        "reads": reads(calls.get("greedy", {})),
         "pages": pages,
         "sensitivity": moved,
-        "equal": equal,
-        "others": others,
-        "distance": max(far, default=None),
         "calls": calls,
-        "seconds": round(time.monotonic() - started, 1),
     }
+    for name, one in found.items():
+        if one["verdict"] == "equal":
+            row["equal"].append(name)
+        elif one["verdict"] != "absent":
+            short = {key: round(x, 5) for key, x in one.items() if isinstance(x, float)}
+            row["others"][name] = one | short
+    return row
 
 
 def judged(found: dict[str, Found], moved: float | None, pages: int) -> Found:
-    """Return a family's verdict and message: those of its worst operation, where equal ones say something."""
-    worst = min(found.values(), key=lambda one: ORDER.index(one["verdict"]))
-    if worst["verdict"] == "equal":
-        worst = found.get("greedy", worst)
-    verdict, message = worst["verdict"], worst.get("message", "")
+    """Return a family's verdict and message: those of its worst operation, or of `greedy`, where that says something."""
+    worst = [one for bad in BAD for one in found.values() if one["verdict"] == bad]
+    decides = [*worst, found["greedy"]][0]
+    verdict, message = decides["verdict"], decides.get("message", "")
     if verdict == "equal" and not pages:
         verdict, message = "no pages", "no page was sealed: the model keeps a cache of its own"
     elif verdict == "equal" and (moved or 0) < SENSITIVE:
@@ -114,16 +92,14 @@ def judged(found: dict[str, Found], moved: float | None, pages: int) -> Found:
     return {"verdict": verdict, "message": message}
 
 
-def reads(calls: dict[str, Found]) -> float | None:
-    """Return the part of the layers' reads that kernels made, the others being written out; None where nothing was read.
+def reads(calls: Found) -> float | None:
+    """Return the part of a decode step's layers that kernels read, the others being written out; None where no layer was read.
 
-    In `keep` the model's own attention is asked for.
+    Args:
+        calls: what an operation called kernels for, which decodes one token at a time.
     """
-    total: Counter[str] = Counter()
-    for name, one in calls.items():
-        total.update({} if name == "keep" else one)
-    kernels = total["decode"] + total["several"]
-    return round(kernels / total.total(), 3) if total else None
+    total = calls.get("decode", 0) + calls.get("dense", 0)
+    return calls.get("decode", 0) / total if total else None
 
 
 def outcome(subject: Subject, operation: str, kind: str) -> Outcome | Exception:
@@ -140,21 +116,19 @@ def outcome(subject: Subject, operation: str, kind: str) -> Outcome | Exception:
 def distance(expected: Outcome, found: Outcome) -> float:
     """Return the largest difference of logits or scores, in parts of the largest; inf where it has no number.
 
-    Behind the first token that differs a row's texts are different ones, so that its logits are not compared.
+    Logits are compared up to the first token that differs: behind it the texts are different ones.
     """
     worst = 0.0
     for name in expected.keys() & {"logits", "scores"}:
         a, b = expected[name], found.get(name)
         if b is None or a.shape != b.shape:
             return float("inf")
-        alike = torch.ones((), dtype=torch.bool)
-        tokens = expected.get("tokens")
-        if name == "logits" and tokens is not None and tokens.shape == found["tokens"].shape:
-            differs = (tokens != found["tokens"])[:, -a.shape[1] :].long().cumsum(1) > 0
-            before = torch.cat([torch.zeros_like(differs[:, :1]), differs[:, :-1]], 1)
-            alike = ~before[..., None]
-        finite = torch.isfinite(a) & alike
-        if not torch.equal(finite, torch.isfinite(b) & alike):
+        if name == "logits" and "tokens" in expected:
+            same = (expected["tokens"] == found["tokens"])[:, -a.shape[1] :].all(0)
+            alike = int(same.long().cumprod(0).sum())
+            a, b = a[:, : alike + 1], b[:, : alike + 1]
+        finite = torch.isfinite(a)
+        if not torch.equal(finite, torch.isfinite(b)):
             return float("inf")
         if finite.any():
             scale = a[finite].abs().max().clamp(min=1e-6)
@@ -172,50 +146,38 @@ def _alike(expected: Outcome, found: Outcome) -> bool:
 
 
 def compare(subject: Subject, operation: str) -> Found:
-    """Return the verdict of an operation: one of ORDER, with figures, messages and the calls of kernels."""
-    stock = outcome(subject, operation, "dynamic")
+    """Return the verdict of an operation: one of BAD, equal, refused, impossible or absent, with figures, messages and the calls of kernels."""
+    stock, ours = (outcome(subject, operation, kind) for kind in ("dynamic", PAGED))
     if isinstance(stock, NotOffered):
         return {"verdict": "absent", "message": str(stock)}
-    ours = outcome(subject, operation, PAGED)
     if isinstance(ours, Exception):
-        if not isinstance(stock, Exception):
-            verdict = "refused" if isinstance(ours, kv_hf.KVCacheError) else "ERROR"
-            return {"verdict": verdict, "message": words(ours)}
-        own = "" if words(ours) == words(stock) else f"; pages: {words(ours)}"
-        return {"verdict": "impossible", "message": f"DynamicCache raises {words(stock)}{own}"}
-    seen = {"pages": int(ours.get("pages", 0)), "calls": ours["calls"]}
-    return {**_of_two(subject, operation, stock, ours), **seen}
+        if isinstance(stock, Exception):
+            own = "" if words(ours) == words(stock) else f"; pages: {words(ours)}"
+            return {"verdict": "impossible", "message": f"DynamicCache raises {words(stock)}{own}"}
+        verdict = "refused" if isinstance(ours, kv_hf.KVCacheError) else "ERROR"
+        return {"verdict": verdict, "message": words(ours)}
+    seen = {"pages": ours.get("pages", 0), "calls": ours["calls"]}
+    if isinstance(stock, dict) and _alike(stock, ours):
+        return {"verdict": "equal", "distance": distance(stock, ours), **seen}
+    return {**against_plain(stock, ours, outcome(subject, operation, "plain")), **seen}
 
 
-def _of_two(subject: Subject, operation: str, stock: Outcome | Exception, ours: Outcome) -> Found:
-    """Return the verdict where pages answer. Where they differ, the plainest model decides: eager attention, no cache."""
-    if isinstance(stock, dict):
-        if _alike(stock, ours):
-            return {"verdict": "equal", "distance": distance(stock, ours)}
-        again = outcome(subject, operation, "dynamic")
-        if isinstance(again, dict) and not _alike(stock, again):
-            message = "DynamicCache differs from itself in a second run"
-            return {"verdict": "broken", "message": message}
+def against_plain(stock: Outcome | Exception, ours: Outcome, plain: Outcome | Exception) -> Found:
+    """Return the verdict where DynamicCache and pages differ: the plainest model decides, eager attention without a cache."""
     raised = f"DynamicCache raises {words(stock)}; " if isinstance(stock, Exception) else ""
-    plain = outcome(subject, operation, "plain")
     if isinstance(plain, Exception):
         message = f"{raised}without a cache: {words(plain)}"
         return {"verdict": "ERROR" if raised else "DIFFERS", "message": message}
     near = distance(plain, ours)
-    if not isinstance(stock, dict):
-        message = f"{raised}pages are compared with no cache"
+    if isinstance(stock, Exception):
         verdict = "equal" if _alike(plain, ours) else "DIFFERS"
+        message = f"{raised}pages are compared with no cache"
         return {"verdict": verdict, "distance": near, "message": message}
     far = distance(plain, stock)
     # transformers' own cache is off, and pages not much further
-    broken = far > max(TOLERANCE, near / 2)
-    return {
-        "verdict": "broken" if broken else "DIFFERS",
-        "distance": distance(stock, ours),
-        "same_tokens": same_tokens(stock, ours),
-        "stock_to_plain": far,
-        "ours_to_plain": near,
-    }
+    verdict = "broken" if far > max(TOLERANCE, near / 2) else "DIFFERS"
+    figures = {"stock_to_plain": far, "ours_to_plain": near, "distance": distance(stock, ours)}
+    return {"verdict": verdict, "same_tokens": same_tokens(stock, ours), **figures}
 
 
 def quantized(subject: Subject, exact_pages: Found) -> Found:
@@ -242,17 +204,17 @@ def sensitivity(subject: Subject) -> float | None:
 
     Returns: None where forward() raises.
     """
-    ids = subject.text(1)
+    ids = text(1)
     other = torch.cat([ids[:, :-30], ids[:, -30:-10].flip(1), ids[:, -10:]], 1)
-    model = subject.of("dynamic")
     try:
         with torch.no_grad():
             one, two = (
-                model(**subject.inputs(text)).logits[:, -1:].float() for text in (ids, other)
+                {"logits": subject.unswitched(**subject.inputs(read)).logits[:, -1:].float()}
+                for read in (ids, other)
             )
     except Exception:
         return None
-    return distance({"logits": one}, {"logits": two})
+    return distance(one, two)
 
 
 def words(error: Exception) -> str:

@@ -1,10 +1,8 @@
 """What the walk of families says where a version of transformers is wrong itself: Doge and T5Gemma."""
 
-import pytest
-import transformers
 from measure import families
-from measure.family_operations import build_subject
-from packaging.version import Version
+from measure.family_models import build_model
+from measure.family_operations import Subject
 from transformers.models.doge import modeling_doge
 
 
@@ -16,38 +14,17 @@ def test_compare_calls_a_model_broken_whose_sdpa_sees_later_tokens(monkeypatch):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(modeling_doge, "create_causal_mask", leaving_masks_out)
-    found = families.compare(build_subject("doge", "causal"), "greedy")
+    found = families.compare(Subject(build_model("doge")), "greedy")
     assert found["verdict"] == "broken"
-    assert found["stock_to_eager"] > 0.1
-    assert found["ours_to_eager"] <= families.TOLERANCE
-    assert "later tokens move earlier logits" in found["message"]
-
-
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.18"),
-    reason="sdpa of Doge looks at later tokens in transformers 5.17",
-)
-def test_doge_looks_at_no_later_token_and_equals_dynamic_cache():
-    subject = build_subject("doge", "causal")
-    assert families.looks_ahead(subject, "dynamic") <= families.TOLERANCE
-    assert families.compare(subject, "greedy")["verdict"] == "equal"
+    assert found["stock_to_plain"] > 0.1
+    assert found["ours_to_plain"] <= families.TOLERANCE
 
 
 def test_t5gemma_gives_the_same_with_and_without_a_cache():
     """Without a cache it hides padding, which its start token must not be."""
-    subject = build_subject("t5gemma", "seq2seq")
+    subject = Subject(build_model("t5gemma", "seq2seq"))
     with_cache, without = (
-        families.outcome(subject, "greedy", kind) for kind in ("dynamic", "none")
+        families.outcome(subject, "greedy", kind) for kind in ("dynamic", "plain")
     )
     assert families.distance(with_cache, without) <= families.TOLERANCE
     assert families.same_tokens(with_cache, without)
-
-
-@pytest.mark.skipif(
-    Version(transformers.__version__) >= Version("5.18"),
-    reason="DynamicCache raises for T5Gemma's draft models in transformers 5.17 only",
-)
-def test_t5gemma_with_a_draft_model_equals_no_cache_where_dynamic_cache_raises():
-    found = families.compare(build_subject("t5gemma", "seq2seq"), "assisted")
-    assert found["verdict"] == "equal"
-    assert "DynamicCache raises RuntimeError: The size of tensor" in found["message"]

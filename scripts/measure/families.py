@@ -40,7 +40,7 @@ def of_this_code(config: Found) -> object:
     timed=False,
 )
 def model_families(device: torch.device, role: str, family: str) -> Iterator[Found]:
-    """Compare paged caches with DynamicCache on a tiny random model of a family, in twelve operations.
+    """Compare paged caches with DynamicCache on a tiny random model of a family, operation by operation.
 
     Raises: WrongResultError for a family that differs, or ends with an error where DynamicCache does not.
     """

@@ -25,7 +25,7 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 WEIGHT_STD = 0.12  # wider than the default, so that attention is not uniform
 ONE_DIMENSION_STD = 0.05  # biases, norms and gates, many of which begin at zero
-VOCABULARY, HIDDEN, HEAD, HEADS = 200, 64, 16, 4
+VOCABULARY, HEADS = 200, 4
 TEXT_IDS = (3, 150)  # ids of prompts; special ids of a config move to those above
 DERIVED = "(derived)"
 QUERY_HEADS, KV_HEADS = "query heads", "kv heads"
@@ -178,10 +178,6 @@ def shrunk_options(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
         given = bool(own) and own.get(name) != value
         if isinstance(value, (list, tuple)) and kept and len(value) == vars(config)[count]:
             options[name] = [value[index] for index in kept]
-        elif isinstance(value, dict) and "mrope_section" in value:
-            half = int(HEAD * value.get("partial_rotary_factor", 1)) // 2
-            sections = [half - 2 * (half // 3), half // 3, half // 3]
-            options[name] = {**value, "mrope_section": sections}
         elif isinstance(value, int) and not isinstance(value, bool):
             small = _small(name, value, config, special)
             declared = field.default is not None  # None: derived from the others

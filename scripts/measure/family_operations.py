@@ -5,11 +5,13 @@ An operation returns tensors by name: tokens are compared exactly, logits and sc
 
 import copy
 import inspect
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -230,13 +232,39 @@ def assisted(subject: Subject, kind: str) -> Outcome:
     return generate(subject, kind, text(1), new_tokens=20, with_cache=draft)
 
 
-def two_turns(subject: Subject, kind: str) -> Outcome:
-    """One cache for a text and for a longer one that begins with it."""
-    held = {"past_key_values": new_cache(subject.of(kind), kind)}
+def two_turns(subject: Subject, kind: str, between: Callable[..., Any] | None = None) -> Outcome:
+    """One cache for a text and for a longer one that begins with it; `between` gives another cache for the second."""
+    model = subject.of(kind)
+    held = {"past_key_values": new_cache(model, kind)}
     one = generate(subject, kind, text(length=90), with_cache=held)
+    if between is not None and kind not in STOCK:
+        held = {"past_key_values": between(held["past_key_values"], model)}
     longer = torch.cat([one["tokens"], text(length=30, seed=1)], 1)
     two = generate(subject, kind, longer, with_cache=held)
     return {"tokens": two["tokens"], "logits": torch.cat([one["logits"], two["logits"]], 1)}
+
+
+def read_again(held: Any, model: Any) -> Any:
+    """Return a cache that was written to a file and read again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cache.safetensors")
+        held.save(path, model)
+        return type(held).load(path, model)
+
+
+def saved(subject: Subject, kind: str) -> Outcome:
+    """A cache that was a file between two turns."""
+    if subject.decodes:
+        raise NotOffered("caches of encoder-decoder models are not saved")
+    return two_turns(subject, kind, read_again)
+
+
+def prefix(subject: Subject, kind: str) -> Outcome:
+    """A text whose beginning another call has left in a prefix store."""
+    store = {"prefix_store": kv_hf.PrefixStore()}
+    generate(subject, kind, text(), cache_config=store)
+    longer = torch.cat([text(), text(length=30, seed=1)], 1)
+    return generate(subject, kind, longer, cache_config=store)
 
 
 def forwards(
@@ -296,5 +324,9 @@ OPERATIONS: dict[str, Callable[[Subject, str], Outcome]] = {
     "logits_to_keep": logits_to_keep,
     "chunked": partial(generate, with_cache={"prefill_chunk_size": 40}),
     "two_turns": two_turns,
+    "saved": saved,
+    "prefix": prefix,
+    "max_length": partial(generate, cache_config={"max_length": 256}),
+    "offload": partial(generate, cache_config={"offload": "disk"}),
     "after": after,
 }

@@ -75,8 +75,7 @@ def examine(family: str, role: str = "causal") -> Found:
         if one["verdict"] == "equal":
             row["equal"].append(name)
         elif one["verdict"] != "absent":
-            short = {key: round(x, 5) for key, x in one.items() if isinstance(x, float)}
-            row["others"][name] = one | short
+            row["others"][name] = one
     return row
 
 
@@ -125,8 +124,8 @@ def distance(expected: Outcome, found: Outcome) -> float:
             return float("inf")
         if name == "logits" and "tokens" in expected:
             same = (expected["tokens"] == found["tokens"])[:, -a.shape[1] :].all(0)
-            alike = int(same.long().cumprod(0).sum())
-            a, b = a[:, : alike + 1], b[:, : alike + 1]
+            steps = int(same.long().cumprod(0).sum()) + 1
+            a, b = a[:, :steps], b[:, :steps]
         finite = torch.isfinite(a)
         if not torch.equal(finite, torch.isfinite(b)):
             return float("inf")
@@ -136,13 +135,10 @@ def distance(expected: Outcome, found: Outcome) -> float:
     return worst
 
 
-def same_tokens(expected: Outcome, found: Outcome) -> bool:
-    """Say whether both have the same tokens, or no tokens."""
-    return "tokens" not in expected or torch.equal(expected["tokens"], found["tokens"])
-
-
-def _alike(expected: Outcome, found: Outcome) -> bool:
-    return distance(expected, found) <= TOLERANCE and same_tokens(expected, found)
+def alike(expected: Outcome, found: Outcome) -> bool:
+    """Say whether two outcomes have the same tokens, if any, and logits that differ by no more than the order of sums does."""
+    same = "tokens" not in expected or torch.equal(expected["tokens"], found["tokens"])
+    return same and distance(expected, found) <= TOLERANCE
 
 
 def compare(subject: Subject, operation: str) -> Found:
@@ -157,7 +153,7 @@ def compare(subject: Subject, operation: str) -> Found:
         verdict = "refused" if isinstance(ours, kv_hf.KVCacheError) else "ERROR"
         return {"verdict": verdict, "message": words(ours)}
     seen = {"pages": ours.get("pages", 0), "calls": ours["calls"]}
-    if isinstance(stock, dict) and _alike(stock, ours):
+    if isinstance(stock, dict) and alike(stock, ours):
         return {"verdict": "equal", "distance": distance(stock, ours), **seen}
     return {**against_plain(stock, ours, outcome(subject, operation, "plain")), **seen}
 
@@ -170,14 +166,14 @@ def against_plain(stock: Outcome | Exception, ours: Outcome, plain: Outcome | Ex
         return {"verdict": "ERROR" if raised else "DIFFERS", "message": message}
     near = distance(plain, ours)
     if isinstance(stock, Exception):
-        verdict = "equal" if _alike(plain, ours) else "DIFFERS"
+        verdict = "equal" if alike(plain, ours) else "DIFFERS"
         message = f"{raised}pages are compared with no cache"
         return {"verdict": verdict, "distance": near, "message": message}
     far = distance(plain, stock)
     # transformers' own cache is off, and pages not much further
     verdict = "broken" if far > max(TOLERANCE, near / 2) else "DIFFERS"
     figures = {"stock_to_plain": far, "ours_to_plain": near, "distance": distance(stock, ours)}
-    return {"verdict": verdict, "same_tokens": same_tokens(stock, ours), **figures}
+    return {"verdict": verdict, **figures}
 
 
 def quantized(subject: Subject, exact_pages: Found) -> Found:

@@ -159,7 +159,11 @@ def kernel_calls() -> Iterator[Counter[str]]:
 
     layout = layout_for(torch.device("cpu"))
     for place, name in enumerate(BACKENDS):
-        how = {"why_not": partial(why_not, name), "runs_on": "cpu", "layout": layout}
+        how: dict[str, Any] = {
+            "why_not": partial(why_not, name),
+            "runs_on": "cpu",
+            "layout": layout,
+        }
         make = cache(partial(counted, name))
         register_backend(f"counted_{name}", make, priority=1000 - place, **how)
     try:

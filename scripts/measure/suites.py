@@ -87,7 +87,7 @@ def tested(suite: str, settings: dict[str, Any]) -> Tests:
         }
         command = [sys.executable, "-m", "pytest", "-p", "measure.suites_plugin", "-q", suite]
         command += ["-p", "no:cacheprovider", "-k", SELECTION, "--continue-on-collection-errors"]
-        how = {"cwd": os.environ[CHECKOUT], "capture_output": True, "text": True}
+        how: Any = {"cwd": os.environ[CHECKOUT], "capture_output": True, "text": True}
         ended = subprocess.run(command, env=environment, **how)
         if not report.is_file():
             raise ValueError(f"pytest left no report:\n{ended.stdout}\n{ended.stderr}")

@@ -59,24 +59,24 @@ def substitute() -> None:
 
     prepared = GenerationMixin._prepare_cache_for_generation
 
-    def prepare(self: Any, generation_config: Any, model_kwargs: Any, *args: Any) -> Any:
+    def prepare(self: Any, config: Any, model_kwargs: Any, *args: Any, **more: Any) -> Any:
         nonlocal stock
-        before = generation_config.cache_implementation, generation_config.cache_config
+        before = config.cache_implementation, config.cache_config
         given = model_kwargs.get("past_key_values") is not None
-        if before[0] not in (None, "dynamic") or given or generation_config.use_cache is False:
-            return prepared(self, generation_config, model_kwargs, *args)
+        if before[0] not in (None, "dynamic") or given or config.use_cache is False:
+            return prepared(self, config, model_kwargs, *args, **more)
         try:
-            generation_config.cache_implementation = SETTINGS["cache"]
-            generation_config.cache_config = OPTIONS
-            prepared(self, generation_config, model_kwargs, *args)
+            config.cache_implementation, config.cache_config = SETTINGS["cache"], OPTIONS
+            found = prepared(self, config, model_kwargs, *args, **more)
             counts["made"] += 1
+            return found
         except UnsupportedModelError:
-            generation_config.cache_implementation, generation_config.cache_config = before
+            config.cache_implementation, config.cache_config = before
             stock = True
-            prepared(self, generation_config, model_kwargs, *args)
+            return prepared(self, config, model_kwargs, *args, **more)
         finally:
             stock = False
-            generation_config.cache_implementation, generation_config.cache_config = before
+            config.cache_implementation, config.cache_config = before
 
     allocate = PagePool.allocate
 
@@ -84,9 +84,12 @@ def substitute() -> None:
         counts["pages"] += number
         return allocate(self, number)
 
-    DynamicCache.__new__ = staticmethod(new)  # type: ignore[method-assign,assignment]
-    GenerationMixin._prepare_cache_for_generation = prepare  # type: ignore[method-assign]
-    PagePool.allocate = counted  # type: ignore[method-assign]
+    for owner, name, function in (
+        (DynamicCache, "__new__", staticmethod(new)),
+        (GenerationMixin, "_prepare_cache_for_generation", prepare),
+        (PagePool, "allocate", counted),
+    ):
+        setattr(owner, name, function)
 
 
 def single_layer() -> type:

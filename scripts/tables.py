@@ -317,21 +317,21 @@ def batches(row: Row) -> str:
     return "transformers' own" if row["cache"] == "transformers" else f"`{row['cache']}`"
 
 
-BLUNT = 2e-3  # of the largest logit: families that other tokens in the context move by less are a weak test
+READERS = {
+    1: "kernels read the pages",
+    0: "layers are written out for attention",
+    None: "no step reads the pages",
+}
 
 
 def how(row: Row) -> str:
     """Return a family's verdict, and of equal ones what reads the pages."""
     if row["verdict"] != "equal":
         return str(row["verdict"])
-    if (row.get("sensitivity") or 0) < BLUNT:
-        return f"equal, a weak test: other tokens move the last logits by less than {BLUNT:g} of the largest"
-    if not row["pages"]:
-        return "equal, no page was sealed: the model makes or keeps a cache of its own, or none"
-    reads = row["attention"] == "kv_hf"
-    return (
-        f"equal, {'attention reads the pages' if reads else 'layers are written out for attention'}"
+    readers = READERS.get(
+        row["reads"], "kernels read the pages, and layers are written out as well"
     )
+    return f"equal, {readers}"
 
 
 def why(row: Row) -> str:
@@ -340,8 +340,8 @@ def why(row: Row) -> str:
     first: Row = next(iter(decided.values()), {})
     names = "every operation" if decided and not row["equal"] else ", ".join(decided)
     message = first.get("message") or row["message"]
-    if not message and "stock_to_uncached" in first:
-        message = "DynamicCache lies {stock_to_uncached:.2g} of the largest logit from the model without a cache, pages {ours_to_uncached:.2g}"
+    if not message and "stock_to_plain" in first:
+        message = "DynamicCache lies {stock_to_plain:.2g} of the largest logit from the model without a cache, pages {ours_to_plain:.2g}"
         message = message.format_map(first)
     text = f"{names}: {message}" if names else message
     return str(text.replace("|", "\\|").replace("<", "&lt;"))

@@ -72,7 +72,7 @@ def distillation(own: torch.Tensor, other: torch.Tensor, ids: torch.Tensor) -> t
     width, targets = min(own.shape[-1], other.shape[-1]), ids[:, 1:].flatten()
     logits = [x[:, :-1, :width].flatten(0, 1) for x in (own, other)]
     blocks = zip(*(x.split(ROWS) for x in (*logits, targets)), strict=True)
-    how = {"use_reentrant": False, "preserve_rng_state": False}
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     made = [checkpoint(block, *each, **how) for each in blocks]
     return torch.stack(made).sum(0) / len(targets)
 

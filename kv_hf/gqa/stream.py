@@ -243,7 +243,8 @@ class LayerStream:
                 "the attention of this model does not go through transformers' attention interface, so that it cannot be "
                 'calibrated; use method="mean"'
             )
-        return Seen(*_calls.pop(), behind, linears)
+        query, key, value, weights, context = _calls.pop()
+        return Seen(query, key, value, weights, context, behind, linears)
 
 
 class _Stub(nn.Module):

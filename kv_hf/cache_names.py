@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from typing import Any
 
-from .cache_options import CacheOptions, shows_options
 from .checks import check_choice
-from .config import CacheConfig
+from .config import CacheConfig, shows_options
 from .formats import cache_names, named
 
 # name -> arguments of transformers' QuantizedCache; the axes are those that its documentation recommends for a backend
@@ -41,7 +40,7 @@ def register_cache(
     *,
     keys: str | None = None,
     values: str | None = None,
-    **options: Unpack[CacheOptions],
+    **options: Any,
 ) -> None:
     """Add a name for options of a paged cache, which `cache_implementation`, evaluation, plans and the doctor then know.
 

@@ -1,41 +1,144 @@
-"""User options of a paged cache, validated once and frozen. Knows no model and no tensor."""
+"""User options of a paged cache: one row each, checked once and frozen. Knows no model and no tensor.
+
+A row of `CacheConfig` is an option's name, type, default and check, and says of which kinds it is. Signatures, messages, and
+the lists of what a file, a batch or a request may set are made of the rows.
+"""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from .backend_names import OTHER_WORDS, kernel_choices
 from .checks import (
+    MOST_BYTES,
     MOST_PAGE_SIZE,
+    MOST_TOKENS,
     check_choice,
     check_int,
     is_power_of_two,
     listed,
 )
-from .config_given import given_options, json_options
-from .config_layers import LayerOverride, parse_layers
-from .config_reading import check_reading
-from .config_room import check_max_length, check_offload
-from .config_sizes import SizeField, byte_size, token_count
 from .errors import CacheOptionError
 from .formats import (
     Scheme,
     cache_names,
     cache_options,
     check_format,
+    format_names,
     k_rope_name,
     key_scheme,
     latent_scheme,
     readers_of,
     value_scheme,
 )
-from .read_budget import READ_FROM
+from .printable import short
+from .read_budget import READ_FROM, ReadBudget, pages_for
+from .units import parse_bytes, parse_tokens
 
-CROSS_ATTENTION_CHOICES = ("exact", "same")
-MLA_CHOICES = ("auto", "absorb", "expand")
-GRAPH_CHOICES = ("auto", "always", "never")
-WIDEN_CHOICES = ("auto", "never")
+Check = Callable[[str, Any], Any]  # (name, value given) -> value held; raises CacheOptionError
+LayerOverride = tuple[int, int, dict[str, str]]  # first layer, last layer, {side: format}
+READ_LIMITS = ("read_tokens", "read_share", "read_top_p")
+# fields that name formats: a CacheConfig that sets one of them has chosen all of them
+_FORMATS = ("keys", "values", "layers", "latent", "k_rope")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option beside its name, type and default.
+
+    Attributes:
+        check: called with name and value; returns what is held.
+        kinds: "local": it says where pages of one process lie, or how many there is room for, so that files of caches do not
+            hold it. "grows": it belongs to caches that grow, not to those with max_length. "call": it is for one call of
+            generate(), not for continuous batching. "server": a server decides it, not a request.
+    """
+
+    check: Check
+    kinds: tuple[str, ...]
+
+
+def _option(default: Any, check: Check, *kinds: str) -> Any:
+    return field(default=default, metadata={"option": Option(check, kinds)})
+
+
+def _format_of(side: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        check_format(name, value, side)
+        return value
+
+    return check
+
+
+def _choice(*choices: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        check_choice(name, value, choices)
+        return value
+
+    return check
+
+
+def _kernel(name: str, value: Any) -> Any:
+    check_choice(name, value, kernel_choices(), OTHER_WORDS)
+    return value
+
+
+def _whole(
+    least: int, most: int = MOST_TOKENS, parse: Callable[[str, str], int] | None = None
+) -> Check:
+    """Return the check of a whole number, which text with a unit may give where there is a `parse`."""
+
+    def check(name: str, value: Any) -> Any:
+        found = parse(name, value) if parse is not None and isinstance(value, str) else value
+        check_int(name, found, least, most)
+        return found
+
+    return check
+
+
+def _page_size(name: str, value: Any) -> Any:
+    check_int(name, value, 16, MOST_PAGE_SIZE)
+    if not is_power_of_two(value):
+        raise CacheOptionError(f"{name} must be a power of two of at least 16, got {value}")
+    return value
+
+
+def _part(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise CacheOptionError(
+            f"{name} must be a number between 0 and 1, both left out, got {value!r}; leave it out to read everything"
+        )
+    return value
+
+
+def _store(name: str, value: Any) -> Any:
+    if not callable(getattr(value, "bind", None)):
+        raise CacheOptionError(f"{name} must be a kv_hf.PrefixStore, got {type(value).__name__}")
+    return value
+
+
+def _folder(name: str, value: Any) -> Any:
+    if not isinstance(value, str | os.PathLike) or not os.path.isdir(value):
+        raise CacheOptionError(f"{name} must be a folder that exists, got {value!r}")
+    return value
+
+
+def _layers(name: str, value: Any) -> Any:
+    parse_layers(value)
+    return copy.deepcopy(dict(value))
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+_BYTES = _or_none(_whole(1, MOST_BYTES, parse_bytes))
+_TOKENS = _or_none(_whole(1, parse=parse_tokens))
+_GROUP = _or_none(_whole(1, MOST_PAGE_SIZE))
+_OFFLOAD = _or_none(_choice("cpu", "disk"))
 
 
 @dataclass(frozen=True)
@@ -92,117 +195,111 @@ class CacheConfig:
         read_from: tokens of a row, a number or "8k", from which on a step reads a part; shorter rows are read as a whole.
     """
 
-    keys: str = "exact"
-    values: str = "exact"
-    page_size: int = 64
-    key_group_size: int | None = None
-    value_group_size: int | None = None
-    sink_tokens: int = 4
-    recent_tokens: int = 0
-    max_pages: int | None = None
-    max_bytes: SizeField[int | None] = byte_size()  # noqa: RUF009
-    reserve_tokens: SizeField[int] = token_count(0)  # noqa: RUF009 (a descriptor)
-    max_length: SizeField[int | None] = token_count(None)  # noqa: RUF009
-    cuda_graph: str = "auto"
-    layers: Mapping[str, Any] | None = None
-    kernel: str = "auto"
-    prefix_store: Any = None
-    cross_attention: str = "exact"
-    offload: str | None = None
-    device_bytes: SizeField[int | None] = byte_size()  # noqa: RUF009
-    device_pages: int | None = None
-    offload_dir: str | None = None
-    latent: str | None = None
-    latent_group_size: int | None = None
-    k_rope: str | None = None
-    mla: str = "auto"
-    widen: str = "auto"
-    read_tokens: SizeField[int | None] = token_count(None)  # noqa: RUF009
-    read_share: float | None = None
-    read_top_p: float | None = None
-    read_from: SizeField[int] = token_count(READ_FROM)  # noqa: RUF009
+    keys: str = _option("exact", _format_of("keys"))
+    values: str = _option("exact", _format_of("values"))
+    page_size: int = _option(64, _page_size)
+    key_group_size: int | None = _option(None, _GROUP)
+    value_group_size: int | None = _option(None, _GROUP)
+    sink_tokens: int = _option(4, _whole(0))
+    recent_tokens: int = _option(0, _whole(0), "grows")
+    max_pages: int | None = _option(None, _or_none(_whole(1)), "grows", "server")
+    max_bytes: int | None = _option(None, _BYTES, "server")
+    reserve_tokens: int = _option(0, _whole(0, parse=parse_tokens), "grows", "call", "server")
+    max_length: int | None = _option(None, _TOKENS, "local", "call", "server")
+    cuda_graph: str = _option("auto", _choice("auto", "always", "never"), "server")
+    layers: Mapping[str, Any] | None = _option(None, _or_none(_layers))
+    kernel: str = _option("auto", _kernel, "server")
+    prefix_store: Any = _option(None, _or_none(_store), "local", "grows", "server")  # noqa: RUF009
+    cross_attention: str = _option("exact", _choice("exact", "same"))
+    offload: str | None = _option(None, _OFFLOAD, "local", "grows", "call", "server")
+    device_bytes: int | None = _option(None, _BYTES, "local", "call", "server")
+    device_pages: int | None = _option(None, _or_none(_whole(1)), "local", "call", "server")
+    offload_dir: str | None = _option(None, _or_none(_folder), "local", "call", "server")
+    latent: str | None = _option(None, _or_none(_format_of("latent")))
+    latent_group_size: int | None = _option(None, _GROUP)
+    k_rope: str | None = _option(None, _or_none(_format_of("k_rope")))
+    mla: str = _option("auto", _choice("auto", "absorb", "expand"))
+    widen: str = _option("auto", _choice("auto", "never"))
+    read_tokens: int | None = _option(None, _TOKENS)
+    read_share: float | None = _option(None, _or_none(_part))
+    read_top_p: float | None = _option(None, _or_none(_part))
+    read_from: int = _option(READ_FROM, _whole(1, parse=parse_tokens))
 
     def __post_init__(self) -> None:
-        check_format("keys", self.keys, "keys")
-        check_format("values", self.values, "values")
-        check_choice("kernel", self.kernel, kernel_choices(), OTHER_WORDS)
-        check_choice("cuda_graph", self.cuda_graph, GRAPH_CHOICES)
-        check_choice("widen", self.widen, WIDEN_CHOICES)
-        check_choice("cross_attention", self.cross_attention, CROSS_ATTENTION_CHOICES)
-        self._check_latent()
-        check_int("page_size", self.page_size, 16, MOST_PAGE_SIZE)
-        if not is_power_of_two(self.page_size):
+        for name, option in OPTIONS.items():
+            object.__setattr__(self, name, option.check(name, getattr(self, name)))
+        for name in names_of("grows"):
+            why = "which allocates all pages at once and keeps one page of exact tokens"
+            self._check_apart(name, "max_length", why)
+        self._check_apart("max_pages", "prefix_store", "whose pages many caches share")
+        self._check_apart("offload", "prefix_store", "whose pages many caches read at once")
+        self._check_apart("device_bytes", "device_pages", "which gives the same budget")
+        self._check_apart("read_tokens", "read_share", "which bounds the same")
+        if self.key_group_size is not None and self.page_size % self.key_group_size:
             raise CacheOptionError(
-                f"page_size must be a power of two of at least 16, got {self.page_size}"
+                f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
             )
-        if self.key_group_size is not None:
-            check_int("key_group_size", self.key_group_size, 1, MOST_PAGE_SIZE)
-            if self.page_size % self.key_group_size:
-                raise CacheOptionError(
-                    f"key_group_size must divide page_size {self.page_size}, got {self.key_group_size}"
-                )
-        if self.value_group_size is not None:
-            check_int("value_group_size", self.value_group_size, 1, MOST_PAGE_SIZE)
         self._check_groups()
-        check_int("sink_tokens", self.sink_tokens, 0)
-        check_int("recent_tokens", self.recent_tokens, 0)
-        check_int("reserve_tokens", self.reserve_tokens, 0)
-        if self.max_pages is not None:
-            check_int("max_pages", self.max_pages, 1)
-        if self.prefix_store is not None and not callable(getattr(self.prefix_store, "bind", None)):
-            raise CacheOptionError(
-                f"prefix_store must be a kv_hf.PrefixStore, got {type(self.prefix_store).__name__}"
-            )
-        if self.prefix_store is not None and self.max_pages is not None:
-            raise CacheOptionError(
-                f"max_pages={self.max_pages} does not go with prefix_store, whose pages many caches share; bound it by "
-                "PrefixStore(max_bytes=...)"
-            )
-        check_max_length(self)
-        check_offload(self)
-        check_reading(self)
-        if self.layers is not None:
-            self.layer_overrides()
-            object.__setattr__(self, "layers", copy.deepcopy(dict(self.layers)))
+        self._check_offload()
+        self._check_reading()
 
-    def _check_latent(self) -> None:
-        """Raise CacheOptionError for bad options about multi-head latent attention."""
-        check_choice("mla", self.mla, MLA_CHOICES)
-        if self.k_rope is not None:
-            check_format("k_rope", self.k_rope, "k_rope")
-        if self.latent is not None:
-            check_format("latent", self.latent, "latent")
-        if self.latent_group_size is not None:
-            check_int("latent_group_size", self.latent_group_size, 1, MOST_PAGE_SIZE)
-            names: set[str | None] = {
-                self.latent or self.keys,
-                *(sides.get("keys") for sides in self._overrides()),
-            }
-            self._check_read("latent_group_size", names, f"latents are {self.latent or self.keys}")
+    def _gives(self, name: str) -> bool:
+        return bool(getattr(self, name) != DEFAULTS[name])
+
+    def _check_apart(self, name: str, other: str, why: str) -> None:
+        """Raise CacheOptionError where two options are given that do not go together."""
+        if self._gives(name) and self._gives(other):
+            one, two = (f"{option}={getattr(self, option)!r}" for option in (name, other))
+            raise CacheOptionError(
+                f"{one} does not go with {two}, {why}; leave out {name} or {other}"
+            )
 
     def _check_groups(self) -> None:
         """Raise CacheOptionError for a group size that no format of this cache reads."""
-        for side in ("keys", "values"):
-            names = {getattr(self, side), *(sides.get(side) for sides in self._overrides())} - {
-                None
-            }
-            if side == "keys" and self.latent is not None:
-                names.add(self.latent)
-            argument = f"{side[:-1]}_group_size"
-            if getattr(self, argument) is not None:
-                self._check_read(argument, names, f"{side} are {', '.join(sorted(names))}")
+        overrides = [sides for _, _, sides in self.layer_overrides()]
+        keys, values = (
+            {getattr(self, side), *(sides[side] for sides in overrides if side in sides)}
+            for side in ("keys", "values")
+        )
+        latents = {self.latent or self.keys, *(sides["keys"] for sides in overrides if "keys" in sides)}  # fmt: skip
+        if self.latent is not None:
+            keys |= {self.latent}
+        for name, given, what in (
+            ("key_group_size", keys, "keys"),
+            ("value_group_size", values, "values"),
+            ("latent_group_size", latents, "latents"),
+        ):
+            readers = readers_of(name)
+            if getattr(self, name) is not None and not given & set(readers):
+                raise CacheOptionError(
+                    f"{name}={getattr(self, name)} is read by the formats {listed(readers)} only, and {what} are "
+                    f"{', '.join(sorted(given))}"
+                )
 
-    def _check_read(self, argument: str, names: set[str | None], are: str) -> None:
-        """Raise CacheOptionError where none of the formats `names` reads the option `argument`."""
-        readers = readers_of(argument)
-        if not names & set(readers):
+    def _check_offload(self) -> None:
+        for name in ("device_bytes", "device_pages"):
+            if self._gives(name) and self.offload is None:
+                raise CacheOptionError(
+                    f"{name}={getattr(self, name)} needs offload='cpu' or 'disk': without it all pages stay on the device; "
+                    "use max_pages to bound them"
+                )
+        if self.offload_dir is not None and self.offload != "disk":
             raise CacheOptionError(
-                f"{argument}={getattr(self, argument)} is read by the formats {listed(readers)} only, and {are}"
+                f"offload_dir is read with offload='disk' only, got offload={self.offload!r}"
             )
 
-    def _overrides(self) -> list[dict[str, str]]:
-        """Return {side: format} of each entry of `layers`."""
-        return [sides for _, _, sides in self.layer_overrides()]
+    def _check_reading(self) -> None:
+        if self._gives("read_from") and not self.reads_part:
+            raise CacheOptionError(
+                f"read_from={self.read_from} has nothing to do: it says from how many tokens on a step reads a part; give "
+                "read_tokens, read_share or read_top_p as well"
+            )
+        least = self.sink_tokens + self.recent_tokens + 2 * self.page_size
+        if self.read_tokens is not None and self.read_tokens < least:
+            raise CacheOptionError(
+                f"read_tokens must be at least {least}: {self.sink_tokens} sink_tokens, {self.recent_tokens} recent_tokens, "
+                f"an open page and one more page of {self.page_size} tokens, got {self.read_tokens}"
+            )
 
     @classmethod
     def from_options(
@@ -214,7 +311,7 @@ class CacheConfig:
         formats together. Raises CacheOptionError for unknown names.
         """
         check_choice("cache_implementation", implementation, cache_names())
-        given, named = given_options(options, cls), cache_options(implementation)
+        given, named = given_options(options), cache_options(implementation)
         if {"keys", "values"} & given.keys():  # the name's formats are not what was asked for
             named.pop("latent", None)
         return cls(**{**named, **given})
@@ -233,7 +330,7 @@ class CacheConfig:
         values.
         """
         check_option_names(options)
-        given = {**given_options(cache_config, cls), **options}
+        given = {**given_options(cache_config), **options}
         keys = given.pop("keys", "exact") if keys is None else keys
         values = given.pop("values", keys) if values is None else values
         return cls(**{**given, "keys": keys, "values": values})
@@ -243,10 +340,15 @@ class CacheConfig:
 
         A prefix store is left out.
         """
-        return json_options(given_options(self, CacheConfig))
+        found = {name: one for name, one in given_options(self).items() if name != "prefix_store"}
+        if found.get("layers") is not None:
+            found["layers"] = {str(span): formats for span, formats in found["layers"].items()}
+        if found.get("offload_dir") is not None:
+            found["offload_dir"] = str(found["offload_dir"])
+        return found
 
     def __str__(self) -> str:
-        given = given_options(self, CacheConfig)
+        given = given_options(self)
         return f"CacheConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def layer_overrides(self) -> list[LayerOverride]:
@@ -294,8 +396,161 @@ class CacheConfig:
                 sides.update(override)
         return sides
 
+    # -- reading a part ------------------------------------------------------------------------------------
+
+    @property
+    def reads_part(self) -> bool:
+        """Whether steps may read less than everything."""
+        return any(getattr(self, name) is not None for name in READ_LIMITS)
+
+    def reading_everything(self) -> "CacheConfig":
+        """Return the options without what they say of a part to read."""
+        nothing: dict[str, Any] = dict.fromkeys(READ_LIMITS)
+        return replace(self, **nothing, read_from=READ_FROM)
+
+    def read_budget(self) -> ReadBudget | None:
+        """Return what the options allow a step to read; None: everything."""
+        if not self.reads_part:
+            return None
+        pages = None
+        if self.read_tokens is not None:
+            kept = self.sink_tokens + self.recent_tokens
+            pages = pages_for(self.read_tokens, kept, self.page_size)
+        return ReadBudget(pages, self.read_share, self.read_top_p, self.read_from)
+
+    def budget_of(
+        self, model_type: Any, windows: list[int | None], latent: bool
+    ) -> ReadBudget | None:
+        """Return the budget of a model's layers with full attention; None: everything is read.
+
+        Args:
+            windows: sliding window of each layer that lives in pages, None of those that see everything.
+            latent: whether any of them holds latents.
+        Raises: CacheOptionError where the options ask for a part, and no layer can be read in part.
+        """
+        budget = self.read_budget()
+        if budget is None:
+            return None
+        given = ", ".join(
+            f"{name}={getattr(self, name)!r}" for name in READ_LIMITS if self._gives(name)
+        )
+        if latent:
+            raise CacheOptionError(
+                f"{given}: {model_type!r} caches latents (MLA), of which a step reads all; leave it out"
+            )
+        if all(window is not None for window in windows):
+            widest = max(window or 0 for window in windows)
+            raise CacheOptionError(
+                f"{given}: no layer of {model_type!r} attends to the whole text (its sliding windows are {widest} tokens at "
+                "most), so that there is nothing to choose from; leave it out"
+            )
+        return budget
+
+
+# name -> what is known of it, in the order of CacheConfig
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(CacheConfig)}
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(CacheConfig)}
+
+
+def names_of(kind: str) -> tuple[str, ...]:
+    """Return the options of a kind (Option.kinds)."""
+    return tuple(name for name, option in OPTIONS.items() if kind in option.kinds)
+
 
 def check_option_names(given: Mapping[str, Any]) -> None:
     """Raise CacheOptionError for a name that is no option of CacheConfig."""
     for name in given:
-        check_choice("cache_config option", name, [field.name for field in fields(CacheConfig)])
+        check_choice("cache_config option", name, OPTIONS)
+
+
+def given_options(cache_config: Any) -> dict[str, Any]:
+    """Return the options that `cache_config` gives, as a new dict.
+
+    A field of a CacheConfig counts as given where it is not at its default. Its formats count together: with
+    `CacheConfig(values="int4")` keys are given too, as exact.
+
+    Args:
+        cache_config: a CacheConfig, a mapping of options, or None.
+    Raises: CacheOptionError for anything else, and for names that are no options.
+    """
+    if cache_config is None:
+        return {}
+    if isinstance(cache_config, CacheConfig):
+        values = {name: getattr(cache_config, name) for name in OPTIONS}
+        given = {name: one for name, one in values.items() if one != DEFAULTS[name]}
+        if given.keys() & set(_FORMATS):
+            given |= {side: values[side] for side in ("keys", "values")}
+        return given
+    if not isinstance(cache_config, Mapping):
+        raise CacheOptionError(_no_config(cache_config))
+    check_option_names(cache_config)
+    return dict(cache_config)
+
+
+def _no_config(given: Any) -> str:
+    """Return what to write in place of something that is no cache_config."""
+    rule = (
+        "cache_config must be a kv_hf.CacheConfig or a dict of options such as {'page_size': 32}, got "
+        f"{short(given) if isinstance(given, str) else type(given).__name__}"
+    )
+    if isinstance(given, str) and given in format_names("keys"):
+        return f"{rule}; a format is given by name: keys={given!r}"
+    if isinstance(given, str) and given in cache_names():
+        return (
+            f"{rule}; the name of a cache goes to generate(cache_implementation={given!r}) or "
+            f"PagedCache.from_implementation(config, {given!r})"
+        )
+    return f"{rule}; formats are given by name, such as keys='int8', values='int4'"
+
+
+def parse_layers(layers: Any) -> list[LayerOverride]:
+    """Return `layers` as (first layer, last layer, {side: format}); empty for None.
+
+    Raises: CacheOptionError naming the entry and what is wrong with it.
+    """
+    if layers is None:
+        return []
+    if not isinstance(layers, Mapping):
+        raise CacheOptionError(
+            f"layers must map layer numbers or ranges to formats, got {layers!r}"
+        )
+    return [_parse_entry(span, formats) for span, formats in layers.items()]
+
+
+def _parse_entry(span: Any, formats: Any) -> LayerOverride:
+    numbers = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(span))
+    if numbers is None:
+        raise CacheOptionError(
+            f"layers: a key must be a layer number or a range like '0-3', got {span!r}"
+        )
+    low, high = int(numbers[1]), int(numbers[2] or numbers[1])
+    if high < low:
+        raise CacheOptionError(f"layers: range {span!r} ends before it begins")
+    sides = {"keys": formats, "values": formats} if isinstance(formats, str) else formats
+    if not isinstance(sides, Mapping):
+        raise CacheOptionError(
+            f"layers: {span!r} must give a format or {{'keys': .., 'values': ..}}, got {formats!r}"
+        )
+    for side, name in sides.items():
+        check_choice(f"layers[{span!r}]", side, ("keys", "values"))
+        check_format(f"layers[{span!r}][{side!r}]", name, side)
+    return low, high, dict(sides)
+
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def shows_options(function: Call) -> Call:
+    """Have `inspect.signature`, `help` and notebooks show each option where a function has `**options`."""
+    shown = inspect.signature(function)
+    named = [one for one in shown.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    rest = [
+        inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+        )
+        for one in fields(CacheConfig)
+        if one.name not in shown.parameters
+    ]
+    replaced: Any = function
+    replaced.__signature__ = shown.replace(parameters=[*named, *rest])
+    return function

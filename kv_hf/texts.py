@@ -7,7 +7,7 @@ from typing import Any
 
 from .checks import nearest
 from .errors import first_line
-from .files.reading import TEXT_BYTES, read_text
+from .files import TEXT_BYTES, read_text
 
 # Five kinds of text that accuracy is measured on: a speech, a novel, code, another language, a table of numbers.
 HELD_OUT = ("lincoln_1862", "novel", "code", "german", "tables")

@@ -1,5 +1,6 @@
 """Sizes, speeds and counts of tokens as people write them: 24GiB, 3.35TB/s, 128k."""
 
+import operator
 import re
 from decimal import Decimal
 
@@ -41,7 +42,9 @@ def parse_bandwidth(argument: str, given: str | int) -> int:
 
 
 def parse_tokens(argument: str, given: str | int) -> int:
-    """Return the tokens of "8192", "8,192", "128k" (128 * 1024) or "1M" (1024 * 1024).
+    """Return the tokens of "8192", "8,192", "128k" (128 * 1024), "1M" (1024 * 1024), or a whole number of any type.
+
+    Such a number may be a tensor: `get_seq_length()` of a cache with max_length returns one.
 
     Raises: CacheOptionError naming `argument` for anything else.
     """
@@ -58,13 +61,16 @@ def _parse(
     least: int = 1,
 ) -> int:
     text = given if text is None else text
-    if isinstance(text, int) and not isinstance(text, bool):
-        result = Decimal(text)
-    else:
-        found = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
-        if found is None or found[2] not in units:
-            raise CacheOptionError(f"{argument} must be {rule}, got {short(given)}")
-        result = Decimal(re.sub("[_,]", "", found[1])) * units[found[2]]
+    found = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
+    try:
+        if found is None:
+            if isinstance(text, bool):
+                raise TypeError
+            result = Decimal(operator.index(text))  # type: ignore[arg-type]
+        else:
+            result = Decimal(re.sub("[_,]", "", found[1])) * units[found[2]]
+    except (KeyError, TypeError):
+        raise CacheOptionError(f"{argument} must be {rule}, got {short(given)}") from None
     if result > MOST:
         raise CacheOptionError(f"{argument} must be at most {MOST:,}, got {short(given)}")
     if result < least or result != result.to_integral_value():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import KVCacheError, reason
-from .files.folders import scratch_folder
+from .files import scratch_folder
 
 
 def user_dir() -> Path:
@@ -51,7 +51,8 @@ def made_once(target: Path, marker: str, make: Callable[[Path, Path], object]) -
         done = scratch / "done"
         done.mkdir()
         make(done, scratch)
-        if target.exists():
-            shutil.rmtree(target)
-        done.rename(target)
+        if not (target / marker).is_file():  # another process may have been faster
+            if target.exists():
+                shutil.rmtree(target)
+            done.rename(target)
     return target

@@ -21,12 +21,13 @@ BUILD = ROOT / "build" / "sanitizers"
 
 
 class Sanitizer(NamedTuple):
-    """One build: what the compiler checks, what has to be loaded first, what pytest runs on it, and variables."""
+    """One build: what the compiler checks, what has to be loaded first, what pytest runs on it, variables, and tests that are selected."""
 
     flags: str
     runtimes: str
     tests: str
     variables: dict[str, str]
+    selected: str = ""
 
 
 KERNELS = "backends/test_cpu_kernels.py backends/test_cpu_latent.py backends/test_cpu_write.py"
@@ -48,10 +49,9 @@ SANITIZERS = {
         "libtsan.so",
         f"{KERNELS} backends/test_threads.py",
         {"TSAN_OPTIONS": f"suppressions={ROOT / 'scripts' / 'tsan.supp'}:exitcode=66"},
+        "thread and not fork",  # it does not know threads that start in a forked process
     ),
 }
-# of the tests on a sanitizer: it does not know threads that start in a forked process
-SELECTED = {"thread": ["-k", "thread and not fork"]}
 
 
 def runtimes_of(compiler: str, names: list[str]) -> list[str]:
@@ -85,21 +85,17 @@ def run(name: str, compiler: str) -> int:
         return 0
     print(f"{name}: building", flush=True)
     library = build(compiler, name, sanitizer)
-    environment = {**os.environ, **sanitizer.variables, "LD_PRELOAD": " ".join(runtimes)}
-    environment["KV_HF_LIBRARY"] = str(library)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment["OMP_WAIT_POLICY"] = "passive"
+    environment = {
+        **os.environ,
+        **sanitizer.variables,
+        "LD_PRELOAD": " ".join(runtimes),
+        "KV_HF_LIBRARY": str(library),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_WAIT_POLICY": "passive",
+    }
     # -s: a report goes to stderr, where pytest would swallow it
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "-p",
-        "no:xdist",
-        *SELECTED.get(name, []),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:xdist"]
+    command += ["-k", sanitizer.selected]
     tests = [f"tests/{file}" for file in sanitizer.tests.split()]
     return subprocess.run([*command, *tests], cwd=ROOT, env=environment).returncode
 
@@ -108,15 +104,14 @@ def main() -> int:
     """Run the sanitizers named on the command line, all of them where none is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sanitizers", nargs="*", help=f"of {', '.join(SANITIZERS)}; default: all")
-    parser.add_argument("--compiler", default=os.environ.get("CC", "gcc"))
-    asked = parser.parse_args()
-    for name in asked.sanitizers:
-        if name not in SANITIZERS:
-            parser.error(f"sanitizers must be among {', '.join(SANITIZERS)}, got {name!r}")
-    if sys.platform != "linux" or not shutil.which(asked.compiler):
-        print(f"skipped: sanitizers need Linux and a compiler, and {asked.compiler} is not here")
+    compiler = os.environ.get("CC", "gcc")
+    asked = parser.parse_args().sanitizers or SANITIZERS
+    if unknown := set(asked) - set(SANITIZERS):
+        parser.error(f"sanitizers must be among {', '.join(SANITIZERS)}, got {unknown}")
+    if sys.platform != "linux" or not shutil.which(compiler):
+        print(f"skipped: sanitizers need Linux and a compiler, and {compiler} is not here")
         return 0
-    return max(run(name, asked.compiler) for name in asked.sanitizers or SANITIZERS)
+    return max(run(name, compiler) for name in asked)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure.models.packaged import weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kv_hf.evaluation.caches import layer_shapes
-from kv_hf.evaluation.models import weights_of
 from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.printable import tell, tell_error
 from kv_hf.records import CONVERSION
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.record:
         text = args.text_name or ", ".join(Path(source).name for source in args.text)
         common = {"kind": "gqa", "model": rows[0]["checkpoint"], "text": text, "window": args.window, "windows": len(windows), "dtype": "float32", "note": args.note or ""}  # fmt: skip
-        append_rows(args.out, [make_row(**common, **weights_of(args.checkpoints[0])._asdict(), **row) for row in rows])  # fmt: skip
+        append_rows(args.out, [make_row(**common, **weights_of(args.checkpoints[0]), **row) for row in rows])  # fmt: skip
     return 0
 
 

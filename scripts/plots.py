@@ -12,7 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from table_engine import ROOT, Rows, grouped, rows_of
+from tables import ROOT, Rows, grouped, rows_of
 
 from kv_hf.evaluation.rows import latest_run
 
@@ -28,7 +28,7 @@ COLOURS = {
 
 def draw(axes: Any, rows: Rows) -> None:
     """Draw the time of a decode step against the length of the context, of one run."""
-    for (cache,), own in grouped(rows, ("cache",)).items():
+    for (cache,), own in grouped(rows, "cache").items():
         if cache in COLOURS:
             points = sorted((row["context"], row["step_ms_p50"]) for row in own)
             colour = COLOURS[cache]

@@ -1,6 +1,6 @@
 """System calls that change a disk, counted, and made to fail or to be the last of their process.
 
-Everything of kv_hf that writes goes through these functions of `os` (kv_hf/files), so replacing them reaches every call.
+Everything of kv_hf that writes goes through these functions of `os` (kv_hf/files.py), so replacing them reaches every call.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ Decides nothing about storage: growing.py and static_cache.py do, which are sibl
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -14,8 +14,7 @@ from transformers.cache_utils import DynamicCache
 from ..backends.registry import choose, layout_for
 from ..bridge.lazy_kv import view_behind, warn_dense
 from ..bridge.mask_watch import MaskWatch
-from ..cache_options import CacheOptions, shows_options
-from ..config import CacheConfig
+from ..config import CacheConfig, shows_options
 from ..errors import CacheMismatchError, CacheOptionError, InterruptedForwardError
 from ..pages.arena import PageArena
 from ..pages.host_heap import PrefillWatch
@@ -55,7 +54,7 @@ class CacheBase(Portable, DynamicCache):
         *,
         keys: str | None = None,
         values: str | None = None,
-        **options: Unpack[CacheOptions],
+        **options: Any,
     ) -> None:
         self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
 

@@ -6,7 +6,6 @@ from typing import Any
 from transformers.cache_utils import DynamicIndexedLayer
 
 from ..config import CacheConfig
-from ..config_reading import check_readable
 from ..errors import CacheOptionError
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
@@ -50,8 +49,7 @@ def page_layers(
     )
     planned_specs(page_sizes(config), list(formats.values()))
     paged = list(formats)
-    budget = check_readable(
-        options,
+    budget = options.budget_of(
         getattr(config, "model_type", config),
         [getattr(layers[index], "sliding_window", None) for index in paged],
         any(ranks[index] is not None for index in paged),

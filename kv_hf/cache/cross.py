@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import CacheConfig
-from ..config_reading import reading_everything
 from .growing import GrowingCache
 from .handle_layer import HandleLayer
 from .model_shape import attention_config, cross_config
@@ -25,7 +24,7 @@ class CrossCache(GrowingCache):
     layer_class = HandleLayer
 
     def _build(self, config: Any, options: CacheConfig) -> None:
-        exact = replace(reading_everything(options), reserve_tokens=0, recent_tokens=0)
+        exact = replace(options.reading_everything(), reserve_tokens=0, recent_tokens=0)
         super()._build(cross_config(config), exact)
         self._attention_config = attention_config(config)
         for layer in self.layers:

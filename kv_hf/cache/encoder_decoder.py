@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from ..cache_options import CacheOptions, shows_options
-from ..config import CacheConfig
+from ..config import CacheConfig, shows_options
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..spec import MemoryReport
 from .base import CacheBase
@@ -48,7 +47,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         *,
         keys: str | None = None,
         values: str | None = None,
-        **options: Unpack[CacheOptions],
+        **options: Any,
     ) -> None:
         self._build(config, CacheConfig.from_arguments(keys, values, options, cache_config))
 

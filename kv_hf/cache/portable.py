@@ -14,8 +14,6 @@ from ..printable import short
 from .model_mark import model_mark
 from .model_shape import decoder_config, signature
 from .origin import Origin
-from .saved.load import opened_state
-from .saved.save import check_model_argument, save_state
 from .state import CacheState, LayerPages, in_rows
 
 
@@ -71,6 +69,8 @@ class Portable(Origin):
             InterruptedForwardError after a forward that stopped half-way; UnsupportedModelError where transformers
             keeps states of layers; OSError where the disk refuses. The old file then is what it was.
         """
+        from .saved import check_model_argument, save_state  # pydantic, only where it is needed
+
         check_model_argument(model)
         self.check_model(model.config)
         self.note_weights(model_mark(model), type(model).__name__)
@@ -92,9 +92,11 @@ class Portable(Origin):
             device: where the layers go; None: where those of `model` are.
             kernel: as in CacheConfig, in place of the saved one.
             max_length: as in CacheConfig; files do not keep it.
-        Raises: CacheFileError for a damaged, foreign or forged file and for another model, before pages or windows
-            are allocated; OSError where it cannot be opened.
+        Raises: CacheFileError for a damaged, foreign or forged file and for another model; OSError where it cannot
+            be opened.
         """
+        from .saved import opened_state
+
         if max_length is not None:
             check_int("max_length", max_length, 1)
         with opened_state(path, model, device, kernel) as (state, token_ids):

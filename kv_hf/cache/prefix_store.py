@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..config import CacheConfig
-from ..config_reading import LIMITS, is_reading_part
+from ..config import READ_LIMITS, CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
 from ..formats import Format, get_format
 from ..geometry import page_start
@@ -440,9 +439,9 @@ class _TenantStore(PrefixStore):
 
 def _reads(options: CacheConfig | None) -> str:
     """Return what tells apart caches whose steps read different parts of a text; "" where they read everything."""
-    if options is None or not is_reading_part(options):
+    if options is None or not options.reads_part:
         return ""
-    return " reads " + " ".join(str(getattr(options, name)) for name in (*LIMITS, "read_from"))
+    return " reads " + " ".join(str(getattr(options, name)) for name in (*READ_LIMITS, "read_from"))
 
 
 def salted(space: str, salt: str) -> str:

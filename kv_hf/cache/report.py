@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..config import CacheConfig
-from ..config_given import given_options
+from ..config import CacheConfig, given_options
 from ..pages.group import PageGroup
 from ..pages.tables import block_table
 from ..spec import MemoryReport
@@ -42,7 +41,7 @@ class LayerReport:
 def shown_options(options: CacheConfig) -> dict[str, Any]:
     """Return the options by which a cache is told from others: its formats, page size and what was given."""
     formats = {"keys": options.keys, "values": options.values}
-    return {**formats, "page_size": options.page_size, **given_options(options, CacheConfig)}
+    return {**formats, "page_size": options.page_size, **given_options(options)}
 
 
 def one_line(cache: Any, name: str, rows: int) -> str:

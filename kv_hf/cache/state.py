@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..config import CacheConfig
+from ..config import CacheConfig, names_of
 from ..errors import CacheMismatchError, StaleHandleError
 from ..pages.group_state import GroupState
 from ..pages.storage import PageStorage
@@ -19,15 +19,6 @@ from ..spec import ROWS, PageSpec, SideSpec
 from .adapters import Adapters
 
 PIECE = 4 << 20  # bytes of pages that are handed over at once
-# options that say where pages lie, how many there is room for and who shares them, which is a matter of one process
-PLACEMENT = (
-    "prefix_store",
-    "offload",
-    "device_bytes",
-    "device_pages",
-    "offload_dir",
-    "max_length",
-)
 
 
 class StateTensors(Protocol):
@@ -99,7 +90,7 @@ class CacheState:
     """All that a cache needs to go on as another one would have.
 
     Attributes:
-        options: of the cache, without those of PLACEMENT.
+        options: of the cache, without the local ones (Option.kinds).
         signature: sizes of the model that the cache was built for (model_shape.signature).
         groups: full attention first, as in PagedCache.groups.
         layers: those that hold something.
@@ -118,7 +109,7 @@ class CacheState:
 
 def portable(options: CacheConfig) -> CacheConfig:
     """Return the options that mean the same in another process."""
-    nothing: dict[str, Any] = dict.fromkeys(PLACEMENT)
+    nothing: dict[str, Any] = dict.fromkeys(names_of("local"))
     return replace(options, **nothing)
 
 

@@ -10,7 +10,6 @@ from transformers.cache_utils import DynamicLayer
 from ..backends.registry import choose
 from ..bridge.mask_length import MaskLength, check_padding_mask, takes_length
 from ..config import CacheConfig
-from ..config_reading import check_readable
 from ..errors import CacheMismatchError, CacheOptionError, UnsupportedModelError
 from ..pages import moved
 from ..pages.arena import PageArena
@@ -49,7 +48,7 @@ class StaticPagedCache(CacheBase):
                 "preallocated cache cannot hold; leave max_length out"
             )
         kind = getattr(config, "model_type", config)
-        budget = check_readable(options, kind, [None] * len(self.layers), False)
+        budget = options.budget_of(kind, [None] * len(self.layers), False)
         sizes = options.page_size, options.sink_tokens, options.max_length
         self.groups = (StaticTable(*sizes, budget),)
         count = len(self.layers)

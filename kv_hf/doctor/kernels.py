@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from ..backend_names import auto_names, backend_names
 from ..backends.registry import layout_for, why_not
@@ -17,9 +15,7 @@ from ..cache.paged_cache import PagedCache
 from ..config import CacheConfig
 from ..errors import CacheOptionError
 from ..formats import cache_names, format_names
-from ..hub import why_not_model
-from ..planner.presets import is_preset, read_preset
-from ..printable import in_a_line
+from ..planner.source import load_config
 from ..spec import PageSpec
 
 PREFIX = "paged_"
@@ -49,7 +45,7 @@ class Subject:
     def of(cls, device: torch.device, *, model: str | None = None, **given: Any) -> "Subject":
         """Take the fields that are not given (or None) from the config of `model`, where one is named; see `report_model`."""
         own: dict[str, Any] = {}
-        config: Any = None if model is None else decoder_config(_config_of(model))
+        config: Any = None if model is None else decoder_config(load_config(model))
         sizes = None if config is None else page_sizes(config)
         if sizes is not None and latent_rank(config) is not None and given.get("head_dim") is None:
             own["latent"] = sizes["key_dim"], sizes["value_dim"]
@@ -133,10 +129,10 @@ def report_model(name: str) -> list[tuple[str, str]]:
     """Return (layers, how they would be cached and why) for a model, from its config alone.
 
     Args:
-        name: a folder, a preset of the planner, or the name of a model on the hub.
-    Raises: CacheOptionError where there is no such config; UnsupportedModelError for a model without paged layers.
+        name: a folder, a config.json, a preset of the planner, or the name of a model on the hub.
+    Raises: PlanError where there is no such config; UnsupportedModelError for a model without paged layers.
     """
-    config = _config_of(name)
+    config = load_config(name)
     kind = PagedEncoderDecoderCache if is_encoder_decoder(config) else PagedCache
     layers: dict[str, list[str]] = {}
     report = kind(config).report()
@@ -145,15 +141,3 @@ def report_model(name: str) -> list[tuple[str, str]]:
         ends = str(places[0]) if len(places) == 1 else f"{places[0]}-{places[-1]}"
         layers.setdefault(how, []).append(ends)
     return [(", ".join(runs), how) for how, runs in layers.items()]
-
-
-def _config_of(name: str) -> Any:
-    try:
-        if is_preset(name) and not Path(name).exists():
-            return transformers.AutoConfig.for_model(**read_preset(name)["config"])
-        reason = why_not_model(name)
-        if reason is None:
-            return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = in_a_line(error)
-    raise CacheOptionError(f"model {name!r}: {reason}")

@@ -14,7 +14,6 @@ _HOMES = {
     "pareto": "recommend",
     "read_rows": "rows",
     "register_peer": "caches",
-    "run_tasks": "lm_eval",
     "unregister_peer": "caches",
 }
 __all__ = list(_HOMES)

@@ -9,8 +9,7 @@ becomes full inside it, so chunks end where pages do; a test compares both.
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -24,7 +23,6 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
 
 from ..cache.paged_cache import PagedCache
-from ..config_reading import is_reading_part
 from ..geometry import Geometry
 from ..texts import longest_context
 from .caches import CacheKind, LayerShape, cache_kind, held_bytes
@@ -53,7 +51,7 @@ def next_chunk(cache: Cache, position: int) -> int:
         options = cache.options
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
         room = places.slots - places.exact(position)
-        if is_reading_part(options):
+        if options.reads_part:
             room = min(room, max(1, options.read_from - 1 - position))  # so far all is read
         return room
     if type(cache) in (DynamicCache, StaticCache):
@@ -77,12 +75,17 @@ def check_finite(logits: torch.Tensor, whose: str, where: str = "") -> torch.Ten
 
 
 @torch.no_grad()
-def last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Run a forward over ids [rows, tokens] and return the logits of the last position, [rows, vocab]."""
+def forward(model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
+    """Run a forward over ids [rows, tokens] and return logits [rows, n, vocab]: those of the last `keep` or more positions."""
     # logits of a whole context would take more memory than all else
     named = inspect.signature(model.forward).parameters
-    last = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
-    return model(ids, past_key_values=cache, use_cache=True, **last).logits[:, -1]
+    last = {"logits_to_keep": keep} if "logits_to_keep" in named else {}
+    return model(ids, past_key_values=cache, use_cache=True, **last).logits
+
+
+def last_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Run a forward over ids [rows, tokens] and return the logits of the last position, [rows, vocab]."""
+    return forward(model, ids, cache, 1)[:, -1]
 
 
 class Recorder(DynamicCache):
@@ -90,12 +93,12 @@ class Recorder(DynamicCache):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, Any]] = []
 
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *a: Any, **kw: Any) -> Any:
+    def update(self, *args: Any, **kw: Any) -> Any:
         """Append keys and values [batch, num_kv_heads, q_len, head_dim] as DynamicCache does, and remember the call."""
-        self.calls.append((key_states, value_states, layer_idx, a, kw))
-        return super().update(key_states, value_states, layer_idx, *a, **kw)
+        self.calls.append((args, kw))
+        return super().update(*args, **kw)
 
 
 class Prefill:
@@ -107,7 +110,7 @@ class Prefill:
 
     Attributes:
         ids: [rows, tokens], int64, on the model's device.
-        calls: what the exact cache was given; None where each cache has its own prefill.
+        calls: what the exact cache was given; nothing where each cache has its own prefill.
     """
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -116,20 +119,15 @@ class Prefill:
         plain = (DynamicLayer, DynamicSlidingWindowLayer)
         shared = all(type(layer) in plain for layer in recorder.layers)
         self._logits = last_logits(model, ids, recorder) if shared else None
-        self.calls = recorder.calls if shared else None
+        self.calls = recorder.calls
 
     @torch.no_grad()
-    def fill(self, cache: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Let an empty cache hold the context and return the logits behind it, [rows, vocab].
-
-        Args:
-            dtype: rounds the keys and values, where they are recorded, so that their bytes are those of another dtype.
-        """
-        if self.calls is None or self._logits is None:
+    def fill(self, cache: Any) -> torch.Tensor:
+        """Let an empty cache hold the context and return the logits behind it, [rows, vocab]."""
+        if self._logits is None:
             return last_logits(self.model, self.ids, cache)
-        for keys, values, layer, args, kw in self.calls:
-            states = (one if dtype is None else one.to(dtype) for one in (keys, values))
-            cache.update(*states, layer, *args, **kw)
+        for args, kw in self.calls:
+            cache.update(*args, **kw)
         return self._logits
 
 
@@ -233,45 +231,34 @@ class ExactReference:
         return found
 
 
-class Tally:
-    """Per-token figures of one subject against the exact distributions, on the CPU.
+class Scored(NamedTuple):
+    """Per-token figures of one text against the exact distributions, on the CPU.
 
     Attributes:
-        kl: per text, KL(exact || subject) in nats, [scored tokens] each, fp64.
-        loss, loss_exact: per text, the negative log-likelihood of the next token, [scored tokens - 1] each, fp64.
-        same: per text, whether the most likely successor is the same.
-        bits: stored bits per number with scales, without the exact tail; 0.0 if unknown.
+        kl: KL(exact || subject) in nats, [scored tokens], fp64.
+        same: whether the most likely successor is the same, [scored tokens].
+        loss, loss_exact: negative log-likelihoods of the next token, [scored tokens - 1] each, fp64.
+        bits: stored bits per number with scales, without the exact tail; None if unknown.
     """
 
-    def __init__(self, bits: float = 0.0) -> None:
-        self.bits = bits
-        self.lists: list[list[torch.Tensor]] = [[], [], [], []]
-        self.kl, self.same, self.loss, self.loss_exact = self.lists
-        self._parts: list[tuple[torch.Tensor, ...]] = []
+    kl: torch.Tensor
+    same: torch.Tensor
+    loss: torch.Tensor
+    loss_exact: torch.Tensor
+    bits: float | None = None
 
-    def add(self, exact: torch.Tensor, subject: torch.Tensor, targets: torch.Tensor) -> None:
-        """Add a chunk: log-probabilities [n, vocab] of both; `targets` [n or n - 1] are the tokens that follow."""
-        # may be below 0 by about 1e-8, by rounding; cut off, it would not average out
-        kl = (exact.exp() * (exact - subject)).sum(-1).double()
-        same = exact.argmax(-1) == subject.argmax(-1)
-        losses = (
-            -of[: len(targets)].gather(-1, targets[:, None])[:, 0].double()
-            for of in (subject, exact)
-        )
-        self._parts.append(tuple(part.cpu() for part in (kl, same, *losses)))
 
-    def end_text(self) -> None:
-        """Close the text whose chunks were added."""
-        for found, parts in zip(self.lists, zip(*self._parts, strict=True), strict=True):
-            found.append(torch.cat(parts))
-        self._parts = []
-
-    def of(self, texts: Iterable[int]) -> "Tally":
-        """Return a tally of some of the closed texts, by their numbers."""
-        part, numbers = Tally(self.bits), list(texts)
-        for mine, theirs in zip(part.lists, self.lists, strict=True):
-            mine += [theirs[number] for number in numbers]
-        return part
+def distances(
+    exact: torch.Tensor, subject: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return kl, same, loss and loss_exact of `Scored` of log-probabilities [n, vocab]; `targets` [n or n - 1] follow them."""
+    # may be below 0 by about 1e-8, by rounding; cut off, it would not average out
+    kl = (exact.exp() * (exact - subject)).sum(-1).double()
+    same = exact.argmax(-1) == subject.argmax(-1)
+    losses = [
+        -of[: len(targets)].gather(-1, targets[:, None])[:, 0].double() for of in (subject, exact)
+    ]
+    return tuple(part.cpu() for part in (kl, same, *losses))
 
 
 def score(
@@ -279,8 +266,8 @@ def score(
     make: Callable[[], Cache],
     name: str = "the cache",
     progress: Progress = lambda tokens: None,
-) -> Tally:
-    """Read the texts of `reference` through caches that `make` returns, and compare every scored token with the exact cache.
+) -> list[Scored]:
+    """Read each text of `reference` through a cache that `make` returns, and compare every scored token with the exact cache.
 
     Args:
         make: returns an empty cache.
@@ -288,49 +275,18 @@ def score(
         progress: called with the tokens scored since the last call.
     Raises: ValueError for logits that are not finite.
     """
-    tally, prompt = Tally(), reference.prompt_tokens
+    found, prompt = [], reference.prompt_tokens
     for number, ids in enumerate(reference.texts):
-        exact, cache = reference.log_probs(number), make()
-        targets = ids[prompt + 1 :]
-        for position, logits in decoded(
-            reference.model, ids, cache, prompt, reference.prefill(number), name
-        ):
+        exact, cache, parts = reference.log_probs(number), make(), []
+        targets, prefill = ids[prompt + 1 :], reference.prefill(number)
+        for position, logits in decoded(reference.model, ids, cache, prompt, prefill, name):
             part = slice(position - prompt, position - prompt + len(logits))
-            tally.add(exact[part], torch.log_softmax(logits, -1), targets[part])
+            parts.append(distances(exact[part], logits.log_softmax(-1), targets[part]))
             progress(len(logits))
-        tally.end_text()
-        tally.bits = getattr(cache, "bits_per_element", 0.0)
-    return tally
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Distances over all scored tokens; KL in nats, from the exact cache to the subject.
-
-    Attributes:
-        tokens: scored tokens.
-        kl_mean, kl_median, kl_p99: of KL(exact || subject) per token.
-        kl_low, kl_high: 95 % interval of the mean (block bootstrap, see `block_interval`).
-        top1: part of the tokens whose most likely successor is the same.
-        perplexity, perplexity_exact: of the text behind the prompts.
-        perplexity_delta: how much higher the subject's perplexity is, in percent of the exact one.
-        perplexity_delta_low, perplexity_delta_high: its 95 % interval, from differences token by token.
-        bits_per_element: stored bits per number with scales, without the exact tail (0.0 if unknown).
-    """
-
-    tokens: int
-    kl_mean: float
-    kl_low: float
-    kl_high: float
-    kl_median: float
-    kl_p99: float
-    top1: float
-    perplexity: float
-    perplexity_exact: float
-    perplexity_delta: float
-    perplexity_delta_low: float
-    perplexity_delta_high: float
-    bits_per_element: float
+        kl, same, loss, loss_exact = map(torch.cat, zip(*parts, strict=True))
+        bits = getattr(cache, "bits_per_element", None)
+        found.append(Scored(kl, same, loss, loss_exact, bits))
+    return found
 
 
 def measure_accuracy(
@@ -339,8 +295,7 @@ def measure_accuracy(
     subjects: Mapping[str, Callable[[], Cache]],
     prompt_tokens: int,
     progress: Progress = lambda tokens: None,
-    reference: ExactReference | None = None,
-) -> dict[str, Accuracy]:
+) -> dict[str, dict[str, Any]]:
     """Compare caches with the exact one on the same texts, token by token in effect.
 
     Args:
@@ -348,37 +303,46 @@ def measure_accuracy(
         texts: token ids [tokens] of each text; the first `prompt_tokens` of each are not scored.
         subjects: name -> function that makes an empty cache.
         progress: called with the tokens scored for one subject since the last call.
-        reference: the exact distributions of these texts, from an earlier call; None computes them.
+    Returns: the fields of each subject's row, see `summary`.
     Raises: ValueError when there is no text, when one is longer than the model reads or not longer than the prompt,
         or when a subject gives logits that are not finite (no figure is returned then).
     """
-    if reference is None:
-        reference = ExactReference(model, texts, prompt_tokens)
+    reference = ExactReference(model, texts, prompt_tokens)
     return {
         name: summary(score(reference, make, name, progress)) for name, make in subjects.items()
     }
 
 
-def summary(tally: Tally) -> Accuracy:
-    """Return the figures of all closed texts of a tally."""
-    kl, same, loss, loss_exact = map(torch.cat, tally.lists)
-    low, high = block_interval(tally.kl)
-    apart = [a - b for a, b in zip(tally.loss, tally.loss_exact, strict=True)]
-    deltas = ((loss - loss_exact).mean().item(), *block_interval(apart))
-    delta, delta_low, delta_high = (100 * math.expm1(nats) for nats in deltas)
-    found = {"kl_mean": kl.mean(), "kl_median": kl.median(), "kl_p99": kl.quantile(0.99)}
-    found |= {"top1": same.double().mean(), "perplexity": loss.mean().exp()}
-    return Accuracy(
-        tokens=len(kl),
-        kl_low=low,
-        kl_high=high,
-        perplexity_exact=loss_exact.mean().exp().item(),
-        perplexity_delta=delta,
-        perplexity_delta_low=delta_low,
-        perplexity_delta_high=delta_high,
-        bits_per_element=tally.bits,
-        **{name: value.item() for name, value in found.items()},
+def summary(scored: Sequence[Scored]) -> dict[str, Any]:
+    """Return the figures of all these texts together, KL in nats from the exact cache to the subject, as fields of a row.
+
+    Returns:
+        tokens: scored tokens.
+        kl_mean, kl_median, kl_p99: of KL(exact || subject) per token.
+        kl_low, kl_high: 95 % interval of the mean (block bootstrap, see `block_interval`).
+        top1: part of the tokens whose most likely successor is the same.
+        perplexity, perplexity_exact: of the text behind the prompts.
+        perplexity_delta: how much higher the subject's perplexity is, in percent of the exact one.
+        perplexity_delta_low, perplexity_delta_high: its 95 % interval, from differences token by token.
+        bits_per_element: stored bits per number with scales, without the exact tail; None if unknown.
+    """
+    kl, same, loss, exact = (
+        torch.cat([getattr(text, field) for text in scored])
+        for field in ("kl", "same", "loss", "loss_exact")
     )
+    apart = block_interval([text.loss - text.loss_exact for text in scored])
+    found: dict[str, Any] = {"tokens": len(kl), "bits_per_element": scored[-1].bits}
+    found |= {"kl_mean": kl.mean().item(), "kl_median": kl.median().item()}
+    found["kl_p99"] = kl.quantile(0.99).item()
+    found["kl_low"], found["kl_high"] = block_interval([text.kl for text in scored])
+    found["top1"] = same.double().mean().item()
+    found["perplexity"] = loss.mean().exp().item()
+    found["perplexity_exact"] = exact.mean().exp().item()
+    for end, nats in zip(
+        ("", "_low", "_high"), ((loss - exact).mean().item(), *apart), strict=True
+    ):
+        found[f"perplexity_delta{end}"] = 100 * math.expm1(nats)
+    return found
 
 
 def block_interval(
@@ -409,24 +373,6 @@ def block_interval(
 def block_means(kl: torch.Tensor) -> list[float]:
     """Return the mean of each BLOCK neighbouring figures [tokens], to seven digits that count; the last may have fewer."""
     return [float(f"{part.mean().item():.7g}") for part in kl.split(BLOCK)]
-
-
-@torch.no_grad()
-def greedy(prefill: Prefill, cache: Cache, tokens: int) -> torch.Tensor:
-    """Return the `tokens` most likely tokens behind prompts of one length, one by one: [rows, tokens].
-
-    No token ends a continuation, so that all have the same length.
-
-    Args:
-        prefill: of the prompts.
-        cache: an empty cache.
-    """
-    step = prefill.fill(cache).argmax(-1, keepdim=True)
-    found = [step]
-    while len(found) < tokens:
-        step = last_logits(prefill.model, step, cache).argmax(-1, keepdim=True)
-        found.append(step)
-    return torch.cat(found, 1)
 
 
 def measure_held(

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from ..errors import KVCacheError
 from ..extras import extra
 from ..printable import tell, tell_error
 from ..text_table import say, table_lines, text_width
 from ..texts import load_text
 from ..version import __version__
 from .caches import held_bytes
-from .memory import check_device
+from .memory import check_device, usual_device
 from .models import check_model_name
 from .rows import append_rows, check_writable, make_row
 
@@ -34,44 +33,19 @@ ROWS = Path("kv_hf_demo.jsonl")
 
 
 class Clock(BaseStreamer):
-    """Notes when each token arrives: the first `put` is the prompt, the second ends the prefill."""
+    """Notes when it is made, when the prompt is put, and when each token arrives; the first ends the prefill."""
 
-    def __init__(self, on_token: Any) -> None:
-        self.times: list[float] = []
-        self.on_token = on_token
+    def __init__(self, on_token: Callable[[], object]) -> None:
+        self.times, self.on_token = [time.perf_counter()], on_token
 
     def put(self, value: torch.Tensor) -> None:
         """Note one arrival: token ids, [tokens]."""
         self.times.append(time.perf_counter())
-        if len(self.times) > 1:
+        if len(self.times) > 2:
             self.on_token()
 
     def end(self) -> None:
         """Nothing is left to flush."""
-
-
-def generate_once(
-    model: Any, inputs: Any, name: str, new_tokens: int, on_token: Any
-) -> tuple[dict[str, Any], list[int]]:
-    """Generate greedily with one cache; return the measured fields of a row, and the new tokens."""
-    clock = Clock(on_token)
-    start = time.perf_counter()
-    out = model.generate(
-        **inputs,
-        cache_implementation=None if name == DYNAMIC else name,
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        streamer=clock,
-        return_dict_in_generate=True,
-    )
-    prompt = inputs["input_ids"].shape[1]
-    first, last = clock.times[1], clock.times[-1]
-    found = {"cache": name, "prompt_tokens": prompt, "new_tokens": new_tokens}
-    found["kv_bytes"] = held_bytes(out.past_key_values)
-    found["prefill_tokens_per_s"] = prompt / (first - start)
-    found["decode_tokens_per_s"] = (new_tokens - 1) / (last - first)
-    return found, out.sequences[0, prompt:].tolist()
 
 
 def make_prompt(tokenizer: Any, text: str, length: int) -> dict[str, torch.Tensor]:
@@ -97,17 +71,27 @@ def with_every_cache(
     model: Any, inputs: Any, new_tokens: int
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Return the fields of a row of each cache, DynamicCache first, and what each generated, with a bar over all of them."""
-    rows, said = [], []
-    names = (DYNAMIC, *CACHES)
+    rows, said, names = [], [], (DYNAMIC, *CACHES)
+    prompt = inputs["input_ids"].shape[1]
+    greedy = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False}
     with tqdm(total=1 + len(names) * new_tokens, unit="token", file=sys.stderr) as bar:
         bar.set_description("warming up")
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
         bar.update()
         for name in names:
             bar.set_description(name)
-            row, tokens = generate_once(model, inputs, name, new_tokens, bar.update)
+            chosen = {} if name == DYNAMIC else {"cache_implementation": name}
+            clock = Clock(bar.update)
+            out = model.generate(
+                **inputs, **greedy, **chosen, streamer=clock, return_dict_in_generate=True
+            )
+            start, _, first, *_, last = clock.times
+            row = {"cache": name, "prompt_tokens": prompt, "new_tokens": new_tokens}
+            row["kv_bytes"] = held_bytes(out.past_key_values)
+            row["prefill_tokens_per_s"] = prompt / (first - start)
+            row["decode_tokens_per_s"] = (new_tokens - 1) / (last - first)
             rows.append(row)
-            said.append(tokens)
+            said.append(out.sequences[0, prompt:].tolist())
         bar.set_description("generated")
     exact = said[names.index(EXACT)]
     for row, tokens in zip(rows, said, strict=True):
@@ -131,7 +115,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--text", default="lincoln_1862", help="bundled text or a file")
     add("--prompt-tokens", type=int, default=2048, help="about how many")
     add("--new-tokens", type=int, default=64, help="generated with each cache")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the model")
+    add("--device", default=usual_device(), help="of the model")
     add("--record", action="store_true", help="append rows to --out")
     add("--out", type=Path, default=ROWS, metavar="FILE", help="file of rows")
     return found
@@ -154,6 +138,11 @@ def demonstrate(
     transformers_logging.disable_progress_bar()
     tell(f"kv_hf {__version__}: model {args.model} on {args.device}", flush=True)
     try:
+        if args.new_tokens < 2 or args.prompt_tokens < 1:
+            given = f"{args.new_tokens} and {args.prompt_tokens}"
+            raise ValueError(
+                f"--new-tokens must be at least 2 and --prompt-tokens at least 1, got {given}"
+            )
         check_device(args.device)
         if args.record:
             check_writable(args.out)
@@ -163,7 +152,7 @@ def demonstrate(
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
         model = model.to(args.device).eval()
         inputs = make_prompt(tokenizer, load_text(args.text), args.prompt_tokens)
-    except (KVCacheError, ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError) as error:
         tell_error(prog, error)
         return 2
     inputs = {name: tensor.to(args.device) for name, tensor in inputs.items()}

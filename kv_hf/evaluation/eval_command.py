@@ -14,70 +14,59 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ..cache_names import all_cache_names
-from ..errors import KVCacheError
 from ..formats import cache_names
 from ..printable import tell, tell_error
 from ..text_table import table_lines, text_width
 from ..texts import BUNDLED, SETS
 from .caches import cache_kind
-from .memory import check_device, in_words
+from .memory import DTYPES, check_device, in_words, usual_device
 from .models import LoadedModel, TextSettings
 from .recommend import best, check_bits, interval, pareto, shown
 from .rows import append_rows, check_writable, make_row
 
 ROWS = Path("kv_hf_eval.jsonl")
-DTYPES = ("float32", "bfloat16", "float16")
-# field -> (column, format)
-COLUMNS = {
-    "stored_bits": ("bits", ".2f"),
-    "bytes_per_token": ("B/token", ".0f"),
-    "kl_mean": ("KL", ".5f"),
-    "kl_low": ("KL from", ".5f"),
-    "kl_high": ("KL to", ".5f"),
-    "kl_median": ("median", ".5f"),
-    "kl_p99": ("p99", ".4f"),
-    "top1": ("top-1", ".1%"),
-    "perplexity_delta": ("ppl +%", "+.2f"),
-    "perplexity_delta_low": ("ppl from", "+.2f"),
-    "perplexity_delta_high": ("ppl to", "+.2f"),
-    "divergence_mean": ("same tokens", ".1f"),
-}
+# field, column, format
+COLUMNS = (
+    ("stored_bits", "bits", ".2f"),
+    ("bytes_per_token", "B/token", ".0f"),
+    ("kl_mean", "KL", ".5f"),
+    ("kl_low", "KL from", ".5f"),
+    ("kl_high", "KL to", ".5f"),
+    ("kl_median", "median", ".5f"),
+    ("kl_p99", "p99", ".4f"),
+    ("top1", "top-1", ".1%"),
+    ("perplexity_delta", "ppl +%", "+.2f"),
+    ("perplexity_delta_low", "ppl from", "+.2f"),
+    ("perplexity_delta_high", "ppl to", "+.2f"),
+)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
+    paged, texts = list(cache_names()), f"{', '.join(BUNDLED)}, or a set of them: {', '.join(SETS)}"
     found = argparse.ArgumentParser(
         prog=prog,
         allow_abbrev=False,
-        description="Measure what caches cost on a text: KL divergence, perplexity, agreement, first different token, bytes.",
+        description="Measure what caches cost on a text: KL divergence, perplexity, agreement, bytes.",
         epilog=f"caches: {', '.join(all_cache_names())}. transformers' quantized caches, texts of the hub and the plot need "
         "pip install -e '.[eval]' in the clone.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    texts = f"{', '.join(BUNDLED)}, or a set of them: {', '.join(SETS)}"
-    add, own, paged = found.add_argument, " (default: %(default)s)", list(cache_names())
-    metavar = "NAME[:OPTION=VALUE,..]"
+    add = found.add_argument
     add("--model", required=True, help="a hub id or a folder")
     text = f"a file, dataset:PATH,CONFIG,SPLIT,FIELD, one of {texts}"
-    add("--text", default="held_out", help=text + own)
-    add(
-        "--caches",
-        "--cache",
-        nargs="+",
-        default=paged,
-        metavar=metavar,
-        help=f"default: {' '.join(paged)}",
-    )
-    add("--windows", type=int, default=2, help="texts cut from each source" + own)
-    add("--window", type=int, default=1600, help="tokens of a text" + own)
-    add("--prompt", type=int, default=512, help="tokens of it that are not scored" + own)
-    add("--divergence", type=int, default=64, help="greedy tokens compared, 0 for none" + own)
+    add("--text", default="held_out", help=text)
+    form = "NAME[:OPTION=VALUE,..]"
+    add("--caches", "--cache", nargs="+", default=paged, metavar=form, help="what is measured")
+    add("--windows", type=int, default=2, help="texts cut from each source")
+    add("--window", type=int, default=1600, help="tokens of a text")
+    add("--prompt", type=int, default=512, help="tokens of it that are not scored")
     add("--bits", type=float, help="name the cache that loses least within so many bits per number")
     add("--plot", type=Path, metavar="FILE", help="draw KL against bits; a table lies beside it")
-    add("--dtype", default="float32", choices=DTYPES, help="that the model computes in" + own)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, help="of the model" + own)
+    add("--dtype", default="float32", choices=DTYPES, help="that the model computes in")
+    add("--device", default=usual_device(), help="of the model")
     add("--record", action="store_true", help="append rows to --out as they are measured")
-    add("--out", type=Path, default=ROWS, metavar="FILE", help="file of rows" + own)
+    add("--out", type=Path, default=ROWS, metavar="FILE", help="file of rows")
     return found
 
 
@@ -96,79 +85,77 @@ def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = Loa
     """
     transformers_logging.disable_progress_bar()
     rows: list[dict[str, Any]] = []
-    code = 0
     try:
-        for cache in args.caches:
-            cache_kind(cache)
-        check_device(args.device)
-        if args.bits is not None:
-            check_bits(args.bits)
-        if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--plot must end in .png, .svg or .pdf, got {str(args.plot)!r}")
-        for path in (args.out if args.record else None, args.plot):
-            if path is not None:
-                check_writable(path)
+        _check(args)
         code = _measure(args, load, rows)
-    except KeyboardInterrupt:
-        where = f", recorded in {args.out}" if args.record and rows else ""
-        done = f"{len(rows)} of {len(args.caches)} caches are measured{where}"
-        tell(f"\n{prog}: interrupted; {done}", to_errors=True)
-        code = 130
-    except (KVCacheError, ValueError, ImportError, OSError) as error:
-        tell_error(prog, error)
-        return 2
-    if not rows:
-        return code
-    show(f"{args.model}, {args.text}", rows)
-    try:
-        if args.plot is not None:
+        if rows:
+            show(f"{args.model}, {args.text}", rows)
+        if rows and args.plot is not None:
             tell("\n" + "\n".join(map(str, pareto(rows, args.plot))))
-        if args.bits is not None:
+        if rows and args.bits is not None:
             row = best(rows, args.bits)
             tell(f"\nleast KL within {args.bits:g} bits: {row['cache']}, {interval(row)}")
     except (ValueError, ImportError, OSError) as error:
         tell_error(prog, error)
-        return code or 1
+        return 1 if rows else 2
     return code
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that cannot be, before anything is loaded."""
+    for cache in args.caches:
+        cache_kind(cache)
+    check_device(args.device)
+    if args.bits is not None:
+        check_bits(args.bits)
+    if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot must end in .png, .svg or .pdf, got {str(args.plot)!r}")
+    for path in (args.out if args.record else None, args.plot):
+        if path is not None:
+            check_writable(path)
+
+
 def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict[str, Any]]) -> int:
-    """Append a row of each cache to `rows`, and to the file of rows; return 1 where some could not be measured, else 0."""
+    """Append a row of each cache to `rows`, and to the file of rows; return the exit code."""
     settings, code = TextSettings(args.text, args.windows, args.window, args.prompt), 0
-    loaded = load(args.model, getattr(torch, args.dtype), args.device)
-    scored = len(loaded.reference(settings).texts) * (args.window - args.prompt)
-    common = {"kind": "accuracy", "model": args.model, "model_revision": loaded.revision}
-    common |= {"dtype": args.dtype, "device": torch.device(args.device).type}
-    with tqdm(total=scored * len(args.caches), unit="token", desc=args.model) as bar:
-        for number, cache in enumerate(args.caches, 1):
-            try:
-                found = loaded.accuracy(cache, settings, args.divergence, bar.update)
-            except Exception as error:  # whatever a cache or its library raises; the others go on
-                tell(f"no figures for {cache}: {in_words(error)}", to_errors=True)
-                code = 1
-            else:
-                rows.append(make_row(**common, cache=cache, **found))
-                if args.record:
-                    append_rows(args.out, rows[-1:])
-            bar.update(number * scored - bar.n)
+    try:
+        loaded = load(args.model, getattr(torch, args.dtype), args.device)
+        scored = len(loaded.reference(settings).texts) * (args.window - args.prompt)
+        common = {"kind": "accuracy", "model": args.model, "model_revision": loaded.revision}
+        common |= {"dtype": args.dtype, "device": torch.device(args.device).type}
+        with tqdm(total=scored * len(args.caches), unit="token", desc=args.model) as bar:
+            for number, cache in enumerate(args.caches, 1):
+                try:
+                    found = loaded.accuracy(cache, settings, bar.update)
+                except (
+                    Exception
+                ) as error:  # whatever a cache or its library raises; the others go on
+                    tell(f"no figures for {cache}: {in_words(error)}", to_errors=True)
+                    code = 1
+                else:
+                    rows.append(make_row(**common, cache=cache, **found))
+                    if args.record:
+                        append_rows(args.out, rows[-1:])
+                bar.update(number * scored - bar.n)
+    except KeyboardInterrupt:
+        where = f", recorded in {args.out}" if args.record and rows else ""
+        done = f"{len(rows)} of {len(args.caches)} caches are measured{where}"
+        tell(f"\ninterrupted; {done}", to_errors=True)
+        code = 130
     return code
 
 
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print measured rows as tables: all texts together, and the KL on each where there are several."""
     width, names, first = text_width(), [row["cache"] for row in rows], rows[0]
-    tell(
-        f"{title}: {first['tokens']:,} scored tokens, exact perplexity {first['perplexity_exact']:.3f}\n"
-    )
+    tokens, exact = first["tokens"], first["perplexity_exact"]
+    tell(f"{title}: {tokens:,} scored tokens, exact perplexity {exact:.3f}\n")
     columns = [
-        (heading, [shown(row[field], form) for row in rows])
-        for field, (heading, form) in COLUMNS.items()
-        if field in first
+        (heading, [shown(row[field], form) for row in rows]) for field, heading, form in COLUMNS
     ]
     tell("\n".join(table_lines([("cache", names), *columns], width)))
     tell("\nKL in nats from the exact cache, from and to: its 95 % interval")
-    if len(first["texts"]) < 2:
-        return
-    tell("\nKL on each text (95 % interval)\n")
-    each = [(text, [interval(row["texts"][text]) for row in rows]) for text in first["texts"]]
-    tell("\n".join(table_lines([("cache", names), *each], width)))
+    if len(first["texts"]) > 1:
+        tell("\nKL on each text (95 % interval)\n")
+        each = [(text, [interval(row["texts"][text]) for row in rows]) for text in first["texts"]]
+        tell("\n".join(table_lines([("cache", names), *each], width)))

@@ -8,18 +8,14 @@ What HFLM decides (tokenization, chat templates, windows, stopping, its cache of
       exact, an empty cache     ^ read through the cache; its logits score the first x
 """
 
-import inspect
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..cache.paged_cache import PagedCache
 from ..cache_names import all_cache_names, parse_cache_name
@@ -28,35 +24,26 @@ from ..extras import extra
 from ..geometry import Geometry
 from ..hf.models import use_paged_attention
 from ..notices import warn_once
-from ..printable import in_a_line, tell_error
+from ..printable import tell_error
 from ..version import __version__
-from .accuracy import check_finite, next_chunk
+from .accuracy import check_finite, forward, next_chunk
 from .caches import CacheKind, held_bytes, named_kind, why_not
 from .models import check_model_name
 from .rows import versions
 
 with extra("eval", "lm-eval's model class"):
-    import lm_eval.tasks
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 
 # the key under which lm-eval's database of results (--use_cache) says which cache they were read through
 STAMP = "kv_hf cache"
-OURS = ("cache_implementation", "cache_config", "past_key_values")
-HELD_FIELDS = ("bytes_per_token", "bytes_dtype", "encoded_share", "protocol")
-
-
-class Finite(LogitsProcessor):
-    """Raise ValueError where a generated token would be chosen from nan; tokens that are ruled out have -inf."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return `scores` [rows, vocab] as they are."""
-        allowed = scores.masked_fill(scores == -math.inf, 0.0)
-        check_finite(allowed, self.name, f"at token {input_ids.shape[1]} of a generation")
-        return scores
+# first tokens of a window of loglikelihood_rolling that one exact forward reads. A paged cache of 64 tokens per page holds them
+# exactly in any case; transformers' fp8 cache takes its scale from them
+ROLLING = 64
+PROTOCOL = (
+    f"prefill exact up to the last token of the context (rolling: {ROLLING} tokens of a window), the rest read through the "
+    "cache with decode semantics"
+)
 
 
 def chosen_cache(name: Any, config: str | Mapping[str, Any] | None = None) -> CacheKind:
@@ -94,11 +81,6 @@ class KVCacheLM(HFLM):
     Args:
         pretrained, **kwargs: as for lm-eval's `hf`.
         cache_implementation, cache_config: the cache; see `chosen_cache`.
-        reread_tokens: last tokens of a context that are read through the cache before its continuation is scored, so
-            that the first scored token reads the store as well. 0 is what generate() does: the first token then comes
-            from the exact prefill, and choices of one token measure nothing.
-        rolling_prefill: first tokens of a window of loglikelihood_rolling that one exact forward reads. A paged cache of
-            64 tokens per page holds these exactly in any case; transformers' fp8 cache takes its scale from them.
     Raises: ValueError for a bad option, before the model is loaded.
     """
 
@@ -107,8 +89,6 @@ class KVCacheLM(HFLM):
         pretrained: Any = None,
         cache_implementation: str | None = None,
         cache_config: str | Mapping[str, Any] | None = None,
-        reread_tokens: int = 1,
-        rolling_prefill: int = 64,
         **kwargs: Any,
     ) -> None:
         if pretrained is None or pretrained == "":
@@ -116,10 +96,6 @@ class KVCacheLM(HFLM):
                 "pretrained must be a folder or hub id of a model, got none: pass --model_args "
                 "pretrained=DIR,cache_implementation=paged_int8"
             )
-        self.how = {"reread_tokens": reread_tokens, "rolling_prefill": rolling_prefill}
-        for least, (option, value) in enumerate(self.how.items()):
-            if type(value) is not int or value < least:
-                raise ValueError(f"{option} must be an integer of at least {least}, got {value!r}")
         self.kind = chosen_cache(cache_implementation, cache_config)
         # another revision may be the only one in the local hub cache, and a GGUF file needs no config beside it
         if isinstance(pretrained, str) and not {"revision", "gguf_file"} & set(kwargs):
@@ -148,8 +124,9 @@ class KVCacheLM(HFLM):
             # cut on the left, as HFLM does
             text = [*context, *continuation][-(self.max_length + 1) :]
             scored = len(text) - len(continuation)
-            least = 1 if key is not None else self.how["rolling_prefill"]
-            prefilled = max(1, least, scored - self.how["reread_tokens"])
+            # the context's last token is read through the cache, so that the first scored one reads the store as well:
+            # as generate() does it, choices of one token would measure nothing
+            prefilled = max(1 if key is not None else ROLLING, scored - 1)
             fed = tuple(text[:-1])  # of choices of one token it is the same
             texts.setdefault((min(len(fed), prefilled), fed), []).append(number)
         order = sorted(texts, key=lambda one: (-one[0], -len(one[1]), one[1]))
@@ -189,7 +166,7 @@ class KVCacheLM(HFLM):
 
         Targets are predicted by the last tokens of their row.
         """
-        width, named = max(map(len, rows)), inspect.signature(self.model.forward).parameters
+        width = max(map(len, rows))
         cache = self.kind.make(self.model.config, width)
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
         targets = torch.full((len(wanted), width), -1, device=self.device)
@@ -203,12 +180,10 @@ class KVCacheLM(HFLM):
         while position < width:
             end = min(width, position + next_chunk(cache, position)) if position else prefilled
             mixed = self.mixed_precision_dtype
+            lines, columns = (targets[:, position:end] >= 0).nonzero(as_tuple=True)
+            keep = end - position - min(columns.tolist(), default=end - position - 1)
             with torch.autocast(self.device.type, mixed, enabled=mixed is not None):
-                lines, columns = (targets[:, position:end] >= 0).nonzero(as_tuple=True)
-                keep = end - position - min(columns.tolist(), default=end - position - 1)
-                last = {"logits_to_keep": keep} if "logits_to_keep" in named else {}
-                fed = ids[:, position:end]
-                logits = self.model(fed, past_key_values=cache, use_cache=True, **last).logits
+                logits = forward(self.model, ids[:, position:end], cache, keep)
             dropped = end - position - logits.shape[1]
             logits = check_finite(logits[of_row[lines], columns - dropped], self.kind.name)
             chosen = targets[lines, position + columns]
@@ -224,14 +199,7 @@ class KVCacheLM(HFLM):
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> torch.Tensor:
         """Generate as HFLM does, with an empty cache of the chosen kind."""
-        for name in OURS:
-            if name in generation_kwargs:
-                raise ValueError(
-                    f"{name}={generation_kwargs[name]!r} stands in the generation arguments; the cache is chosen by "
-                    "cache_implementation and cache_config of the model's arguments"
-                )
         cache = self.kind.make(self.model.config, max_length)
-        generation_kwargs["logits_processor"] = LogitsProcessorList([Finite(self.kind.name)])
         generation_kwargs["past_key_values"] = cache
         out = super()._model_generate(context, max_length, stop, **generation_kwargs)
         width = int(cache.get_seq_length())
@@ -250,8 +218,7 @@ class KVCacheLM(HFLM):
         """
         results = cache_hook.dbdict
         if results is not None:
-            own = json.dumps({"cache": self.kind.name, **self.how})
-            stamp = results.get(STAMP)
+            own, stamp = self.kind.name, results.get(STAMP)
             if (stamp is None and len(results)) or stamp not in (None, own):
                 raise ValueError(
                     f"use_cache holds results that were read through {stamp or 'another model class'}, not through {own}; "
@@ -277,106 +244,12 @@ class KVCacheLM(HFLM):
                 "most): all scores are those of the exact cache. More examples in the prompt (--num_fewshot) or longer "
                 "tasks measure something",
             )
-        reread, rolling = self.how.values()
-        facts = {"cache": self.kind.name, **self.how, "encoded_share": encoded, "longest": longest}
+        facts = {"cache": self.kind.name, "encoded_share": encoded, "longest": longest}
         facts["bytes_per_token"] = sum(size for size, _ in self.held) / tokens if tokens else None
         facts["bytes_dtype"] = str(self.model.dtype).removeprefix("torch.")
         facts["versions"] = {"kv_hf": __version__, **versions()}
-        facts["protocol"] = (
-            f"prefill exact up to the last {reread} tokens of the context (rolling: {rolling} tokens of a window), the rest "
-            "read through the cache with decode semantics"
-        )
+        facts["protocol"] = PROTOCOL
         return {**super().get_model_info(), "kv_cache": facts}
-
-
-def run_tasks(
-    model: Any,
-    tokenizer: Any,
-    cache_name: str,
-    tasks: str | Sequence[str],
-    *,
-    limit: int | None = None,
-    batch_size: int = 8,
-    include_path: str | Path | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    lm_kwargs: Mapping[str, Any] | None = None,
-    **how: Any,
-) -> list[dict[str, Any]]:
-    """Score lm-eval's tasks with every token read through one cache.
-
-    Args:
-        model: a causal language model in eval mode; it is switched to the paged attention where that reads the cache.
-        tasks: names that lm-eval knows, or finds under `include_path`; also groups and tags.
-        limit: the first documents of each task, None for all.
-        metadata: for tasks that make their own texts, such as {"max_seq_lengths": [2048]} for RULER.
-        seed: of the choice of examples and of sampling; None for lm-eval's own.
-        lm_kwargs: further arguments of KVCacheLM: cache_config, max_length, reread_tokens.
-        how: further arguments of lm_eval.simple_evaluate: num_fewshot, apply_chat_template, gen_kwargs.
-    Returns: a row per task (or group with a mean) and metric: kind="task", task, metric, value, stderr (None where lm-eval
-        has none), samples, limit, task_version, num_fewshot, context (tokens of the longest text), bytes_per_token (in
-        `bytes_dtype`), encoded_share (part of the tokens that lay in sealed pages in the end; None without pages), protocol.
-    Raises: ValueError for a bad argument, an unknown task and data that cannot be loaded, before anything runs, and for
-        logits that are not finite.
-    """
-    names = [tasks] if isinstance(tasks, str) else list(tasks)
-    folder = None if include_path is None else str(include_path)
-    if not names:
-        raise ValueError(f"tasks must name at least one task, got {tasks!r}")
-    for argument, value in (("limit", 1 if limit is None else limit), ("batch_size", batch_size)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{argument} must be a positive integer, got {value!r}")
-    if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"include_path must be a folder of task files, got {folder!r}")
-    facts = {"tokenizer": getattr(tokenizer, "name_or_path", ""), **(metadata or {})}
-    manager = lm_eval.tasks.TaskManager(include_path=folder, metadata=facts)
-    own = {"tokenizer": tokenizer, "batch_size": batch_size, "softmax_dtype": "float32"}
-    lm = KVCacheLM(model, cache_name, **own, **(lm_kwargs or {}))
-    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    how = {"log_samples": False, "bootstrap_iters": 1000, **how}
-    how |= {} if seed is None else dict.fromkeys(seeds, seed)
-    how |= {"task_manager": manager, "limit": limit, "batch_size": batch_size}
-    loaded = []
-    for name in names:
-        try:
-            one = manager.load([name])
-        except Exception as error:  # whatever a task or a data set that is missing raises
-            why = in_a_line(error)
-            raise ValueError(f"tasks: {name!r} cannot be loaded: {why}") from error
-        groups = one.get("groups") or {}
-        loaded.append([groups[name]] if name in groups else list(one["tasks"].values()))
-    rows: list[dict[str, Any]] = []
-    for objects in loaded:
-        lm.held.clear()
-        results = lm_eval.simple_evaluate(model=lm, tasks=objects, **how)
-        # of a run over several processes the first has them
-        rows += [] if results is None else rows_of(results, limit)
-    return rows
-
-
-def rows_of(results: Mapping[str, Any], limit: int | None) -> list[dict[str, Any]]:
-    """Return a row per metric of each group that has a mean, or of each task where there is none."""
-    held = results["config"]["kv_cache"]
-    common = {"kind": "task", "limit": limit, "context": held["longest"]}
-    common |= {field: held[field] for field in HELD_FIELDS}
-    rows = []
-    for name in results.get("groups") or results["results"]:
-        figures = results["results"][name]
-        counts = results.get("n-samples", {}).get(name, {})
-        of_task = {"task": name, "samples": counts.get("effective", figures.get("sample_len"))}
-        of_task["task_version"] = results.get("versions", {}).get(name)
-        of_task["num_fewshot"] = results.get("n-shot", {}).get(name)
-        for key, value in figures.items():
-            metric, comma, filtered = key.partition(",")
-            # -1 is RULER's sign for a length without samples
-            missing = isinstance(value, str) or (metric.isdigit() and value == -1)
-            if not comma or metric.endswith("_stderr") or missing:
-                continue
-            error = figures.get(f"{metric}_stderr,{filtered}")
-            row = {"metric": metric if filtered == "none" else key, "value": float(value)}
-            row["stderr"] = float(error) if isinstance(error, (int, float)) else None
-            rows.append({**common, **of_task, **row})
-    return rows
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "kv-hf lm-eval") -> int:

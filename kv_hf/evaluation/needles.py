@@ -4,13 +4,14 @@ After the needle test (G. Kamradt, LLMTest_NeedleInAHaystack) and RULER (arXiv 2
 from a seed. RULER's other tasks are lm-eval's (`kv-hf lm-eval`). The context is prefilled; question and answer are decoded.
 """
 
+import bisect
+import itertools
 import math
 import random
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..texts import BUNDLED, load_text, longest_context
-from .accuracy import Prefill, Progress, read_on
-from .caches import CacheKind, cache_kind, held_bytes, why_not
+from .accuracy import Prefill, measure_held, read_on
+from .caches import CacheKind, cache_kind, layer_shapes, why_not
 from .models import paged_attention
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
@@ -31,35 +32,12 @@ COPIED, SECRET = 6, "The secret words are"  # words that copy hides, and how the
 SPARE = 16  # tokens that a generated answer may be longer than the expected one
 ROOM = 16  # columns of a preallocated cache beyond prompt and answer
 NORMAL_95 = 1.959964  # standard deviations on either side of 95 % of a normal distribution
-LINCOLN, NOISE = "lincoln", "noise"
+LINCOLN = "lincoln"
 SPEECHES = ("lincoln_1862", "lincoln_1863")  # of LINCOLN
-# what RULER calls noise: sentences that say nothing, over and over
-NOISE_TEXT = (
-    "The road goes up the hill. The water runs down again. Somebody closed a window. "
-    "The wind is cold today. Later it will be warm."
-)
 # a word, or up to three digits of one: "$901,125,674.86" would be twenty tokens at once
 PIECE = re.compile(r"\s*(?:[^\s\d]+|\d{1,3}[^\s\d]*)")
 # plain things, one word each; none is part of another
 NOUNS = (files(__package__) / "data" / "nouns.txt").read_text("utf-8").split()
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One place of a grid: `samples` prompts of it are asked.
-
-    Attributes:
-        length: tokens of a prompt with room for the answer.
-        depth: 0 (begin) to 1 (end) of the text, of the first that is hidden; None: anywhere.
-    """
-
-    task: str
-    length: int
-    depth: float | None = None
-
-    def __str__(self) -> str:
-        depth = "" if self.depth is None else f", depth {self.depth:g}"
-        return f"{self.task}, length {self.length}{depth}"
 
 
 @dataclass(frozen=True)
@@ -94,53 +72,48 @@ class Rate:
         return max(0.0, middle - half), min(1.0, middle + half)
 
 
-@dataclass(frozen=True)
-class Haystack:
+class Haystack(NamedTuple):
     """A text in sentences; it begins anew where it ends.
 
     Attributes:
         name: what the user called it.
-        sentences: at least one, each of at least one word.
+        sentences: at least one, each in the pieces that make it up, of which it has at least one.
     """
 
     name: str
-    sentences: tuple[str, ...]
+    sentences: list[list[str]]
 
-    @cached_property
+    @classmethod
+    def of(cls, name: str, text: str) -> "Haystack":
+        """Cut a text into sentences, and each into pieces."""
+        return cls(name, [PIECE.findall(one) for one in re.split(r"(?<=[.!?])\s+", text)])
+
     def text(self) -> str:
-        """All of it in lower case, to look for words that it must not hold."""
-        return " ".join(self.sentences).lower()
-
-    @cached_property
-    def pieces(self) -> list[list[str]]:
-        """The pieces of each sentence, which make it up again."""
-        return [PIECE.findall(sentence) for sentence in self.sentences]
+        """Return all of it in lower case, to look for words that it must not hold."""
+        return " ".join(map("".join, self.sentences)).lower()
 
     def take(self, pieces: int, start: int = 0) -> list[str]:
         """Return sentences from `start` on that hold exactly `pieces` pieces; the last may be cut behind a piece."""
         taken: list[str] = []
         while pieces > 0:
-            parts = self.pieces[(start + len(taken)) % len(self.pieces)]
-            sentence = "".join(parts)
-            if len(parts) > pieces:
-                sentence = "".join(parts[:pieces]).rstrip(" .,;:!?-$") + "."
-            taken.append(sentence)
+            parts = self.sentences[(start + len(taken)) % len(self.sentences)]
+            sentence = "".join(parts[:pieces])
+            taken.append(sentence if len(parts) <= pieces else sentence.rstrip(" .,;:!?-$") + ".")
             pieces -= len(parts)
         return taken
 
 
 def load_haystack(source: str | Path = LINCOLN) -> Haystack:
-    """Return the haystack "lincoln" (both bundled speeches), "noise", one of the bundled texts, or a UTF-8 file.
+    """Return the haystack "lincoln" (both bundled speeches), one of the bundled texts, or a UTF-8 file.
 
     Raises: ValueError naming the source when it is none of these, or empty.
     """
     name = str(source)
-    if name not in (LINCOLN, NOISE, *BUNDLED) and not Path(source).is_file():
-        choices = ", ".join((LINCOLN, NOISE, *BUNDLED))
+    if name not in (LINCOLN, *BUNDLED) and not Path(source).is_file():
+        choices = ", ".join((LINCOLN, *BUNDLED))
         raise ValueError(f"haystack must be a file or one of {choices}, got {name!r}")
-    parts = SPEECHES if name == LINCOLN else (name,)
-    text = NOISE_TEXT if name == NOISE else " ".join(map(load_text, parts))
-    return Haystack(name, tuple(re.split(r"(?<=[.!?])\s+", " ".join(text.split()))))
+    text = " ".join(map(load_text, SPEECHES if name == LINCOLN else (name,)))
+    return Haystack.of(name, " ".join(text.split()))
 
 
 def hide(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> str:
@@ -186,24 +159,23 @@ def make_puzzle(rng: random.Random, haystack: Haystack, task: str, depth: float 
     A list of words is an answer that only exact recall gives; its first word is given, so that small models go on with
     the list and not with words about it.
     """
-    count, copied = TASKS[task], task == "copy"
-    things = _drawn(COPIED if copied else count, lambda: rng.choice(NOUNS), haystack.text)
-    codes = _drawn(0 if copied else count, lambda: str(rng.randrange(10**6, 10**7)), haystack.text)
-    depths = [rng.random() for _ in range(count)]
-    depths[0] = depths[0] if depth is None else depth
-    start = 0 if haystack.name == NOISE else rng.randrange(len(haystack.sentences))
-    opening = f"Read the text below. Secret {'words' if copied else 'codes'} are hidden in it. Remember them: you will be asked "
+    count, copied, avoid = TASKS[task], task == "copy", haystack.text()
+    things = _drawn(COPIED if copied else count, lambda: rng.choice(NOUNS), avoid)
     if copied:
-        first, rest = things[0], " ".join(things[1:])
-        needles = [(depths[0], f"{SECRET} {first} {rest}.")]
+        what, how = "words", "to repeat them"
+        facts = [(f"{SECRET} {things[0]}", " ".join(things[1:]))]
         question = f"What are the {COPIED} secret words that the text above gives? Repeat them in their order."
-        return Puzzle(
-            f"{opening}to repeat them.", needles, start, question, f"{SECRET} {first}", rest
-        )
-    said = [f"The secret code of the {thing} is" for thing in things]
-    needles = [(at, f"{lead} {code}.") for at, lead, code in zip(depths, said, codes, strict=True)]
-    question = f"What is the secret code of the {things[0]} that the text above gives?"
-    return Puzzle(f"{opening}for them.", needles, start, question, said[0], codes[0])
+    else:
+        what, how = "codes", "for them"
+        codes = _drawn(count, lambda: str(rng.randrange(10**6, 10**7)), avoid)
+        leads = [f"The secret code of the {thing} is" for thing in things]
+        facts = list(zip(leads, codes, strict=True))
+        question = f"What is the secret code of the {things[0]} that the text above gives?"
+    depths = [rng.random() for _ in facts]
+    depths[0] = depths[0] if depth is None else depth
+    needles = [(at, f"{lead} {rest}.") for at, (lead, rest) in zip(depths, facts, strict=True)]
+    opening = f"Read the text below. Secret {what} are hidden in it. Remember them: you will be asked {how}."
+    return Puzzle(opening, needles, rng.randrange(len(haystack.sentences)), question, *facts[0])
 
 
 def _drawn(count: int, draw: Callable[[], str], avoid: str) -> list[str]:
@@ -221,33 +193,20 @@ def _drawn(count: int, draw: Callable[[], str], avoid: str) -> list[str]:
     raise ValueError("haystack holds nearly every name that could be hidden in it")
 
 
-class Frame(NamedTuple):
-    """The text before and behind the user's words; `chat`: whether a chat template gave them (special tokens are among them)."""
+def frame_of(tokenizer: Any) -> tuple[str, str]:
+    """Return the text before and behind the user's words: the tokenizer's chat template, special tokens included, or a bare line.
 
-    head: str
-    tail: str
-    chat: bool
-
-    @classmethod
-    def of(cls, tokenizer: Any, chat: bool | None) -> "Frame":
-        """Return the tokenizer's chat template around a user's message, or bare lines.
-
-        Args:
-            chat: True or False as asked for; None takes the template where there is one.
-        Raises: ValueError when a template is asked for that does not exist or hides the message.
-        """
-        template = getattr(tokenizer, "chat_template", None)
-        if not (template if chat is None else chat):
-            return cls("", "\n", False)
-        if not template:
-            raise ValueError("chat=True needs a chat template, and this tokenizer has none")
-        said = [{"role": "user", "content": "kv_hf-content"}]
-        # enable_thinking is read by templates of models that would think aloud first
-        how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-        head, found, tail = tokenizer.apply_chat_template(said, **how).partition("kv_hf-content")
-        if not found:
-            raise ValueError("chat=True: the tokenizer's chat template leaves the message out")
-        return cls(head, tail, True)
+    Raises: ValueError when the template hides the message.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return "", "\n"
+    said = [{"role": "user", "content": "kv_hf-content"}]
+    # enable_thinking is read by templates of models that would think aloud first
+    how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    head, found, tail = tokenizer.apply_chat_template(said, **how).partition("kv_hf-content")
+    if not found:
+        raise ValueError("tokenizer has a chat template that leaves the message out; take another")
+    return head, tail
 
 
 class Prompt(NamedTuple):
@@ -274,56 +233,50 @@ class Prompt(NamedTuple):
 
 
 def make_prompt(
-    tokenizer: Any, haystack: Haystack, frame: Frame, cell: Cell, seed: int, sample: int
+    tokenizer: Any,
+    haystack: Haystack,
+    task: str,
+    length: int,
+    depth: float | None = None,
+    seed: int = 0,
+    sample: int = 0,
 ) -> Prompt:
-    """Return sample number `sample` of a cell: the same for the same arguments, whatever the cache.
+    """Return sample number `sample`: the same for the same arguments, whatever the cache.
 
     Samples of equal number at different depths have the same text and needles, in another place.
 
-    Returns: the longest prompt of at most `cell.length` tokens, room for the answer included; one more word would
-        exceed it.
+    Returns: the longest prompt of at most `length` tokens, room for the answer included; one more word would exceed it.
     Raises: ValueError naming length and task when not even the shortest text fits.
     """
-    rng = random.Random(f"{seed}/{cell.task}/{haystack.name}/{cell.length}/{sample}")
-    puzzle = make_puzzle(rng, haystack, cell.task, cell.depth)
+    rng = random.Random(f"{seed}/{task}/{haystack.name}/{length}/{sample}")
+    puzzle, (head, tail) = make_puzzle(rng, haystack, task, depth), frame_of(tokenizer)
 
     def ids(part: str) -> list[int]:
         # a template's text holds its special tokens already
-        return list(tokenizer(part, add_special_tokens=not frame.chat, verbose=False).input_ids)
+        return list(tokenizer(part, add_special_tokens=not head, verbose=False).input_ids)
 
     def at(words: int) -> Prompt:
         body = hide(haystack.take(words, puzzle.start), puzzle.needles)
-        context = f"{frame.head}{puzzle.opening}\n\n{body}\n\n"
-        text = f"{context}{puzzle.question}{frame.tail}{puzzle.lead}"
+        context = f"{head}{puzzle.opening}\n\n{body}\n\n"
+        text = f"{context}{puzzle.question}{tail}{puzzle.lead}"
         # split where the parts' own tokens and those of the whole agree: a token across a border goes to what is behind
         whole = ids(f"{text} {puzzle.expected}")
         first, last = (_common(ids(part), whole) for part in (context, text))
         return Prompt(whole[:first], whole[first:last], whole[last:], text, puzzle.expected)
 
-    best = at(1)
-    if best.tokens > cell.length:
+    # a word is at least one token; lengths grow with words, nearly always
+    words = bisect.bisect_right(range(1 + length), length, lo=1, key=lambda n: at(n).tokens) - 1
+    if not words:
         raise ValueError(
-            f"length {cell.length} is too short for the task {cell.task!r}: its shortest prompt and answer take "
-            f"{best.tokens} tokens"
+            f"length {length} is too short for the task {task!r}: its shortest prompt and answer take {at(1).tokens} tokens"
         )
-    low, high = (
-        1,
-        1 + cell.length,
-    )  # a word is at least one token; lengths grow with words, nearly always
-    while high - low > 1:
-        middle = (low + high) // 2
-        prompt = at(middle)
-        if prompt.tokens <= cell.length:
-            best, low = prompt, middle
-        else:
-            high = middle
-    return best
+    return at(words)
 
 
 def _common(part: Sequence[int], whole: Sequence[int]) -> int:
     """Return how many tokens two texts have in common at their beginning."""
-    apart = (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b)
-    return next(apart, min(len(part), len(whole)))
+    pairs = zip(part, whole, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class Reading(NamedTuple):
@@ -382,40 +335,6 @@ def read(
     return Reading(float(found is not None), -likelihood.mean().item(), top1, generated)
 
 
-def bytes_per_token(prefill: Prefill, kind: CacheKind) -> dict[str, Any]:
-    """Return the bytes that `kind` holds per token of this context, and the dtype that they are counted for: bfloat16.
-
-    Where the prefill is not shared, it is the model's own dtype.
-    """
-    dtype = torch.bfloat16 if prefill.calls is not None else prefill.model.dtype
-    tokens = prefill.ids.shape[1]
-    cache = kind.make(prefill.model.config, tokens)
-    prefill.fill(cache, dtype)
-    found = {"bytes_per_token": held_bytes(cache) / tokens}
-    return {**found, "bytes_dtype": str(dtype).removeprefix("torch.")}
-
-
-def make_cells(
-    tasks: Sequence[str], lengths: Sequence[int], depths: Sequence[float | None] = (None,)
-) -> list[Cell]:
-    """Return the cells of a grid of tasks, lengths and depths, the longest last.
-
-    Raises: ValueError naming the argument for a task that does not exist, a depth outside of 0 to 1, and where there is none.
-    """
-    if not (tasks and lengths and depths):
-        raise ValueError(
-            f"tasks, lengths and depths must not be empty, got {tasks}, {lengths}, {depths}"
-        )
-    for task in tasks:
-        if task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
-    for depth in depths:
-        if depth is not None and not 0 <= depth <= 1:
-            raise ValueError(f"depths must be between 0 and 1, got {depth}")
-    order = [(task, length) for task in tasks for length in sorted(lengths)]
-    return [Cell(task, length, depth) for task, length in order for depth in depths]
-
-
 def needle_grid(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -425,52 +344,47 @@ def needle_grid(
     samples: int = 3,
     seed: int = 0,
     task: str = "single",
-    **how: Any,
-) -> list[dict[str, Any]]:
-    """Hide a needle at each depth of texts of each length and ask for it: one row per cache, length and depth.
-
-    Args:
-        cache_name: one cache (see caches.cache_kind) or several, which then share the prefills.
-        depths: from 0, the begin, to 1, the end; None lets it lie anywhere.
-        task: one of TASKS.
-        **how: haystack, chat, progress and first_sample of `measure_cells`, and the rows and errors that it describes.
-    """
-    cells = make_cells([task], lengths, depths)
-    return list(measure_cells(model, tokenizer, cache_name, cells, samples, seed, **how))
-
-
-def measure_cells(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    cache_name: str | Sequence[str],
-    cells: Sequence[Cell],
-    samples: int,
-    seed: int,
+    *,
     haystack: str | Path = LINCOLN,
-    chat: bool | None = None,
-    progress: Progress | None = None,
     first_sample: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """Yield one row per cell and cache, as cells finish.
+) -> list[dict[str, Any]]:
+    """Hide a needle at each depth of texts of each length and ask for it: one row per length, depth and cache.
+
+    Prompts are put into the tokenizer's chat template where it has one.
 
     Args:
         model: a causal language model in eval mode, on one device.
-        haystack: "lincoln", "noise", a bundled text or a file.
-        chat: put the prompts into the tokenizer's chat template; None: where it has one.
-        progress: called with the length of each prompt that one cache was asked; None shows a bar in a terminal.
+        cache_name: one cache (see caches.cache_kind) or several, which then share the prefills.
+        lengths: tokens of a prompt with room for the answer.
+        depths: of the needle that is asked for, from 0, the begin, to 1, the end; None lets it lie anywhere.
+        samples: prompts that are asked at each length and depth.
+        task: one of TASKS.
+        haystack: "lincoln", a bundled text or a file.
         first_sample: number of the first sample: a later call goes on with other prompts.
-    Yields: kind="needle", task, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
+    Returns: rows with kind="needle", task, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
         the expected answer), found (samples answered in full), rate_low and rate_high (95 % Wilson interval of their
         share), samples, first_sample, scores and nlls (of each sample), prompt_tokens (mean), answer_tokens (mean),
-        bytes_per_token with bytes_dtype (of the context of the first sample), haystack, chat, protocol, seed.
-    Raises: ValueError naming what is wrong, before the model runs: caches, samples, haystack, lengths beyond the model
-        or too short for a task. ValueError when logits are not finite; the cell then gives no row.
+        bytes_per_token with bytes_dtype (of the first sample's context, see `measure_held`), haystack, chat (whether there
+        is a template), protocol, seed.
+    Raises: ValueError naming what is wrong, before the model runs: caches, samples, haystack, task, depths, lengths beyond
+        the model or too short for a task. ValueError when logits are not finite.
     """
     names = [cache_name] if isinstance(cache_name, str) else list(cache_name)
-    kinds = [cache_kind(name) for name in names]
-    if not kinds or samples < 1 or first_sample < 0:
+    kinds, most = [cache_kind(name) for name in names], longest_context(model.config)
+    if not (names and lengths and depths):
+        given = f"{names}, {lengths} and {depths}"
+        raise ValueError(f"cache_name, lengths and depths must not be empty, got {given}")
+    if samples < 1 or first_sample < 0:
+        given = f"{samples} and {first_sample}"
+        raise ValueError(f"samples must be at least 1 and first_sample at least 0, got {given}")
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    for depth in depths:
+        if depth is not None and not 0 <= depth <= 1:
+            raise ValueError(f"depths must be between 0 and 1, got {depth}")
+    if max(lengths) > most:
         raise ValueError(
-            f"need a cache, samples of at least 1 and first_sample of at least 0, got {names}, {samples} and {first_sample}"
+            f"length {max(lengths)} is longer than the model reads: max_position_embeddings is {most}"
         )
     for kind in kinds:
         if reason := why_not(kind.name, model.device):
@@ -482,45 +396,40 @@ def measure_cells(
             raise ValueError(
                 f"cache {kind.name!r} cannot be measured with {own}: {error}"
             ) from error
-    hay, frame, most = (
-        load_haystack(haystack),
-        Frame.of(tokenizer, chat),
-        longest_context(model.config),
-    )
-    for cell in cells:
-        if cell.length > most:
-            raise ValueError(
-                f"length {cell.length} is longer than the model reads: max_position_embeddings is {most}"
-            )
-        make_prompt(tokenizer, hay, frame, cell, seed, 0)
-    total = samples * len(kinds) * sum(cell.length for cell in cells)
+    hay = load_haystack(haystack)
+    numbers = range(first_sample, first_sample + samples)
+    cells = list(itertools.product(sorted(lengths), depths))
+    prompts = {
+        cell: [make_prompt(tokenizer, hay, task, *cell, seed, number) for number in numbers]
+        for cell in cells
+    }
+    common = {"kind": "needle", "task": task, "samples": samples, "first_sample": first_sample}
+    common |= {"haystack": hay.name, "chat": bool(frame_of(tokenizer)[0])}
+    common |= {"protocol": PROTOCOL, "seed": seed}
+    rows = []
+    total = len(kinds) * sum(length * len(asked) for (length, _), asked in prompts.items())
     with paged_attention(model), tqdm(total=total, unit="token", disable=None) as bar:
-        for cell in cells:
-            numbers = range(first_sample, first_sample + samples)
-            prompts = [make_prompt(tokenizer, hay, frame, cell, seed, number) for number in numbers]
-            found: dict[str, list[Reading]] = {kind.name: [] for kind in kinds}
-            stored: dict[str, dict[str, Any]] = {}
-            for number, prompt in zip(numbers, prompts, strict=True):
+        shapes = layer_shapes(model)
+        for (length, depth), asked in prompts.items():
+            found: list[list[Reading]] = [[] for _ in kinds]
+            for prompt in asked:
                 prefill = Prefill(model, torch.tensor([prompt.context], device=model.device))
-                for kind in kinds:
-                    try:
-                        found[kind.name].append(read(model, tokenizer, kind, prompt, prefill))
-                    except ValueError as error:
-                        raise ValueError(f"{cell}, sample {number}: {error}") from error
-                    if kind.name not in stored:
-                        stored[kind.name] = bytes_per_token(prefill, kind)
-                    (progress or bar.update)(cell.length)
-            asked = {"haystack": hay.name, "chat": frame.chat, "protocol": PROTOCOL, "seed": seed}
-            asked |= {"samples": samples, "first_sample": first_sample}
-            lengths = [(len(p.context) + len(p.question), len(p.answer)) for p in prompts]
-            means = map(statistics.fmean, zip(*lengths, strict=True))
-            asked["prompt_tokens"], asked["answer_tokens"] = means
-            for name, readings in found.items():
-                row = {"kind": "needle", "cache": name, **asdict(cell), **asked, **stored[name]}
+                for kind, readings in zip(kinds, found, strict=True):
+                    readings.append(read(model, tokenizer, kind, prompt, prefill))
+                    bar.update(length)
+            tokens = len(asked[0].context)
+            sizes = [(len(one.context) + len(one.question), len(one.answer)) for one in asked]
+            means = list(map(statistics.fmean, zip(*sizes, strict=True)))
+            for kind, readings in zip(kinds, found, strict=True):
+                row = {**common, "cache": kind.name, "length": length, "depth": depth}
+                row["prompt_tokens"], row["answer_tokens"] = means
+                held = measure_held(model.config, shapes, kind, tokens, tokens)
+                row |= {field: held[field] for field in ("bytes_per_token", "bytes_dtype")}
                 for field in ("score", "nll", "top1"):
                     row[field] = statistics.fmean(getattr(each, field) for each in readings)
-                rate = Rate.of([each.score for each in readings])
+                scores = [each.score for each in readings]
+                row |= {"scores": scores, "nlls": [each.nll for each in readings]}
+                rate = Rate.of(scores)
                 row["found"], (row["rate_low"], row["rate_high"]) = rate.found, rate.interval()
-                row["scores"] = [each.score for each in readings]
-                row["nlls"] = [each.nll for each in readings]
-                yield row
+                rows.append(row)
+    return rows

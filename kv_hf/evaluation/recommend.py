@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from ..cache_names import parse_cache_name
 from ..extras import extra
-from ..files.writing import replace_text
+from ..files import replace_text
 from ..formats import cache_names
 from .caches import cache_kind, why_not
 from .models import Measured, TextSettings, paged_attention
@@ -31,21 +31,13 @@ class Recommendation:
     """
 
     cache: str
+    cache_implementation: str
+    cache_config: dict[str, Any]
     bits: float
     kl: float
     kl_low: float
     kl_high: float
     rows: list[dict[str, Any]]
-
-    @property
-    def cache_implementation(self) -> str:
-        """The name without options."""
-        return parse_cache_name(self.cache)[0]
-
-    @property
-    def cache_config(self) -> dict[str, Any]:
-        """The options."""
-        return parse_cache_name(self.cache)[1]
 
 
 def shown(value: float, form: str) -> str:
@@ -122,12 +114,12 @@ def recommend(
         total = len(names) * len(measured.reference(settings).texts) * (window - prompt)
         with tqdm(total=total, unit="token", disable=None) as bar:
             rows = [
-                {"cache": name, **measured.accuracy(name, settings, 0, bar.update)}
-                for name in names
+                {"cache": name, **measured.accuracy(name, settings, bar.update)} for name in names
             ]
     row = best(rows, bits)
-    mean, low, high = (row[f"kl_{end}"] for end in ("mean", "low", "high"))
-    return Recommendation(row["cache"], row["stored_bits"], mean, low, high, rows)
+    name, options = parse_cache_name(row["cache"])
+    held, mean, low, high = (row[f] for f in ("stored_bits", "kl_mean", "kl_low", "kl_high"))
+    return Recommendation(row["cache"], name, options, held, mean, low, high, rows)
 
 
 def front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

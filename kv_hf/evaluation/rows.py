@@ -5,18 +5,16 @@ import functools
 import json
 import os
 import platform
+import re
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from ..files.json_text import parse_json
-from ..files.reading import ROWS_BYTES, read_text
-from .models import RANDOM, weights_of
+from ..files import ROWS_BYTES, read_text
 
 try:
     import fcntl
@@ -26,31 +24,20 @@ except ImportError:  # Windows
 
 # what the rows of one run have in common
 RUN = ("date", "commit", "machine", "threads", "dtype")
-# packages beside torch and transformers whose versions change a measurement, where they are installed
-COUNTED = ("triton", "optimum-quanto", "hqq", "lm_eval", "datasets")
-# instructions that decide how fast a CPU computes in 16 and 8 bits, as Linux names them
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-
-
-def _cpuinfo(field: str) -> str | None:
-    """Return what Linux says of the processor; None where the system does not tell."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), None)
+# packages whose versions change a measurement, where they are installed
+COUNTED = ("torch", "transformers", "triton", "optimum-quanto", "hqq", "lm_eval", "datasets")
+# name of a model -> what rows say of its weights: "model_file" in words, "weights_precision" of the numbers in it. A script
+# that brings models fills it
+WEIGHTS: dict[str, dict[str, str]] = {}
 
 
 def machine() -> str:
     """Return the processor (and GPU) in words."""
-    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")  # of Linux
+    named = re.search(r"^model name\s*: (.+)$", path.read_text(), re.M) if path.is_file() else None
+    name = named[1] if named else platform.processor() or platform.machine()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{name}, {os.cpu_count()} cores{gpu}"
-
-
-@functools.cache
-def instructions() -> list[str] | None:
-    """Return which of INSTRUCTIONS the processor has; None where the system does not tell."""
-    flags = _cpuinfo("flags")
-    return None if flags is None else [name for name in INSTRUCTIONS if name in flags.split()]
 
 
 @functools.cache
@@ -76,41 +63,31 @@ def commit() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of everything that a measurement depends on."""
-    found = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    found = {"python": platform.python_version()}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     for name in COUNTED:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def make_row(**measured: Any) -> dict[str, Any]:
     """Return a row of `measured` with what is needed to repeat it.
 
-    That is date, commit, machine, its instructions, versions and torch's threads, and the file and the precision of the weights: those of the
-    model named by `measured`, "random weights" where it says weights="random". `measured` wins where it says one of these itself.
+    That is date, commit, machine, the instructions that torch uses, versions and torch's threads, and what WEIGHTS says of the model;
+    "random weights" where `measured` says weights="random". `measured` wins where it says one of these itself.
     """
-    if measured.get("weights") == "random":
-        weights = RANDOM._asdict()
-    elif measured.get("model") is None:  # of sizes alone, or of no model
-        weights = {}
-    else:
-        weights = weights_of(str(measured["model"]))._asdict()
+    known = WEIGHTS.get(str(measured.get("model")), {})
+    drawn = measured.get("weights") == "random"
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "machine": machine(),
-        "instructions": instructions(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "versions": versions(),
         "threads": torch.get_num_threads(),
-        **weights,
+        **({"weights_precision": "random weights"} if drawn else known),
         **measured,
     }
 
@@ -137,10 +114,10 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
-    with path.open("a+b", buffering=0) as out:  # nothing is left to be written behind an error
+    with path.open("ab", buffering=0) as out:  # nothing is left to be written behind an error
         if fcntl is not None:  # held until the file is closed
             fcntl.flock(out, fcntl.LOCK_EX)
-        end = _end_of_whole_lines(out)
+        end = path.read_bytes().rfind(b"\n") + 1  # of the last whole line
         out.truncate(end)
         try:
             while text:
@@ -148,19 +125,6 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         except OSError:
             out.truncate(end)
             raise
-
-
-def _end_of_whole_lines(file: FileIO) -> int:
-    """Return the bytes of a file up to its last line end."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - 4096)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -178,8 +142,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(parse_json(line))
-        except ValueError as error:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not a row ({error})") from error
     return rows
 

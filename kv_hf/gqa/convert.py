@@ -1,11 +1,11 @@
 """Convert a checkpoint to fewer kv heads: a map over its files of weights, written aside and renamed."""
 
-import contextlib
 import copy
 import json
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,12 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..checks import check_choice
 from ..errors import ConversionError
-from ..files.folders import becoming_folder, scratch_folder
-from ..files.reading import BESIDE_BYTES, read_bytes
-from ..files.writing import create_text, creating
+from ..files import BESIDE_BYTES, becoming_folder, create_text, creating, read_bytes, scratch_folder
 from ..records import CONVERSION
 from ..version import __version__
 from .heads import Made, merged_tensors
@@ -29,6 +27,7 @@ from .source import CARD, INDEX, Source
 from .structure import Structure, build, config_of, find_names, find_structure, shapes_of
 
 METHODS = ("mean", "svd")
+Progress = Callable[[str, int, int], object]  # (unit, done, of)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 WHAT = {
@@ -80,6 +79,15 @@ class ConversionReport:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
+    def rows(self) -> tuple[tuple[str, int, int], ...]:
+        """Return what changes: (name, before, after)."""
+        kv_bytes = self.kv_bytes_per_token, self.new_kv_bytes_per_token
+        return (
+            ("kv heads of a layer", self.num_kv_heads, self.new_kv_heads),
+            ("bytes of a token's keys and values (bf16)", *kv_bytes),
+            ("parameters", self.parameters, self.new_parameters),
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -91,7 +99,11 @@ class Plan:
         dtype: of all weights of the result; None keeps each one's own.
         config: config.json of the result, without the record of the conversion.
         structure: of a conversion within a class; None where the class changes.
-        figures: fields of the report.
+        heads: query heads, kv heads, new kv heads.
+        kv_bytes: of a token's keys and values, in bf16.
+        method: how heads are merged.
+        notes: what the user should know.
+        new_class: class of the result where it is another one.
     """
 
     made: Made
@@ -99,7 +111,11 @@ class Plan:
     dtype: torch.dtype | None
     config: dict[str, Any]
     structure: Structure | None
-    figures: dict[str, Any]
+    heads: tuple[int, int, int]
+    kv_bytes: int
+    method: str
+    notes: tuple[str, ...] = ()
+    new_class: str = ""
 
     def dtype_of(self, source: Source, name: str) -> torch.dtype:
         """Return the dtype of a tensor of the result."""
@@ -123,8 +139,7 @@ def convert_to_gqa(
     calibration: Any = None,
     dtype: str | None = None,
     dry_run: bool = False,
-    progress: Callable[[int, int], object] = lambda done, of: None,
-    calibrating: Callable[[int, int], object] = lambda done, of: None,
+    progress: Progress = lambda unit, done, of: None,
 ) -> ConversionReport:
     """Write a checkpoint whose attention layers have `num_kv_heads` kv heads; the source is only read.
 
@@ -141,42 +156,45 @@ def convert_to_gqa(
         calibration: for "svd" a text (a bundled name, a file, "dataset:..") or token ids [windows, tokens], int64.
         dtype: of all weights of the result (float32, bfloat16, float16); None keeps each one's own.
         dry_run: check everything and report, but write nothing.
-        progress: called with (bytes written, bytes in all).
-        calibrating: called with (layers done, layers), before anything is written.
+        progress: called with ("layers", merged, of) by "svd", and then with ("bytes", written, of).
     Raises: ConversionError with the reason, with `destination` as it was; CacheOptionError for an unknown method or dtype.
     """
+    began = time.monotonic()
     check_choice("method", method, METHODS)
     if (method == "svd") != (calibration is not None):
+        wrong = "needs" if method == "svd" else "reads no"
         raise ConversionError(
-            f"method {method!r} "
-            + ("needs calibration text: give calibration" if method == "svd" else "reads no calibration text; svd does")
-        )  # fmt: skip
+            f"method {method!r} {wrong} calibration text: give calibration with svd"
+        )
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
-    target = Path(destination)
     opened = Source.open(source)
     plan = make_plan(opened, num_kv_heads, method, None if dtype is None else DTYPES[dtype])
-    report = make_report(opened, plan, str(destination))
-    check_destination(target, opened.folder)
+    check_destination(Path(destination), opened.folder)
     beside = opened.beside()
     windows = None
     if method == "svd" and plan.structure is not None:
         from .stream import calibration_windows
 
         windows = calibration_windows(opened, plan.structure, calibration)
+    report = make_report(opened, plan, str(destination))
     if dry_run:
         return report
-    began = time.monotonic()
-    with becoming(target) as folder, contextlib.ExitStack() as stack:
-        overrides: dict[str, Path] = {}
-        if windows is not None and plan.structure is not None:
-            from .svd import calibrate
+    try:
+        with becoming_folder(Path(destination)) as folder, scratch_folder(folder) as scratch:
+            if windows is not None and plan.structure is not None:
+                from .svd import calibrate
 
-            scratch = stack.enter_context(scratch_folder(folder))
-            overrides = calibrate(opened, plan.structure, windows, scratch, progress=calibrating)
-            report = replace(report, changed=tuple(dict.fromkeys([*report.changed, *overrides])))
-        write_weights(opened, plan, overrides, folder, progress, report.nbytes)
-        write_rest(opened, plan, folder, report, beside)
+                calibrated = calibrate(opened, plan.structure, windows, scratch, progress)
+                plan.made.update(calibrated)
+                report = make_report(opened, plan, str(destination))
+            write_weights(opened, plan, folder, report.nbytes, progress)
+            write_rest(opened, plan, folder, report, beside)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConversionError(
+            f"destination {str(destination)!r} cannot be written: {why}"
+        ) from error
     return replace(report, seconds=time.monotonic() - began)
 
 
@@ -185,27 +203,30 @@ def make_plan(source: Source, num_kv_heads: int, method: str, dtype: torch.dtype
     if source.config.get("model_type") in ROUTES:
         return _plan_renames(source, num_kv_heads, method, dtype)
     structure = find_structure(source, num_kv_heads)
-    made = merged_tensors(source, structure)
     size = structure.num_kv_heads // structure.new_kv_heads
     unknown = structure.names.unknown
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-    told = f"the class does not have {unknown[0]!r}{more}: copied as they are, with all their kv heads" if unknown else ""  # fmt: skip
-    lost = sum(
+    note = (
+        f"the class does not have {unknown[:1]}{more}: copied as they are, with all their kv heads"
+    )
+    rows = sum(
         old[0] - new[0]
         for name, (old, new) in structure.changed.items()
         if len(old) == 2 and "k_norm" not in name
     )
+    # 2 bytes of each number; the merge leaves one of `size`
+    kv_bytes = 2 * rows * size // (size - 1)
     return Plan(
-        made, {name: new for name, (_, new) in structure.changed.items()}, dtype,
-        _with_dtype(structure.new_json, dtype), structure,
-        {
-            "method": method,
-            "num_heads": structure.num_heads, "num_kv_heads": structure.num_kv_heads, "new_kv_heads": structure.new_kv_heads,
-            # 2 bytes of each number of keys and values; the merge leaves one of `size`
-            "kv_bytes_per_token": 2 * lost * size // (size - 1), "new_kv_bytes_per_token": 2 * lost // (size - 1),
-            "notes": (told,) if told else (),
-        },
-    )  # fmt: skip
+        made=merged_tensors(source, structure),
+        shapes={name: new for name, (_, new) in structure.changed.items()},
+        dtype=dtype,
+        config=_with_dtype(structure.new_json, dtype),
+        structure=structure,
+        heads=(structure.num_heads, structure.num_kv_heads, num_kv_heads),
+        kv_bytes=kv_bytes,
+        method=method,
+        notes=(note,) if unknown else (),
+    )
 
 
 def _plan_renames(
@@ -221,7 +242,7 @@ def _plan_renames(
             f"method 'svd' merges heads within a class: convert {source.name} to {route.target} with "
             f"num_kv_heads={heads} first, which is exact, and that to {num_kv_heads}"
         )
-    names, shapes = find_names(source, build(config)), shapes_of(build(new))
+    names = find_names(source, build(config))
     made = route.tensors(config, num_kv_heads)
     if config.tie_word_embeddings and "lm_head.weight" not in names.on_disk:
         made.pop("lm_head.weight")
@@ -233,18 +254,22 @@ def _plan_renames(
     for name in ("dtype", "torch_dtype", "tokenizer_class", "task_specific_params"):
         if name in source.config:
             found[name.removeprefix("torch_")] = source.config[name]
-    per_head = 2 * 2 * config.num_hidden_layers * (config.hidden_size // heads)
     said = "which computes the same as" if exact else "as no grouped kv heads are known to"
     return Plan(
-        {name: (tuple(names.on_disk[each] for each in sources), how) for name, (sources, how) in made.items()},
-        shapes, dtype, _with_dtype(found, dtype), None,
-        {
-            "method": "exact" if exact else method, "new_class": route.target,
-            "num_heads": heads, "num_kv_heads": heads, "new_kv_heads": num_kv_heads,
-            "kv_bytes_per_token": per_head * heads, "new_kv_bytes_per_token": per_head * num_kv_heads,
-            "notes": (f"the result is a {route.target}, {said} {route.source}",),
+        made={
+            name: (tuple(names.on_disk[each] for each in sources), how)
+            for name, (sources, how) in made.items()
         },
-    )  # fmt: skip
+        shapes=shapes_of(build(new)),
+        dtype=dtype,
+        config=_with_dtype(found, dtype),
+        structure=None,
+        heads=(heads, heads, num_kv_heads),
+        kv_bytes=2 * 2 * config.num_hidden_layers * config.hidden_size,
+        method="exact" if exact else method,
+        notes=(f"the result is a {route.target}, {said} {route.source}",),
+        new_class=route.target,
+    )
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
@@ -260,15 +285,23 @@ def make_report(source: Source, plan: Plan, destination: str) -> ConversionRepor
     """Return the report of a plan that was not run yet."""
     copied = {name: source.tensors[names[0]] for name, (names, _) in plan.made.items()}
     numbers = {n: torch.Size(plan.shapes.get(n, t.shape)).numel() for n, t in copied.items()}
+    heads, kv_heads, new = plan.heads
     return ConversionReport(
         source=source.name,
         destination=destination,
+        method=plan.method,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        new_kv_heads=new,
         changed=tuple(name for name, (_, how) in plan.made.items() if how is not None),
         parameters=sum(tensor.numel for tensor in source.tensors.values()),
         new_parameters=sum(numbers.values()),
         files=len({tensor.file for tensor in copied.values()}),
         nbytes=sum(plan.dtype_of(source, name).itemsize * n for name, n in numbers.items()),
-        **plan.figures,
+        kv_bytes_per_token=plan.kv_bytes,
+        new_kv_bytes_per_token=plan.kv_bytes * new // kv_heads,
+        new_class=plan.new_class,
+        notes=plan.notes,
     )
 
 
@@ -285,24 +318,11 @@ def check_destination(destination: Path, source: Path) -> None:
         home = source.resolve()
         if home in (place := destination.resolve(), *place.parents):
             raise ConversionError(f"{name} lies within the source, which is never changed")
+        there = next(parent for parent in place.parents if parent.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass  # before models are loaded, and not behind them
     except OSError as error:
-        raise ConversionError(f"{name} cannot be used: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def becoming(destination: Path) -> Iterator[Path]:
-    """Make a folder that becomes `destination` when the block ends, and is deleted when it fails (files/folders.py).
-
-    Raises: ConversionError where it cannot be written.
-    """
-    try:
-        with becoming_folder(destination) as folder:
-            yield folder
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConversionError(
-            f"destination {str(destination)!r} cannot be written: {why}"
-        ) from error
+        raise ConversionError(f"{name} cannot be written: {error.strerror or error}") from error
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -317,36 +337,21 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def write_weights(
-    source: Source,
-    plan: Plan,
-    overrides: Mapping[str, Path],
-    folder: Path,
-    progress: Callable[[int, int], object],
-    nbytes: int,
+    source: Source, plan: Plan, folder: Path, nbytes: int, progress: Progress
 ) -> None:
-    """Write the files of weights, under the names that they have in the source; one is in memory at a time.
-
-    Args:
-        overrides: files of tensors [new shapes] by name, in place of the plan's.
-        progress: called with (bytes written, nbytes).
-    """
+    """Write the files of weights, under the names that they have in the source; one is in memory at a time."""
     done = 0
     for file, reader in source.files.items():
-        tensors: dict[str, torch.Tensor] = {}
-        for name, (names, _) in plan.made.items():
-            if source.tensors[names[0]].file != file:
-                continue
-            if name in overrides:
-                with safe_open(overrides[name], "pt") as opened:
-                    found = opened.get_tensor(name)
-                tensors[name] = cast(name, found, plan.dtype_of(source, name))
-            else:
-                tensors[name] = plan.make(source, name)
+        tensors = {
+            name: plan.make(source, name)
+            for name, (names, _) in plan.made.items()
+            if source.tensors[names[0]].file == file
+        }
         # else it held masks of an old checkpoint alone, which the new class does not have
         if tensors:
             save_file(tensors, folder / file, {**(reader.metadata() or {}), "format": "pt"})
         done += sum(tensor.nbytes for tensor in tensors.values())
-        progress(done, nbytes)
+        progress("bytes", done, nbytes)
 
 
 def write_rest(
@@ -404,13 +409,11 @@ def model_card(own: str, record: dict[str, Any], report: ConversionReport) -> st
     title = f"as {report.new_class}" if report.method == "exact" else counts
     of_class = f" It is a `{report.new_class}` now." if report.new_class else ""
     measured = "" if report.method == "exact" else " How far it is from the original was not measured when it was converted."  # fmt: skip
+    rows = "".join(f"| {name} | {old:,} | {new:,} |\n" for name, old, new in report.rows())
     text = (
         f"# {record['source'].rpartition('/')[2]}, {title}\n\n"
         f"Converted by kv_hf (method `{report.method}`): {WHAT[report.method]}.{of_class} {WARNING[report.method]}{measured}\n\n"
-        f"| | before | after |\n| --- | ---: | ---: |\n"
-        f"| kv heads of a layer | {report.num_kv_heads} | {report.new_kv_heads} |\n"
-        f"| bytes of a token's keys and values (bf16) | {report.kv_bytes_per_token:,} | {report.new_kv_bytes_per_token:,} |\n"
-        f"| parameters | {report.parameters:,} | {report.new_parameters:,} |\n\n"
+        f"| | before | after |\n| --- | ---: | ---: |\n{rows}\n"
         "It is an ordinary checkpoint of its class: transformers loads it without any code of kv_hf.\n"
     )
     return head + text + (f"\n---\n\nThe card of the original model:\n\n{own}\n" if own else "")

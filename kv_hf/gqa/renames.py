@@ -16,7 +16,7 @@ import transformers
 
 from ..errors import ConversionError
 from .heads import Made, pool_heads
-from .structure import check_heads
+from .structure import check_heads, divisors
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,10 +154,8 @@ class Route:
                 f"{named} has no grouped kv heads; of {old.model_type} models only {self.source} can be converted"
             )
         heads = old.num_attention_heads
-        able = [1, heads] if self.one else [n for n in range(1, heads + 1) if heads % n == 0]
-        check_heads(
-            heads, kv_heads, able=able, why=f" ({self.target} with {heads} is the same model)"
-        )
+        able = [1, heads] if self.one else divisors(heads)
+        check_heads(heads, kv_heads, able, f" ({self.target} with {heads} is the same model)")
         given = {name: getattr(old, own) for name, own in self.fields.items()}
         kind = getattr(transformers, self.target).config_class
         return kind(**given, **self.groups(heads, kv_heads), architectures=[self.target])

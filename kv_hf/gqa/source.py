@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..config_numbers import check_numbers
 from ..errors import ConversionError, InputFileError
-from ..files.reading import (
+from ..files import (
     BESIDE_BYTES,
     CARD_BYTES,
     CONFIG_BYTES,
@@ -36,17 +36,17 @@ BESIDE = (
 )  # fmt: skip
 # files of a hub model that are downloaded beside its weights
 WANTED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*")  # fmt: skip
+# those of weights, and of what is copied beside them, such as causal masks in old checkpoints
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
-}  # fmt: skip
-# old checkpoints keep causal masks, in dtypes that otherwise only quantized weights have
-MASKS, MASK_DTYPES = (
-    ("attn.bias", "attention.bias", "masked_bias"),
-    {"U8": torch.uint8, "I8": torch.int8},
-)
-# parts of tensor names that only quantized checkpoints have
-QUANTIZED = ("weight_scale", "qweight", "qzeros", "absmax", "quant_map", "weight_packed", "input_scale")  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,10 @@ class Source:
         for name in names:
             files[name], found = _open_weights(folder / name)
             tensors.update(found)
-        if index is not None and {n: t.file for n, t in tensors.items()} != index["weight_map"]:
-            odd = {n: t.file for n, t in tensors.items()}.items() ^ index["weight_map"].items()
+        places = {name: tensor.file for name, tensor in tensors.items()}
+        if index is not None and (odd := places.items() ^ index["weight_map"].items()):
             raise ConversionError(
                 f"{folder / INDEX} and its files disagree about the place of {min(odd)[0]!r}"
-            )
-        marked = next((name for name in tensors if any(part in name for part in QUANTIZED)), None)
-        if marked:
-            raise ConversionError(
-                f"{folder} is quantized: it holds {marked!r}; convert the unquantized checkpoint"
             )
         return cls(folder, config, index, files, tensors, str(source))
 
@@ -236,12 +231,11 @@ def _open_weights(path: Path) -> tuple[Any, dict[str, StoredTensor]]:
         for name in reader.offset_keys():
             part = reader.get_slice(name)
             kind = part.get_dtype()
-            known = {**DTYPES, **MASK_DTYPES} if name.endswith(MASKS) else DTYPES
-            if kind not in known:
+            if kind not in DTYPES:
                 raise ConversionError(
                     f"{path}: {name!r} is of {kind}, as quantized checkpoints are; convert the unquantized one"
                 )
-            tensors[name] = StoredTensor(path.name, tuple(part.get_shape()), known[kind])
+            tensors[name] = StoredTensor(path.name, tuple(part.get_shape()), DTYPES[kind])
     except (OSError, SafetensorError, MemoryError) as error:
         raise ConversionError(f"{path} is damaged or cut off: {error}") from error
     return reader, tensors

@@ -38,6 +38,21 @@ CAN = (
 
 
 @dataclass(frozen=True)
+class Names:
+    """The names of a checkpoint's tensors.
+
+    Attributes:
+        on_disk: name in the class -> name on disk, for tensors that are only renamed.
+        rebuilt: names on disk of tensors that loading cuts up, stacks or permutes.
+        unknown: names on disk that the class does not have, and does not drop without a word either.
+    """
+
+    on_disk: dict[str, str]
+    rebuilt: list[str]
+    unknown: list[str]
+
+
+@dataclass(frozen=True)
 class Structure:
     """The changes that a conversion within a class makes.
 
@@ -58,22 +73,7 @@ class Structure:
     head_dim: int
     changed: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     removed: list[str]
-    names: "Names"
-
-
-@dataclass(frozen=True)
-class Names:
-    """The names of a checkpoint's tensors.
-
-    Attributes:
-        on_disk: name in the class -> name on disk, for tensors that are only renamed.
-        rebuilt: names on disk of tensors that loading cuts up, stacks or permutes.
-        unknown: names on disk that the class does not have, and does not drop without a word either.
-    """
-
-    on_disk: dict[str, str]
-    rebuilt: list[str]
-    unknown: list[str]
+    names: Names
 
 
 def find_structure(source: Source, new_kv_heads: int) -> Structure:
@@ -82,44 +82,42 @@ def find_structure(source: Source, new_kv_heads: int) -> Structure:
     Raises: ConversionError for models that cannot be converted, with the reason.
     """
     config = config_of(source.config, source)
-    text = text_config(config)
-    new_json: dict[str, Any] = json.loads(json.dumps(source.config))
+    text, kind = text_config(config), config.model_type
+    new_json: dict[str, Any] = copy.deepcopy(source.config)
     new_json.pop("_name_or_path", None)
     part = _text_part(new_json, config)
-    if config.model_type in ALL_OR_ONE:
-        counts = _check_one(config, new_kv_heads)
+    heads, kv_heads, head_dim = head_counts(text)
+    if kind in ALL_OR_ONE:
+        able = [] if config.multi_query else [1]
+        check_heads(kv_heads, new_kv_heads, able, f", and {kind} knows all heads or one")
         part |= {"multi_query": True}
         part |= {name: 1 for name in (FIELD, "num_kv_heads") if name in part}
     else:
-        counts = head_counts(text)
-        check_heads(counts[1], new_kv_heads)
+        check_heads(kv_heads, new_kv_heads, divisors(kv_heads)[:-1])
         part[type(text).attribute_map.get(FIELD, FIELD)] = new_kv_heads
         own_head_dim = not isinstance(getattr(type(text), "head_dim", None), property)
-        if own_head_dim and getattr(text, "head_dim", None) in (None, counts[2]):
-            part["head_dim"] = counts[2]  # it must not follow from fewer heads
+        if own_head_dim and getattr(text, "head_dim", None) in (None, head_dim):
+            part["head_dim"] = head_dim  # it must not follow from fewer heads
     old_model, new_model = build(config), build(config_of(new_json, source))
     before, after = shapes_of(old_model), shapes_of(new_model)
     changed = {n: (s, after[n]) for n, s in before.items() if n in after and after[n] != s}
-    if added := set(after) - set(before):
+    removed = [name for name in before if name not in after]
+    if not changed or set(after) - set(before):
         raise ConversionError(
-            f"{config.model_type}: a model with fewer kv heads has a new tensor {min(added)!r}"
-        )
-    if not changed:
-        raise ConversionError(
-            f"{config.model_type}: no tensor of {type(old_model).__name__} changes with {FIELD}: the class has no grouped kv heads. "
+            f"{kind}: no tensor of {type(old_model).__name__} changes with {FIELD} alone: the class has no grouped kv heads. "
             f"What can be converted: {CAN}"
         )
-    names = find_names(source, old_model, (*changed, *(set(before) - set(after))))
+    names = find_names(source, old_model, (*changed, *removed))
     return Structure(
-        config,
-        new_json,
-        counts[0],
-        counts[1],
-        new_kv_heads,
-        counts[2],
-        {names.on_disk[own]: shapes for own, shapes in changed.items()},
-        [names.on_disk[own] for own in before if own not in after],
-        names,
+        config=config,
+        new_json=new_json,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        new_kv_heads=new_kv_heads,
+        head_dim=head_dim,
+        changed={names.on_disk[own]: shapes for own, shapes in changed.items()},
+        removed=[names.on_disk[own] for own in removed],
+        names=names,
     )
 
 
@@ -167,74 +165,47 @@ def head_counts(text: Any) -> tuple[int, int, int]:
     Raises: ConversionError where layers differ, and where there are no kv heads to merge.
     """
     kind = text.model_type
-    # configs of transformers 5.17 and later with a per_layer_config raise for what differs between layers
-    per_layer = (getattr(text, "per_layer_attributes", None) or set()) & OF_HEADS
-    differ = [f"per_layer_config sets {name}" for name in sorted(per_layer)]
-    differ += [
-        f"{name}={getattr(text, name)}" for name in OTHER_FIELDS if getattr(text, name, None)
-    ]
-    if getattr(text, "kv_lora_rank", None) is not None:
-        raise ConversionError(
-            f"{kind} caches latents (MLA), which all heads share: there are no kv heads to merge"
-        )
+    # configs with a per_layer_config raise for what differs between layers
+    differ = sorted((getattr(text, "per_layer_attributes", None) or set()) & OF_HEADS)
+    differ += [name for name in OTHER_FIELDS if getattr(text, name, None)]
     heads, kv_heads = (
         None if differ else getattr(text, name, None) for name in ("num_attention_heads", FIELD)
     )
-    differ += [f"{FIELD}={n}" for n in (heads, kv_heads) if isinstance(n, (list, tuple))]
-    if differ:
-        raise ConversionError(f"{kind} has layers with different numbers of heads: {differ[0]}")
-    if kv_heads is None or heads is None:
+    if kind in ALL_OR_ONE:
+        kv_heads = 1 if text.multi_query else heads
+    if differ or isinstance(kv_heads, (list, tuple)):
         raise ConversionError(
-            f"{kind} has no {FIELD}: its class knows no grouped kv heads. What can be converted: {CAN}"
+            f"{kind} has layers with different numbers of heads: {[*differ, FIELD][0]}"
         )
-    if heads % kv_heads:
-        raise ConversionError(
-            f"{kind}: {heads} heads and {kv_heads} kv heads, of which the first must be a multiple of the second"
-        )
-    return heads, kv_heads, int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-
-
-def _check_one(config: Any, asked: int) -> tuple[int, int, int]:
-    """Return the counts of a model whose class knows all heads or one."""
-    if getattr(config, "new_decoder_architecture", False):
+    if getattr(text, "new_decoder_architecture", False):
         raise ConversionError(
             "falcon with new_decoder_architecture: transformers repeats keys and values before it caches them, so that fewer kv "
             "heads would not make the cache smaller"
         )
-    heads = config.num_attention_heads
-    why = f" ({config.model_type} knows all heads or one)"
-    check_heads(
-        1 if config.multi_query else heads, asked, able=[] if config.multi_query else [1], why=why
-    )
-    return heads, heads, config.hidden_size // heads
+    if kv_heads is None or heads is None:
+        raise ConversionError(
+            f"{kind} has no {FIELD}: its class has no grouped kv heads. What can be converted: {CAN}"
+        )
+    return heads, kv_heads, int(getattr(text, "head_dim", None) or text.hidden_size // heads)
 
 
-def check_heads(kv_heads: int, asked: Any, *, able: list[int] | None = None, why: str = "") -> None:
+def divisors(heads: int) -> list[int]:
+    """Return the divisors of a number, in order."""
+    return [n for n in range(1, heads + 1) if heads % n == 0]
+
+
+def check_heads(kv_heads: int, asked: Any, able: list[int], why: str = "") -> None:
     """Raise ConversionError unless `kv_heads` heads can be merged into `asked`; the message lists what can be.
 
     Args:
-        able: what can be asked for; default: all divisors of `kv_heads`.
-        why: said behind the list where it is shorter.
+        able: what can be asked for.
+        why: said of the model, where that is less than all divisors.
     """
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise ConversionError(f"num_kv_heads must be an integer of at least 1, got {asked!r}")
-    if able is None:
-        able = [n for n in range(1, kv_heads) if kv_heads % n == 0]
-    if asked in able:
-        return
-    if asked == kv_heads:
+    if type(asked) is not int or asked not in able:
+        choices = " or ".join(map(str, able)) or "left as it is"
         raise ConversionError(
-            f"num_kv_heads={asked}: the model has {kv_heads} kv heads already, there is nothing to do"
+            f"num_kv_heads must be {choices}: the model has {kv_heads} kv heads{why}; got {asked!r}"
         )
-    if not able:
-        raise ConversionError(
-            f"num_kv_heads={asked}: the model has {kv_heads} kv head{'s' * (kv_heads > 1)}, which cannot be merged "
-            f"into fewer{why}"
-        )
-    raise ConversionError(
-        f"num_kv_heads must divide the {kv_heads} kv heads of the model, and be less: it can be "
-        f"{' or '.join(map(str, able))}{why}, got {asked}"
-    )
 
 
 def model_class(config: Any) -> Any:
@@ -301,18 +272,17 @@ def find_names(source: Source, model: Any, needed: tuple[str, ...] = ()) -> Name
             made.add(own)
         else:
             on_disk[own] = name
-            if source.tensors[name].shape != shapes[own]:
+            stored = source.tensors[name]
+            if stored.shape != shapes[own] or stored.dtype.itemsize == 1:
                 raise ConversionError(
-                    f"{source.folder}: {name!r} is {list(source.tensors[name].shape)}, and the config says {list(shapes[own])}"
+                    f"{source.folder}: {name!r} is {list(stored.shape)} of {stored.dtype}, and the config says "
+                    f"{list(shapes[own])}; if it is quantized, convert the unquantized checkpoint"
                 )
-    there = made | set(on_disk)
-    same: dict[str, set[str]] = {}  # names of one tensor
-    for one, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        joined = same.get(one, {one}) | same.get(other, {other})
-        same.update(dict.fromkeys(joined, joined))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}  # name -> the one it is tied to
+    there = {tied.get(own, own) for own in (*made, *on_disk)}
     optional = [re.compile(p) for p in (model._keys_to_ignore_on_load_missing or ())]
     for own in shapes:
-        given = own in there or same.get(own, set()) & there or any(p.search(own) for p in optional)
+        given = tied.get(own, own) in there or any(p.search(own) for p in optional)
         if not given or (own in needed and own not in on_disk):
             raise ConversionError(
                 f"{source.folder} lacks {own!r}, which {type(model).__name__} has"

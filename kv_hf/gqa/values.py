@@ -1,8 +1,8 @@
-"""Merging a layer's values, and the outputs that read them: solved group by group, then fitted together.
+"""The linear algebra of calibrated merges, and the merge of a layer's values and of the outputs that read them.
 
 Attention gives head h the context C_h = P_h V of all old values of its group (stacked); the converted layer puts out
-sum_h O_h A_g C_h. With A given, O is a ridge regression; with O given, A is a least-squares problem of its own. Contexts are
-never formed: P and V stay as they are, products are in float32 within a window, their sums over windows in float64.
+sum_h O_h A_g C_h. A begins with principal components. With A given, O is a ridge regression; with O given, A is a
+least-squares problem of its own, solved by conjugate gradients.
 """
 
 from collections.abc import Callable
@@ -10,133 +10,162 @@ from itertools import combinations
 
 import torch
 
-from .keys import Rotary, best_common, conjugate_gradients, loss, plane_gram
-from .stream import Tap
+RIDGE = 0.01  # weight of the pull to the start
+FLOOR = 1e-12  # of the largest eigenvalue: what counts as nothing
+STEPS = 20  # conjugate gradients of the fit of values
 
-SWEEPS = 2  # rounds of fitting outputs and values in turn
-RIDGE = 0.01  # weight of the pull to the merged ones
-ROUNDS = 50  # of swaps, at most; far fewer are needed
+# (x, window, whether to take off what is wanted) -> half the weighted squares of a linear function of x, on one window
+Squares = Callable[[torch.Tensor, int, bool], torch.Tensor]
+# one window: contexts of each head [heads, tokens, m * dim], and what all heads together shall put out [tokens, out]
+Window = tuple[torch.Tensor, torch.Tensor]
 
 
-def pair_costs(
-    keys: torch.Tensor, queries: torch.Tensor, values: torch.Tensor, readers: torch.Tensor, rotary: Rotary | None
-) -> torch.Tensor:  # fmt: skip
-    """Return what merging each pair of heads loses of keys and of values, each as a part of all: [kv heads, kv heads].
+def best_common(gram: torch.Tensor, readers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the maps to and from the best common vector y of a group of heads: sum_g E |x_g - up_g y|^2 under M_g is smallest.
 
     Args:
-        keys, values: [kv heads * dim, kv heads * dim], float64: E[x x^T] of all heads.
-        queries: [kv heads, dim, dim]: E[q q^T] summed over the query heads of each.
-        readers: [kv heads, dim, dim]: O^T O summed over them.
-        rotary: None leaves the keys out.
+        gram: [m * dim, m * dim], float64: E[x x^T] of the stacked heads.
+        readers: [m, dim, dim], M of each head.
+    Returns: down [dim, m * dim], up [m, dim, dim]; y has the mean square of the heads, in a basis close to theirs.
     """
-    heads = len(queries)
-    of_values = values.reshape(heads, -1, heads, values.shape[0] // heads)
-    of_keys = keys.reshape(heads, -1, heads, keys.shape[0] // heads)
-    cost = torch.zeros(heads, heads, dtype=torch.float64)
-    value_energy = sum(float((readers[g] @ of_values[g, :, g]).trace()) for g in range(heads))
-    for g, o in combinations(range(heads), 2):
-        pair = [g, o]
-        gram = of_values[pair][:, :, pair].reshape(2 * values.shape[0] // heads, -1)
-        cost[g, o] = loss(gram, readers[pair], *best_common(gram, readers[pair])) / max(
-            value_energy, 1e-300
-        )
-    if rotary is not None and len(rotary.planes):
-        cost += _key_costs(of_keys, queries, rotary)
-    return cost + cost.T
+    m, dim = readers.shape[:2]
+    roots = torch.block_diag(*root(readers))
+    values, vectors = torch.linalg.eigh(roots @ gram @ roots)
+    values, vectors = values[-dim:], vectors[:, -dim:]
+    if not values[-1] > 0:  # heads that are zero, or that nobody reads: their mean
+        eye = torch.eye(dim, dtype=readers.dtype)
+        return eye.repeat(1, m) / m, eye.repeat(m, 1, 1)
+    kept = values > FLOOR * values[-1]
+    down = vectors.T @ roots
+    up = (gram @ roots @ vectors) * torch.where(kept, 1 / values.clamp(min=1e-300), 0.0)
+    wide = (down @ gram @ down.T).diagonal().mean().sqrt()
+    scale = gram.diagonal().mean().sqrt() / wide
+    left, _, right = torch.linalg.svd(up.reshape(m, dim, dim).mean(0))
+    turn = left @ right  # y in the basis in which the mean of `up` is symmetric
+    return scale * turn @ down, (up @ turn.T).reshape(m, dim, dim) / scale
 
 
-def _key_costs(keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    heads = len(queries)
-    cost = torch.zeros(heads, heads, dtype=torch.float64)
-    energy = 0.0
-    for a, b in rotary.planes.tolist():
-        gram = plane_gram(keys, a, b)
-        width = (queries[:, a, a] + queries[:, b, b]).sqrt()
-        gram = width[:, None] * gram * width
-        energy += float(gram.diagonal().real.sum())
-        one, other = gram.diagonal().real[:, None], gram.diagonal().real
-        gap = ((one - other).square() + 4 * gram.abs().square()).sqrt()
-        cost += ((one + other - gap) / 2).triu(1)  # the smaller eigenvalue of each pair
-    return cost / max(energy, 1e-300)
+def pair_cost(gram: torch.Tensor, readers: torch.Tensor) -> float:
+    """Return what `best_common` loses of two heads."""
+    roots = torch.block_diag(*root(readers))
+    return float(torch.linalg.eigvalsh(roots @ gram @ roots)[: readers.shape[1]].sum())
 
 
-def choose_groups(cost: torch.Tensor, groups: int) -> torch.Tensor:
+def root(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the symmetric square root of positive semidefinite matrices [.., n, n]."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp(min=0).sqrt()[..., None, :]) @ vectors.mT
+
+
+def damped_inverse(square: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of positive semidefinite matrices [.., n, n], with a part of their mean diagonal added."""
+    size = square.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp(min=1e-20)
+    return torch.linalg.inv(square + RIDGE * size * torch.eye(square.shape[-1], dtype=square.dtype))
+
+
+def improve(
+    squares: Squares,
+    windows: int,
+    start: torch.Tensor,
+    precondition: Callable[[torch.Tensor], torch.Tensor],
+    steps: int,
+    ridge: float = RIDGE,
+) -> torch.Tensor:
+    """Return an x [any shape] with a smaller sum of `squares`, pulled to `start`, by conjugate gradients.
+
+    Args:
+        windows: how many there are; the gradients of one at a time are in memory.
+        precondition: roughly the inverse of the matrix, which is never formed.
+        ridge: weight of the pull, as a part of the squares that `start` itself gives.
+    """
+
+    def gradient(x: torch.Tensor, wanted: bool) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for window in range(windows):
+            with torch.enable_grad():
+                own = x.detach().requires_grad_()
+                total += torch.autograd.grad(squares(own, window, wanted), own)[0]
+        return total
+
+    size = start.square().sum().clamp(min=1e-30)
+    pull = ridge * (start * gradient(start, False)).sum() / size
+    x, rest = start.clone(), -gradient(start, True)
+    z = way = precondition(rest)
+    before = (rest * z).sum()
+    for _ in range(steps):
+        if before <= 0:
+            break
+        ahead = gradient(way, False) + pull * way
+        step = before / (way * ahead).sum()
+        x = x + step * way
+        rest = rest - step * ahead
+        z = precondition(rest)
+        now = (rest * z).sum()
+        way, before = z + now / before * way, now
+    return x
+
+
+def choose_groups(gram: torch.Tensor, readers: torch.Tensor, groups: int) -> torch.Tensor:
     """Return an order [heads] of the heads whose neighbours form groups that lose little: from neighbours, the best swaps.
 
     Args:
-        cost: [heads, heads], the loss of merging each pair.
+        gram: [heads * dim, heads * dim], float64: E[v v^T] of all heads' values.
+        readers: [heads, dim, dim], O^T O of the query heads of each.
     """
-    heads = len(cost)
-    size = heads // groups
+    heads, dim = readers.shape[:2]
+    parts = gram.reshape(heads, dim, heads, dim)
+    cost = torch.zeros(heads, heads, dtype=gram.dtype)
+    for one, other in combinations(range(heads), 2):
+        pair = [one, other]
+        both = parts[pair][:, :, pair].reshape(2 * dim, -1)
+        cost[one, other] = cost[other, one] = pair_cost(both, readers[pair])
     order = list(range(heads))
+    group = [place * groups // heads for place in order]
+    together = torch.tensor([[a == b for b in group] for a in group])
 
-    def total(group: list[int]) -> float:
-        return float(cost[group][:, group].sum())
+    def total(order: list[int]) -> float:
+        return float(cost[order][:, order][together].sum())
 
-    for _ in range(ROUNDS):
-        best, swap = 1e-12, None
+    best = total(order)
+    while True:
+        swaps = []
         for i, j in combinations(range(heads), 2):
-            if i // size == j // size:
-                continue
-            one, other = ([*order[k // size * size : (k // size + 1) * size]] for k in (i, j))
-            before = total(one) + total(other)
-            one[i % size], other[j % size] = order[j], order[i]
-            gain = before - total(one) - total(other)
-            if gain > best:
-                best, swap = gain, (i, j)
-        if swap is None:
+            if group[i] != group[j]:
+                swapped = order.copy()
+                swapped[i], swapped[j] = order[j], order[i]
+                swaps.append((total(swapped), swapped))
+        if not swaps or min(swaps)[0] >= best * (1 - 1e-9):
             break
-        i, j = swap
-        order[i], order[j] = order[j], order[i]
-    grouped = [sorted(order[g * size : (g + 1) * size]) for g in range(groups)]
-    return torch.tensor([head for group in sorted(grouped) for head in group])
+        best, order = min(swaps)
+    grouped = sorted(
+        sorted(each) for each in torch.tensor(order).unflatten(0, (groups, -1)).tolist()
+    )
+    return torch.tensor(grouped).flatten()
 
 
-# one window: P [heads, tokens, tokens], V [groups, tokens, wide] and targets [tokens, out], in float32
-Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def context_squares(windows: list[Window], group_of: torch.Tensor) -> torch.Tensor:
-    """Return the sums of C C^T over all tokens and the heads of each group: [groups, wide, wide], float64."""
-    groups, _, wide = windows[0][1].shape
-    found = torch.zeros(groups, wide, wide, dtype=torch.float64)
-    for weights, values, _ in windows:
-        reads = torch.zeros(groups, *weights.shape[1:], dtype=weights.dtype)
-        for p, group in zip(weights, group_of.tolist(), strict=True):
-            reads[group] += p.T @ p
-        found += values.mT @ (reads @ values)
-    return found
-
-
-def new_contexts(window: Window, down: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
-    """Return A_g C_h of all heads, [tokens, heads * dim]; `down` is A, [groups, dim, wide]."""
-    weights, values, _ = window
-    new = values @ down.mT.to(values.dtype)  # [groups, tokens, dim]
-    return torch.cat([p @ new[g] for p, g in zip(weights, group_of.tolist(), strict=True)], 1)
+def new_contexts(contexts: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Return A_g C_h of all heads, [tokens, heads * dim]; `down` is A of each head, [heads, dim, m * dim]."""
+    return torch.einsum("htw,hdw->thd", contexts, down.to(contexts.dtype)).flatten(1)
 
 
 def fit_outputs(
-    windows: list[Window],
-    down: torch.Tensor,
-    output: torch.Tensor,
-    group_of: torch.Tensor,
-    ridge: float,
+    windows: list[Window], down: torch.Tensor, output: torch.Tensor, ridge: float = RIDGE
 ) -> torch.Tensor:
-    """Return the outputs [out, heads * dim] that fit best, pulled to `output` of the same shape.
+    """Return the outputs [heads * dim, out] that fit best, pulled to `output` of the same shape.
 
     Args:
-        down: [groups, dim, wide]: new values from stacked old ones.
-        ridge: times the mean of the contexts' squares: the weight of the pull.
+        down: [heads, dim, m * dim], each head's new values from stacked old ones.
     """
-    square = torch.zeros(output.shape[1], output.shape[1], dtype=torch.float64)
-    cross = torch.zeros(output.shape[1], len(output), dtype=torch.float64)
-    for window in windows:
-        flat = new_contexts(window, down, group_of)
+    size = len(output)
+    square = torch.zeros(size, size, dtype=output.dtype)
+    cross = torch.zeros_like(output)
+    for contexts, target in windows:
+        flat = new_contexts(contexts, down)
         square += flat.T @ flat
-        cross += flat.T @ window[2]
+        cross += flat.T @ target
     pull = ridge * square.diagonal().mean()
     square.diagonal().add_(pull)
-    return torch.linalg.solve(square, cross + pull * output.T).T
+    return torch.linalg.solve(square, cross + pull * output)
 
 
 def fit_values(
@@ -144,74 +173,60 @@ def fit_values(
     down: torch.Tensor,
     output: torch.Tensor,
     group_of: torch.Tensor,
-    ridge: float,
-    steps: int = 20,
+    ridge: float = RIDGE,
+    steps: int = STEPS,
 ) -> torch.Tensor:
-    """Return values' maps [groups, dim, wide] that fit better, given the outputs [out, heads * dim]."""
-    groups, dim, wide = down.shape
-    heads, narrow = len(group_of), output.to(windows[0][2].dtype)
+    """Return values' maps [groups, dim, m * dim] that fit better, given the outputs [heads * dim, out]."""
+    narrow = output.to(windows[0][1].dtype)
 
-    def squares(x: torch.Tensor, window: int, wanted: bool) -> torch.Tensor:
-        found = new_contexts(windows[window], x, group_of) @ narrow.T
-        return (found - windows[window][2] if wanted else found).square().sum() / 2
+    def squares(x: torch.Tensor, i: int, wanted: bool) -> torch.Tensor:
+        contexts, target = windows[i]
+        found = new_contexts(contexts, x[group_of]) @ narrow
+        return (found - target if wanted else found).square().sum() / 2
 
-    own = output.unflatten(1, (heads, dim))
-    reads = torch.einsum("ohd,ohe->hde", own, own)
-    grouped = torch.zeros(groups, dim, dim, dtype=down.dtype).index_add_(0, group_of, reads)
-    sums = context_squares(windows, group_of)
-    size = sums.diagonal(dim1=1, dim2=2).sum() / (heads * wide)
-    pull = ridge * float(output.square().sum(0).mean() * size)
-    left, right = _damped_inverse(grouped), _damped_inverse(sums)
-    return conjugate_gradients(
-        squares, len(windows), down, lambda rest: left @ rest @ right, pull, steps
-    )
+    each = output.unflatten(0, (len(group_of), -1))
+    reads = torch.zeros(len(down), *2 * down.shape[1:2], dtype=down.dtype)
+    reads.index_add_(0, group_of, each @ each.mT)
+    left, right = damped_inverse(reads), damped_inverse(second_moments(windows, group_of))
+    return improve(squares, len(windows), down, lambda rest: left @ rest @ right, steps, ridge)
 
 
-def _damped_inverse(square: torch.Tensor) -> torch.Tensor:
-    size = square.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    return torch.linalg.inv(square + 1e-3 * size * torch.eye(square.shape[-1], dtype=square.dtype))
-
-
-Run = Callable[[int], tuple[Tap, torch.Tensor, torch.Tensor]]
+def second_moments(windows: list[Window], group_of: torch.Tensor) -> torch.Tensor:
+    """Return the mean of C C^T over all tokens and the heads of each group: [groups, m * dim, m * dim], float64."""
+    groups, wide = int(group_of.max()) + 1, windows[0][0].shape[2]
+    found = torch.zeros(groups, wide, wide, dtype=torch.float64)
+    for contexts, _ in windows:
+        found.index_add_(0, group_of, (contexts.mT @ contexts).double())
+    return found * groups / (len(group_of) * sum(len(target) for _, target in windows))
 
 
 def merge_values(
-    run: Run,
-    count: int,
-    readers: torch.Tensor,
-    outputs: torch.Tensor,
-    kv_of: torch.Tensor,
-    new_of: torch.Tensor,
+    windows: list[Window], output: torch.Tensor, kv_of: torch.Tensor, new_of: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the values' maps [groups, dim, merged * dim] and the outputs [out, heads * dim] that go with them.
+    """Return the values' maps [groups, dim, m * dim] and the outputs [heads, dim, out] that go with them.
 
     Args:
-        run: index of a window -> attention with the new keys and all old values: (what it saw, targets [tokens, out], what
-            each token's rows are multiplied by [tokens]).
-        count: windows.
-        readers: [kv heads, dim, dim], O^T O of the query heads of each.
-        outputs: [out, heads, dim], the old ones.
+        output: [heads, dim, out], the old ones, float64.
         kv_of, new_of: old kv head of each query head, new one of each old one.
     Returns: None where there is nothing to fit: no values, or nothing that reads them.
     """
     group_of = new_of[kv_of]
-    groups = int(new_of.max()) + 1
-    m = len(new_of) // groups
-    windows: list[Window] = []
-    for i in range(count):
-        tap, target, level = run(i)
-        value = tap.value[0].unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
-        weights = tap.weights[0] * level[:, None]
-        windows.append((weights, value.contiguous(), target * level[:, None]))
-    tokens = sum(len(target) for _, _, target in windows)
-    grams = context_squares(windows, group_of) / (tokens * len(group_of) / groups)
+    readers = readers_of(output, kv_of)
+    grams = second_moments(windows, group_of)
     if not readers.any() or not grams.any():
         return None
-    solved = [best_common(grams[g], readers[g * m : (g + 1) * m]) for g in range(groups)]
+    grouped = readers.unflatten(0, (len(grams), -1))
+    solved = [best_common(gram, each) for gram, each in zip(grams, grouped, strict=True)]
     down = torch.stack([down for down, _ in solved])
     up = torch.cat([up for _, up in solved])[kv_of]
-    output = torch.einsum("ohd,hde->ohe", outputs, up).flatten(1)
-    for _ in range(SWEEPS):
-        output = fit_outputs(windows, down, output, group_of, RIDGE)
-        down = fit_values(windows, down, output, group_of, RIDGE)
-    return down, fit_outputs(windows, down, output, group_of, RIDGE)
+    flat = (up.mT @ output).flatten(0, 1)
+    flat = fit_outputs(windows, down[group_of], flat)
+    down = fit_values(windows, down, flat, group_of)
+    flat = fit_outputs(windows, down[group_of], flat)
+    return down, flat.unflatten(0, (len(kv_of), -1))
+
+
+def readers_of(output: torch.Tensor, kv_of: torch.Tensor) -> torch.Tensor:
+    """Return O^T O of outputs [heads, dim, out], summed for each old kv head: [kv heads, dim, dim]."""
+    found = torch.zeros(int(kv_of.max()) + 1, *2 * output.shape[1:2], dtype=output.dtype)
+    return found.index_add_(0, kv_of, output @ output.mT)

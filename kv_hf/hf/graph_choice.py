@@ -9,7 +9,7 @@ from ..cache.adapters import virtual_owner
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
-from ..config import CacheConfig
+from ..config import DEFAULTS, CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
 from .devices import execution_devices
 from .models import why_not_pages
@@ -123,10 +123,8 @@ def why_not_captured(model: Any) -> str | None:
 
 def _why_not_allocated(options: CacheConfig, asked: Generation) -> str | None:
     """Return why a cache that would grow cannot have room for the whole text at once."""
-    given = ("recent_tokens", "reserve_tokens", "max_pages", "prefix_store", "offload")
-    default = CacheConfig()
-    for name in given:
-        if getattr(options, name) != getattr(default, name):
+    for name in names_of("grows"):
+        if getattr(options, name) != DEFAULTS[name]:
             return f"{name} belongs to a cache that grows"
     config = asked.config
     if virtual_owner(asked.model) is not None:

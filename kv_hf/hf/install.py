@@ -24,9 +24,7 @@ from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache
 from ..cache.two_bits import warn_of_two_bits
-from ..config import CacheConfig
-from ..config_given import given_options
-from ..config_reading import LIMITS
+from ..config import READ_LIMITS, CacheConfig, given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named
 from ..notices import forget, warn_once
@@ -50,7 +48,7 @@ OF_A_MODEL = (
     "latent_group_size",
     "k_rope",
     "mla",
-    *LIMITS,
+    *READ_LIMITS,
     "read_from",
 )
 
@@ -243,7 +241,7 @@ def _new_cache(
             f"cache_implementation={name!r}: no forward of {type(model).__name__} takes past_key_values, through which "
             "generate() passes a cache, so pages would stay empty; leave cache_implementation out"
         )
-    options = given_options(generation_config.cache_config, CacheConfig)
+    options = given_options(generation_config.cache_config)
     if getattr(generation_config, "is_assistant", False):
         # the target's options reach the assistant, whose layers are others
         options = {option: value for option, value in options.items() if option not in OF_A_MODEL}

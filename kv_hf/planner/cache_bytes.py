@@ -1,95 +1,116 @@
 """Bytes of every kind of cache, before there is a model: those that the cache then allocates.
 
-A paged cache that grows is filled with meta tensors: `filled`. `predict` says the same by a formula for each group of layers,
-which a search can ask hundreds of times. transformers' caches, preallocated pages and offloaded ones are formulas alone:
-on the meta device a DynamicCache keeps no views alive, a preallocated cache writes numbers, and an offload copies out.
+A plan's paged cache is the real one: built from the model's config, it says which layers live in pages and in which formats, and
+filled with meta tensors it says its bytes (`filled`). `report` says the same by a formula for each group of layers, which a search
+can ask hundreds of times. transformers' caches, preallocated pages and offloaded ones are formulas alone: on the meta device a
+DynamicCache keeps no views alive, a preallocated cache writes numbers, and an offload copies out.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from typing import Any
 
 import torch
 
-from ..cache.layer_choice import INDEXED, paged_formats
+from ..cache.layer_choice import INDEXED
 from ..cache.layer_formats import LayerFormats
 from ..cache.paged_cache import PagedCache
 from ..checks import check_int
 from ..config import CacheConfig
-from ..config_reading import check_readable, read_budget
-from ..errors import CacheOptionError, PagePoolExhaustedError, UnsupportedModelError
+from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
 from ..page_summary import part_bytes
-from ..pages.device_budget import Demand, DeviceBudget, Split
+from ..pages.device_budget import Demand, Split
 from ..pages.host_pages import SMALLEST_EXTENT
 from ..pages.slab import carved_bytes
-from ..row_pages import RowPages, first_sealing_step, page_capacity, page_peaks, page_use
+from ..row_pages import PageUse, RowPages, first_sealing_step, page_capacity, page_peaks, page_use
 from ..spec import LANES, ROWS, TABLE_DTYPE, MemoryReport, PageSpec, pages_report, reserved_pages
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
 
 EMPTY = MemoryReport(0, 0, 0, 0, 0, 0, 0, 0)
+MOST_FILLED = 256  # rows of a real cache that is filled
+_WITHOUT_COUNTER = ("LinearAttentionLayer", "DummyLayer")  # in a StaticCache
+_SPARSE = "MiniMaxM3VLSparseCacheLayer"
 # classes of layers in a DynamicCache whose growth is known
 KNOWN = (
-    *("DynamicLayer", INDEXED, "MiniMaxM3VLSparseCacheLayer", "LinearAttentionLayer", "DummyLayer"),
+    *("DynamicLayer", INDEXED, _SPARSE, *_WITHOUT_COUNTER),
     *("LinearAttentionAndFullAttentionLayer", *SLIDING),
 )
 
 
-def predict(
-    inventory: Inventory,
-    kind: str,
-    options: CacheConfig | None = None,
-    *,
-    row_tokens: Sequence[int],
-    prompt: int | None = None,
-    max_length: int | None = None,
-    layout: str = ROWS,
-) -> MemoryReport:
-    """Return the bytes that a cache takes whose rows hold `row_tokens` tokens.
+def widest_window(inventory: Inventory) -> int:
+    """Return the tokens of the widest sliding window, 0 where there is none."""
+    return max((layer.window or 0 for layer in inventory.layers), default=0)
 
-    Args:
-        inventory: what the model caches.
-        kind: "dynamic" or "static" (transformers' DynamicCache and StaticCache: `payload` are keys and values, `other`
-            states, indexer keys and counters), or "paged".
-        options: of "paged"; None takes the defaults.
-        row_tokens: real tokens that the cache holds of each row; shorter rows are padded on the left to the longest.
-            Behind generate() that is the prompt's tokens and all new ones but the last.
-        prompt: tokens of the longest row that came in the first forward, the others one by one. It decides how many
-            pages a sliding window had in use at once, the room of indexer keys, and what an offload has moved. None: the
-            most that any prompt leads to, which never falls as rows grow. Where none of these is there the prompt changes
-            nothing (beyond 256 pages it may, by less than 1/128, with reserve_tokens). With offload None is a prompt of
-            all tokens but the last. A "dynamic" cache has bytes behind a decode step, unless the prompt is all there is:
-            right behind a prefill its sliding layers keep the whole prompt alive.
-        max_length: columns of a "static" cache; None: as many as the longest row has tokens.
-        layout: of pages: ROWS on a GPU, LANES on a CPU. The bytes are the same, but for the buffers of an offload.
-    Raises: CacheOptionError, UnsupportedModelError, PagePoolExhaustedError, DeviceBudgetError: what the cache would raise,
-        and for what cannot be known without the texts (prefix_store).
-    """
-    rows, columns = len(row_tokens), max(row_tokens, default=0)
+
+def _check_known(inventory: Inventory) -> None:
     for index, layer in enumerate(inventory.layers):
         if layer.cache_class not in KNOWN:
             raise UnsupportedModelError(
                 f"layer {index} of {inventory.name!r} is kept in a {layer.cache_class}, whose bytes are not known; known are "
                 f"{', '.join(KNOWN)}"
             )
-    own = inventory.torch_dtype
-    if kind == "paged":
-        return Pages(inventory, options or CacheConfig(), layout).report(row_tokens, prompt)
-    held = {"payload": 0, "other": 0}
-    if kind == "dynamic":
-        for layer in inventory.layers:
-            kept = stored_columns(layer, columns, prompt)
-            held["payload"] += rows * kept * layer.elements * own.itemsize
-            held["other"] += _beside(layer, rows, columns, own)
-    else:
-        room = _room(max_length, columns)
-        for layer in inventory.layers:
-            kept = room if layer.window is None else min(room, layer.window)
-            held["payload"] += rows * kept * layer.elements * own.itemsize
-            held["other"] += _beside_static(layer, rows, columns, room, own)
-    return replace(EMPTY, **held, tokens=sum(row_tokens))
+
+
+def _check_room(max_length: int, columns: int) -> None:
+    check_int("max_length", max_length, 1)
+    if max_length < columns:
+        raise CacheOptionError(
+            f"max_length={max_length} has no room for a row of {columns} tokens (row_tokens)"
+        )
 
 
 # -- transformers' caches -------------------------------------------------------------------------------------------
+
+
+class Stock:
+    """transformers' DynamicCache or StaticCache of a model: `payload` is keys and values, `other` all else that it holds.
+
+    Args:
+        kind: "dynamic" or "static".
+        bound: columns of a static cache; None: as many as the longest row has tokens.
+    Raises: UnsupportedModelError for layers whose bytes are not known.
+    """
+
+    page_size, exact = 1, 0  # tokens by which a row grows, and those that lie in no page
+    options, specs = None, dict[int, PageSpec]()
+
+    def __init__(self, inventory: Inventory, kind: str, bound: int | None = None) -> None:
+        _check_known(inventory)
+        self.inventory, self.kind, self.bound = inventory, kind, bound
+
+    def report(self, row_tokens: Sequence[int], prompt: int | None = None) -> MemoryReport:
+        """Return the bytes of rows that hold `row_tokens` tokens, padded to the longest; see `Pages.report`.
+
+        A dynamic cache has bytes behind a decode step, unless the prompt is all there is: right behind a prefill its sliding
+        layers keep the whole prompt alive.
+        """
+        rows, columns = len(row_tokens), max(row_tokens, default=0)
+        dtype, payload, other = self.inventory.torch_dtype, 0, 0
+        room = None
+        if self.kind == "static":
+            room = columns if self.bound is None else self.bound
+            _check_room(max(room, 1), columns)
+        for layer in self.inventory.layers:
+            kept = stored_columns(layer, columns, prompt)
+            if room is not None:
+                kept = room if layer.window is None else min(room, layer.window)
+            payload += rows * kept * layer.elements * dtype.itemsize
+            other += _beside(layer, rows, columns, dtype, room)
+        return replace(EMPTY, payload=payload, other=other, tokens=sum(row_tokens))
+
+    def filled(self, rows: int, columns: int, prompt: int | None = None) -> MemoryReport:
+        """Return the bytes of `rows` rows of `columns` tokens."""
+        return self.report([columns] * rows, prompt)
+
+    def unbounded(self) -> "Stock":
+        """Return the same cache without a bound."""
+        return Stock(self.inventory, self.kind)
+
+    @property
+    def widest(self) -> int:
+        """Tokens from which on all windows are full."""
+        return widest_window(self.inventory)
 
 
 def stored_columns(layer: CachedLayer, columns: int, prompt: int | None) -> int:
@@ -103,103 +124,89 @@ def stored_columns(layer: CachedLayer, columns: int, prompt: int | None) -> int:
     return min(columns, layer.window or 0)
 
 
-def _beside(layer: CachedLayer, rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Return what a growing layer of transformers holds beside keys and values."""
-    per_column = layer.index_bytes(dtype) + layer.position_bytes
-    counter = COUNTER if layer.cache_class in SLIDING else 0  # its window, as a tensor
-    return rows * (columns * per_column + layer.state_bytes(dtype)) + counter
-
-
-def _beside_static(
-    layer: CachedLayer, rows: int, columns: int, room: int, dtype: torch.dtype
+def _beside(
+    layer: CachedLayer, rows: int, columns: int, dtype: torch.dtype, room: int | None = None
 ) -> int:
-    """Return the same of a layer of a StaticCache; positions of an indexer grow in this one too."""
-    index = layer.index_bytes(dtype)
-    counters = COUNTER * (layer.cache_class not in ("LinearAttentionLayer", "DummyLayer"))
-    counters += COUNTER * bool(index or layer.cache_class == "MiniMaxM3VLSparseCacheLayer")
-    held = room * index + columns * layer.position_bytes + layer.state_bytes(dtype)
-    return rows * held + counters
+    """Return what a layer of transformers holds beside keys and values.
 
-
-def _room(max_length: int | None, columns: int) -> int:
-    if max_length is None:
-        return columns
-    check_int("max_length", max_length, 1)
-    if max_length < columns:
-        raise CacheOptionError(
-            f"max_length={max_length} has no room for a row of {columns} tokens (row_tokens)"
-        )
-    return max_length
+    Args:
+        room: columns of a layer that does not grow, but for the positions of an indexer; None: it grows.
+    """
+    index, kind = layer.index_bytes(dtype), layer.cache_class
+    counters = int(kind in SLIDING)  # its window, as a tensor
+    if room is not None:
+        counters = (kind not in _WITHOUT_COUNTER) + bool(index or kind == _SPARSE)
+    held = (columns if room is None else room) * index + columns * layer.position_bytes
+    return rows * (held + layer.state_bytes(dtype)) + COUNTER * counters
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 
 class Pages:
-    """The pages of a PagedCache with these options.
+    """The PagedCache of a model: which layers live in pages, and how, is what the real cache says, built without tensors.
 
+    Args:
+        on_cpu: whether the model runs on a CPU, not on a GPU. The bytes are the same, but for the buffers of an offload.
     Attributes:
+        cache: the real one, empty.
         formats: layer -> formats, of all layers that pages take the place of, those too that hold no keys and values.
         groups: {window: {layer: its pages}} of the layers with keys and values, full attention first. Layers that are alike
             share one object.
-    Raises: CacheOptionError, UnsupportedModelError, as the cache would.
+        specs: layer -> its pages, of all groups.
+    Raises: CacheOptionError, UnsupportedModelError: what the cache would raise, and for what cannot be known without the
+        texts (prefix_store). PlanError for an inventory without a config.
     """
 
-    def __init__(self, inventory: Inventory, options: CacheConfig, layout: str = ROWS) -> None:
+    def __init__(self, inventory: Inventory, options: CacheConfig, on_cpu: bool = False) -> None:
+        _check_known(inventory)
         if options.prefix_store is not None:
             raise CacheOptionError(
                 "prefix_store: how many bytes rows share depends on their texts; leave it out of a plan"
             )
-        if options.cross_attention != "exact":
-            raise CacheOptionError(
-                f"cross_attention={options.cross_attention!r} is for encoder-decoder models, which are not planned"
+        if inventory.config is None:
+            raise PlanError(
+                f"the inventory of {inventory.name!r} has no config, of which a paged cache is built; take load_inventory's"
             )
-        self.layers, self.options, self.layout = inventory.layers, options, layout
-        self.dtype = inventory.torch_dtype
-        self._check_max_length(inventory)
-        ranks = [layer.key_dim if layer.latent else None for layer in self.layers]
-        shared = next(filter(None, ranks), None)
-        ranks = [  # a layer with an indexer and without latents reads another layer's
-            shared if layer.cache_class == INDEXED and not layer.elements else rank
-            for layer, rank in zip(self.layers, ranks, strict=True)
-        ]
-        windows = [layer.window for layer in self.layers]
-        classes = [layer.cache_class for layer in self.layers]
-        self.formats = paged_formats(classes, ranks, options, inventory.model_type, windows)
-        latent = any(ranks[index] is not None for index in self.formats)
-        seen = [windows[index] for index in self.formats]
-        check_readable(options, inventory.model_type, seen, latent)
-        spec = cache(self.spec)
+        self.inventory, self.options, self.on_cpu = inventory, options, on_cpu
+        self.layers, self.dtype = inventory.layers, inventory.torch_dtype
+        self.page_size, self.exact = options.page_size, options.sink_tokens + options.recent_tokens
+        self.bound = options.max_length
+        # which kernel would read these pages is not asked: that of a meta tensor warns
+        plain = replace(options, kernel="reference")
+        self.cache: Any = PagedCache.from_options(inventory.config, plain)
+        self.formats: dict[int, LayerFormats] = {
+            layer.layer_idx: layer.formats for layer in self.cache.paged_layers
+        }
+        self.spec = functools.cache(self._spec)
         groups: dict[int | None, dict[int, PageSpec]] = {}
         for index, own in self.formats.items():
-            layer = self.layers[index]
-            if layer.elements:
-                groups.setdefault(layer.window, {})[index] = spec(own, layer)
+            shape = self.layers[index]
+            if shape.elements:
+                groups.setdefault(shape.window, {})[index] = self.spec(own, shape)
         self.groups = {w: groups[w] for w in sorted(groups, key=lambda w: (w is not None, w))}
+        self.specs = {index: one for specs in self.groups.values() for index, one in specs.items()}
 
-    def _check_max_length(self, inventory: Inventory) -> None:
-        length = self.options.max_length
-        others = {layer.cache_class for layer in self.layers} - {"DynamicLayer"}
-        if length is not None and (others or any(layer.latent for layer in self.layers)):
-            raise UnsupportedModelError(
-                f"max_length={length}: {inventory.name!r} has layers ({', '.join(sorted(others)) or 'latent attention'}) "
-                "that a preallocated cache cannot hold; leave max_length out"
-            )
-
-    def spec(self, formats: LayerFormats, shape: CachedLayer) -> PageSpec:
-        """Return what pages of these formats are like for keys and values as those of `shape`."""
+    def _spec(self, formats: LayerFormats, shape: CachedLayer) -> PageSpec:
         return formats.spec(
             num_kv_heads=shape.kv_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
             dtype=self.dtype,
-            layout=self.layout,
+            layout=LANES if self.on_cpu else ROWS,
         )
 
+    def unbounded(self) -> "Pages":
+        """Return the same pages without bounds, and without room made in advance."""
+        free = dict.fromkeys(("max_length", "max_pages", "device_bytes", "device_pages"))
+        options = replace(self.options, **free, reserve_tokens=0)  # type: ignore[arg-type]
+        return Pages(self.inventory, options, self.on_cpu)
+
     @property
-    def specs(self) -> dict[int, PageSpec]:
-        """The pages of every layer with keys and values."""
-        return {index: spec for specs in self.groups.values() for index, spec in specs.items()}
+    def widest(self) -> int:
+        """Tokens from which on all windows are full, and staging buffers stop to grow."""
+        part = self.options.read_from * self.options.reads_part
+        return max(widest_window(self.inventory), part)
 
     def sizes(self, window: int | None) -> RowPages:
         """Return the sizes by which rows of a group become pages."""
@@ -211,39 +218,69 @@ class Pages:
         each = self.sizes(window).reserved(self.options.reserve_tokens)
         return reserved_pages(rows, each, self.options.max_pages)
 
-    def check_pool(self, needed: int, row_tokens: Sequence[int]) -> None:
-        """Raise PagePoolExhaustedError where the cache would."""
-        most = self.options.max_pages
-        if most is not None and needed > most:
+    def report(self, row_tokens: Sequence[int], prompt: int | None = None) -> MemoryReport:
+        """Return the bytes of rows that hold `row_tokens` tokens, by formulas.
+
+        Args:
+            row_tokens: real tokens that the cache holds of each row; shorter rows are padded on the left to the longest.
+                Behind generate() that is the prompt's tokens and all new ones but the last.
+            prompt: tokens of the longest row that came in the first forward, the others one by one. It decides how many
+                pages a sliding window had in use at once, the room of indexer keys, and what an offload has moved. None: the
+                most that any prompt leads to, which never falls as rows grow. Where none of these is there the prompt
+                changes nothing (beyond 256 pages it may, by less than 1/128, with reserve_tokens). With offload None is a
+                prompt of all tokens but the last.
+        Raises: PagePoolExhaustedError, DeviceBudgetError, as the cache would.
+        """
+        rows, longest = len(row_tokens), max(row_tokens, default=0)
+        if self.bound is not None:
+            return self._preallocated(row_tokens, self.bound)
+        outside, staging = dict[int, int](), 0
+        if self.options.offload is not None:
+            prompt = prompt or max(longest - 1, min(1, longest))
+        uses = {window: self._use(window, row_tokens, prompt) for window in self.groups}
+        if self.options.offload is not None:
+            outside, staging = _Offload(self, row_tokens, longest - (prompt or 0)).follow()
+        reports = [self._group(window, row_tokens, use, outside) for window, use in uses.items()]
+        other = self.beside(rows, longest, prompt)
+        return total(
+            [*reports, replace(EMPTY, other=other, staging=staging, tokens=sum(row_tokens))]
+        )
+
+    def _use(self, window: int | None, row_tokens: Sequence[int], prompt: int | None) -> PageUse:
+        use, most = page_use(self.sizes(window), row_tokens, prompt), self.options.max_pages
+        if most is not None and use.most > most:
             raise PagePoolExhaustedError(
-                f"max_pages={most} is too small: {len(row_tokens)} rows of at most {max(row_tokens)} tokens take {needed}; "
+                f"max_pages={most} is too small: {len(row_tokens)} rows of at most {max(row_tokens)} tokens take {use.most}; "
                 "raise max_pages, or use a smaller batch or shorter text"
             )
+        return use
 
-    def report(self, row_tokens: Sequence[int], prompt: int | None) -> MemoryReport:
-        """Return the bytes of rows of these tokens, of which `prompt` came at once; see `predict`."""
-        if self.options.max_length is not None:
-            return self._preallocated(row_tokens, self.options.max_length)
-        if self.options.offload is not None:
-            return _Offload(self, row_tokens, prompt).report()
-        return self._grown(row_tokens, prompt)
-
-    def _grown(self, row_tokens: Sequence[int], prompt: int | None) -> MemoryReport:
-        reports = []
-        for window, specs in self.groups.items():
-            sizes = self.sizes(window)
-            use = page_use(sizes, row_tokens, prompt)
-            self.check_pool(use.most, row_tokens)
-            capacity = use.capacity(self.reserved(window, len(row_tokens)))
-            reports.append(
-                pages_report(list(specs.values()), sizes, row_tokens, use.held, capacity)
-            )
-        beside = self.beside(len(row_tokens), max(row_tokens, default=0), prompt)
-        return total([*reports, replace(EMPTY, other=beside, tokens=sum(row_tokens))])
+    def _group(
+        self,
+        window: int | None,
+        row_tokens: Sequence[int],
+        use: PageUse,
+        outside: Mapping[int, int],
+    ) -> MemoryReport:
+        """Return what the pages of one window take; `outside` has room for so many pages of a layer."""
+        specs, sizes = self.groups[window], self.sizes(window)
+        capacity = use.capacity(self.reserved(window, len(row_tokens)))
+        away = {layer: count for layer, count in outside.items() if layer in specs}
+        inside = [spec for layer, spec in specs.items() if layer not in away]
+        here, whole = (
+            pages_report(some, sizes, row_tokens, use.held, capacity)
+            for some in (inside, list(specs.values()))
+        )
+        return replace(
+            here,
+            tail=whole.tail,
+            pages_allocated=max(capacity if inside else 0, *away.values(), 0),
+            offloaded=sum(count * specs[layer].page_bytes for layer, count in away.items()),
+        )
 
     def _preallocated(self, row_tokens: Sequence[int], length: int) -> MemoryReport:
         """Return what a cache takes that allocates everything at the first forward."""
-        _room(length, max(row_tokens, default=0))
+        _check_room(length, max(row_tokens, default=0))
         sizes, rows = replace(self.sizes(None), recent_tokens=0), len(row_tokens)
         held = [sizes.sealed(tokens) for tokens in row_tokens]
         pages = rows * sizes.sealed(length)
@@ -256,18 +293,45 @@ class Pages:
 
         Of these layers cache.memory() counts the tensors, not what they are views of.
         """
-        size = 0
+        size, room = 0, index_room(columns, prompt)
         for index, layer in enumerate(self.layers):
             if index in self.formats:
-                room = index_room(columns, prompt)
-                size += rows * (
-                    room * layer.index_bytes(self.dtype) + layer.state_bytes(self.dtype)
-                )
+                index_keys = room * layer.index_bytes(self.dtype)
+                size += rows * (index_keys + layer.state_bytes(self.dtype))
             else:
                 kept = columns if layer.window in (None, 1) else min(columns, layer.window - 1)
                 size += rows * kept * layer.elements * self.dtype.itemsize
                 size += _beside(layer, rows, columns, self.dtype)
         return size
+
+    def filled(self, rows: int, columns: int, prompt: int | None = None) -> MemoryReport:
+        """Return the bytes of `rows` rows of `columns` tokens: of the real cache where that can be filled without a device.
+
+        Args:
+            prompt: tokens of the first forward. None: one of those prompts that lead to the most.
+        Raises: what the cache raises.
+        """
+        if self.bound is not None or self.options.offload is not None or rows > MOST_FILLED:
+            return self.report([columns] * rows, prompt)
+        sealed = self.sizes(None).sealed(columns)
+        last = self.exact + sealed * self.page_size
+        ends = [prompt or columns, columns]
+        if sealed and any(self.groups) and (prompt or 1) < last:
+            # Sliding layers hold the most in a step that seals a page alone: as much in the last such step as in any before.
+            ends = [last - 1, last, columns]
+        real, seen = self.cache.fresh(), 0
+        for end in ends:
+            for index in sorted(self.specs) if end > seen else ():
+                layer = self.layers[index]
+                sides = (
+                    torch.empty(
+                        rows, layer.kv_heads, end - seen, dim, dtype=self.dtype, device="meta"
+                    )
+                    for dim in (layer.key_dim, layer.value_dim)
+                )
+                real.update(*sides, index)
+            seen = end
+        return replace(real.memory(), other=self.beside(rows, columns, prompt))
 
 
 def index_room(columns: int, prompt: int | None) -> int:
@@ -285,105 +349,46 @@ def total(reports: Iterable[MemoryReport]) -> MemoryReport:
     return MemoryReport(**{**sums, "tokens": max(report.tokens for report in reports)})
 
 
-def filled(
-    inventory: Inventory, options: CacheConfig, rows: int, columns: int, prompt: int | None = None
-) -> MemoryReport:
-    """Return the bytes of the real cache, filled with meta tensors as text would fill it.
-
-    Args:
-        rows, columns: rows, and tokens of each.
-        prompt: tokens of the first forward. None: one of those prompts that lead to the most.
-    Raises: what the cache raises, and what `Pages` does.
-    """
-    pages = Pages(inventory, options)
-    sealed = pages.sizes(None).sealed(columns)
-    last = options.sink_tokens + options.recent_tokens + sealed * options.page_size
-    ends = [prompt or columns, columns]
-    if sealed and any(pages.groups) and (prompt or 1) < last:
-        # Sliding layers hold the most in a step that seals a page alone: as much in the last such step as in any before.
-        ends = [last - 1, last, columns]
-    # which kernel would read these pages is not asked: that of a meta tensor warns
-    real = PagedCache.from_options(inventory.config, replace(options, kernel="reference"))
-    seen = 0
-    for end in ends:
-        for index in sorted(pages.specs) if end > seen else ():
-            layer = inventory.layers[index]
-            keys, values = (
-                torch.empty(rows, layer.kv_heads, end - seen, dim, dtype=pages.dtype, device="meta")
-                for dim in (layer.key_dim, layer.value_dim)
-            )
-            real.update(keys, values, index)
-        seen = end
-    return replace(real.memory(), other=pages.beside(rows, columns, prompt))
-
-
 # -- pages outside of the device --------------------------------------------------------------------------------------
 
 
 class _Offload:
-    """The pages of a cache with offload: the layers that have left the device, and what they are read through.
+    """The layers of a cache with offload that have left the device, and what they are read through.
 
     Layers leave for good, and what lives outside grows in steps, so that both depend on the way: the forwards at which
     the cache makes room are gone through one by one (cache/offloading.py, pages/offload.py), with the cache's own budget.
     """
 
-    def __init__(self, pages: Pages, row_tokens: Sequence[int], prompt: int | None) -> None:
-        options = pages.options
-        self.pages, self.row_tokens, self.rows = pages, row_tokens, len(row_tokens)
-        self.device = torch.device("cpu" if pages.layout == LANES else "cuda")
-        if options.offload == "cpu" and self.device.type == "cpu":
-            raise CacheOptionError(
-                "offload='cpu' has nothing to do on a CPU, where pages are in host memory already; use offload='disk', or "
-                "leave offload out"
-            )
-        self.longest = max(row_tokens, default=0)
-        self.new = self.longest - prompt if prompt else min(1, max(0, self.longest - 1))
-        self.buffers = 1 if self.device.type == "cpu" else 2  # a copy runs beside kernels on a GPU
-        self.budget = DeviceBudget(options.device_pages, options.device_bytes)
-        self.reading = read_budget(options)
-        self.chosen_from = {
-            i for i in pages.formats if self.reading and pages.layers[i].window is None
-        }
+    def __init__(self, pages: Pages, row_tokens: Sequence[int], new: int) -> None:
+        self.pages, self.row_tokens, self.new = pages, row_tokens, new
+        self.device = torch.device("cpu" if pages.on_cpu else "cuda")
+        self.buffers = 1 if pages.on_cpu else 2  # a copy runs beside kernels on a GPU
+        self.arena = pages.cache.arena
+        self.arena.check_device(self.device)
+        self.reading = pages.options.read_budget()
         self.split = Split()
         self.homes: dict[int, int] = {}  # layer -> pages that there is room for outside
-        self.capacities: dict[int, int] = {}  # layer -> pages that room was made for
+        self.capacities: dict[int | None, int] = {}  # window -> pages that room was made for
 
-    def report(self) -> MemoryReport:
-        """Go through the steps; return the bytes on the device and outside."""
-        pages, new = self.pages, self.new
-        self._follow()
-        reports = [self._group(window, specs) for window, specs in pages.groups.items()]
-        staging = 0
-        if new:  # the prompt's forward reads no pages
-            staging = self.buffers * sum(self.split.staging.values())
-            staging += self._index_bytes(pages.sizes(None).held(self.longest - 1))
-        beside = pages.beside(self.rows, self.longest, self.longest - new)
-        return total(
-            [*reports, replace(EMPTY, staging=staging, other=beside, tokens=sum(self.row_tokens))]
-        )
-
-    def _follow(self) -> None:
+    def follow(self) -> tuple[dict[int, int], int]:
+        """Go through the steps; return layer -> room for pages outside, and the bytes of buffers and indexes on the device."""
         pages, held = self.pages, self.pages.specs
         # until a layer has seen keys, it is taken to have heads like those of the first
         first = pages.layers[min(held)]
-        alike = {own: pages.spec(own, first) for own in set(pages.formats.values())}
         guessed = {
-            index: alike[own]
+            index: pages.spec(own, first)
             for index, own in pages.formats.items()
             if pages.layers[index].window in pages.groups
         }
         known = {**guessed, **held}
-        steps = self._steps()
-        for step in sorted(steps):
-            capacities = {
-                layer: steps[step][pages.layers[layer].window]
-                for layer in guessed
-                if pages.layers[layer].window in steps[step]
-            }
+        for step, capacities in sorted(self._steps().items()):
             if capacities:
                 self._settle(known if step else guessed, capacities)
             if step == 1 and known != guessed:
                 self._read(known)
+        if not self.new:  # the prompt's forward reads no pages
+            return self.homes, 0
+        return self.homes, self.buffers * sum(self.split.staging.values()) + self._index_bytes()
 
     def _steps(self) -> dict[int, dict[int | None, int]]:
         """Return step -> {window: pages that its layers make room for}, where that changes or is said for the first time."""
@@ -391,10 +396,9 @@ class _Offload:
         if self.new:
             steps[1] = {}  # reads pages for the first time
         for window in self.pages.groups:
-            sizes = self.pages.sizes(window)
-            reserved, last = self.pages.reserved(window, self.rows), -1
+            sizes, last = self.pages.sizes(window), -1
+            reserved = self.pages.reserved(window, len(self.row_tokens))
             for step, needed in page_peaks(sizes, self.row_tokens, self.new):
-                self.pages.check_pool(needed, self.row_tokens)
                 capacity = max(page_capacity(needed), reserved)
                 if capacity > last:
                     steps.setdefault(step, {})[window] = last = capacity
@@ -403,18 +407,21 @@ class _Offload:
                 steps.setdefault(again, {}).setdefault(window, steps[0][window])
         return steps
 
-    def _settle(self, specs: Mapping[int, PageSpec], capacities: Mapping[int, int]) -> None:
+    def _settle(self, specs: Mapping[int, PageSpec], capacities: Mapping[int | None, int]) -> None:
         """Make room for pages of these layers, as OffloadArena.settle."""
         self.capacities.update(capacities)
         demands = {}
         for layer, spec in specs.items():
-            capacity = slots = self.capacities[layer]
-            if self.reading is not None and layer in self.chosen_from:
-                slots = self.reading.batch_width(capacity, self.rows, spec.keys.page_size)
-            demands[layer] = Demand(spec, self.device, capacity, slots, layer in self.chosen_from)
-        self.split = self.budget.split(demands, self.buffers, self.split.outside)
+            capacity = slots = self.capacities[self.pages.layers[layer].window]
+            chosen = layer in self.arena.chosen_from
+            if self.reading is not None and chosen:
+                slots = self.reading.batch_width(
+                    capacity, len(self.row_tokens), spec.keys.page_size
+                )
+            demands[layer] = Demand(spec, self.device, capacity, slots, chosen)
+        self.split = self.arena.budget.split(demands, self.buffers, self.split.outside)
         for layer in self.split.outside:
-            first, wanted = self.homes.get(layer, 0), self.capacities[layer]
+            first, wanted = self.homes.setdefault(layer, 0), demands[layer].capacity
             if wanted > first:
                 self.homes[layer] = first + max(wanted - first, first // 4, SMALLEST_EXTENT)
 
@@ -425,36 +432,19 @@ class _Offload:
             held = [self.pages.sizes(window).held(tokens) for tokens in before]
             for layer in self.split.outside & set(own):
                 slots = sum(held)
-                if self.reading is not None and layer in self.chosen_from:
+                if self.reading is not None and layer in self.arena.chosen_from:
                     width = self.reading.width(max(held), own[layer].keys.page_size)
                     slots = min(slots, len(held) * width)
                 if carved_bytes(own[layer], slots) > self.split.staging[self.device]:
                     self._settle(specs, {})
 
-    def _index_bytes(self, held: int) -> int:
-        """Return the bytes of the indexes of layers outside, where the last step, over `held` pages of a row, chooses."""
-        if self.reading is None or not self.reading.chooses(held, self.longest):
+    def _index_bytes(self) -> int:
+        """Return the bytes of the indexes of layers outside, where the last step chooses."""
+        longest = max(self.row_tokens, default=0)
+        held = self.pages.sizes(None).held(longest - 1)
+        if self.reading is None or not self.reading.chooses(held, longest):
             return 0
-        full = self.pages.groups.get(None, {})
+        chosen = self.arena.chosen_from & self.split.outside & set(self.pages.specs)
         return sum(
-            self.capacities[layer] * part_bytes(spec.keys)
-            for layer, spec in full.items()
-            if layer in self.chosen_from & self.split.outside
-        )
-
-    def _group(self, window: int | None, specs: Mapping[int, PageSpec]) -> MemoryReport:
-        """Return what the pages of one window take, on the device and outside."""
-        sizes = self.pages.sizes(window)
-        use = page_use(sizes, self.row_tokens, self.longest - self.new)
-        capacity = use.capacity(self.pages.reserved(window, self.rows))
-        whole = pages_report(list(specs.values()), sizes, self.row_tokens, use.held, capacity)
-        inside = [spec for layer, spec in specs.items() if layer not in self.split.outside]
-        here = pages_report(inside, sizes, self.row_tokens, use.held, capacity)
-        homes = {layer: count for layer, count in self.homes.items() if layer in specs}
-        return replace(
-            whole,
-            payload=here.payload,
-            scales=here.scales,
-            pages_allocated=max([*homes.values(), *([capacity] if inside else [])], default=0),
-            offloaded=sum(count * specs[layer].page_bytes for layer, count in homes.items()),
+            self.capacities[None] * part_bytes(self.pages.specs[layer].keys) for layer in chosen
         )

@@ -32,6 +32,11 @@ class Device:
     source: str
     reported: bool = True
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU, whose memory is what one buys."""
+        return self.memory is None
+
 
 def _gpu(name: str, mib: int, seen: str, bandwidth: int, source: str) -> Device:
     """Return a GPU of NVIDIA, with the MiB that nvidia-smi prints behind the slash."""

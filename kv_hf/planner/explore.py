@@ -8,9 +8,9 @@ from typing import Any
 from ..errors import KVCacheError
 from ..printable import printable, tell_error
 from .devices import DEVICES
-from .memory_plan import Plan, plan
-from .plan_command import plain_table
-from .presets import preset_names
+from .memory_plan import plan
+from .plan_table import Plan, plain_table
+from .source import preset_names
 
 HOST = "127.0.0.1"
 CACHES = ["dynamic", "paged_exact", "paged_int8", "paged_int4", "paged_int2"]

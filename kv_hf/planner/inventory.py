@@ -1,8 +1,7 @@
 """All facts that a plan needs of a model: its cache, layer by layer, the bytes of its weights, and one device's share of them."""
 
-import itertools
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -130,23 +129,6 @@ class Inventory:
         if self.weight_bytes is not None or self.parameters is None:
             return self.weight_bytes
         return self.parameters * self.torch_dtype.itemsize
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in JSON types, without the config; equal layers that follow each other are one entry with "count"."""
-        found = asdict(replace(self, layers=(), config=None))
-        del found["config"]
-        plain = asdict(CachedLayer())
-        found["layers"] = [
-            {
-                "count": len(list(group)),
-                **{name: value for name, value in asdict(layer).items() if value != plain[name]},
-            }
-            for layer, group in itertools.groupby(self.layers)
-        ]
-        found["notes"] = list(self.notes)
-        if self.weight_bytes is None:
-            del found["weight_bytes"]
-        return found
 
 
 def _itemsize(name: str | None, dtype: torch.dtype) -> int:

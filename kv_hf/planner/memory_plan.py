@@ -4,199 +4,32 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cache_names import parse_cache_name
 from ..checks import check_int
-from ..config import CacheConfig
-from ..config_given import given_options
-from ..config_reading import is_reading_part, read_budget
+from ..config import CacheConfig, given_options
 from ..errors import CacheOptionError, DeviceBudgetError, KVCacheError, PagePoolExhaustedError
 from ..formats import cache_names, is_cache_name
 from ..page_summary import part_bytes
 from ..printable import short
 from ..spec import MemoryReport
 from ..units import format_bytes, parse_bandwidth, parse_bytes, parse_tokens
-from .cache_bytes import Pages, filled, predict
+from .cache_bytes import Pages, Stock
 from .devices import find_device
 from .inventory import Inventory, device_share
+from .plan_table import MOST_ROWS, CachePlan, Decode, Fit, Plan
 from .source import load_inventory
 
 DEFAULT_CONTEXT = 8192
 MOST_BATCH = 1_000_000  # rows are listed one by one
 MOST_CONTEXT = 1 << 30  # an offload is followed page by page
-MOST_FILLED = 256  # rows of a real cache that is filled
 MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
-MOST_ROWS = 1 << 16  # larger batches are not searched
 FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
 EXACT_CACHES = ("dynamic", "static")  # transformers' own whose bytes are predicted
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The largest loads in the memory behind the weights. None: nothing grows, or the limit lies beyond all use.
-
-    Attributes:
-        context: tokens of each row at the batch of the plan.
-        batch: rows at the context of the plan; None: MOST_ROWS or more.
-        resident_tokens: tokens over all rows of the plan's batch, in whole pages: what an engine may admit.
-    """
-
-    context: int | None
-    batch: int | None
-    resident_tokens: int | None
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Bytes that one decode step of all rows reads.
-
-    Attributes:
-        batch: rows, each of which gets a token in a step.
-        weights: of the model, of routed experts the share that is expected to be asked for; None where not known.
-        cache: keys, values and states, once per layer of the model that reads them.
-        outside: part of `cache` that comes from outside of the device first.
-    """
-
-    batch: int
-    weights: int | None
-    cache: int
-    outside: int = 0
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of a step."""
-        return (self.weights or 0) + self.cache
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of a step per token that it makes."""
-        return self.step_bytes / self.batch
-
-    def tokens_per_second(self, bandwidth: int, host_bandwidth: int | None = None) -> float:
-        """Return the tokens per second over all rows that memory allows at most.
-
-        A bound, not a forecast: computing, writing, launching kernels and talking between devices take their time on top.
-
-        Args:
-            bandwidth: of the device's memory, bytes per second.
-            host_bandwidth: of the way from outside to the device; None leaves that way out.
-        """
-        seconds = self.step_bytes / bandwidth
-        if host_bandwidth is not None:
-            seconds = max(seconds, self.outside / host_bandwidth)
-        return self.batch / seconds if seconds else float("inf")
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """One cache of a plan. Bytes are those of one device.
-
-    Attributes:
-        cache: its name, with options behind a colon.
-        memory: what it holds at the plan's batch and context, by part; `memory.offloaded` lies outside of the device.
-        bytes_per_token: of one more token of one row in the long run, on the device; windows that are full do not grow.
-        outside_bytes_per_token: the same outside of the device.
-        ratio: bytes of a DynamicCache / `memory.total`.
-        decode: bytes that a decode step reads.
-        tokens_per_second: over all rows, at most; None without a bandwidth.
-        fit: what the memory behind the weights holds; None without `device_memory` or where the weights are not known.
-        fits: whether weights, reserve and cache go into the device's memory; None where `fit` is.
-    """
-
-    cache: str
-    memory: MemoryReport
-    bytes_per_token: float
-    outside_bytes_per_token: float
-    ratio: float
-    decode: Decode
-    tokens_per_second: float | None
-    fit: Fit | None
-    fits: bool | None
-
-    @property
-    def total(self) -> int:
-        """Bytes of the cache on the device."""
-        return self.memory.total
-
-    def __str__(self) -> str:
-        fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
-        away = self.memory.offloaded
-        outside = f" and {format_bytes(away)} outside" if away else ""
-        beside = f", dynamic takes {self.ratio:.2f} times as much" * (self.cache != "dynamic")
-        return f"{self.cache}: {format_bytes(self.total)}{outside}{beside}{fits}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Memory of the caches of a model, at a batch and a context.
-
-    Attributes:
-        inventory: of the whole model.
-        batch, context: rows, and tokens of each that the cache holds.
-        prompt: tokens of a row that came in one prefill, or None.
-        tensor_parallel: devices that share the model; all bytes are those of one of them.
-        weights: bytes of the weights, None where their number is not known.
-        device: name of a known device, or None.
-        device_memory, bandwidth, host_bandwidth: in bytes and bytes per second, None where not given.
-        reserve: bytes of the device that are kept free of weights and caches.
-        rows: one per cache.
-        notes: what was assumed, and what does not fit, in words.
-    """
-
-    inventory: Inventory
-    batch: int
-    context: int
-    prompt: int | None
-    tensor_parallel: int
-    weights: int | None
-    device: str | None
-    device_memory: int | None
-    bandwidth: int | None
-    host_bandwidth: int | None
-    reserve: int
-    rows: tuple[CachePlan, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def available(self) -> int | None:
-        """Bytes behind weights and reserve, below zero where these do not fit; None where one of them is not known."""
-        if self.device_memory is None or self.weights is None:
-            return None
-        return self.device_memory - self.reserve - self.weights
-
-    def __str__(self) -> str:
-        held, memory = self.weights, self.device_memory
-        weights = "" if held is None else f", weights {format_bytes(held)}"
-        room = "" if memory is None else f", {format_bytes(memory)} of device memory"
-        rows = f"{self.batch:,} row{'s' * (self.batch > 1)} of {self.context:,} tokens"
-        lines = [
-            f"{self.inventory.name}: {rows}{weights}{room}",
-            *(f"  {row}" for row in self.rows),
-        ]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-    def row(self, cache: str) -> CachePlan:
-        """Return the row of a cache by its name. Raises CacheOptionError for one that was not planned."""
-        for row in self.rows:
-            if row.cache == cache:
-                return row
-        names = ", ".join(row.cache for row in self.rows)
-        raise CacheOptionError(f"cache must be one of the plan's ({names}), got {cache!r}")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the plan in JSON types, totals included."""
-        found = asdict(replace(self, inventory=replace(self.inventory, config=None)))
-        found |= {"inventory": self.inventory.as_dict(), "available": self.available}
-        found |= {"notes": list(self.notes), "rows": list(found["rows"])}
-        for given, row in zip(found["rows"], self.rows, strict=True):
-            given["memory"]["total"] = row.total
-            given["decode"]["step_bytes"] = row.decode.step_bytes
-            given["decode"]["bytes_per_token"] = row.decode.bytes_per_token
-        return found
 
 
 def plan(
@@ -280,12 +113,14 @@ def plan(
         )
     if isinstance(caches, str):
         raise CacheOptionError(f"caches must be a sequence of names, got {caches!r}")
-    dynamic = Choice("dynamic", "dynamic").memory(inventory, batch, context, prompt).total
-    rows = []
-    options, names = given_options(cache_config, CacheConfig), caches
+    stock = Stock(inventory, "dynamic")
+    dynamic = stock.filled(batch, context, prompt).total
+    on_cpu = known is not None and known.is_cpu
+    rows: list[CachePlan] = []
+    options, names = given_options(cache_config), caches
     if names is None:  # the common ones
         names = (*planned_caches(), "paged_int4:offload=cpu")
-    asked = [Choice.of(name, options) for name in names]
+    asked = [Choice.read(name, options) for name in names]
     if options and not any(isinstance(n, str) and is_cache_name(n.split(":")[0]) for n in names):
         raise CacheOptionError(
             f"cache_config={options} is for paged caches that are given by name, and caches has none; leave it "
@@ -293,12 +128,23 @@ def plan(
         )
     for choice in asked:
         try:
-            rows.append(_row(choice, empty, inventory, dynamic))
+            rows.append(_row(choice.name, choice.of(inventory, on_cpu), empty, dynamic))
         except KVCacheError as error:
             if caches is not None:
                 raise
             notes.append(f"no {choice.name}: {error}")  # a default cache that the model cannot have
-    return replace(empty, rows=tuple(rows), notes=(*notes, *_notes_of_rows(empty, inventory, rows)))
+    more = stock.filled(batch, context, context).total - dynamic
+    if prompt is None and more > 0 and any(row.cache == "dynamic" for row in rows):
+        notes.append(
+            "dynamic: right behind a prefill transformers' sliding layers keep the whole prompt alive (up to "
+            f"{format_bytes(more)} more), until the next token"
+        )
+    if host is None and speed and any(row.decode.outside for row in rows):
+        notes.append(
+            "tokens/s of pages outside of the device need host_bandwidth, of the way to them; tokens_per_second of the plan "
+            "leaves that way out"
+        )
+    return replace(empty, rows=tuple(rows), notes=tuple(notes))
 
 
 def _context(inventory: Inventory, given: int | str | None, notes: list[str]) -> int:
@@ -315,22 +161,22 @@ def _context(inventory: Inventory, given: int | str | None, notes: list[str]) ->
     return context
 
 
-def _row(choice: "Choice", asked: Plan, inventory: Inventory, dynamic: int) -> CachePlan:
-    """Return the row of a cache; `inventory` is that of one device."""
-    memory = choice.memory(inventory, asked.batch, asked.context, asked.prompt)
-    here, outside = choice.slope(inventory)
+def _row(name: str, cache: Stock | Pages, asked: Plan, dynamic: int) -> CachePlan:
+    """Return the row of a cache, which is one device's."""
+    memory = cache.filled(asked.batch, asked.context, asked.prompt)
+    here, outside = slope(cache)
     decode = Decode(
         asked.batch,
-        weights_read(inventory, asked.batch, asked.weights),
-        *cache_read(choice, inventory, memory, batch=asked.batch, context=asked.context),
+        weights_read(cache.inventory, asked.batch, asked.weights),
+        *cache_read(cache, memory, batch=asked.batch, context=asked.context),
     )
     speed, fit, available = None, None, asked.available
     if asked.bandwidth is not None:
         speed = decode.tokens_per_second(asked.bandwidth, asked.host_bandwidth)
     if available is not None:
-        fit = find_fit(choice, inventory, available, batch=asked.batch, context=asked.context)
+        fit = find_fit(cache, available, batch=asked.batch, context=asked.context)
     return CachePlan(
-        cache=choice.name,
+        cache=name,
         memory=memory,
         bytes_per_token=here,
         outside_bytes_per_token=outside,
@@ -342,26 +188,6 @@ def _row(choice: "Choice", asked: Plan, inventory: Inventory, dynamic: int) -> C
     )
 
 
-def _notes_of_rows(asked: Plan, inventory: Inventory, rows: Sequence[CachePlan]) -> list[str]:
-    notes = []
-    if asked.prompt is None and any(row.cache == "dynamic" for row in rows):
-        prefilled, stepped = (
-            predict(inventory, "dynamic", row_tokens=[asked.context] * asked.batch, prompt=prompt)
-            for prompt in (asked.context, None)
-        )
-        if prefilled.total > stepped.total:
-            notes.append(
-                "dynamic: right behind a prefill transformers' sliding layers keep the whole prompt alive (up to "
-                f"{format_bytes(prefilled.total - stepped.total)} more), until the next token"
-            )
-    if asked.host_bandwidth is None and asked.bandwidth and any(row.decode.outside for row in rows):
-        notes.append(
-            "tokens/s of pages outside of the device need host_bandwidth, of the way to them; tokens_per_second of the plan "
-            "leaves that way out"
-        )
-    return notes
-
-
 # -- the caches of a plan ------------------------------------------------------------------------------------------
 
 
@@ -370,26 +196,21 @@ def planned_caches() -> tuple[str, ...]:
     return (*EXACT_CACHES, *cache_names())
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A cache to plan for.
 
     Attributes:
         name: as the user wrote it, the label of its row.
-        kind: what `predict` calls it: "dynamic", "static" or "paged".
-        options: of a paged cache.
+        options: of a paged cache; None for one of transformers.
         length: columns that a static cache is made for; None: as many as the longest row has tokens.
     """
 
     name: str
-    kind: str
     options: CacheConfig | None = None
     length: int | None = None
 
     @classmethod
-    def of(
-        cls, given: str | CacheConfig, cache_config: CacheConfig | Mapping[str, Any] | None
-    ) -> "Choice":
+    def read(cls, given: str | CacheConfig, cache_config: Mapping[str, Any]) -> "Choice":
         """Read a name such as "paged_int4:keys=int8", or take options of a paged cache as they are.
 
         Args:
@@ -397,7 +218,7 @@ class Choice:
         Raises: CacheOptionError for unknown names and options, and for caches whose bytes are not predicted.
         """
         if isinstance(given, CacheConfig):
-            return cls(_label(given), "paged", given)
+            return cls(_label(given), given)
         if not isinstance(given, str):
             raise CacheOptionError(
                 f"caches must be names such as 'paged_int4:keys=int8' or kv_hf.CacheConfig, got {given!r}"
@@ -413,60 +234,32 @@ class Choice:
                 f"cache {base!r} is not planned: its bytes are another library's; planned are {', '.join(planned_caches())}"
             )
         if is_cache_name(base):
-            both = {**given_options(cache_config, CacheConfig), **options}
-            return cls(given, "paged", CacheConfig.from_options(base, both))
+            return cls(given, CacheConfig.from_options(base, {**cache_config, **options}))
         length = options.pop("max_length", None) if base == "static" else None
         if options:
             takes = "only max_length" if base == "static" else "no options"
             raise CacheOptionError(f"cache {base!r} takes {takes}, got {given!r}")
-        if length is not None:
-            length = parse_tokens("max_length", length) if isinstance(length, str) else length
-            check_int("max_length", length, 1)
-        return cls(given, base, length=length)
+        return cls(given, None, None if length is None else parse_tokens("max_length", length))
 
-    def predict(
-        self, inventory: Inventory, row_tokens: Sequence[int], prompt: int | None = None
-    ) -> MemoryReport:
-        """Return the bytes of rows that hold `row_tokens` tokens, of which `prompt` came at once, by formulas."""
-        given = {"row_tokens": row_tokens, "prompt": prompt, "max_length": self.length}
-        return predict(inventory, self.kind, self.options, **given)  # type: ignore[arg-type]
+    def of(self, inventory: Inventory, on_cpu: bool = False) -> Stock | Pages:
+        """Return this cache of a model."""
+        if self.options is not None:
+            return Pages(inventory, self.options, on_cpu)
+        return Stock(inventory, self.name.partition(":")[0], self.length)
 
-    def memory(
-        self, inventory: Inventory, batch: int, context: int, prompt: int | None
-    ) -> MemoryReport:
-        """Return the bytes of rows that hold `context` tokens: those of the real cache where it can be filled without a device."""
-        own = self.options
-        grows = own is not None and own.max_length is None and own.offload is None
-        if own is None or not grows or inventory.config is None or batch > MOST_FILLED:
-            return self.predict(inventory, [context] * batch, prompt)
-        return filled(inventory, own, batch, context, prompt)
 
-    @property
-    def max_length(self) -> int | None:
-        """Tokens of a row at most, for which room is made at once; None: rows grow."""
-        return self.length if self.options is None else self.options.max_length
+def slope(cache: Stock | Pages) -> tuple[float, float]:
+    """Return the bytes of one more token of one row in the long run, on the device and outside of it.
 
-    def slope(self, inventory: Inventory) -> tuple[float, float]:
-        """Return the bytes of one more token of one row in the long run, on the device and outside of it.
-
-        Pages only: block tables (4 bytes per page) are not counted. A budget of an offload is taken to be used up: what
-        comes then lies outside.
-        """
-        grown, page_size, exact = replace(self, length=None), 1, 0
-        widest = max((layer.window or 0 for layer in inventory.layers), default=0)
-        own = self.options
-        if own is not None:
-            page_size, exact = own.page_size, own.sink_tokens + own.recent_tokens
-            free = dict.fromkeys(("max_length", "max_pages", "device_bytes", "device_pages"))
-            grown = replace(grown, options=replace(own, **free, reserve_tokens=0))  # type: ignore[arg-type]
-            if is_reading_part(own):  # from where on staging buffers stop to grow
-                widest = max(widest, own.read_from)
-        tokens = FAR_PAGES * page_size
-        while tokens <= 2 * widest:
-            tokens *= 2
-        near, far = (grown.predict(inventory, [exact + tokens * times]) for times in (1, 2))
-        here = far.total - far.tables - (near.total - near.tables)
-        return here / tokens, (far.offloaded - near.offloaded) / tokens
+    Pages only: block tables (4 bytes per page) are not counted. A budget of an offload is taken to be used up: what
+    comes then lies outside.
+    """
+    grown, tokens = cache.unbounded(), FAR_PAGES * cache.page_size
+    while tokens <= 2 * cache.widest:
+        tokens *= 2
+    near, far = (grown.report([cache.exact + tokens * times]) for times in (1, 2))
+    here = far.total - far.tables - (near.total - near.tables)
+    return here / tokens, (far.offloaded - near.offloaded) / tokens
 
 
 def _label(options: CacheConfig) -> str:
@@ -484,20 +277,16 @@ def _label(options: CacheConfig) -> str:
 # -- what fits ----------------------------------------------------------------------------------------------------------
 
 
-def find_fit(
-    choice: Choice, inventory: Inventory, available: int, *, batch: int, context: int
-) -> Fit:
+def find_fit(cache: Stock | Pages, available: int, *, batch: int, context: int) -> Fit:
     """Search what fits into `available` bytes, whatever the prompts; 0 where not even one token, row or page does.
 
     What the cache itself would refuse, by max_pages or the budget of an offload, does not fit.
     """
-    own, bound = choice.options, choice.max_length
-    page = 1 if own is None else own.page_size
-    exact = 0 if own is None else own.sink_tokens + own.recent_tokens
+    bound, page, exact = cache.bound, cache.page_size, cache.exact
 
     def cost(row_tokens: Sequence[int]) -> float:
         try:
-            return choice.predict(inventory, row_tokens).total
+            return cache.report(row_tokens).total
         except (DeviceBudgetError, PagePoolExhaustedError):
             return math.inf
 
@@ -543,7 +332,7 @@ def weights_read(inventory: Inventory, batch: int, weights: int | None) -> int |
 
 
 def cache_read(
-    choice: Choice, inventory: Inventory, report: MemoryReport, *, batch: int, context: int
+    cache: Stock | Pages, report: MemoryReport, *, batch: int, context: int
 ) -> tuple[int, int]:
     """Return the bytes of a cache that a step reads, and how many of them lie outside of the device.
 
@@ -555,16 +344,14 @@ def cache_read(
     Args:
         report: of the cache, for the part of its pages that lies outside.
     """
-    dtype, options = inventory.torch_dtype, choice.options
-    pages = None if options is None else Pages(inventory, options)
-    specs = {} if pages is None else pages.specs
-    budget = None if options is None else read_budget(options)
-    columns = context if choice.length is None else choice.length
+    inventory, dtype = cache.inventory, cache.inventory.torch_dtype
+    columns = cache.bound if isinstance(cache, Stock) and cache.bound is not None else context
     stored = chosen_by = exact = 0.0
     for index, layer in enumerate(inventory.layers):
         plain = tokens = columns if layer.window is None else min(columns, layer.window)
-        if pages is not None and index in specs:
-            sizes, spec = pages.sizes(layer.window), specs[index]
+        if isinstance(cache, Pages) and index in cache.specs:
+            budget, spec = cache.options.read_budget(), cache.specs[index]
+            sizes = cache.sizes(layer.window)
             plain, count = min(tokens, sizes.exact(context)), sizes.sealed(context)
             sealed = float(tokens - plain)
             if budget is not None and layer.window is None and budget.chooses(count, context):

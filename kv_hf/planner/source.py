@@ -1,39 +1,36 @@
 """A model's config, wherever it is, turned into an Inventory by a forward of the model without weights."""
 
 import copy
+import difflib
+import json
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers import __version__ as transformers_version
 from transformers.utils import cached_file
 
 from ..cache.model_shape import decoder_config, is_encoder_decoder, latent_rank
 from ..config_numbers import check_numbers
 from ..errors import InputFileError, KVCacheError, PlanError, UnsupportedModelError, reason
 from ..field_names import HEADS, KV_HEADS, POSITIONS, first, read
-from ..files.reading import CONFIG_BYTES, INDEX_BYTES, read_json_object
+from ..files import CONFIG_BYTES, INDEX_BYTES, read_json_object
 from ..hub import CONFIG, cached_config, looks_like_path, why_not_model
 from ..notices import say_once
 from ..printable import in_a_line, short
 from .inventory import Inventory
 from .meta_model import first_line, look, quiet
-from .presets import is_preset, near_presets, preset_of_model, read_preset
 
 DEFAULT_DTYPE = "bfloat16"
-# families whose configs say is_decoder=False unless they were made to generate text
-ENCODERS = (
-    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
-    *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
-    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
-)
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 _MODEL_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -145,12 +142,22 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise PlanError(f"config {str(path)!r} cannot be read: {reason(error)}") from error
 
 
-def _config_object(config: Mapping[str, Any], name: str) -> Any:
-    """Return the config of a config.json. Raises UnsupportedModelError where transformers does not know the model."""
+def load_config(model: Any) -> Any:
+    """Return transformers' config of a model that is named as for `load_inventory`, and its errors."""
+    return _config_object(_find(model))
+
+
+def _config_object(found: _Found) -> Any:
+    """Return transformers' config. Raises UnsupportedModelError where transformers does not know the model."""
+    name, config = found.name, found.config
+    if isinstance(config, PreTrainedConfig):
+        check_numbers(config.to_dict(), name)
+        return config
+    check_numbers(config, found.source)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise UnsupportedModelError(
-            f"{name}: transformers {transformers_version} does not know model_type {short(kind)}, and other code is not "
+            f"{name}: transformers {transformers.__version__} does not know model_type {short(kind)}, and other code is not "
             "run; use a transformers that knows it"
         )
     try:
@@ -168,12 +175,7 @@ def _inventory(found: _Found, asked: torch.dtype | str | None, heads: int | None
     Raises: UnsupportedModelError for encoders, encoder-decoder models, models without a cache of transformers, models whose
         code cannot run without weights, and caches that an Inventory cannot describe.
     """
-    name, config = found.name, found.config
-    if isinstance(config, PreTrainedConfig):
-        check_numbers(config.to_dict(), name)
-    else:
-        check_numbers(config, found.source)
-        config = _config_object(config, name)
+    name, config = found.name, _config_object(found)
     stored = None if found.folder is None else read_weights(found.folder)
     config = config if heads is None else _with_heads(config, heads, name)
     text, at = decoder_config(config), f"{name} ({config.model_type})"
@@ -181,29 +183,22 @@ def _inventory(found: _Found, asked: torch.dtype | str | None, heads: int | None
         raise UnsupportedModelError(
             f"{at} is an encoder-decoder model, with a second cache for its encoder's output; plans are for decoders"
         )
-    if config.model_type in ENCODERS and not config.is_decoder:
+    masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
+    if masked and not getattr(config, "is_decoder", True):
         raise UnsupportedModelError(
             f"{at} is an encoder (its config has no is_decoder=true): it generates no text, and keeps no cache"
         )
-    groups, queries = first(text, KV_HEADS), first(text, HEADS)
-    if groups and queries and queries % groups:
-        raise PlanError(
-            f"{name}: {groups} key/value heads do not divide the {queries} query heads: no model runs with this config"
-        )
     dtype, notes = named_dtype(config, asked), []
-    if dtype is None and stored is not None and stored.dtype is not None:
-        dtype = stored.dtype
-        notes.append(f"its config names no dtype: {dtype} is that of its files")
-    elif dtype is None:
-        dtype = DEFAULT_DTYPE
-        notes.append(f"its config names no dtype: weights and cache are taken to be {dtype}")
+    if dtype is None:
+        of_files = None if stored is None else stored.dtype
+        dtype = of_files or DEFAULT_DTYPE
+        how = "is that of its files" if of_files else "is taken for weights and cache"
+        notes.append(f"its config names no dtype: {dtype} {how}")
     try:
         seen = look(config, name)
     except UnsupportedModelError:
         raise
-    except (
-        Exception
-    ) as error:  # whatever a model's code raises: it was not written to run without weights
+    except Exception as error:  # a model's code was not written to run without weights
         raise UnsupportedModelError(
             f"{at} cannot be run without weights ({type(error).__name__}: {first_line(error)})"
         ) from error
@@ -268,11 +263,9 @@ def _with_heads(config: Any, kv_heads: Any, name: str) -> Any:
     """
     own = copy.deepcopy(config)
     text = decoder_config(own)
-    if latent_rank(text) is not None:
-        raise PlanError(f"kv_heads={kv_heads}: {name} caches latents (MLA), which have no heads")
     key = next((key for key in KV_HEADS if read(text, key) is not None), None)
     heads = first(text, HEADS)
-    if heads is None or key is None:
+    if heads is None or key is None or latent_rank(text) is not None:
         raise PlanError(
             f"kv_heads={kv_heads}: the config of {name} has no number of key/value heads to replace"
         )
@@ -288,8 +281,7 @@ def _with_heads(config: Any, kv_heads: Any, name: str) -> Any:
 # -- the files of its weights -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredWeights:
+class StoredWeights(NamedTuple):
     """Weights as they are stored.
 
     Attributes:
@@ -304,26 +296,19 @@ class StoredWeights:
 def read_weights(folder: Path) -> StoredWeights | None:
     """Return what the weights of a folder take, None where it has no readable safetensors files.
 
-    Raises: PlanError for an index that names a file outside of the folder.
+    Files that an index or a common name does not list, such as a second copy in another layout, are not counted.
     """
     path = folder / _INDEX
     try:
         index = read_json_object(path, INDEX_BYTES, "index") if path.is_file() else {}
-    except (OSError, InputFileError):
-        return None
-    listed = index.get("weight_map")
-    names = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
-    strange = [name for name in names if name in ("", ".", "..") or Path(name).name != name]
-    if strange:
-        raise PlanError(
-            f"{path}: weight_map must name files of its own folder, got {short(strange[0])}"
-        )
-    if not names and (folder / _ONE).is_file():
-        names = [_ONE]
-    paths = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
-    try:
+        listed = index.get("weight_map")
+        names = listed.values() if isinstance(listed, dict) else [_ONE]
+        # never a file of another folder
+        paths = sorted({folder / Path(str(name)).name for name in names})
+        if not listed and not paths[0].is_file():
+            paths = sorted(folder.glob("*.safetensors"))
         return _sum(paths) if paths else None
-    except (OSError, SafetensorError):
+    except (OSError, InputFileError, SafetensorError):
         return None
 
 
@@ -339,3 +324,41 @@ def _sum(paths: list[Path]) -> StoredWeights:
     most = max(filter(_MODEL_DTYPES.get, numbers), key=numbers.__getitem__, default="")
     size = sum(count * bits[dtype] for dtype, count in numbers.items()) // 8
     return StoredWeights(size, _MODEL_DTYPES.get(most))
+
+
+# -- presets: well-known models by name, with their hub ids and configs, shipped in presets.json, one a line -----------------
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    return dict(json.loads(files(__package__).joinpath("presets.json").read_text("utf-8")))
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of all presets, sorted."""
+    return tuple(_presets())
+
+
+def is_preset(name: str) -> bool:
+    """Say whether there is a preset of this name; upper and lower case are alike."""
+    return name.lower() in _presets()
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """Return a preset that there is: "name", "model" (hub id), "source", "config", and "notes" for a plan where there are any."""
+    return {"name": name.lower(), **_presets()[name.lower()]}
+
+
+def preset_of_model(model: str) -> str | None:
+    """Return the name of the preset made from this hub id, None where there is none."""
+    wanted = model.lower()
+    return next((name for name, one in _presets().items() if one["model"].lower() == wanted), None)
+
+
+def near_presets(name: str) -> str:
+    """Return the end of a sentence: presets with names like this one, or where to find them."""
+    short = name.lower().rsplit("/", 1)[-1]
+    near = difflib.get_close_matches(short, _presets(), n=4, cutoff=0.5)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return "; `kv-hf memory --list-presets` lists the presets"

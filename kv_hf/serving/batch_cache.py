@@ -9,7 +9,6 @@ from ..cache.growing import GrowingCache
 from ..cache.layer import PagedLayer
 from ..cache.prefix_store import PrefixStore, salted
 from ..config import CacheConfig
-from ..config_reading import is_reading_part
 from ..errors import InterruptedForwardError, UnsupportedModelError
 from ..pages.arena import PageArena
 from ..pages.step import Row
@@ -416,7 +415,7 @@ class BatchCache:
 
     def _in_prompt(self, request_id: str, held: int) -> bool:
         """Say whether the token behind `held` ones is of the prompt, which reads everything where steps read a part."""
-        return is_reading_part(self.options) and held < self._prompts.get(request_id, 0)
+        return self.options.reads_part and held < self._prompts.get(request_id, 0)
 
     def _check(self, asked: Mapping[str, tuple[int, int]], tokens: int) -> None:
         """Raise InterruptedForwardError unless the requests hold what transformers takes them to hold."""

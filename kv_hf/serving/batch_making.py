@@ -10,8 +10,7 @@ from ..cache.growing import GrowingCache
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
 from ..cache.two_bits import warn_of_two_bits
-from ..config import CacheConfig
-from ..config_given import given_options
+from ..config import CacheConfig, given_options
 from ..errors import CacheOptionError
 from .batch_cache import BatchCache
 from .batch_layers import check_layers, kinds_of, paged_layers
@@ -64,7 +63,7 @@ def _probed(
     model: Any, options: CacheConfig, batching: Any
 ) -> tuple[GrowingCache, PrefixStore | None]:
     """Return a paged cache that a few tokens have gone through, and the prefix store, if there shall be one."""
-    plain = given_options(options, CacheConfig)
+    plain = given_options(options)
     for name in ("max_pages", "max_bytes", "prefix_store"):
         plain.pop(name, None)
     plain["cuda_graph"] = "never"

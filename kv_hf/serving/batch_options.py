@@ -3,20 +3,10 @@
 from typing import Any
 
 from ..cache.model_shape import is_encoder_decoder
-from ..config import CacheConfig
+from ..config import CacheConfig, names_of
 from ..errors import CacheOptionError, UnsupportedModelError
 from ..formats import is_cache_name
 from ..hf.models import why_not_pages
-
-# options that say where keys and values of one call live, or how one call of generate() runs
-_NOT_BATCHED = (
-    "offload",
-    "max_length",
-    "device_bytes",
-    "device_pages",
-    "offload_dir",
-    "reserve_tokens",
-)
 
 
 def options_of(generation_config: Any) -> CacheConfig | None:
@@ -28,7 +18,7 @@ def options_of(generation_config: Any) -> CacheConfig | None:
     if name is None or not is_cache_name(name):
         return None
     options = CacheConfig.from_options(name, generation_config.cache_config)
-    for option in _NOT_BATCHED:
+    for option in names_of("call"):
         if getattr(options, option) not in (None, 0):
             raise CacheOptionError(
                 f"{option}={getattr(options, option)!r} is for one call of generate(); continuous batching allocates all pages when it "

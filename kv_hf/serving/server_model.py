@@ -7,25 +7,12 @@ from ..cache.encoder_decoder import PagedEncoderDecoderCache
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStats
-from ..config import CacheConfig, check_option_names
+from ..config import CacheConfig, check_option_names, names_of
 from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..formats import is_cache_name
 from ..geometry import Geometry
 from ..notices import logger
 from .server_options import ServerOptions
-
-# options that name files of the server, or what its machine gives: a request may not set them
-OF_THE_SERVER = (
-    *("offload", "offload_dir", "device_bytes", "device_pages", "prefix_store"),
-    *(
-        "max_pages",
-        "max_bytes",
-        "reserve_tokens",
-        "max_length",
-        "kernel",
-        "cuda_graph",
-    ),
-)
 
 
 class ServedModel:
@@ -124,7 +111,7 @@ def _check_asked(name: str, asked: Mapping[str, Any]) -> None:
             f"cache_config must be an object of cache options, got {type(asked).__name__}"
         )
     check_option_names(asked)
-    for option in OF_THE_SERVER:
+    for option in names_of("server"):
         if option in asked:
             raise CacheOptionError(
                 f"cache_config of a request must not set {option}, which the server decides; leave it out"

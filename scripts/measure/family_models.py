@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import re
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 WEIGHT_STD = 0.12  # wider than the default, so that attention is not uniform
 ONE_DIMENSION_STD = 0.05  # biases, norms and gates, many of which begin at zero
-VOCABULARY, HIDDEN, HEAD, HEADS = 200, 64, 16, 4
+VOCABULARY, HEADS = 200, 4
 TEXT_IDS = (3, 150)  # ids of prompts; special ids of a config move to those above
 DERIVED = "(derived)"
 QUERY_HEADS, KV_HEADS = "query heads", "kv heads"
@@ -148,7 +149,7 @@ def shrink(config: Any, changes: dict[str, Any]) -> Any:
     """
     options = shrunk_options(config, changes)
     for name in (config.model_type, type(config).__name__):  # some parts of a model have no type
-        options.update(changes.get(name, {}))
+        options |= changes.get(name, {})
     # by type first: configs of models whose layers differ do not compare themselves with a string
     left = {name for name, value in options.items() if isinstance(value, str) and value == DERIVED}
     return type(config)(**{name: value for name, value in options.items() if name not in left})
@@ -159,24 +160,24 @@ def shrunk_options(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     # whose fields differ from the defaults of its class: those that the config it is a part of has given
     own = vars(type(config)()) if config.model_type not in overrides()["first"] else {}
-    kept = kept_layers(config)
+    count, kept = kept_layers(config)
     special = iter(range(VOCABULARY - 1, TEXT_IDS[1], -1))
     fields = {field.name: field for field in dataclasses.fields(config)}
-    for name, field in fields.items():
-        # not by getattr(): some configs refuse to tell what differs between layers
-        value = vars(config).get(name)
+    # not by getattr(): some configs refuse to tell what differs between layers
+    for name, value in vars(config).items():
+        field = fields.get(name)
+        if field is None:
+            if is_config(value):  # a part that is no field (transformers 5.17)
+                options[name] = shrink(value, changes).to_dict()
+            continue
         if name.startswith("_") or not field.init:
             continue
-        if _is_config(value):  # which does not compare itself where its layers differ
+        if is_config(value):  # which does not compare itself where its layers differ
             options[name] = shrink(value, changes)
             continue
         given = bool(own) and own.get(name) != value
-        if isinstance(value, (list, tuple)) and kept and len(value) == kept[0]:
-            options[name] = [value[index] for index in kept[1]]
-        elif isinstance(value, dict) and "mrope_section" in value:
-            half = int(HEAD * value.get("partial_rotary_factor", 1)) // 2
-            sections = [half - 2 * (half // 3), half // 3, half // 3]
-            options[name] = {**value, "mrope_section": sections}
+        if isinstance(value, (list, tuple)) and kept and len(value) == vars(config)[count]:
+            options[name] = [value[index] for index in kept]
         elif isinstance(value, int) and not isinstance(value, bool):
             small = _small(name, value, config, special)
             declared = field.default is not None  # None: derived from the others
@@ -184,56 +185,41 @@ def shrunk_options(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
                 options[name] = small
         elif isinstance(value, (str, bool, float)) and given:
             options[name] = value
-    for name, value in vars(config).items():
-        if name not in fields and _is_config(value):
-            # a part that is no field (transformers 5.17)
-            options[name] = shrink(value, changes).to_dict()
-    count = _count_field(config)
-    if kept and count:
-        options[count] = len(kept[1])
+    if kept:
+        options[count] = len(kept)
     return options
 
 
-def _is_config(value: Any) -> bool:
+def is_config(value: Any) -> bool:
+    """Say whether a value is the config of a model or of a part."""
     return hasattr(value, "model_type") and dataclasses.is_dataclass(value)
 
 
-def kept_layers(config: Any) -> tuple[int, list[int]] | None:
-    """Return the number of layers, and those that hold every kind there is; None without lists of kinds.
+def kept_layers(config: Any) -> tuple[str, list[int]]:
+    """Return the field with the number of layers, and the layers that hold every kind there is; none without lists of kinds.
 
     Layers are of one kind when all lists of a layer's properties agree in them; one of the most frequent kind is
     kept twice, so that layers of a kind follow each other's lead.
     """
-    count = _count_field(config)
-    total = vars(config)[count] if count else 0
-    lists = [
-        list(value)
-        for value in vars(config).values()
-        if isinstance(value, (list, tuple)) and len(value) == total and total > 2
-        and all(isinstance(one, (str, bool, int)) for one in value) and len(set(value)) <= 4
-    ]  # fmt: skip
+    own = {field.name: vars(config).get(field.name) for field in dataclasses.fields(config)}
+    count = next((name for name in LAYER_COUNTS if isinstance(own.get(name), int)), "")
+    lists = [value for value in vars(config).values() if _tells_kinds(value, own.get(count, 0))]
     if not lists:
-        return None
+        return count, []
     kinds = list(zip(*lists, strict=True))
     kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
     most = max(dict.fromkeys(kinds), key=kinds.count)
-    twice = [index for index, kind in enumerate(kinds) if kind == most and index not in kept][:1]
-    return total, sorted(kept + twice)
+    twice = [index for index, kind in enumerate(kinds) if kind == most and index not in kept]
+    return count, sorted(kept + twice[:1])
 
 
-def _count_field(config: Any) -> str | None:
-    names = {field.name for field in dataclasses.fields(config)} & set(LAYER_COUNTS)
-    return next(
-        (
-            name
-            for name in LAYER_COUNTS
-            if name in names and isinstance(vars(config).get(name), int)
-        ),
-        None,
-    )
+def _tells_kinds(value: Any, layers: int) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) != layers or layers <= 2:
+        return False
+    return all(isinstance(one, (str, bool, int)) for one in value) and len(set(value)) <= 4
 
 
-def _small(name: str, value: int, config: Any, special: Any) -> int:
+def _small(name: str, value: int, config: Any, special: Iterator[int]) -> int:
     if SPECIAL_ID.fullmatch(name):
         common = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         return common.get(name, value if value < VOCABULARY else next(special))
@@ -245,7 +231,6 @@ def _small(name: str, value: int, config: Any, special: Any) -> int:
         queries = name.replace("_key_value", "_attention").replace("_kv_heads", "_heads")
         own = vars(config)
         full = own.get(queries.replace("num_global_", "num_")) or own.get("num_attention_heads")
-        full = full or value
-        return min(value, HEADS if not isinstance(full, int) or value >= full else 2)
+        return min(value, 2 if isinstance(full, int) and value < full else HEADS)
     # positions and, where the defaults have fewer, the vocabulary of TEXT_IDS
     return small if name == "vocab_size" or small == 1024 else min(value, small)

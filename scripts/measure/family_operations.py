@@ -1,35 +1,36 @@
-"""What is compared on each family: a model with its inputs, and one function per operation, run with each kind of cache.
+"""What is compared on each family: a model with its inputs, and a table of operations, run with each kind of cache.
 
-An operation returns tensors by name: tokens are compared exactly, the others within a tolerance.
+An operation returns tensors by name: tokens are compared exactly, logits and scores within a tolerance.
 """
 
 import copy
 import inspect
-from collections.abc import Callable
-from functools import cached_property
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
 import kv_hf
-from measure.family_models import TEXT_IDS, build_model, twin
+from kv_hf.backends import Backend, layout_for, load, register_backend, unregister_backend, why_not
+from measure.family_models import TEXT_IDS, twin
 
-Outcome = dict[str, torch.Tensor]
+Outcome = dict[str, Any]
 PAGE_SIZE = 16
 # with 4 sinks and pages of 16 tokens, rows of these lengths seal a page within the new tokens
 LENGTHS = (158, 37, 93)
 NEW_TOKENS = 10
 SOURCE_TOKENS, FRAMES = 40, 80  # of what an encoder reads
-# kinds of cache without a part of kv_hf; "eager" is DynamicCache in a model whose attention is the plainest there is
-STOCK = ("dynamic", "eager", "none")
-PARTS = (
-    (110, 0),
-    (5, 0),
-    (21, 0),
-    (1, 0),
-)  # tokens of each forward, and how many logits are kept (0: all)
-SHOW = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+# kinds of cache without a part of kv_hf; "plain" is no cache in a model whose attention is the plainest there is
+STOCK = ("dynamic", "plain")
+BACKENDS = ("c", "sdpa", "reference")  # those of CPUs, the best first
 
 
 class NotOffered(Exception):
@@ -37,28 +38,28 @@ class NotOffered(Exception):
 
 
 class Subject:
-    """A tiny model of one family, and how it is asked.
+    """A tiny model of one family, and what it reads beside a text.
 
     Attributes:
-        model: the model whose attention kv_hf may switch; `unswitched` and `kept` are copies of it.
-        fixed: arguments of every generate() that do not depend on the text (what an encoder reads, images), for one row.
+        model: the model whose attention kv_hf may switch; `unswitched` is a copy of it.
+        fixed: arguments of every forward that do not depend on the text (what an encoder reads, images), for one row.
     """
 
-    def __init__(self, model: Any, seed: int = 0) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self.unswitched, self.kept = copy.deepcopy(model), copy.deepcopy(model)
+        self.unswitched = copy.deepcopy(model)
         self.decodes = bool(model.config.is_encoder_decoder)  # the text goes to the decoder
-        self.fixed = other_inputs(model, torch.Generator().manual_seed(seed))
+        self.fixed = other_inputs(model, torch.Generator().manual_seed(0))
 
     def of(self, kind: str) -> Any:
         """Return the model for a kind of cache: what is expected comes from one that kv_hf has never touched."""
-        if kind == "eager":
-            return self.eager
+        if kind == "plain":
+            return self.plain
         return self.unswitched if kind in STOCK else self.model
 
     @cached_property
-    def eager(self) -> Any:
-        """A copy whose text model attends in plain operations, transformers' own: what sdpa has to agree with.
+    def plain(self) -> Any:
+        """A copy whose text model attends in plain operations, transformers' own.
 
         Towers and encoders beside it keep their attention, as they do where kv_hf switches a model.
         """
@@ -68,13 +69,8 @@ class Subject:
         model.set_attn_implementation({parts[0]: "eager"} if parts else "eager")
         return model
 
-    def text(self, rows: int = 2, length: int = LENGTHS[0], seed: int = 0) -> torch.Tensor:
-        """Return token ids [rows, length] without special ids."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(*TEXT_IDS, (rows, length), generator=generator)
-
-    def inputs(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, Any]:
-        """Return arguments of generate() or forward() for a text."""
+    def inputs(self, ids: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+        """Return arguments of generate() or forward() for a text [rows, length]."""
         given = {name: value.repeat_interleave(len(ids), 0) for name, value in self.fixed.items()}
         prefix = "decoder_" if self.decodes else ""
         given[f"{prefix}input_ids"] = ids
@@ -83,28 +79,27 @@ class Subject:
         return given
 
 
-def build_subject(family: str, role: str) -> Subject:
-    """Return a tiny model of a family with the inputs that it needs."""
-    return Subject(build_model(family, role))
+def text(rows: int = 2, length: int = LENGTHS[0], seed: int = 0) -> Tensor:
+    """Return token ids [rows, length] without special ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(*TEXT_IDS, (rows, length), generator=generator)
 
 
-def other_inputs(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def other_inputs(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """Return what the encoder of a model reads, or images of models that take no text without one; one row of each.
 
     Raises: KeyError for a main input that nothing is known of.
     """
     parameters = inspect.signature(model.forward).parameters
-    if not model.config.is_encoder_decoder:
-        needed = (one.name for one in parameters.values() if one.default is one.empty)
-        return {
-            name: torch.randn(SHAPES[name](model.config), generator=generator)
-            for name in needed
-            if name in SHAPES
-        }
-    name = getattr(model.get_encoder(), "main_input_name", "input_ids")
-    name = model.main_input_name if name == "input_ids" else name
-    if name not in ("input_ids", "decoder_input_ids"):
-        return {name: torch.randn(SHAPES[name](model.config), generator=generator)}
+    config = model.config
+    if not config.is_encoder_decoder:
+        names = [one.name for one in parameters.values() if one.default is one.empty]
+        names = [name for name in names if name in SHAPES]
+    else:
+        name = getattr(model.get_encoder(), "main_input_name", "input_ids")
+        names = [model.main_input_name if name == "input_ids" else name]
+    if names not in (["input_ids"], ["decoder_input_ids"]):
+        return {name: torch.randn(SHAPES[name](config), generator=generator) for name in names}
     ids = torch.randint(*TEXT_IDS, (1, SOURCE_TOKENS), generator=generator)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "bbox" in parameters:  # where the words of a document lie
@@ -139,34 +134,92 @@ SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
 }
 
 
-def options(kind: str, **more: Any) -> dict[str, Any]:
-    """Return what generate() is asked for to use a kind of cache: dynamic, none, or a name of kv_hf."""
-    if kind in STOCK:
-        return {"use_cache": False} if kind == "none" else {}
-    return {"cache_implementation": kind, "cache_config": {"page_size": PAGE_SIZE, **more}}
+@contextmanager
+def kernel_calls() -> Iterator[Counter[str]]:
+    """Count what the kernels of caches that are made inside are called for.
+
+    Yields: "decode" and "several", the calls of attention over pages with one query and with more (up to 16), and "dense", the
+        layers that were written out for another attention, once per forward. The same backends as ever do the work.
+    """
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Backend:
+        kernel, last = load(name), [None]
+
+        def attend(call: Any) -> Tensor:
+            calls["decode" if call.query.shape[2] == 1 else "several"] += 1
+            return kernel.attend(call)
+
+        def dense(kv: Any, side: str) -> Tensor:
+            calls["dense"] += kv is not last[0]
+            last[0] = kv
+            return kernel.dense(kv, side)
+
+        return replace(kernel, attend=attend, dense=dense)
+
+    layout = layout_for(torch.device("cpu"))
+    for place, name in enumerate(BACKENDS):
+        how: dict[str, Any] = {
+            "why_not": partial(why_not, name),
+            "runs_on": "cpu",
+            "layout": layout,
+        }
+        make = cache(partial(counted, name))
+        register_backend(f"counted_{name}", make, priority=1000 - place, **how)
+    try:
+        yield calls
+    finally:
+        for name in BACKENDS:
+            unregister_backend(f"counted_{name}")
 
 
 def new_cache(model: Any, kind: str) -> Any:
-    """Return an empty cache of a kind for forward() calls and for several turns."""
+    """Return an empty cache of a kind for forward() calls and for several turns; None for "plain"."""
     encoder_decoder = bool(model.config.is_encoder_decoder)
+    if kind == "plain":
+        return None
     if kind in STOCK:
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        return EncoderDecoderCache(cache, DynamicCache()) if encoder_decoder else cache
-    made = kv_hf.PagedEncoderDecoderCache if encoder_decoder else kv_hf.PagedCache
-    return made.from_implementation(model.config, kind, {"page_size": PAGE_SIZE})
+        made = DynamicCache(config=model.config.get_text_config(decoder=True))
+        return EncoderDecoderCache(made, DynamicCache()) if encoder_decoder else made
+    paged = kv_hf.PagedEncoderDecoderCache if encoder_decoder else kv_hf.PagedCache
+    return paged.from_implementation(model.config, kind, {"page_size": PAGE_SIZE})
 
 
-def pages_held(cache: Any) -> torch.Tensor:
+def pages_held(held: Any) -> int:
     """Return the number of sealed pages of a cache; 0 of caches that have none."""
-    report = getattr(cache, "memory", None)
-    return torch.tensor(report().pages_held if callable(report) else 0)
+    report = getattr(held, "memory", None)
+    return report().pages_held if callable(report) else 0
 
 
-def generated(
-    model: Any, inputs: dict[str, Any], new_tokens: int = NEW_TOKENS, **more: Any
+def generate(
+    subject: Subject,
+    kind: str,
+    ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    new_tokens: int = NEW_TOKENS,
+    cache_config: dict[str, Any] | None = None,
+    with_cache: dict[str, Any] | None = None,
+    **more: Any,
 ) -> Outcome:
-    """Generate and return the sequences, and the logits [rows, steps, vocabulary] where there are any."""
-    out = model.generate(**inputs, max_new_tokens=new_tokens, **{**SHOW, **more})
+    """Generate and return the sequences, and the logits [rows, steps, vocabulary] where there are any.
+
+    Args:
+        ids: a text [rows, length]; None: two rows of one length.
+        cache_config: further options of paged caches.
+        with_cache: options of generate() that need a cache.
+        more: options of generate().
+    """
+    model = subject.of(kind)
+    asked: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, **more}
+    if kind == "plain":
+        asked["use_cache"] = False
+    else:
+        asked |= with_cache or {}
+    if kind not in STOCK and "past_key_values" not in asked:
+        asked["cache_implementation"] = kind
+        asked["cache_config"] = {"page_size": PAGE_SIZE, **(cache_config or {})}
+    inputs = subject.inputs(text() if ids is None else ids, mask)
+    out = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **asked)
     found = {"tokens": out.sequences, "pages": pages_held(getattr(out, "past_key_values", None))}
     if getattr(out, "logits", None):
         found["logits"] = torch.stack([logits.float() for logits in out.logits], 1)
@@ -175,38 +228,71 @@ def generated(
     return found
 
 
-def greedy(subject: Subject, kind: str) -> Outcome:
-    """Two rows of one length."""
-    return generated(subject.of(kind), subject.inputs(subject.text()), **options(kind))
-
-
-def padded(subject: Subject, kind: str) -> Outcome:
-    """Three rows of different lengths, padded on the left."""
-    width = max(LENGTHS)
-    mask = (torch.arange(width) >= width - torch.tensor(LENGTHS)[:, None]).long()
-    inputs = subject.inputs(subject.text(len(LENGTHS), width) * mask, mask)
-    return generated(subject.of(kind), inputs, **options(kind))
-
-
-def beams(subject: Subject, kind: str) -> Outcome:
-    """Three beams for each of two rows."""
-    inputs = subject.inputs(subject.text(length=93))
-    how = {"num_beams": 3, "output_scores": True, "output_logits": False}
-    return generated(subject.of(kind), inputs, **how, **options(kind))
-
-
-def lookup(subject: Subject, kind: str) -> Outcome:
-    """Candidates found in the prompt, in which a phrase comes again."""
-    phrase = subject.text(1, 25).repeat(1, 1 + LENGTHS[0] // 25)[:, : LENGTHS[0]]
-    more = {} if kind == "none" else {"prompt_lookup_num_tokens": 5}
-    return generated(subject.of(kind), subject.inputs(phrase), 20, **more, **options(kind))
-
-
 def assisted(subject: Subject, kind: str) -> Outcome:
     """Candidates of a draft model that is right often, not always."""
-    more = {} if kind == "none" else {"assistant_model": twin(subject.unswitched)}
-    inputs = subject.inputs(subject.text(1))
-    return generated(subject.of(kind), inputs, 20, **more, **options(kind))
+    draft = {"assistant_model": twin(subject.unswitched)}
+    return generate(subject, kind, text(1), new_tokens=20, with_cache=draft)
+
+
+def two_turns(subject: Subject, kind: str, between: Callable[..., Any] | None = None) -> Outcome:
+    """One cache for a text and for a longer one that begins with it; `between` gives another cache for the second."""
+    model = subject.of(kind)
+    held = {"past_key_values": new_cache(model, kind)}
+    one = generate(subject, kind, text(length=90), with_cache=held)
+    if between is not None and kind not in STOCK:
+        held = {"past_key_values": between(held["past_key_values"], model)}
+    longer = torch.cat([one["tokens"], text(length=30, seed=1)], 1)
+    two = generate(subject, kind, longer, with_cache=held)
+    return {"tokens": two["tokens"], "logits": torch.cat([one["logits"], two["logits"]], 1)}
+
+
+def read_again(held: Any, model: Any) -> Any:
+    """Return a cache that was written to a file and read again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cache.safetensors")
+        held.save(path, model)
+        return type(held).load(path, model)
+
+
+def saved(subject: Subject, kind: str) -> Outcome:
+    """A cache that was a file between two turns."""
+    if subject.decodes:
+        raise NotOffered("caches of encoder-decoder models are not saved")
+    return two_turns(subject, kind, read_again)
+
+
+def prefix(subject: Subject, kind: str) -> Outcome:
+    """A text whose beginning another call has left in a prefix store."""
+    store = {"prefix_store": kv_hf.PrefixStore()}
+    generate(subject, kind, text(), cache_config=store)
+    longer = torch.cat([text(), text(length=30, seed=1)], 1)
+    return generate(subject, kind, longer, cache_config=store)
+
+
+def forwards(
+    subject: Subject,
+    kind: str,
+    parts: tuple[tuple[int, int], ...] = ((110, 0), (5, 0), (21, 0), (1, 0)),
+    model: Any = None,
+) -> Outcome:
+    """Forwards of several tokens behind a filled cache.
+
+    Args:
+        parts: tokens of each forward, and how many logits are asked for (0: all).
+    """
+    model = model or subject.of(kind)
+    ids = text(length=sum(count for count, _ in parts))
+    held = new_cache(model, kind)
+    found, start = [], 0
+    for count, kept in parts:
+        inputs = subject.inputs(ids[:, 0 if held is None else start : start + count])
+        inputs |= {"logits_to_keep": kept} if kept else {}
+        inputs |= {"use_cache": False} if held is None else {"past_key_values": held}
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        found.append(logits[:, -(kept or count) :].float())
+        start += count
+    return {"logits": torch.cat(found, 1), "pages": pages_held(held)}
 
 
 def logits_to_keep(subject: Subject, kind: str) -> Outcome:
@@ -216,25 +302,6 @@ def logits_to_keep(subject: Subject, kind: str) -> Outcome:
     return forwards(subject, kind, ((110, 1), (5, 1), (7, 2), (9, 3), (1, 1)))
 
 
-def forwards(
-    subject: Subject, kind: str, parts: tuple[tuple[int, int], ...] = PARTS, model: Any = None
-) -> Outcome:
-    """Forwards of several tokens behind a filled cache, with all logits."""
-    model = subject.of(kind) if model is None else model
-    ids = subject.text(length=sum(count for count, _ in parts))
-    cache = new_cache(model, kind) if kind != "none" else None
-    found, start = [], 0
-    for count, kept in parts:
-        inputs = subject.inputs(ids[:, 0 if cache is None else start : start + count])
-        more: dict[str, Any] = {"logits_to_keep": kept} if kept else {}
-        more |= {"use_cache": False} if cache is None else {"past_key_values": cache}
-        with torch.no_grad():
-            out = model(**inputs, **more)
-        found.append(out.logits[:, -(kept or count) :].float())
-        start += count
-    return {"logits": torch.cat(found, 1), "pages": pages_held(cache)}
-
-
 def after(subject: Subject, kind: str) -> Outcome:
     """The model that attended over pages before, with DynamicCache again: nothing of the switch may be left to see."""
     if kind in STOCK:
@@ -242,35 +309,25 @@ def after(subject: Subject, kind: str) -> Outcome:
     return forwards(subject, "dynamic", model=subject.model)
 
 
-def keep(subject: Subject, kind: str) -> Outcome:
-    """A model whose attention stays as it is: pages are written out for it."""
-    stock = kind in STOCK
-    more = options(kind) if stock else options(kind, attention="keep")
-    model = subject.of(kind) if stock else subject.kept
-    return generated(model, subject.inputs(subject.text()), **more)
-
-
-def chunked(subject: Subject, kind: str) -> Outcome:
-    """A prompt that goes in chunks."""
-    more = {} if kind == "none" else {"prefill_chunk_size": 40}
-    return generated(subject.of(kind), subject.inputs(subject.text()), **more, **options(kind))
-
-
-def two_turns(subject: Subject, kind: str) -> Outcome:
-    """One cache for a text and for a longer one that begins with it."""
-    model, more = subject.of(kind), subject.text(length=30, seed=1)
-    cache: dict[str, Any] = {"use_cache": False}
-    if kind != "none":
-        cache = {"past_key_values": new_cache(model, kind)}
-    one = generated(model, subject.inputs(subject.text(length=90)), 10, **cache)
-    two = generated(model, subject.inputs(torch.cat([one["tokens"], more], 1)), 10, **cache)
-    return {"tokens": two["tokens"], "logits": torch.cat([one["logits"], two["logits"]], 1)}
-
-
+SHOWN = (torch.arange(LENGTHS[0]) >= LENGTHS[0] - torch.tensor(LENGTHS)[:, None]).long()
+PHRASE = text(1, 25).repeat(1, 7)[:, : LENGTHS[0]]  # comes again and again
 OPERATIONS: dict[str, Callable[[Subject, str], Outcome]] = {
-    run.__name__: run
-    for run in (
-        *(keep, greedy, padded, beams, lookup, assisted, forwards, logits_to_keep, chunked),
-        *(two_turns, after),
-    )
+    "greedy": generate,
+    "padded": partial(generate, ids=text(3) * SHOWN, mask=SHOWN),
+    "beams": partial(
+        generate, ids=text(length=93), num_beams=3, output_scores=True, output_logits=False
+    ),
+    "lookup": partial(
+        generate, ids=PHRASE, new_tokens=20, with_cache={"prompt_lookup_num_tokens": 5}
+    ),
+    "assisted": assisted,
+    "forwards": forwards,
+    "logits_to_keep": logits_to_keep,
+    "chunked": partial(generate, with_cache={"prefill_chunk_size": 40}),
+    "two_turns": two_turns,
+    "saved": saved,
+    "prefix": prefix,
+    "max_length": partial(generate, cache_config={"max_length": 256}),
+    "offload": partial(generate, cache_config={"offload": "disk"}),
+    "after": after,
 }

@@ -4,82 +4,104 @@ First whether all kernels are right, in many processes, whose compilation is mos
 then whole decode steps, eager and as a CUDA graph; the kernels' part of the memory's speed; compiled steps and latents.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from kv_hf.cache.latent_layer import LatentLayer
 from kv_hf.cache_names import parse_cache_name
-from kv_hf.evaluation.caches import cache_kind
+from kv_hf.evaluation.caches import cache_kind, held_bytes
 from kv_hf.evaluation.memory import kernel_of, random_prompt
 from kv_hf.formats import cache_names, is_cache_name
 from kv_hf.hf.latent import prepare_latents
 from measure.attention import Step, cold_layers, paged, speeds, stock
-from measure.decoding import Decoding
 from measure.runner import WARMUP, Contender, Fields, check, in_turns, judge, workload
 from measure.shapes import captured, load, random_model
-from measure.steps import LATENT_CACHES, ROUNDS, finite, logit_verdicts
+from measure.steps import LATENT_CACHES, ROUNDS, Decoding, logit_verdicts
 
 SIZES = ((2048, 1), (32768, 1), (32768, 16))  # tokens and rows of the kernels that are timed
 ENDS = (SIZES[0], SIZES[2])  # and of models' steps
 FORMATS = [name.removeprefix("paged_") for name in cache_names()]
 READ = 2048  # tokens that steps read of a long text
-CHECKS = {"file": "correctness", "limit": 130, "until": 0.33, "timed": False, "device": "cuda"}
+DEEPSEEK = ["deepseek-v2-lite-layer", "deepseek-v3-2-layers"]
 COLUMNS = "kernel step_ms_p50 step_ms_p20 step_ms_p80 tokens_per_s kv_bytes"
 
+Part = dict[str, list[Any]]
+on_gpu = functools.partial(workload, device="cuda")
+correctness = functools.partial(on_gpu, file="correctness", limit=130, until=0.33, timed=False)
 
-def products(fields: str, *parts: tuple[Any, ...]) -> list[dict[str, list[Any]]]:
-    """Return a grid whose parts have these fields; what is no list is the only value."""
+
+def part(**fields: Any) -> Part:
+    """Return a part of a grid; what is no list is the only value of its field."""
+    return {name: one if isinstance(one, list) else [one] for name, one in fields.items()}
+
+
+def pages_of(
+    shape: str | list[str],
+    context: int = 1000,
+    batch: int = 2,
+    page_size: int = 64,
+    dtype: str = "bfloat16",
+) -> Part:
+    """Return a part of the grid of `pages`: all formats."""
+    sizes = {"shape": shape, "context": context, "batch": batch, "page_size": page_size}
+    return part(**sizes, dtype=dtype, format=FORMATS)
+
+
+def steps_of(
+    model: str | list[str], sizes: Sequence[tuple[int, int]], mode: str, caches: list[str]
+) -> list[Part]:
+    """Return parts of a grid of steps: all caches at each of the sizes."""
     return [
-        {
-            name: value if isinstance(value, list) else [value]
-            for name, value in zip(fields.split(), part, strict=True)
-        }
-        for part in parts
+        part(model=model, context=context, batch=batch, cache=caches, mode=mode)
+        for context, batch in sizes
     ]
 
 
-PAGES = "shape context batch page_size dtype format"
+LLAMA = "llama-3.1-8b"
+# the headline first
+MODELS = [
+    one
+    for size in ENDS
+    for mode, caches in (
+        ("eager", ["dynamic", "paged_int4"]),
+        ("graph", ["paged_int4", "static"]),
+        ("eager", ["paged_exact", "paged_int8"]),
+    )
+    for one in steps_of(LLAMA, [size], mode, caches)
+]
+LATENTS = steps_of(DEEPSEEK, SIZES, "eager", ["dynamic", *LATENT_CACHES])
 
 
-@workload(
+@correctness(
     "gpu/pages",
     # the kernels that are timed come first: their compilation must not end up in a later part
-    grid=products(
-        PAGES,
-        *(("llama-8b", context, batch, 64, "bfloat16", FORMATS) for context, batch in SIZES),
-        (["qwen2.5-7b", "llama-70b-layer", "smollm2"], 1000, 2, 64, "bfloat16", FORMATS),
-        (["heads-96", "heads-256"], 1000, 2, 64, "bfloat16", FORMATS),
-        ("heads-80", 1000, 2, 16, "bfloat16", FORMATS),
-        ("llama-8b", 1000, 2, 32, "float16", FORMATS),
-        ("smollm2", 1000, 2, 64, "float32", FORMATS),
-    ),
+    grid=[
+        *(pages_of("llama-8b", context, batch) for context, batch in SIZES),
+        pages_of(["qwen2.5-7b", "llama-70b-layer", "smollm2", "heads-96", "heads-256"]),
+        pages_of("heads-80", page_size=16),
+        pages_of("llama-8b", page_size=32, dtype="float16"),
+        pages_of("smollm2", dtype="float32"),
+    ],
     kind="pages",
     columns="contender kernel error error_allowed",
-    **CHECKS,
 )
 def pages(
-    device: torch.device,
-    shape: str,
-    context: int,
-    batch: int,
-    page_size: int,
-    dtype: str,
-    format: str,
+    device: torch.device, shape: str, context: int, batch: int, dtype: str, format: str, **size: int
 ) -> Iterator[Fields]:
     """Pages hold what the reference stores, and attention to them is right, through the cache and by the kernel alone."""
-    contenders = paged(Step(shape, batch, context, 1, dtype, device), format, page_size=page_size)
+    contenders = paged(Step(shape, batch, context, 1, dtype, device), format, **size)
     judge(contenders)
     yield from ({"contender": one.name, **one.fields} for one in contenders)
 
 
-@workload(
+@correctness(
     "gpu/logits",
-    grid=[{"model": ["small", "small-latent"], "dtype": ["float32", "bfloat16"]}],
+    grid=[part(model=["small", "small-latent"], dtype=["float32", "bfloat16"])],
     kind="logits",
     columns="contender error error_allowed",
-    **CHECKS,
 )
 def logits(device: torch.device, model: str, dtype: str) -> Iterator[Fields]:
     """Logits of small models with every paged cache, beside DynamicCache and the reference kernel."""
@@ -89,56 +111,31 @@ def logits(device: torch.device, model: str, dtype: str) -> Iterator[Fields]:
         yield {"contender": one.name, "error": one.error, "error_allowed": one.allowed}
 
 
-STEPS = "model context batch cache mode"
-HEADLINE = (
-    ("dynamic", "eager"),
-    ("paged_int4", "eager"),
-    ("paged_int4", "graph"),
-    ("static", "graph"),
-    (["paged_exact", "paged_int8"], "eager"),
-)
-LLAMA = [("llama-3.1-8b", *size) for size in ENDS]
-MODELS = products(STEPS, *((*of, *how) for of in LLAMA for how in HEADLINE))
-COMPILED = products(STEPS, *((*of, ["static", "paged_int4"], "compiled") for of in LLAMA))
-DEEPSEEK = ["deepseek-v2-lite-layer", "deepseek-v3-2-layers"]
-LATENTS = products(
-    STEPS,
-    *((DEEPSEEK, *size, how, "eager") for size in SIZES for how in ("dynamic", [*LATENT_CACHES])),
-)
-
-
-@workload(
+@correctness(
     "gpu/warm",
-    grid=[one for one in (*MODELS, *LATENTS) if one["cache"][0].startswith("paged")],
+    grid=[
+        {**one, "cache": paged_names}
+        for one in (*MODELS, *LATENTS)
+        if (paged_names := [name for name in one["cache"] if name.startswith("paged")])
+    ],
     kind="warm",
     columns="kernel",
-    **CHECKS,
 )
 def warm(device: torch.device, model: str, **config: Any) -> Iterator[Fields]:
     """A step through a single layer of the models that are timed later: whatever it launches is compiled then."""
     few = {"num_hidden_layers": 1, "vocab_size": 1024}
     decoding, run = decoding_of(random_model(model, device, torch.bfloat16, **few), **config)
     run()
-    judge([Contender(model, run, verdict=lambda: finite(decoding))])
+    judge([Contender(model, run, verdict=decoding.finite)])
     yield {"kernel": kernel_of(decoding.cache), "weights": "random", "dtype": "bfloat16"}
 
 
-@workload(
-    "gpu/steps",
-    grid=MODELS,
-    kind="steps",
-    file="models",
-    limit=50,
-    until=0.6,
-    device="cuda",
-    columns=COLUMNS,
-)
 def steps(
     device: torch.device, model: str, context: int, batch: int, cache: str, mode: str
 ) -> Iterator[Fields]:
     """Whole decode steps over random keys and values, eager, as a replayed CUDA graph, or compiled."""
     decoding, run = decoding_of(load(model, device, "bfloat16"), context, batch, cache, mode)
-    contender = Contender(cache, run, verdict=None if mode == "graph" else lambda: finite(decoding))
+    contender = Contender(cache, run, verdict=None if mode == "graph" else decoding.finite)
     row = in_turns([contender], ROUNDS, device, label="cache", ms="step_ms")[0]
     yield {
         **row,
@@ -146,26 +143,31 @@ def steps(
         "weights": "random",
         "kernel": kernel_of(decoding.cache),
         "tokens_per_s": 1e3 * batch / row["step_ms_p50"],
-        "kv_bytes": decoding.kv_bytes,
+        "kv_bytes": held_bytes(decoding.cache),
     }
     torch._dynamo.reset()
 
 
-KERNELS = "shape context batch format read_tokens"
+timed_steps = functools.partial(on_gpu, kind="steps", columns=COLUMNS)
+timed_steps("gpu/steps", MODELS, file="models", limit=50, until=0.6)(steps)
 
 
-@workload(
+@on_gpu(
     "gpu/kernels",
-    grid=products(
-        KERNELS,
-        *(("llama-8b", *size, ["torch", *FORMATS], None) for size in SIZES),
-        *(("llama-8b", *size, ["int4", "exact"], READ) for size in SIZES[1:]),
-    ),
+    grid=[
+        *(
+            part(shape="llama-8b", context=context, batch=batch, format=formats, read_tokens=read)
+            for formats, read, sizes in (
+                (["torch", *FORMATS], None, SIZES),
+                (["int4", "exact"], READ, SIZES[1:]),
+            )
+            for context, batch in sizes
+        )
+    ],
     kind="kernels",
     file="kernels",
     limit=40,
     until=0.75,
-    device="cuda",
     columns="contender kernel timing ms_p50 ms_p20 ms_p80 gb_per_s part_of_copy",
 )
 def kernels(
@@ -180,20 +182,9 @@ def kernels(
     )
 
 
-for name, grid, limit, until in (
-    ("compiled", COMPILED, 100, 0.88),
-    ("latents", LATENTS, 50, 1.0),
-):
-    workload(
-        f"gpu/{name}",
-        grid=grid,
-        kind="steps",
-        file="latents" if name == "latents" else "models",
-        limit=limit,
-        until=until,
-        device="cuda",
-        columns=COLUMNS,
-    )(steps)
+COMPILED = steps_of(LLAMA, ENDS, "compiled", ["static", "paged_int4"])
+timed_steps("gpu/compiled", COMPILED, file="models", limit=100, until=0.88)(steps)
+timed_steps("gpu/latents", LATENTS, file="latents", limit=50)(steps)
 
 
 def decoding_of(
@@ -211,22 +202,15 @@ def decoding_of(
     if mode != "eager" and is_cache_name(parse_cache_name(cache)[0]):
         cache += f":max_length={context + room}"
     prompt = random_prompt(model.config.vocab_size, batch, context, model.device)
-    decoding = Decoding(model, cache_kind(cache), prompt, fill="random", room=room)
-    decoding.before()
+    decoding = Decoding(model, cache_kind(cache), prompt, room=room)
     if any(isinstance(layer, LatentLayer) for layer in getattr(decoding.cache, "layers", ())):
         prepare_latents(model, decoding.cache.options)  # as generate() does: no prompt went through
+    if mode == "eager":
+        return decoding, decoding.step
     ids = decoding.token.clone()
-
-    def step(forward: Callable[..., Any]) -> Any:
-        out = forward(
-            input_ids=ids, past_key_values=decoding.cache, use_cache=True, logits_to_keep=1
-        )
-        return out.logits
-
     if mode == "graph":
-        return decoding, captured(lambda: step(model))
-    if mode == "compiled":
-        torch._dynamo.reset()
-        compiled = torch.compile(model.forward, mode="reduce-overhead")
-        return decoding, lambda: step(compiled)
-    return decoding, decoding.step
+        return decoding, captured(lambda: decoding.logits(ids))
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, mode="reduce-overhead")
+    how = {"past_key_values": decoding.cache, "use_cache": True, "logits_to_keep": 1}
+    return decoding, lambda: compiled(input_ids=ids, **how).logits

@@ -1,4 +1,4 @@
-"""What caches cost in quality, as workloads of the runner: accuracy, needles, tasks, reading in part, latents.
+"""What caches cost in quality, as workloads of the runner: accuracy, needles, reading a part.
 
 Every scored token reads the stored cache as a decode step does. A process keeps one model, with the exact distributions of
 one text: let caches vary fastest.
@@ -7,38 +7,33 @@ one text: let caches vary fastest.
 import functools
 import gc
 import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
-from kv_hf.cache.paged_cache import PagedCache
+from kv_hf.backends import registry
+from kv_hf.backends.base import AttentionCall
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
-from kv_hf.config_reading import check_reading, read_budget
-from kv_hf.evaluation.accuracy import PROTOCOL, block_means, score, summary
-from kv_hf.evaluation.models import LoadedModel, TextSettings, digest_of, revision_of
-from kv_hf.evaluation.needles import LINCOLN, Cell, measure_cells
+from kv_hf.evaluation.caches import cache_kind
+from kv_hf.evaluation.models import LoadedModel, TextSettings, revision_of
+from kv_hf.evaluation.needles import LINCOLN, needle_grid
 from kv_hf.formats import cache_names
 from kv_hf.geometry import Geometry
-from kv_hf.read_budget import READ_FROM
-from kv_hf.texts import HELD_OUT, load_text, text_names
-from measure.models.latent_fixture import LABEL, latent_cache, latent_model, reads
+from kv_hf.spec import LANES
+from kv_hf.texts import load_text, text_names
 from measure.models.packaged import packaged_model, resolve_model
 from measure.peers import known_peers
-from measure.reading import CHOOSERS, COUNTED, counted_pages, simulated
 from measure.runner import Fields, workload
 
 PEERS = ["quantized_fp8", "quanto_int4", "hqq_int4"]  # of transformers
 MODEL: dict[str, list[Any]] = {"model": ["smollm2-135m"], "dtype": ["float32"]}
 WINDOW: dict[str, list[Any]] = {"window": [1600], "prompt": [512]}
 DISTANCES = "stored_bits kl_mean kl_low kl_high kl_p99 top1 perplexity_delta"
-SIMULATED = "every query a choice of its own, exact keys and values"
-TASK_FILES = (".yaml", ".jsonl", ".json", ".py")
+COUNTED = "c_counted"
 _held: dict[tuple[Any, ...], LoadedModel] = {}
 
 
@@ -60,33 +55,17 @@ def revision(model: str) -> str:
     return revision_of(resolve_model(model))
 
 
-@functools.cache
-def contents(path: str | None) -> str:
-    """Return a digest of a file, or of a folder's task files and data; empty for what is neither."""
-    place = Path(path or "")
-    files = [place] if place.is_file() else []
-    if path is not None and place.is_dir():
-        files = [file for file in sorted(place.rglob("*")) if file.suffix in TASK_FILES]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest() if files else ""
-
-
 @known_peers()
 def state_of(config: Mapping[str, Any]) -> list[str]:
-    """Return what decides a configuration's figures beside it: the files of its model, text and tasks.
+    """Return what decides a configuration's figures beside it: the files of its model, and its text.
 
     Raises: ValueError for a model, a text or a cache that is not there, before anything is measured.
     """
-    for name in [config["cache"]] if "cache" in config else config.get("caches", []):
-        latent_cache(name)
-    if "contender" in config:
-        part_read(*(config[name] for name in ("contender", "read", "read_from")))
-    for text in text_names(config["text"]) if "text" in config else ():
-        load_text(text)
-    named = (contents(config.get("text")), contents(config.get("include_path")))
-    return [revision(config["model"]), *named]
+    for name in [config["cache"]] if "cache" in config else config["caches"]:
+        cache_kind(name)
+    names = text_names(config["text"]) if "text" in config else ()
+    text = "".join(map(load_text, names))
+    return [revision(config["model"]), hashlib.sha256(text.encode()).hexdigest()]
 
 
 quality = functools.partial(workload, state=state_of, timed=False)
@@ -97,48 +76,24 @@ quality = functools.partial(workload, state=state_of, timed=False)
     grid=[
         MODEL
         | {"text": ["held_out"], "windows": [2], **WINDOW}
-        | {"divergence_tokens": [64], "cache": [*cache_names(), *PEERS]}
+        | {"cache": [*cache_names(), *PEERS]}
     ],
     file="accuracy_vs_memory",
     columns=DISTANCES,
 )
 @known_peers()
-def accuracy(
-    device: torch.device, model: str, dtype: str, cache: str, divergence_tokens: int, **text: Any
-) -> list[Fields]:
+def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
     """Distances from the exact cache, and bytes: a row per cache and text, or set of texts."""
     loaded = held(packaged_model, model, dtype, device)
-    found = loaded.accuracy(cache, TextSettings(**text), divergence_tokens)
+    found = loaded.accuracy(cache, TextSettings(**text))
     return [{"model_revision": loaded.revision, **found}]
-
-
-@quality(
-    "mla",
-    grid=[
-        MODEL
-        | {"mixing": ["random"], "kv_lora_rank": [256]}
-        | {"text": ["lincoln_1862"], "windows": [7], **WINDOW, "cache": list(cache_names())}
-    ],
-    kind="accuracy",
-    file="mla_accuracy",
-    columns=f"reads {DISTANCES}",
-)
-def mla(
-    device: torch.device, model: str, dtype: str, mixing: str, kv_lora_rank: int, cache: str, **text: Any
-) -> list[Fields]:  # fmt: skip
-    """Distances of caches of latents: real GQA weights in MLA form (measure/models/latent_fixture.py)."""
-    loaded = held(latent_model, model, dtype, device, mixing=mixing, rank=kv_lora_rank)
-    kind, rope = latent_cache(cache), loaded.model.config.qk_rope_head_dim
-    facts = {"model_revision": loaded.revision, "fixture": LABEL, "qk_rope_head_dim": rope}
-    facts["reads"] = reads(loaded.model, kind)
-    return [{**facts, **loaded.accuracy(kind, TextSettings(**text), 0)}]
 
 
 @quality(
     "needle",
     grid=[
         MODEL
-        | {"haystack": [LINCOLN], "chat": [None], "seed": [0], "task": ["single"]}
+        | {"haystack": [LINCOLN], "seed": [0], "task": ["single"]}
         | {"length": [1024, 2048], "depth": [None], "first_sample": [0], "samples": [4]}
         | {"caches": [["dynamic", "paged_int8", "paged_int4", "paged_int2"]]}
     ],
@@ -147,118 +102,73 @@ def mla(
 )
 @known_peers()
 def needle(
-    device: torch.device, model: str, dtype: str, caches: list[str], samples: int, seed: int, **config: Any
-) -> list[Fields]:  # fmt: skip
+    device: torch.device,
+    model: str,
+    dtype: str,
+    caches: list[str],
+    length: int,
+    depth: float | None,
+    **how: Any,
+) -> list[Fields]:
     """What is found again of facts hidden in long texts. All caches are asked the same prompts, each prefilled once."""
     loaded = held(packaged_model, model, dtype, device)
-    cell = Cell(*(config.pop(name) for name in ("task", "length", "depth")))
-    rows = measure_cells(loaded.model, loaded.tokenizer, caches, [cell], samples, seed, **config)
+    rows = needle_grid(loaded.model, loaded.tokenizer, caches, [length], [depth], **how)
     return [{"model_revision": loaded.revision, **row} for row in rows]
 
 
-@quality(
-    "tasks",
-    grid=[
-        MODEL
-        | {
-            "task": ["boolq_offline", "wiki_offline"],
-            "include_path": ["scripts/tasks"],
-            "limit": [100],
-        }
-        | {"num_fewshot": [None], "seed": [0]}
-        | {"cache": ["dynamic", "paged_int8", "paged_int4", "paged_int2", "quanto_int4"]}
-    ],
-    kind="task",
-    file="accuracy_vs_memory",
-    columns="metric value stderr samples encoded_share",
-)
-@known_peers()
-def tasks(
-    device: torch.device, model: str, dtype: str, cache: str, task: str, limit: int, **how: Any
-) -> list[Fields]:
-    """Tasks of lm-eval, every token read through the cache; a limit of 0 asks all questions."""
-    from kv_hf.evaluation.lm_eval import run_tasks  # lm-eval is asked for here alone
-
-    loaded = held(packaged_model, model, dtype, device)
-    rows = run_tasks(loaded.model, loaded.tokenizer, cache, task, limit=limit or None, **how)
-    return [{"model_revision": loaded.revision, **row} for row in rows]
-
-
-def part_read(contender: str, read: float | None, read_from: int) -> tuple[str, Fields]:
-    """Return the cache of a contender and the options that let it read a part.
-
-    A simulated chooser has the exact pages whose budget it has.
-
-    Args:
-        read: tokens that a step reads at most, a part of the attention mass (below 1), or None for everything.
-    """
-    base, given = "paged_exact", dict[str, Any]()
-    if contender not in CHOOSERS:
-        base, given = parse_cache_name(contender)
-    elif size := CHOOSERS[contender].page_size:
-        given = {"page_size": size}
-    if read is not None:
-        given |= {"read_top_p" if read < 1 else "read_tokens": read, "read_from": read_from}
-    check_reading(CacheConfig.from_options(base, given))
-    return base, given
-
-
-LONG = MODEL | {"text": list(HELD_OUT), "window": [8192], "prompt": [7936]}
-LONG |= {"read_from": [READ_FROM]}
-BUDGETS = [1024, 2048, 4096]
+PARTS = [f"read_tokens={tokens}" for tokens in (1024, 2048, 4096)]
+PARTS += [f"read_top_p={part}" for part in (0.8, 0.9, 0.95, 0.99)]
 
 
 @quality(
     "reading",
     grid=[
-        LONG | {"contender": list(CHOOSERS), "read": BUDGETS},
-        LONG | {"contender": ["paged_exact", "paged_int4", "paged_k5v3"], "read": [None, *BUDGETS]},
+        MODEL
+        | {"text": ["held_out"], "windows": [1], "window": [8192], "prompt": [7936]}
+        | {"cache": ["paged_int4", *(f"paged_int4:{part}" for part in PARTS)]}
     ],
     columns="kl_mean kl_low kl_high top1 tokens_read_mean",
 )
-def reading(
-    device: torch.device, model: str, dtype: str, text: str, window: int, prompt: int, **part: Any
-) -> list[Fields]:
-    """Distances where a decode step reads a part of a long text, by caches and by choosers that are simulated."""
+def reading(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
+    """Distances where a decode step reads a part of a long text; tokens are counted where a share of the mass decides."""
     loaded = held(packaged_model, model, dtype, device)
-    reference = loaded.reference(TextSettings(text, 1, window, prompt))
-    reference.log_probs(0)  # now, while the model attends as it is
-    base, given = part_read(**part)
+    base, given = parse_cache_name(cache)
     options = CacheConfig.from_options(base, given)
-    chooser, budget = CHOOSERS.get(part["contender"]), read_budget(options)
-    places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
-    own, counts = loaded.model.config, list[int]()
-    reads_so: Any = nullcontext()
-    if chooser is not None:
-        reads_so = simulated(loaded.model, chooser, budget, places)
-    elif options.read_top_p:
-        reads_so, given = counted_pages(counts), {**given, "kernel": COUNTED}
-
-    def make() -> Any:
-        if chooser is not None:
-            return DynamicCache(config=own)
-        return PagedCache.from_implementation(own, base, given)
-
-    with reads_so:
-        tally = score(reference, make, part["contender"])
-    pages = places.sealed(window)
-    row = {
-        "model_revision": loaded.revision,
-        "text_digest": digest_of(reference.texts),
-        "simulated": chooser is not None,
-        "read_tokens": options.read_tokens,
-        "read_top_p": options.read_top_p,
-        "page_size": places.page_size,
-        "pages": pages,
-        "pages_read": pages if budget is None else budget.most(pages),
-        "protocol": SIMULATED if chooser else PROTOCOL,
-        **asdict(summary(tally)),
-        "kl_blocks": block_means(tally.kl[0]),
-    }
-    if counts:
-        exact = [places.exact(at) for at in range(prompt + 1, window + 1)]
+    settings, counts = TextSettings(**text), list[int]()
+    counted = options.read_top_p is not None
+    name = f"{cache},kernel={COUNTED}" if counted else cache
+    with counted_pages(counts) if counted else nullcontext():
+        row = loaded.accuracy(name, settings)
+    row |= {"model_revision": loaded.revision, "read_tokens": options.read_tokens}
+    row |= {"read_top_p": options.read_top_p, "read_from": options.read_from}
+    if counted:
+        places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)
+        exact = [places.exact(at) for at in range(settings.prompt + 1, settings.window + 1)]
         tokens = torch.tensor(counts, dtype=torch.float64) * places.page_size
         tokens += sum(exact) / len(exact)
         row["tokens_read_mean"] = float(tokens.mean())
-        row |= {f"tokens_read_p{q}": float(tokens.quantile(q / 100)) for q in (10, 50, 90)}
+        row |= {f"tokens_read_p{q}": float(tokens.quantile(q / 100)) for q in (10, 90)}
     return [row]
+
+
+@contextmanager
+def counted_pages(found: list[int]) -> Iterator[None]:
+    """Register a backend COUNTED, which is the C kernel and appends to `found` how many pages each of its choices takes."""
+    own = registry.load("c")
+    assert own.choose_pages is not None
+    choose = own.choose_pages
+
+    def counted(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        table, counts = choose(call)
+        found.extend(counts.tolist())
+        return table, counts
+
+    backend = replace(own, name=COUNTED, choose_pages=counted)
+    why_not = functools.partial(registry.why_not, "c")
+    registry.register_backend(
+        COUNTED, lambda: backend, why_not=why_not, runs_on="cpu", layout=LANES
+    )
+    try:
+        yield
+    finally:
+        registry.unregister_backend(COUNTED)

@@ -2,8 +2,8 @@
 
 A workload is a function that takes a device and one configuration, and yields the fields of its rows:
 
-    @workload("beams", grid=[{"shape": ["smollm2"], "context": [512, 2048]}], gate=equal_beams)
-    def beams(device: torch.device, shape: str, context: int) -> Iterator[Fields]:
+    @workload("prefix", grid=[{"model": ["smollm2-135m"], "batch": [1, 64]}], gate=same_tokens)
+    def prefix(device: torch.device, model: str, batch: int) -> Iterator[Fields]:
         ...
 
 The runner does the rest. Each configuration is measured in a child process, which may take a limited time and may die: the
@@ -17,17 +17,14 @@ import gc
 import hashlib
 import itertools
 import json
-import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from multiprocessing import connection, get_context, parent_process
-from operator import truediv
+from dataclasses import dataclass, field
+from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,69 +39,28 @@ Fields = dict[str, Any]
 Grid = Sequence[Mapping[str, Sequence[Any]]]  # products of the fields' values, one behind the other
 Answer = list[Fields] | str  # the rows, or why there are none
 Task = tuple["Workload", Fields, str, str]  # workload, configuration, device, cell
+Measure = Callable[..., Iterable[Fields]]
 
 RESULTS = Path(__file__).parents[2] / "results"
 FAILED = "failed"  # the kind of rows that say why a configuration has no others
 WARMUP = 2  # rounds ahead of those that count
 LEAST_SECONDS = 2.0  # a configuration is not begun for less
+FOREVER = 1e7  # seconds: four months
 SPAWN = get_context("spawn")
 WORKLOADS: dict[str, "Workload"] = {}
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and spread of n samples; the unit is that of the samples."""
-
-    p50: float
-    p20: float
-    p80: float
-    mean: float
-    max: float
-    n: int
-
-    def row(self, prefix: str) -> dict[str, float]:
-        """Return the fields as `prefix_p50` and so on, as rows of results/ have them."""
-        return {f"{prefix}_{name}": value for name, value in asdict(self).items()}
+# -- right, and how fast
 
 
-def quantile(samples: Sequence[float], part: float) -> float:
-    """Return the `part` quantile (0 to 1), linear between neighbouring samples. Raises ValueError without samples."""
-    if not samples:
-        raise ValueError("a quantile needs at least one sample, got none")
-    return torch.tensor(samples, dtype=torch.float64).quantile(part).item()
-
-
-def spread(samples: Sequence[float]) -> Spread:
-    """Summarise samples."""
-    middle, low, high = (quantile(samples, part) for part in (0.5, 0.2, 0.8))
-    count = len(samples)
-    return Spread(middle, low, high, mean=sum(samples) / count, max=max(samples), n=count)
-
-
-def interleave(
-    contenders: Mapping[str, Callable[[], object]],
-    rounds: int,
-    device: torch.device,
-    *,
-    warmup: int = WARMUP,
-    before: Callable[[str], object] = lambda name: None,
-) -> dict[str, list[float]]:
-    """Call every contender once per round and return the milliseconds of each, warm-up rounds left out.
-
-    Odd rounds go backwards, so that no contender always follows the same neighbour.
-
-    Args:
-        before: called with the name ahead of each call, outside of the time.
-    """
-    names = list(contenders)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(-warmup, rounds):
-        for name in names if number % 2 == 0 else reversed(names):
-            before(name)
-            took = timed(contenders[name], device)
-            if number >= 0:
-                times[name].append(took)
-    return times
+def spread(samples: Sequence[float], name: str) -> Fields:
+    """Return median and spread of samples, in their unit, as fields `name`_p50 and so on."""
+    known = torch.tensor(samples, dtype=torch.float64)
+    parts = {f"p{part}": known.quantile(part / 100) for part in (50, 20, 80)}
+    parts |= {"mean": known.mean(), "max": known.max(), "min": known.min()}
+    return {f"{name}_{part}": value.item() for part, value in parts.items()} | {
+        f"{name}_n": len(samples)
+    }
 
 
 @dataclass(frozen=True)
@@ -174,45 +130,43 @@ def in_turns(
     ms: str = "ms",
     scale: float = 1.0,
 ) -> list[Fields]:
-    """Judge all contenders, then call each once per round, every second round backwards; return a row of each.
+    """Judge all contenders, then call each once per round; return a row of each.
 
-    Rows have the milliseconds, times `scale`: median and spread as `ms`_p50 and so on, the least, and the least of the
-    calling thread's processor, to which other programs do not add. Ratios say how many times as fast as the first
-    contender: the median of the ratios within each round.
+    What disturbs a round disturbs all of them. Odd rounds go backwards, so that no contender always follows the same one.
+    Rows have the milliseconds, times `scale`: median and spread as `ms`_p50 and so on, and the least of the calling
+    thread's processor, to which other programs do not add. Ratios say how many times as fast as the first contender: the
+    median of the ratios within each round.
 
     Args:
         label: the rows' field for the contenders' names.
     Raises: WrongResultError before anything is timed.
     """
     judge(contenders)
-    by_name = {one.name: one for one in contenders}
-    thread: dict[str, list[float]] = {name: [] for name in by_name}
-
-    def metered(name: str) -> Callable[[], None]:
-        def call() -> None:
+    wall: list[list[float]] = [[] for _ in contenders]
+    thread: list[list[float]] = [[] for _ in contenders]
+    order = range(len(contenders))
+    for number in range(-WARMUP, rounds):
+        for place in order if number % 2 == 0 else reversed(order):
+            contenders[place].before()
             start = time.thread_time()
-            by_name[name].run()
-            thread[name].append(1e3 * (time.thread_time() - start))
-
-        return call
-
-    def before(name: str) -> None:
-        by_name[name].before()
-
-    runs = {name: metered(name) for name in by_name}
-    wall = interleave(runs, rounds, device, warmup=WARMUP, before=before)
-    first = contenders[0].name
+            took = timed(contenders[place].run, device)
+            if number >= 0:
+                wall[place].append(scale * took)
+                thread[place].append(1e3 * scale * (time.thread_time() - start))
+    ratios = torch.tensor(wall[:1], dtype=torch.float64) / torch.tensor(wall, dtype=torch.float64)
     return [
         {
-            label: name,
+            label: one.name,
             **one.fields,
-            **spread([scale * sample for sample in wall[name]]).row(ms),
-            f"{ms}_min": scale * min(wall[name]),
-            f"thread_{ms}_min": scale * min(thread[name][WARMUP:]),
-            f"ratio_to_{first}": quantile(list(map(truediv, wall[first], wall[name])), 0.5),
+            **spread(wall[place], ms),
+            f"thread_{ms}_min": min(thread[place]),
+            f"ratio_to_{contenders[0].name}": ratios[place].quantile(0.5).item(),
         }
-        for name, one in by_name.items()
+        for place, one in enumerate(contenders)
     ]
+
+
+# -- workloads
 
 
 def of_this_state(config: Fields) -> object:
@@ -234,22 +188,30 @@ class Workload:
             of quality it is the model's revision, say.
         limit: seconds for a configuration.
         until: part of the whole time after which no configuration begins.
-        timed: False lets several configurations be measured at once, in children or in processes of `accelerate launch`.
+        timed: False lets several configurations be measured at once, in children of their own.
         device: type of the device that the grid is meant for; "" for any.
     """
 
     name: str
-    measure: Callable[..., Iterable[Fields]]
+    measure: Measure
     grid: Grid
     kind: str = ""
     file: str = ""
     columns: str = ""
     gate: Callable[..., Iterable[Verdict]] | None = None
     state: Callable[[Fields], object] = of_this_state
-    limit: float = math.inf
+    limit: float = FOREVER
     until: float = 1.0
     timed: bool = True
     device: str = ""
+
+    def values(self) -> dict[str, list[Any]]:
+        """Return the values of each field, of all parts of the grid."""
+        found: dict[str, list[Any]] = {}
+        for name, own in itertools.chain.from_iterable(part.items() for part in self.grid):
+            known = found.setdefault(name, [])
+            known += [value for value in own if value not in known]
+        return found
 
     def configurations(self, only: Mapping[str, Sequence[Any]]) -> list[Fields]:
         """Return the configurations of the grid that have the values `only`, in the grid's order.
@@ -258,9 +220,7 @@ class Workload:
 
         Raises: ValueError for a field that the grid lacks.
         """
-        known: dict[str, list[Any]] = {}
-        for name, own in itertools.chain.from_iterable(part.items() for part in self.grid):
-            known.setdefault(name, []).extend(own)
+        known = self.values()
         unknown = sorted(set(only) - set(known))
         if unknown:
             raise ValueError(
@@ -282,8 +242,9 @@ class Workload:
         text = json.dumps(known, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-
-Measure = Callable[..., Iterable[Fields]]
+    def title(self, config: Fields) -> str:
+        """Return a configuration for people."""
+        return " ".join([self.name, *(f"{name}={value}" for name, value in config.items())])
 
 
 def workload(name: str, grid: Grid, **options: Any) -> Callable[[Measure], Measure]:
@@ -299,6 +260,20 @@ def workload(name: str, grid: Grid, **options: Any) -> Callable[[Measure], Measu
         return measure
 
     return register
+
+
+def chosen(names: Sequence[str]) -> list[Workload]:
+    """Return the workloads of these names, and those below a name. Raises ValueError for one that there is not."""
+    found = []
+    for name in names:
+        own = [one for one in WORKLOADS.values() if f"{one.name}/".startswith(f"{name}/")]
+        if not own:
+            raise ValueError(f"WORKLOAD must be one of {', '.join(WORKLOADS)}, got {name!r}")
+        found += own
+    return found
+
+
+# -- processes
 
 
 def measured(task: Task) -> Answer:
@@ -325,37 +300,21 @@ def measured(task: Task) -> Answer:
                 torch.cuda.empty_cache()
 
 
-def _child(pipe: "connection.Connection[Any, Any]") -> None:
+def measure_until_closed(pipe: "connection.Connection[Any, Any]") -> None:
+    """Be a child: measure what comes through the pipe. The system ends the process when a configuration takes too long."""
     os.setsid()  # Ctrl-C is for the parent, and what this process starts ends with it
     expendable()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
-            task, threads = pipe.recv()
+            task, threads, end = pipe.recv()
         except EOFError:
             return
         torch.set_num_threads(threads)
-        pipe.send(None)
-        pipe.send(measured(task))
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os.killpg(0, signal.SIGKILL)
-
-
-class Budget:
-    """Seconds for everything, from now on; None: no end."""
-
-    def __init__(self, seconds: float | None = None) -> None:
-        self.seconds = math.inf if seconds is None else seconds
-        self.begun = time.monotonic()
-
-    def left(self, part: float = 1.0) -> float:
-        """Return the seconds that are left of the first `part` of all."""
-        return part * self.seconds - (time.monotonic() - self.begun)
+        left = min(task[0].limit, end - time.monotonic())
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
+        answer = measured(task)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        pipe.send(answer)
 
 
 class Child:
@@ -363,30 +322,19 @@ class Child:
 
     def __init__(self) -> None:
         self.pipe, far = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=_child, args=(far,))
+        self.process = SPAWN.Process(target=measure_until_closed, args=(far,))
         self.process.start()
         far.close()
 
-    def give(self, task: Task, threads: int, left: float) -> None:
-        """Have a task done within its limit, which begins when the child does, and within what is left of the whole time."""
-        self.task, self.begun = task, time.monotonic()
-        self.last = self.end = self.begun + left
-        self.pipe.send((task, threads))
-
-    def answer(self) -> Answer | None:
-        """Return the rows or the reason; None where it is still measuring."""
-        if not self.pipe.poll():
-            now = time.monotonic()
-            return f"ended after {now - self.begun:.0f} s" if now >= self.end else None
+    def answer(self) -> Answer:
+        """Return the rows, or the reason that there are none; wait for it."""
         try:
-            found = self.pipe.recv()
+            return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            return f"its process died (exit code {self.process.exitcode})"
-        if found is None:
-            self.begun = time.monotonic()
-            self.end = min(self.last, self.begun + self.task[0].limit)
-        return found
+        code = self.process.exitcode
+        late = code == -signal.SIGALRM
+        return "its time was over" if late else f"its process died (exit code {code})"
 
     def close(self) -> None:
         """End the process and what it started."""
@@ -398,14 +346,27 @@ class Child:
         self.pipe.close()
 
 
+@dataclass
+class Budget:
+    """Seconds for everything, from now on."""
+
+    seconds: float = FOREVER
+    begun: float = field(default_factory=time.monotonic)
+
+    def end(self, part: float) -> float:
+        """Return when the first `part` of all seconds is over, by time.monotonic()."""
+        return self.begun + part * self.seconds
+
+
 def in_children(
     tasks: Iterable[Task], workers: int, budget: Budget, idle: list[Child]
 ) -> Iterator[tuple[Task, Answer | None]]:
-    """Yield each task with its rows, the reason that there are none, or None where the time was over.
+    """Yield each task with its rows, the reason that there are none, or None where the time was over before it began.
 
     Children in `idle` are taken first and left there in the end; one that failed is replaced.
     """
-    waiting, busy = list(tasks), list[Child]()
+    waiting = list(tasks)
+    busy: dict[Any, tuple[Child, Task]] = {}  # by the child's pipe
     threads = max(1, torch.get_num_threads() // workers)
     while len(idle) > workers:
         idle.pop().close()
@@ -413,29 +374,23 @@ def in_children(
         while waiting or busy:
             while waiting and len(busy) < workers:
                 task = waiting.pop(0)
-                left = budget.left(task[0].until)
-                if left < LEAST_SECONDS:
+                end = budget.end(task[0].until)
+                if end - time.monotonic() < LEAST_SECONDS:
                     yield task, None
                     continue
-                busy.append(idle.pop() if idle else Child())
-                busy[-1].give(task, threads, left)
-            if not busy:
-                continue
-            first = min(child.end for child in busy) - time.monotonic()
-            pipes = [child.pipe for child in busy]
-            connection.wait(pipes, None if first == math.inf else max(0.0, first))
-            for child in tuple(busy):
+                child = idle.pop() if idle else Child()
+                busy[child.pipe] = child, task
+                child.pipe.send((task, threads, end))
+            for pipe in connection.wait(busy) if busy else ():
+                child, task = busy.pop(pipe)
                 found = child.answer()
-                if found is None:
-                    continue
-                busy.remove(child)
                 if isinstance(found, list):
                     idle.append(child)
                 else:
                     child.close()
-                yield child.task, found
+                yield task, found
     finally:
-        for child in busy:
+        for child, _ in busy.values():
             child.close()
 
 
@@ -458,7 +413,6 @@ def run(
     budget: Budget | None = None,
     isolated: bool = True,
     idle: list[Child] | None = None,
-    processes: Any = None,
     say: Callable[[str], object] = tqdm.write,
 ) -> Outcome:
     """Measure the configurations that have no rows in `out` yet, and append each one's rows as soon as it ends.
@@ -468,50 +422,39 @@ def run(
         workers: configurations at a time, of a workload that is not timed.
         isolated: False measures in this process, without limits.
         idle: children to begin with, which are the caller's to close.
-        processes: accelerate's PartialState. Each process takes a part of the configurations; timed ones are all the
-            main process's, while the others wait.
-    Returns: for all processes what failed or was left out, for each its own rows.
     Raises: OSError where rows cannot be written, because going on would measure for nothing.
     """
-    outcome, budget = Outcome(), budget or Budget()
-    cells = [(config, work.cell(config, device)) for config in configurations]
+    outcome, children = Outcome(), [] if idle is None else idle
     rows = [] if out is None else read_rows(out)
-    finished = {row.get("cell") for row in rows if row.get("kind") != FAILED}
-    todo = [(work, config, device, cell) for config, cell in cells if cell not in finished]
-    if len(todo) < len(cells):
-        say(f"{work.name}: {len(cells) - len(todo)} of {len(cells)} are finished already")
-    if processes is not None:
-        processes.wait_for_everyone()  # all have read the file before the first of them writes
-        others = todo[processes.process_index :: processes.num_processes]
-        todo = others if not work.timed else todo if processes.is_main_process else []
+    finished = {row.get("cell") for row in rows}  # failed ones have none
+    tasks = [(work, config, device, work.cell(config, device)) for config in configurations]
+    todo = [task for task in tasks if task[-1] not in finished]
+    if len(todo) < len(tasks):
+        say(f"{work.name}: {len(tasks) - len(todo)} of {len(tasks)} are finished already")
     many = 1 if work.timed else max(1, min(workers, os.cpu_count() or 1))
-    children: list[Child] = [] if idle is None else idle
     alone: Iterable[tuple[Task, Answer | None]] = ((task, measured(task)) for task in todo)
-    answers = in_children(todo, many, budget, children) if isolated else alone
+    answers = in_children(todo, many, budget or Budget(), children) if isolated else alone
     try:
-        for task, found in tqdm(answers, work.name, len(todo), disable=None):
-            config = task[1]
-            title = " ".join([work.name, *(f"{name}={value}" for name, value in config.items())])
+        for (_, config, _, _), found in tqdm(answers, work.name, len(todo), disable=None):
             if found is None:
-                outcome.left_out.append(title)
-            elif isinstance(found, str):
-                outcome.failed.append(f"{title}: {found}")
+                outcome.left_out.append(work.title(config))
+                continue
+            if isinstance(found, str):
+                outcome.failed.append(f"{work.title(config)}: {found}")
                 say(f"no rows for {outcome.failed[-1]}")
                 facts = {"device": torch.device(device).type, "workload": work.name, **config}
                 found = [make_row(**{**facts, "kind": FAILED, "failed": found})]
             else:
                 outcome.rows += found
-            if out is not None and found is not None:
+            if out is not None:
                 append_rows(out, found)
     finally:
         for child in children if idle is None else ():
             child.close()
-    if processes is not None and processes.num_processes > 1:
-        from accelerate.utils import gather_object
-
-        outcome.failed = gather_object(outcome.failed)
-        outcome.left_out = gather_object(outcome.left_out)
     return outcome
+
+
+# -- the command
 
 
 def table(rows: Sequence[Fields], columns: Sequence[str]) -> str:
@@ -545,57 +488,53 @@ def parsed(texts: Sequence[str]) -> dict[str, list[Any]]:
     return found
 
 
-def chosen(names: Sequence[str]) -> list[Workload]:
-    """Return the workloads of these names, and those below a name. Raises ValueError for one that there is not."""
-    found = []
-    for name in names:
-        own = [one for one in WORKLOADS.values() if f"{one.name}/".startswith(f"{name}/")]
-        if not own:
-            raise ValueError(f"WORKLOAD must be one of {', '.join(WORKLOADS)}, got {name!r}")
-        found += own
-    return found
+def arguments() -> argparse.ArgumentParser:
+    """Return the command's arguments."""
+    parser = argparse.ArgumentParser(description="Measure workloads, each beside its peers.")
+    add = parser.add_argument
+    add("workloads", nargs="*", metavar="WORKLOAD", help="see --list")
+    add("--list", action="store_true", help="list workloads and their fields")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--record", action="store_true", help="append rows to files of results/")
+    add("--out", type=Path, help="append rows to files of this folder")
+    add("--budget-s", type=float, default=FOREVER, help="seconds for everything")
+    add("--only", nargs="+", default=[], metavar="FIELD=VALUE")
+    add("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    add("--workers", type=int, default=1, help="processes where nothing is timed")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure workloads; 0 when all gave rows, 1 when something failed, 2 for bad arguments, 130 when it was stopped."""
-    parser = argparse.ArgumentParser(description="Measure workloads, each beside its peers.")
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help="see --list")
-    parser.add_argument("--list", action="store_true", help="list workloads and their fields")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--record", action="store_true", help="append rows to files of results/")
-    parser.add_argument("--out", type=Path, help="append rows to files of this folder")
-    parser.add_argument("--budget-s", type=float, help="seconds for everything")
-    parser.add_argument("--only", nargs="+", default=[], metavar="FIELD=VALUE")
-    parser.add_argument("--threads", type=int, help="threads of torch")
-    parser.add_argument("--workers", type=int, default=1, help="processes where nothing is timed")
+    parser = arguments()
     args = parser.parse_args(argv)
     if args.list or not args.workloads:
         for work in WORKLOADS.values():
             print(f"{work.name}: {str(work.measure.__doc__).splitlines()[0]}")
             print("".join(f"    {json.dumps(part)}\n" for part in work.grid), end="")
         return 0
-    if args.threads:
-        torch.set_num_threads(args.threads)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device} needs a CUDA GPU, and torch sees none here")
+    torch.set_num_threads(args.threads)
     folder = args.out or (RESULTS if args.record else None)
-    budget, whole, idle = Budget(args.budget_s), Outcome(), list[Child]()
+    how = {"device": args.device, "workers": args.workers, "budget": Budget(args.budget_s)}
+    left_out: list[str] = []
+    failed: list[str] = []
+    idle: list[Child] = []
     try:
         only = parsed(args.only)
         for work in chosen(args.workloads):
+            if work.device not in ("", args.device):
+                raise ValueError(f"{work.name} needs --device {work.device}, got {args.device!r}")
             out = None if folder is None else folder / f"{work.file or work.name}.jsonl"
             if out is not None:
                 check_writable(out)
-            if work.device not in ("", args.device):
-                raise ValueError(f"{work.name} needs --device {work.device}, got {args.device!r}")
-            configurations = work.configurations(only)
-            of = {"device": args.device, "out": out, "workers": args.workers, "budget": budget}
-            found = run(work, configurations, idle=idle, **of)
-            whole.failed += found.failed
-            whole.left_out += found.left_out
+            found = run(work, work.configurations(only), out=out, idle=idle, **how)
+            left_out += found.left_out
+            failed += found.failed
             if found.rows:
-                fields = dict.fromkeys(name for config in configurations for name in config)
-                print(table(found.rows, [*fields, *work.columns.split()]), end="\n\n", flush=True)
+                columns = [*work.values(), *work.columns.split()]
+                print(table(found.rows, columns), end="\n\n", flush=True)
     except KeyboardInterrupt:
         print("stopped; the same command goes on behind the rows that are written", file=sys.stderr)
         return 130
@@ -604,6 +543,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         for child in idle:
             child.close()
-    for title, names in (("left out", whole.left_out), ("failed", whole.failed)):
-        print(f"{title}: {len(names)}" + "".join(f"\n  {name}" for name in names))
-    return int(bool(whole.failed))
+    for words, titles in (("left out", left_out), ("failed", failed)):
+        print(f"{words}: {len(titles)}" + "".join(f"\n  {title}" for title in titles))
+    return int(bool(failed))

@@ -1,15 +1,11 @@
-"""Many requests and chats: prompts over one prefix, continuous batching, and servers asked over HTTP."""
+"""Many requests: prompts over one prefix, and continuous batching."""
 
 import functools
 import gc
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,13 +21,11 @@ from measure import shapes
 from measure.runner import Fields, Verdict, workload
 from measure.shapes import RANDOM_MODELS, folder_of
 
-WAIT_S = 300
 BATCH = 512  # most tokens of a forward
 MIB = 1 << 20
 BLOCK = 256  # tokens of a block of transformers' own pages
-OWN, STOCK = "transformers", "transformers serve"
+OWN = "transformers"
 SYSTEM, QUESTION = 2000, 24  # tokens that all prompts of `prefix` share, and of each one's own
-QUESTIONS = ("What is this text about?", "Who wrote it, and when?")
 
 
 @functools.cache
@@ -165,32 +159,29 @@ def run_load(
     else:
         generation.cache_implementation = cache
         generation.cache_config = {"max_bytes": budget}
-    manager = model.init_continuous_batching(
-        generation_config=generation, continuous_batching_config=batching
-    )
-    manager.warmup()
-    held = manager.batch_processor.cache
-    pages = held.num_blocks * BLOCK if cache == OWN else held.num_pages * held.options.page_size
-    manager.start()
-    begin = time.perf_counter()
-    manager.add_requests(list(prompts), max_new_tokens=answer, record_timestamps=True)
     results: list[Any] = []
-    while len(results) < len(prompts):
-        result = manager.get_result(timeout=1)
-        if result is None and not manager.is_running():
-            raise RuntimeError(f"the manager stopped behind {len(results)} requests")
-        if result is not None and result.error:
-            raise RuntimeError(result.error)
-        if result is not None and result.is_finished():
-            results.append(result)
-    seconds = time.perf_counter() - begin
-    manager.stop(block=True)
-    manager.destroy()
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=batching
+    ) as manager:
+        held = manager.batch_processor.cache
+        page = BLOCK if cache == OWN else held.options.page_size
+        pages = held.num_blocks if cache == OWN else held.num_pages
+        begin = time.perf_counter()
+        manager.add_requests(list(prompts), max_new_tokens=answer, record_timestamps=True)
+        while len(results) < len(prompts):
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError(f"the manager stopped behind {len(results)} requests")
+            if result is not None and result.error:
+                raise RuntimeError(result.error)
+            if result is not None and result.is_finished():
+                results.append(result)
+        seconds = time.perf_counter() - begin
     return {
         "seconds": seconds,
         "tokens_per_s": sum(len(one.generated_tokens) for one in results) / seconds,
         "first_token_s": statistics.median(one.timestamps[0] - begin for one in results),
-        "capacity_tokens": pages,
+        "capacity_tokens": page * pages,
     }
 
 
@@ -225,7 +216,7 @@ def batches(
         prompts = mixed_prompts(ids, requests, least, most)
     facts = {"prompt_tokens": sum(map(len, prompts)), "batch_tokens": BATCH, "dtype": "bfloat16"}
     own: Fields = {}
-    for cache in (OWN, "paged_exact", "paged_int4"):
+    for cache in (OWN, "paged_int4"):
         found = run_load(loaded, prompts, answer, cache, budget)
         own = own or found
         yield {
@@ -235,147 +226,3 @@ def batches(
             "ratio_to_transformers": found["tokens_per_s"] / own["tokens_per_s"],
             "first_token_ratio": found["first_token_s"] / own["first_token_s"],
         }
-
-
-# -- servers
-
-
-class Server:
-    """A server's process, asked over HTTP; its model is named as requests name it."""
-
-    def __init__(self, pid: int, port: int, model: str) -> None:
-        import openai
-        import psutil
-
-        self.process, self.model = psutil.Process(pid), model
-        address = f"http://127.0.0.1:{port}/v1"
-        self.client = openai.OpenAI(base_url=address, api_key="none", timeout=WAIT_S, max_retries=0)
-
-    def computed(self) -> int | None:
-        """Return the prompt tokens that went through the model so far; None where the server does not say."""
-        import openai
-
-        address = str(self.client.base_url).replace("/v1/", "/kv_hf/stats")
-        try:
-            stats: Any = self.client.get(address, cast_to=object)
-        except openai.NotFoundError:
-            return None
-        stores = (one["prefix_store"] for one in stats["models"].values())
-        return sum(store["tokens_computed"] for store in stores if store)
-
-    def ask(self, messages: Sequence[Any], new_tokens: int) -> Fields:
-        """Send a chat, greedily, and read the answer as a stream.
-
-        Returns: seconds until its first text and its end, the server's processor seconds over all threads (value), tokens
-            of the prompt, those that a forward computed, and the answer.
-        """
-        before, cpu, start = self.computed(), self.process.cpu_times(), time.perf_counter()
-        text, first, usage = "", 0.0, None
-        stream = self.client.chat.completions.create(
-            model=self.model,
-            messages=list(messages),
-            max_tokens=new_tokens,
-            temperature=0,
-            stream=True,
-        )
-        for chunk in stream:
-            part = chunk.choices[0].delta.content if chunk.choices else None
-            if part and not text:
-                first = time.perf_counter() - start
-            text += part or ""
-            usage = chunk.usage or usage
-        whole, after, now = time.perf_counter() - start, self.computed(), self.process.cpu_times()
-        assert usage is not None
-        tokens = usage.prompt_tokens
-        computed = tokens if before is None or after is None else after - before
-        return {
-            "first_token_s": first,
-            "whole_s": whole,
-            "value": now.user + now.system - cpu.user - cpu.system,
-            "prompt_tokens": tokens,
-            "tokens_computed": computed,
-            "answer": text,
-        }
-
-
-def two_turns(
-    asked: Server, system: str, questions: Sequence[str], new_tokens: int
-) -> list[Fields]:
-    """Hold a chat of as many turns as there are questions; return them."""
-    messages = [{"role": "system", "content": system}]
-    turns = []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        turns.append(asked.ask(messages, new_tokens))
-        messages.append({"role": "assistant", "content": turns[-1]["answer"]})
-    return turns
-
-
-@contextmanager
-def server(cache: str, model: str) -> Iterator[Server]:
-    """Run a server within the block, on a free port of this machine: kv-hf serve with a cache, or STOCK.
-
-    Args:
-        model: its folder, as requests name it.
-    """
-    ours = "import sys; from kv_hf_cli import main; sys.exit(main())"
-    start = "from transformers.cli.transformers import app; app()" if cache == STOCK else ours
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-c", start, "serve", model, "--dtype", "bfloat16"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += [] if cache == STOCK else ["--cache", cache]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    said: list[str] = []
-    try:
-        for line in process.stderr:
-            said.append(line)
-            if "Uvicorn running on" in line:
-                break
-        else:
-            raise RuntimeError(f"{' '.join(command)} did not start: {''.join(said[-5:])}")
-        yield Server(process.pid, port, model)
-    finally:
-        process.terminate()
-        process.stderr.close()
-        process.wait(WAIT_S)
-
-
-@workload(
-    "serving/turns",
-    grid=[{"model": ["smollm2-135m"], "system_tokens": [1024], "new_tokens": [16], "chats": [3]}],
-    kind="serve",
-    file="serving",
-    columns="implementation turn prompt_tokens tokens_computed first_token_s whole_s value",
-)
-def turns(
-    device: torch.device, model: str, system_tokens: int, new_tokens: int, chats: int
-) -> Iterator[Fields]:
-    """Turns of a chat with `kv-hf serve` beside `transformers serve`; all servers run at once and take turns."""
-    folder, ids = folder_of(model), text_ids(model)
-    decode = AutoTokenizer.from_pretrained(folder).decode
-    found: dict[str, list[list[Fields]]] = {STOCK: [], "paged_exact": [], "paged_int4": []}
-    with ExitStack() as stack:
-        running = {name: stack.enter_context(server(name, folder)) for name in found}
-        for number in range(chats + 1):  # the first chat warms them up
-            text = str(decode(ids[97 * number : 97 * number + system_tokens]))
-            for name in list(running)[:: 1 if number % 2 else -1]:
-                found[name].append(two_turns(running[name], text, QUESTIONS, new_tokens))
-    sizes = {"system_tokens": system_tokens, "new_tokens": new_tokens}
-    for name, held in found.items():
-        for turn, asked in enumerate(zip(*held[1:], strict=True), 1):
-            least = ("value", "first_token_s", "whole_s")
-            yield {
-                "config": {"implementation": name, **sizes},
-                "implementation": name,
-                "turn": turn,
-                "dtype": "bfloat16",
-                "n": chats,
-                **{field: min(one[field] for one in asked) for field in least},
-                "prompt_tokens": asked[-1]["prompt_tokens"],
-                "tokens_computed": asked[-1]["tokens_computed"],
-            }

@@ -19,15 +19,8 @@ from transformers import (
 
 from measure.runner import Contender, in_turns
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+LATENT_SIZES = "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far beyond any processor's cache
 
 
@@ -62,9 +55,9 @@ def _config(
     queries: int | None = None,
 ) -> PreTrainedConfig:
     """Return a config of SIZES; with `latent`, LATENT_SIZES, of latent attention without experts."""
-    fields: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
+    fields: dict[str, Any] = dict(zip(SIZES.split(), sizes, strict=True))
     if latent:
-        fields |= zip(LATENT_SIZES, latent, strict=True)
+        fields |= zip(LATENT_SIZES.split(), latent, strict=True)
         fields |= {"q_lora_rank": queries, "first_k_dense_replace": fields["num_hidden_layers"]}
     fields |= {"max_position_embeddings": 1 << 20, "tie_word_embeddings": False}
     return kind(**fields)

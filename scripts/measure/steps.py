@@ -3,21 +3,20 @@
 import ctypes
 import functools
 import gc
-import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from kv_hf.cache.model_shape import decoder_config, latent_rank, page_sizes
 from kv_hf.cache.paged_cache import PagedCache
 from kv_hf.cache_names import all_cache_names
 from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes, why_not
 from kv_hf.evaluation.memory import Meter, kernel_of, measure_footprint, random_prompt
 from kv_hf.formats import cache_names
-from measure.decoding import Decoding
 from measure.runner import Contender, Fields, Verdict, check, in_turns, workload
-from measure.shapes import RANDOM_MODELS, SHAPES, AttentionShape, folder_of, load, random_model
+from measure.shapes import RANDOM_MODELS, folder_of, load, random_model
 
 # largest difference of two logits, as a part of the largest. fp32: sums in another order, and on a GPU products of fewer
 # digits; 16 bits: what the roundings of some 30 layers come to
@@ -30,6 +29,76 @@ SHARES = (0.25, 0.5)  # of the pages, that `offload` leaves on the device
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
+def fill_random(cache: Any, model: Any, batch: int, tokens: int) -> None:
+    """Put `tokens` random keys and values into every layer, the same for every cache of the same sizes.
+
+    A prefill of a long prompt takes minutes on a CPU, and what a step costs does not depend on the numbers.
+
+    Raises: ValueError for a model whose layers differ in their sizes.
+    """
+    config = decoder_config(model.config)
+    sizes = page_sizes(config)
+    if sizes is None:
+        raise ValueError(f"the config of {config.model_type} states no single size of a head")
+    heads = 1 if latent_rank(config) is not None else config.num_key_value_heads
+    numbers = torch.Generator(model.device).manual_seed(0)
+    random = functools.partial(
+        torch.randn, generator=numbers, device=model.device, dtype=model.dtype
+    )
+    for index in range(config.num_hidden_layers):
+        keys = random((batch, heads, tokens, sizes["key_dim"]))
+        cache.update(keys, random((batch, heads, tokens, sizes["value_dim"])), index)
+
+
+class Decoding:
+    """A model that decodes greedily with one cache.
+
+    Args:
+        prompt: [batch, tokens], int64; its last token is the first that a step takes.
+        random: random keys and values in place of a prefill.
+        room: steps that will be taken, for caches that must know.
+
+    Attributes:
+        token: [batch, 1], what the next step takes.
+    """
+
+    def __init__(
+        self, model: Any, kind: CacheKind, prompt: torch.Tensor, random: bool = True, room: int = 64
+    ) -> None:
+        self.model, self.kind, self.device = model, kind, prompt.device
+        self.token = prompt[:, -1:]
+        self.before()
+        self.cache = kind.make(model.config, prompt.shape[1] + room + 8)
+        if random:
+            fill_random(self.cache, model, *prompt.shape)
+        else:
+            self.logits(prompt)
+
+    def before(self) -> None:
+        """Give the model the attention that this cache is used with; not part of a step's time."""
+        now = self.model.config.get_text_config(decoder=True)._attn_implementation
+        if now != self.kind.attention:
+            self.model.set_attn_implementation(self.kind.attention)
+
+    def step(self) -> torch.Tensor:
+        """Decode one token; return the logits [batch, vocab]."""
+        logits = self.logits(self.token)
+        self.token = logits.argmax(-1, keepdim=True)
+        return logits
+
+    @torch.no_grad()
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Run ids [batch, tokens] through the model; return the last logits [batch, vocab]."""
+        out = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1]
+
+    def finite(self) -> Verdict:
+        """Take a step; logits that are not finite are wrong."""
+        self.before()
+        wrong = not torch.isfinite(self.step()).all()
+        return Verdict(self.kind.name, float(wrong), 0.0)
+
+
 # -- the gate
 
 
@@ -37,36 +106,30 @@ def logit_verdicts(model: Any) -> Iterator[Verdict]:
     """Decode the same tokens with every paged cache and compare the logits.
 
     Exact pages are compared with DynamicCache, every other format with the same pages read by the reference kernel.
-    Greedy tokens must be equal too, unless the two best logits are closer than twice the difference.
     """
     prompt = random_prompt(model.config.vocab_size, 1, PROMPT, model.device)
+    tokens: list[torch.Tensor] = []
 
-    def decode(
-        name: str, kernel: str, tokens: Sequence[torch.Tensor] = ()
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        decoding = Decoding(model, cache_kind(name, kernel), prompt)
-        fed, logits = [], []
+    def decode(name: str, kernel: str = "auto") -> torch.Tensor:
+        decoding = Decoding(model, cache_kind(name, kernel), prompt, random=False)
+        logits = []
         for step in range(STEPS):
-            decoding.token = tokens[step] if tokens else decoding.token
-            fed.append(decoding.token)
+            if step == len(tokens):  # the first cache decides
+                tokens.append(decoding.token)
+            decoding.token = tokens[step]
             logits.append(decoding.step()[0].double())
-        return fed, torch.stack(logits)  # [steps, vocab]
+        return torch.stack(logits)  # [steps, vocab]
 
-    tokens, exact = decode("dynamic", "auto")
+    exact = decode("dynamic")
     latent = hasattr(model.config, "kv_lora_rank")
     for name in LATENT_CACHES if latent else cache_names():
-        right = exact if name == "paged_exact" else decode(name, "reference", tokens)[1]
-        found = decode(name, "auto", tokens)[1]
-        apart = (found - right).abs().amax(-1)
-        best = right.topk(2).values
-        clear = best[:, 0] - best[:, 1] > 2 * apart
-        other = bool((clear & (found.argmax(-1) != right.argmax(-1))).any())
-        error = float("inf") if other else float(apart.max() / right.abs().max())
-        yield Verdict(name, error, ALLOWED[model.device.type, model.dtype.itemsize])
+        right = exact if name == "paged_exact" else decode(name, "reference")
+        apart = (decode(name) - right).abs().max() / right.abs().max()
+        yield Verdict(name, float(apart), ALLOWED[model.device.type, model.dtype.itemsize])
 
 
 @functools.lru_cache(maxsize=1)
-def _judged(model: str, device: torch.device) -> list[Verdict]:
+def judged(model: str, device: torch.device) -> list[Verdict]:
     """Judge a model once in fp32, a random one with two layers, and once as it is timed."""
     if model in RANDOM_MODELS:
         few = {"num_hidden_layers": 2, "vocab_size": 1024}
@@ -78,43 +141,28 @@ def _judged(model: str, device: torch.device) -> list[Verdict]:
 
 def right_logits(device: torch.device, model: str, **others: Any) -> list[Verdict]:
     """Return the verdicts on a model's logits with every paged cache."""
-    return _judged(model, device)
+    return judged(model, device)
 
 
 # -- whole steps
 
 
 def filled(device: torch.device, model: str, context: int, kind: CacheKind) -> Decoding:
-    """Return a model with a cache of random keys and values: what a step costs does not depend on the numbers."""
+    """Return a model with a cache of random keys and values."""
     loaded = load(model, device, "bfloat16")
-    prompt = random_prompt(loaded.config.vocab_size, 1, context, device)
-    return Decoding(loaded, kind, prompt, fill="random")
-
-
-def finite(decoding: Decoding) -> Verdict:
-    """Take a step; logits that are not finite are wrong."""
-    decoding.before()
-    wrong = not torch.isfinite(decoding.step()).all()
-    return Verdict(decoding.kind.name, float(wrong), 0.0)
-
-
-def weights(model: str) -> str:
-    """Return "random" or "real"."""
-    return "random" if model in RANDOM_MODELS else "real"
+    return Decoding(loaded, kind, random_prompt(loaded.config.vocab_size, 1, context, device))
 
 
 def timed_steps(
     found: Sequence[Decoding], model: str, label: str = "cache", ms: str = "step_ms"
 ) -> list[Fields]:
     """Return the row of each cache, whose steps took turns; ratios are to the first."""
-    contenders = [
-        Contender(one.kind.name, one.step, one.before, functools.partial(finite, one))
-        for one in found
-    ]
-    facts = {"weights": weights(model), "batch": 1, "dtype": "bfloat16", "fill": "random"}
+    contenders = [Contender(one.kind.name, one.step, one.before, one.finite) for one in found]
+    weights = "random" if model in RANDOM_MODELS else "real"
+    facts = {"weights": weights, "batch": 1, "dtype": "bfloat16", "fill": "random"}
     rows = in_turns(contenders, ROUNDS, found[0].device, label=label, ms=ms)
     return [
-        {**row, **facts, "kernel": kernel_of(one.cache), "kv_bytes": one.kv_bytes}
+        {**row, **facts, "kernel": kernel_of(one.cache), "kv_bytes": held_bytes(one.cache)}
         for one, row in zip(found, rows, strict=True)
     ]
 
@@ -134,11 +182,15 @@ def generate(device: torch.device, model: str, context: int) -> Iterator[Fields]
     names = ("dynamic", *LATENT_CACHES) if latent else all_cache_names()
     kinds = [cache_kind(name) for name in names if why_not(name, device) is None]
     found = [filled(device, model, context, kind) for kind in kinds]
+    transient = []
     for one in found:
-        one.note_peak()
-    for one, row in zip(found, timed_steps(found, model), strict=True):
-        per_token = one.kv_bytes / one.tokens
-        yield {**row, "bytes_per_token": per_token, "transient_bytes": one.transient_bytes}
+        one.before()
+        meter = Meter(device)
+        one.step()
+        transient.append(meter.peak())
+    for one, row, peak in zip(found, timed_steps(found, model), transient, strict=True):
+        per_token = row["kv_bytes"] / int(one.cache.get_seq_length())
+        yield {**row, "bytes_per_token": per_token, "transient_bytes": peak}
 
 
 workload(
@@ -175,15 +227,34 @@ def reading(device: torch.device, model: str, context: int, read_tokens: int) ->
 # -- pages outside of the device
 
 
-def with_options(**options: Any) -> CacheKind:
-    """Return the kind of a paged cache of these options, named by them."""
+@dataclass(frozen=True)
+class Held:
+    """A cache behind three steps, when all buffers are made: their logits, and what memory it takes where."""
+
+    decoding: Decoding
+    logits: torch.Tensor
+    fields: Fields
+
+
+def held(device: torch.device, model: str, context: int, options: Fields) -> Held:
+    """Fill a paged cache of these options, and take three steps."""
+    meter = Meter(device)
     name = ", ".join(f"{name}={value}" for name, value in options.items())
-    return CacheKind(name, "sdpa", lambda config, _: PagedCache(config, **options))
-
-
-def three_steps(decoding: Decoding) -> torch.Tensor:
-    """Return the logits of three steps, behind which all buffers are made."""
-    return torch.stack([decoding.step() for _ in range(3)])
+    kind = CacheKind(name, "sdpa", lambda config, _: PagedCache(config, **options))
+    decoding = filled(device, model, context, kind)
+    meter.restart()
+    logits = torch.stack([decoding.step() for _ in range(3)])
+    memory, layers = decoding.cache.memory(), decoding.cache.paged_layers
+    fields = {
+        **{name: options.get(name) for name in ("offload", "device_bytes", "read_tokens")},
+        "page_bytes": memory.payload + memory.scales + memory.staging,
+        "total_bytes": memory.total,
+        "offloaded_bytes": memory.offloaded,
+        "layers_outside": sum(layer.storage.offloaded_bytes > 0 for layer in layers),
+        "resident_bytes": meter.grown(),
+        "resident_peak_stepping": meter.peak(),
+    }
+    return Held(decoding, logits, fields)
 
 
 @workload(
@@ -207,140 +278,24 @@ def offload(
     if mallopt is not None:  # freed blocks go back to the system, or growth would say little
         mallopt(M_MMAP_THRESHOLD, 1 << 18)
     load(model, device, "bfloat16")
-    found: list[Decoding] = []
-    held: list[Fields] = []
-    right = torch.empty(0)
-
-    def add(**options: Any) -> None:
-        nonlocal right
-        meter = Meter(device)
-        one = filled(device, model, context, with_options(keys=keys, **options))
-        meter.restart()
-        logits = three_steps(one)
-        right = right if found else logits
-        if "read_tokens" not in options:  # the same pages wherever they lie: not a bit may differ
-            check([Verdict(one.kind.name, float(not torch.equal(logits, right)), 0.0)])
-        memory, layers = one.cache.memory(), one.cache.paged_layers
-        found.append(one)
-        held.append(
-            {
-                **{name: options.get(name) for name in ("offload", "device_bytes", "read_tokens")},
-                "page_bytes": memory.payload + memory.scales + memory.staging,
-                "total_bytes": memory.total,
-                "offloaded_bytes": memory.offloaded,
-                "layers_outside": sum(layer.storage.offloaded_bytes > 0 for layer in layers),
-                "resident_bytes": meter.grown(),
-                "resident_peak_stepping": meter.peak(),
-            }
-        )
-
-    add()
+    inside = held(device, model, context, {"keys": keys})
+    cases = [inside]
     for place in ("cpu", "disk") if device.type == "cuda" else ("disk",):
-        add(offload=place)
-        if read_tokens:
-            add(offload=place, read_tokens=read_tokens)
-        for share in () if read_tokens else SHARES:
-            add(offload=place, device_bytes=int(share * held[0]["page_bytes"]))
-    rows = timed_steps(found, model)
-    for fields, row in zip(held, rows, strict=True):
+        more: list[Fields] = [{}, {"read_tokens": read_tokens}]
+        if not read_tokens:
+            budgets = [int(share * inside.fields["page_bytes"]) for share in SHARES]
+            more = [{}, *({"device_bytes": size} for size in budgets)]
+        for options in more:
+            given = {"keys": keys, "offload": place, **options}
+            cases.append(case := held(device, model, context, given))
+            if "read_tokens" not in options:  # the same pages wherever they lie
+                wrong = not torch.equal(case.logits, inside.logits)
+                check([Verdict(case.decoding.kind.name, float(wrong), 0.0)])
+    rows = timed_steps([case.decoding for case in cases], model)
+    for case, row in zip(cases, rows, strict=True):
         kind = "offload_reading" if read_tokens else "offload"
         ratio = row["step_ms_p50"] / rows[0]["step_ms_p50"]
-        yield {**row, **fields, "kind": kind, "ratio_to_none": ratio}
-
-
-# -- beams
-
-
-class Beams:
-    """A cache of some beams with one history, and no model: new order of rows, then one token more.
-
-    Args:
-        shape, layers: sizes of the cache.
-        beams: rows; all begin with the same `context` random tokens.
-    """
-
-    def __init__(
-        self,
-        kind: CacheKind,
-        shape: AttentionShape,
-        layers: int,
-        beams: int,
-        context: int,
-        device: torch.device,
-    ) -> None:
-        self.kind, self.beams, self.shape = kind, beams, shape
-        self.numbers, self.choices = torch.Generator(device).manual_seed(0), random.Random(0)
-        self.cache = kind.make(self.shape.config(layers), context + 64)
-        for layer in range(layers):
-            self.cache.update(*self._states(1, context), layer)
-        self.cache.batch_repeat_interleave(beams)
-        self.prepare()
-        self.step()  # rows get copies of what is not shared, and storage room for what follows
-
-    def _states(self, rows: int, tokens: int) -> torch.Tensor:
-        size = (2, rows, self.shape.num_kv_heads, tokens, self.shape.head_dim)
-        numbers = torch.randn(size, generator=self.numbers, device=self.numbers.device)
-        return numbers.to(torch.bfloat16)
-
-    def prepare(self) -> None:
-        """Draw the next step's order of rows (some continue twice, some not at all) and its tokens."""
-        order = [self.choices.randrange(self.beams) for _ in range(self.beams)]
-        self.order = torch.tensor(order, device=self.numbers.device)
-        self.new = [tuple(self._states(self.beams, 1)) for _ in self.cache.layers]
-
-    def step(self) -> None:
-        """Let row i continue row order[i], and append one token to every row, in all layers."""
-        self.cache.reorder_cache(self.order)
-        for layer, (keys, values) in enumerate(self.new):
-            self.cache.update(keys, values, layer)
-
-
-BEAM_CACHES = ("dynamic", "paged_exact", "paged_int4")
-
-
-def equal_beams(device: torch.device, shape: str, beams: int, **others: Any) -> Iterator[Verdict]:
-    """Take the same random steps with every cache, and compare what they hold."""
-    kinds = [cache_kind(name) for name in BEAM_CACHES]
-    yield from beam_verdicts(kinds, SHAPES[shape], beams, device)
-
-
-def beam_verdicts(
-    kinds: Sequence[CacheKind], shape: AttentionShape, beams: int, device: torch.device
-) -> Iterator[Verdict]:
-    """Judge all caches but the first, DynamicCache, behind 140 steps.
-
-    A cache must hold, bit for bit, what a new one of the same formats holds when it is given DynamicCache's keys and
-    values at once: rows that share pages are rows all the same.
-    """
-    found = [Beams(kind, shape, 2, beams, 150, device) for kind in kinds]
-    for each in found:
-        for _ in range(140):
-            each.prepare()
-            each.step()
-    for each in found[1:]:
-        fresh = each.kind.make(each.shape.config(2), 0)
-        for index, layer in enumerate(found[0].cache.layers):
-            fresh.update(layer.keys, layer.values, index)
-        pairs = zip(each.cache.layers, fresh.layers, strict=True)
-        same = [torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs]
-        yield Verdict(each.kind.name, float(not all(same)), 0.0)
-
-
-@workload(
-    "beams",
-    grid=[{"shape": ["smollm2"], "beams": [4], "context": [512, 2048, 8192, 32768]}],
-    gate=equal_beams,
-    columns="cache step_ms_p50 ratio_to_dynamic kv_bytes",
-)
-def beams(device: torch.device, shape: str, beams: int, context: int) -> Iterator[Fields]:
-    """What beam search asks of a cache in each step, by length of the context."""
-    heads, layers = SHAPES[shape], SHAPES[shape].layers
-    kinds = [cache_kind(name) for name in BEAM_CACHES]
-    found = [Beams(kind, heads, layers, beams, context, device) for kind in kinds]
-    contenders = [Contender(one.kind.name, one.step, one.prepare) for one in found]
-    rows = in_turns(contenders, ROUNDS, device, label="cache", ms="step_ms")
-    for one, row in zip(found, rows, strict=True):
-        yield {**row, "layers": layers, "dtype": "bfloat16", "kv_bytes": held_bytes(one.cache)}
+        yield {**row, **case.fields, "kind": kind, "ratio_to_none": ratio}
 
 
 # -- memory
@@ -367,4 +322,4 @@ def memory(device: torch.device, model: str, cache: str, context: int, **how: An
     load.cache_clear()
     how |= {"device": str(device), "threads": torch.get_num_threads()}
     named = RANDOM_MODELS[model] if model in RANDOM_MODELS else folder_of(model)
-    return [{**measure_footprint(named, cache, context, speed=False, **how), "model": model}]
+    return [{**measure_footprint(named, cache, context, **how), "model": model}]

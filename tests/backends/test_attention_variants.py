@@ -1,8 +1,6 @@
 """What models ask of attention beside plain causal softmax, over pages and on dense tensors, against float64."""
 
 import itertools
-import sys
-import types
 
 import pytest
 import rounding
@@ -14,9 +12,7 @@ import kv_hf
 from kv_hf.backends.cpu import library
 from kv_hf.backends.error_bound import Rounding, Tokens, attend_exactly
 from kv_hf.cache.cross import CrossCache
-from kv_hf.hf import dense
 from kv_hf.hf.attention import kv_hf_attention
-from kv_hf.notices import forget
 
 HEADS, KV_HEADS, DIM, ROWS, LENGTH = 4, 2, 16, 2, 53
 KERNELS = [
@@ -205,53 +201,6 @@ def test_handles_of_a_cross_layer_are_one_pair_until_the_layer_changes():
     assert layer.keys is None
 
 
-def test_argument_that_only_the_eager_function_reads_reaches_it(monkeypatch):
-    """sdpa swallows arguments that it does not know: sinks of each query, for one, would be lost in silence."""
-    home = types.ModuleType("home_of_a_model")
-
-    def eager_attention_forward(
-        module, query, key, value, mask, scaling=None, sinks=None, **kwargs
-    ):
-        seen.append((type(key), sinks, mask))
-        return query.transpose(1, 2), None
-
-    home.eager_attention_forward = eager_attention_forward
-    monkeypatch.setitem(sys.modules, home.__name__, home)
-    members = {"__module__": home.__name__, "num_key_value_groups": HEADS // KV_HEADS}
-    kind = type("Attention", (torch.nn.Module,), members)
-    seen: list = []
-    (keys, values), exact, _ = filled(3)
-    query, sinks = numbers(ROWS, HEADS, 3, DIM), numbers(ROWS, HEADS, 3, 1)
-    with pytest.warns(kv_hf.KVCacheWarning, match="densely because the model passes sinks"):
-        kv_hf_attention(kind(), query, keys, values, None, scaling=1.0, sinks=sinks)
-    kv_hf_attention(kind(), query, *exact, None, scaling=1.0, sinks=sinks)
-    assert [kind for kind, _, _ in seen] == [torch.Tensor] * 2
-    assert all(given is sinks for _, given, _ in seen)
-    assert torch.equal(seen[0][2], seen[1][2]) and seen[0][2].shape == (1, 1, 3, LENGTH + 3)
-    count = len(seen)
-    kv_hf_attention(kind(), query, *exact, None, scaling=1.0, position_ids=torch.arange(3))
-    assert len(seen) == count  # nothing there that sdpa lacks
-
-
-def test_eager_attention_of_an_encoder_sees_all_tokens():
-    """Without a mask an encoder's queries see what comes behind them, where attention weights are asked for too."""
-    from transformers.models.bart import modeling_bart
-
-    kind = type("Encoder", (torch.nn.Module,), {"__module__": modeling_bart.__name__})
-    query, keys, values = numbers(3, ROWS, HEADS, 7, DIM)
-    for causal in (True, False):
-        attention = kind()
-        attention.is_causal = causal
-        found, weights = kv_hf_attention(
-            attention, query, keys, values, None, scaling=0.3, output_attentions=True
-        )
-        want = torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, scale=0.3, is_causal=causal
-        )
-        rounding.assert_close(found, want.transpose(1, 2))
-        assert bool((weights[..., 0, 1] > 0).all()) is not causal
-
-
 def test_call_overrules_the_module_about_causality():
     (keys, values), exact, _ = filled(5)
     query = numbers(ROWS, HEADS, 5, DIM, seed=2)
@@ -262,19 +211,3 @@ def test_call_overrules_the_module_about_causality():
     assert torch.equal(outs[0], outs[1])
     assert not torch.allclose(outs[0][:, 0], outs[2][:, 0], atol=1e-3)
     rounding.assert_close(outs[0][:, -1], outs[2][:, -1])
-
-
-def test_known_arguments_of_sdpa_are_not_taken_for_unknown_ones():
-    """position_bias goes to sdpa itself where that one takes it, and never gets lost where it does not."""
-    forget()
-    query, keys, values = numbers(3, ROWS, HEADS, 7, DIM)
-    bias = numbers(1, HEADS, 7, 7, seed=5)
-    attention = module()
-    attention.num_key_value_groups = 1
-    found = dense.dense_attention(
-        attention, query, keys, values, None, {"scaling": 0.3, "position_bias": bias}
-    )[0]
-    scores = query @ keys.transpose(2, 3) * 0.3 + bias
-    hidden = ~torch.ones(7, 7, dtype=torch.bool).tril()
-    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
-    rounding.assert_close(found, want.transpose(1, 2))

@@ -13,17 +13,11 @@ import tiny_models
 from transformers import GenerationConfig
 
 import kv_hf
-from kv_hf.cache_options import CacheOptions, option_parameters
 from kv_hf.config import CacheConfig
 from kv_hf.errors import CacheOptionError
 
 SHOWING = (kv_hf.PagedCache, kv_hf.CrossCache, kv_hf.PagedEncoderDecoderCache, kv_hf.register_cache)
 SIZES = {"reserve_tokens": "32k", "max_length": "8k", "device_bytes": "2GiB"}
-
-
-def test_cache_options_are_the_fields_of_cache_config():
-    fields = [field.name for field in dataclasses.fields(CacheConfig)]
-    assert ["keys", "values", *CacheOptions.__annotations__] == fields
 
 
 @pytest.mark.parametrize("function", SHOWING, ids=lambda one: one.__name__)
@@ -34,13 +28,6 @@ def test_signature_shows_every_option_with_its_default(function):
         if field.name not in ("keys", "values"):
             assert shown[field.name].default == field.default
     assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
-
-
-def test_signature_of_cache_config_has_the_types_that_may_be_given():
-    shown = inspect.signature(CacheConfig).parameters
-    for name, kind in CacheOptions.__annotations__.items():
-        assert shown[name].annotation == kind
-    assert [one.name for one in option_parameters()] == list(CacheOptions.__annotations__)
 
 
 def test_signature_of_a_subclass_is_its_own():

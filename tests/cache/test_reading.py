@@ -449,7 +449,7 @@ def test_a_plugin_backend_without_a_choice_takes_the_reference(model, reads):
         ({"read_share": float("nan")}, "read_share must be a number"),
         ({"read_top_p": 1.0}, "read_top_p must be a number between 0 and 1"),
         ({"read_top_p": -0.5}, "read_top_p must be a number between 0 and 1"),
-        ({"read_tokens": 2048, "read_share": 0.5}, "two ways to bound"),
+        ({"read_tokens": 2048, "read_share": 0.5}, "read_tokens=.* does not go with read_share"),
         ({"read_from": 100}, "read_from=100 has nothing to do"),
         ({"read_tokens": 2048, "read_from": 0}, "read_from must be an integer of at least 1"),
     ],

@@ -92,13 +92,10 @@ def test_cache_config_prints_what_was_given():
     assert "sink_tokens=4" in repr(given)
 
 
-def test_plan_prints_a_line_per_cache_and_its_notes():
+def test_plan_prints_the_table_of_the_command(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     made = kv_hf.plan("llama-3.1-8b", batch=2, context="32k", device_memory="24GiB")
     lines = str(made).splitlines()
-    assert lines[0].startswith(
-        "llama-3.1-8b: 2 rows of 32,768 tokens, weights 14.96 GiB, 24.00 GiB"
-    )
-    assert "  dynamic: 8.00 GiB, fits" in lines
-    row = made.row("paged_int4")
-    assert f"  paged_int4: 2.20 GiB, dynamic takes {row.ratio:.2f} times as much, fits" in lines
-    assert sum(line.startswith("  note: ") for line in lines) == len(made.notes)
+    assert lines[0] == "llama-3.1-8b (llama, bfloat16): batch 2, context 32,768"
+    row = next(line.split() for line in lines if line.startswith("paged_int4 "))
+    assert row[2:5] == ["2.20", "GiB", f"{made.row('paged_int4').ratio:,.2f}x"]

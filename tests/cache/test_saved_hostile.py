@@ -1,11 +1,10 @@
-"""Damaged and forged files of saved caches: refused with a CacheFileError, before anything is allocated."""
+"""Damaged and forged files of saved caches: refused with a CacheFileError, with no memory beyond their own size."""
 
 import copy
 import hashlib
 import json
 import os
 import random
-import tracemalloc
 
 import pytest
 import safetensors.torch
@@ -17,10 +16,9 @@ from test_sliding import make as make_sliding
 from tiny_models import left_padded, tokens
 
 import kv_hf
-from kv_hf.cache.saved import container
+from kv_hf.cache.saved import _checksum
 
 PAGE = 16
-LIMIT = 1 << 18  # of a header, where parsing a full one would take long
 
 
 @pytest.fixture(scope="module")
@@ -44,33 +42,35 @@ def path(tmp_path):
 
 
 def refused(path, data, model, match="cannot be loaded"):
-    """Check that loading `data` is refused, and that next to nothing was allocated for it."""
+    """Check that loading `data` is refused, and that no more than its own size was allocated for it."""
     path.write_bytes(data)
     with NewTensors() as made, pytest.raises(kv_hf.CacheFileError, match=match) as raised:
         kv_hf.PagedCache.load(path, model)
     assert made.largest <= max(4096, len(data))
     assert str(path) in str(raised.value) and len(str(raised.value)) < 1200
-    return made
 
 
 def split(data):
-    """(header as JSON, description as JSON, bytes of the tensors without the checksum)"""
+    """(header as JSON, description as JSON, bytes of the tensors)"""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
-    return header, json.loads(header["__metadata__"]["cache"]), data[end:-32]
+    return header, json.loads(header["__metadata__"]["cache"]), data[end:]
 
 
 def joined(header, description, tensors):
-    """A file of these parts, with the right checksum: what a forger writes."""
+    """A file of these parts with right checksums: what a forger writes."""
     header = copy.deepcopy(header)
+    metadata = header.get("__metadata__")
     if description is not None:
-        header["__metadata__"]["cache"] = json.dumps(description)
-    return sealed(json.dumps(header).encode(), tensors)
-
-
-def sealed(text, tensors):
-    data = len(text).to_bytes(8, "little") + text + tensors
-    return data + hashlib.sha256(data).digest()
+        for name, digest in description.get("tensors", {}).items():
+            if name in header and isinstance(digest, str):
+                begin, end = header[name]["data_offsets"]
+                description["tensors"][name] = hashlib.sha256(tensors[begin:end]).hexdigest()
+        metadata["cache"] = json.dumps(description)
+    if isinstance(metadata, dict):
+        metadata["checksum"] = _checksum(metadata)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + tensors
 
 
 def test_what_a_forger_joins_loads(saved, model, path):
@@ -83,24 +83,22 @@ def test_what_a_forger_joins_loads(saved, model, path):
 
 def test_truncated_files_are_refused(saved, model, path):
     end = 8 + int.from_bytes(saved[:8], "little")
-    cuts = {0, 1, 7, 8, 9, end - 1, end, end + 1, len(saved) - 33, len(saved) - 32, len(saved) - 1}
-    cuts |= {len(saved) * i // 40 for i in range(40)}
+    cuts = {0, 1, 7, 8, 9, end - 1, end, end + 1, len(saved) - 1}
+    cuts |= {len(saved) * i // 20 for i in range(20)}
     for cut in sorted(cuts):
-        made = refused(path, saved[:cut], model, "cut off")
-        assert not made.total
-    refused(path, saved + b"\0", model, "appended")
-    refused(path, saved + saved, model, "appended")
+        refused(path, saved[:cut], model, "cut off")
+    refused(path, saved + b"\0", model, "no saved cache")
 
 
 def test_flipped_bits_are_found_wherever_they_are(saved, model, path):
     chosen = random.Random(0)
     end = 8 + int.from_bytes(saved[:8], "little")
-    places = [chosen.randrange(8 * end) for _ in range(150)]
-    places += [chosen.randrange(8 * end, 8 * len(saved)) for _ in range(100)]
-    for place in [*range(64), *places, 8 * len(saved) - 1]:
+    places = [chosen.randrange(8 * end) for _ in range(80)]
+    places += [chosen.randrange(8 * end, 8 * len(saved)) for _ in range(60)]
+    for place in [*range(0, 64, 5), *places, 8 * len(saved) - 1]:
         data = bytearray(saved)
         data[place // 8] ^= 1 << (place % 8)
-        assert not refused(path, bytes(data), model).total
+        refused(path, bytes(data), model)
 
 
 def test_swapped_pieces_are_found(saved, model, path):
@@ -116,7 +114,7 @@ def test_swapped_pieces_are_found(saved, model, path):
 
 def test_other_files_are_refused(model, path, tmp_path):
     for data in (b"", b"\x80\x04\x95", b"PK\x03\x04" + bytes(100), b"{}" * 50, os.urandom(4000)):
-        assert not refused(path, data, model).total
+        refused(path, data, model)
     safetensors.torch.save_file({"a": torch.zeros(3)}, path)
     refused(path, path.read_bytes(), model, "not a saved cache")
     with pytest.raises(FileNotFoundError):
@@ -133,74 +131,17 @@ def test_a_pipe_is_refused_without_waiting_for_it(model, tmp_path):
         kv_hf.PagedCache.load(tmp_path / "pipe", model)
 
 
-@pytest.mark.parametrize("version", ["1", "3"])
+@pytest.mark.parametrize("version", ["2", "4", None])
 def test_another_file_version_is_refused(saved, model, path, version):
-    """Version 1 did not say which adapters were active."""
     header, description, tensors = split(saved)
-    header["__metadata__"].update(version=version, kv_hf="9.9")
-    refused(
-        path,
-        joined(header, description, tensors),
-        model,
-        f"file version '{version}', written by kv_hf '9.9'",
-    )
-    del header["__metadata__"]["version"]
-    refused(path, joined(header, description, tensors), model, "file version None")
+    header["__metadata__"].update(version=version or "", kv_hf="9.9")
+    said = f"file version '{version or ''}', written by kv_hf '9.9'"
+    refused(path, joined(header, description, tensors), model, said)
 
 
 # -- headers -------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    "length", [container.HEADER_LIMIT + 1, 10**8, 1 << 40, 1 << 63, (1 << 64) - 1]
-)
-def test_huge_headers_are_not_read(saved, model, path, length):
-    tracemalloc.start()
-    refused(
-        path, length.to_bytes(8, "little") + saved[8:], model, f"at most {container.HEADER_LIMIT}"
-    )
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 2**20
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        (b"[" * LIMIT, "recursion"),
-        (b'{"a":' * (LIMIT // 5), "recursion"),
-        (b"[" + b"[]," * (LIMIT // 3 - 2) + b"[]]", "no JSON object"),
-        (b"1" * 100_000, "no proper JSON"),
-        (b'"' + b"\\ud800" * (LIMIT // 7) + b'"', "no JSON object"),
-        (b"\xff\xfe{}", "no proper JSON"),
-        (b"NaN", "NaN is not allowed"),
-        (b'{"a":-Infinity}', "-Infinity is not allowed"),
-        (b"null", "no JSON object"),
-        (b"{", "no proper JSON"),
-        (b"", "no proper JSON"),
-        (b'{"__metadata__":{},"__metadata__":{}}', "occurs twice"),
-        (b'{"__metadata__":{"a":"","a":""}}', "occurs twice"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_hostile_json_is_refused(model, path, text, match, monkeypatch):
-    """Parsed, it may take a multiple of its length; the limit of the length bounds that."""
-    monkeypatch.setattr(container, "HEADER_LIMIT", LIMIT)
-    tracemalloc.start()
-    refused(path, sealed(text, b""), model, match)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 48 * LIMIT
-
-
 NAME = "layers.1.keys.codes"
-
-
-def change_offsets(by):
-    def change(entry, header):
-        entry["data_offsets"] = [entry["data_offsets"][0] + by, entry["data_offsets"][1] + by]
-
-    return change
 
 
 def put(**values):
@@ -210,41 +151,20 @@ def put(**values):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (put(shape=[1 << 40, 2, 16, 8]), "its offsets are"),
-        (put(shape=[1 << 62, 1 << 62, 1 << 62, 1 << 62]), "impossible shape"),
-        (put(shape=[-1, 2, 16, 8]), "impossible shape"),
-        (put(shape=[1] * 9), "impossible shape"),
-        (put(shape=[2.0, 2, 16, 8]), "impossible shape"),
-        (put(shape=[True, 2, 16, 8]), "impossible shape"),
-        (put(shape="6"), "impossible shape"),
-        (put(shape=None), "impossible shape"),
-        (put(dtype="I8"), "is I8 .* expected U8"),
-        (put(dtype="F4"), "unknown dtype"),
-        (put(dtype=["U8"]), "unknown dtype"),
-        (put(data_offsets=[0, 1 << 62]), "its offsets are"),
-        (put(data_offsets=[1 << 62, 0]), "its offsets are"),
-        (put(data_offsets=[-8, 8]), "impossible offsets"),
-        (put(data_offsets=[0]), "impossible offsets"),
-        (put(data_offsets=None), "impossible offsets"),
-        (put(more=1), "must have dtype, shape and data_offsets"),
-        (change_offsets(16), "begins at"),
-        (change_offsets(-16), "begins at"),
-        (lambda entry, header: header.update({NAME: [1]}), "must have dtype"),
-        (lambda entry, header: header.update(__metadata__=[]), "metadata"),
-        (lambda entry, header: header["__metadata__"].update(more=[]), "metadata"),
+        (put(shape=[1 << 40, 2, 16, 8]), "no saved cache"),
+        (put(shape=[-1, 2, 16, 8]), "no saved cache"),
+        (put(dtype="I8"), r"is I8 .* expected U8"),
+        (put(dtype="F4"), "no saved cache"),
+        (put(data_offsets=[0, 1 << 62]), "no saved cache"),
+        (lambda entry, header: header.update(__metadata__={}), "not a saved cache"),
         (lambda entry, header: header.pop("__metadata__"), "not a saved cache"),
-        (lambda entry, header: header.pop("checksum"), "tensors take"),
-        (lambda entry, header: header.pop(NAME), "begins at"),
+        (lambda entry, header: header.pop(NAME), "no saved cache"),
         (lambda entry, header: header.update(x=header.pop(NAME)), f"'{NAME}' is missing"),
         (
             lambda entry, header: header.update(
                 x={"dtype": "U8", "shape": [0], "data_offsets": entry["data_offsets"][:1] * 2}
             ),
-            "does not belong",
-        ),
-        (
-            lambda entry, header: header.update(checksum={**header["checksum"], "shape": [4, 8]}),
-            "no checksum",
+            "belong to no cache",
         ),
         (
             lambda entry, header: entry.update(shape=[entry["shape"][0], 2, 8, 16]),
@@ -258,14 +178,16 @@ def test_forged_headers_are_refused(saved, model, path, change, match):
     refused(path, joined(header, None, tensors), model, match)
 
 
-def test_a_checksum_elsewhere_is_refused(saved, model, path):
+@pytest.mark.parametrize("text", [b"[" * 10_000, b"1" * 10_000, b"\xff\xfe{}", b"null", b"{"])
+def test_headers_that_are_no_json_are_refused(model, path, text):
+    refused(path, len(text).to_bytes(8, "little") + text, model, "no saved cache")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 100_000, '{"a": NaN}', "null"])
+def test_descriptions_that_are_no_json_are_refused(saved, model, path, text):
     header, _, tensors = split(saved)
-    for name, entry in header.items():
-        if name != "__metadata__":
-            entry["data_offsets"] = [place + 32 for place in entry["data_offsets"]]
-    header["checksum"]["data_offsets"] = [0, 32]
-    text = json.dumps(header).encode()
-    refused(path, sealed(text, (bytes(32) + tensors)[:-32]), model, "not the last tensor")
+    header["__metadata__"]["cache"] = text
+    refused(path, joined(header, None, tensors), model)
 
 
 # -- descriptions --------------------------------------------------------------------------------------------
@@ -285,45 +207,42 @@ def set_at(*where):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (set_at("groups", 0, "padding", 1, lambda n: n + 1), "holds .* tokens, expected"),
-        (set_at("groups", 0, "padding", 1, -1), "rows of a group"),
-        (set_at("groups", 0, "padding", 1, 1 << 40), "rows of a group"),
-        (set_at("groups", 0, "exact", 0, 10**6), r"expected F32 \[2, 2, 1000000, 16\]"),
-        (set_at("groups", 1, "exact", 0, 3), "not its first tokens"),
-        (set_at("groups", 0, "exact", 0, True), "rows of a group"),
-        (set_at("groups", 1, "dropped", 0, lambda n: n + 1), "tokens, expected"),
-        (set_at("groups", 0, "pages", [2, 2]), "groups.0.pages"),
-        (set_at("groups", 0, "pages", [2]), "different lengths"),
-        (set_at("groups", 0, "num_pages", 10**6), "do not hold the pages"),
-        (set_at("groups", 0, "num_pages", (1 << 31) - 1), "do not hold the pages"),
-        (set_at("groups", 0, "num_pages", -1), "pages"),
+        (set_at("groups", 0, "rows", 1, "padding", lambda n: n + 1), "holds .* tokens, expected"),
+        (set_at("groups", 0, "rows", 1, "padding", -1), "greater than or equal to 0"),
+        (set_at("groups", 0, "rows", 1, "padding", 1 << 40), "less than or equal to"),
+        (set_at("groups", 0, "rows", 0, "exact", 10**6), r"expected F32 \[2, 2, 1000000, 16\]"),
+        (set_at("groups", 1, "rows", 0, "exact", 3), "not its first tokens"),
+        (set_at("groups", 0, "rows", 0, "exact", True), "valid integer"),
+        (set_at("groups", 1, "rows", 0, "dropped", lambda n: n + 1), "tokens, expected"),
+        (set_at("groups", 0, "rows", 0, "pages", 0, 10**6), "do not hold the pages"),
+        (set_at("groups", 0, "rows", 0, "pages", 0, -1), "greater than or equal to 0"),
+        (set_at("groups", 0, "rows", 0, "pages", 0, 1), "do not hold the pages"),
+        (set_at("groups", 0, "rows", 0, "pages", lambda ids: ids[:-1]), "do not hold the pages"),
+        (set_at("groups", 0, "rows", lambda rows: rows[:1]), "different batches"),
+        (set_at("groups", 0, "rows", []), "impossible"),
         (set_at("groups", 0, "window", 25), "windows"),
         (set_at("groups", lambda g: g[:1]), "windows"),
-        (set_at("groups", lambda g: g[::-1]), "groups.0.pages"),
-        (set_at("groups", []), "no rows"),
-        (set_at("groups", 0, "state", "seen", 1 << 70), "state"),
-        (set_at("groups", 0, "state", "seen", 10**6), "but more were seen"),
-        (set_at("groups", 1, "state", "seen", 29), "state"),
-        (set_at("groups", 1, "state", "seen", 30), "tokens, expected"),
-        (set_at("groups", 1, "state", "seen", 91), "tokens, expected"),
-        (set_at("groups", 0, "state", "confirmed", 10**5), "state"),
-        (set_at("groups", 0, "state", "recording", 1), "state"),
-        (set_at("groups", 0, "state", "padding_seen", [-1, 0]), "state"),
-        (set_at("groups", 0, "state", {}), "state"),
-        (set_at("layers", 0, "num_kv_heads", 1 << 50), "impossible layer"),
-        (set_at("layers", 0, "num_kv_heads", 0), "impossible layer"),
+        (set_at("groups", lambda g: g[::-1]), "windows"),
+        (set_at("groups", []), "at least 1 item"),
+        (set_at("groups", 0, "seen", 1 << 70), "groups.0.seen"),
+        (set_at("groups", 0, "seen", 10**6), "but more were seen"),
+        (set_at("groups", 1, "seen", 29), "impossible"),
+        (set_at("groups", 1, "seen", 30), "tokens, expected"),
+        (set_at("groups", 1, "seen", 91), "tokens, expected"),
+        (set_at("groups", 0, "confirmed", 10**5), "impossible"),
+        (set_at("groups", 0, "recording", 1), "valid boolean"),
+        (set_at("groups", 0, "padding_seen", [-1, 0]), "padding_seen"),
+        (set_at("groups", 0, {}), "Field required"),
+        (set_at("layers", 0, "num_kv_heads", 1 << 50), "layers.0.num_kv_heads"),
+        (set_at("layers", 0, "num_kv_heads", 0), "layers.0.num_kv_heads"),
         (set_at("layers", 0, "key_dim", 32), "expected U8"),
-        (set_at("layers", 0, "key_dtype", "U8"), "impossible dtypes"),
+        (set_at("layers", 0, "key_dtype", "U8"), "layers.0.key_dtype"),
         (set_at("layers", 0, "layer", 400), "no paged layer"),
         (set_at("layers", 0, "layer", 1), "names a layer twice"),
-        (set_at("layers", []), "no layers"),
+        (set_at("layers", []), "at least 1 item"),
         (set_at("layers", lambda found: [one for one in found if one["layer"] % 2]), "no layer of"),
-        (set_at("layers", lambda found: found[:3]), "does not belong"),
-        (set_at("layers", 0, {}), "a layer must have"),
-        (set_at("columns", 10**6), "token_ids"),
-        (set_at("columns", 3), "more were seen"),
-        (set_at("columns", "3"), "columns"),
-        (set_at("columns", None), "does not belong"),
+        (set_at("layers", lambda found: found[:3]), "belong to no cache"),
+        (set_at("tensors", {}), "does not fit its checksum"),
         (set_at("options", "page_size", 17), "power of two"),
         (set_at("options", "page_size", 1 << 40), "page_size"),
         (set_at("options", "page_size", 32), "expected U8"),
@@ -336,8 +255,8 @@ def set_at(*where):
         (set_at("options", "layers", {"9" * 5000: "exact"}), "cannot be loaded"),
         (set_at("options", "max_pages", 2), "max_pages=2"),
         (set_at("options", "shell", "true"), "shell"),
-        (set_at("options", ["keys"]), "options"),
-        (set_at("model", None), "about its model"),
+        (set_at("options", ["keys"]), "Input should be an object"),
+        (set_at("model", None), "Input should be an object"),
         (set_at("model", "config", 1), "model's config"),
         (set_at("model", "signature", {}), "model_type"),
         (set_at("model", "adapters", None), "model's adapters"),
@@ -346,25 +265,14 @@ def set_at(*where):
         (set_at("model", "adapters", "active", ["x" * 5000]), "saved with adapter"),
         (set_at("model", "adapters", "settings", "0"), "settings of these adapters differ"),
         (set_at("model", "adapters", "more", 1), "model's adapters"),
-        (set_at("model", "weights", {}), "fingerprint"),
-        (set_at("model", "weights", "samples", 5), "names or shapes"),
-        (set_at("model", "weights", "samples", lambda s: s[:-8]), "names or shapes"),
+        (set_at("model", "weights", {}), "other parameters"),
+        (set_at("model", "weights", "model.norm.weight", 5), "model.norm.weight differs"),
     ],
 )
 def test_forged_descriptions_are_refused(saved, model, path, change, match):
     header, description, tensors = split(saved)
     change(description)
     refused(path, joined(header, description, tensors), model, match)
-
-
-@pytest.mark.parametrize("ids", ["past the end", "negative", "none twice"])
-def test_forged_page_ids_are_refused(saved, model, path, ids):
-    header, description, tensors = split(saved)
-    begin, end = header["groups.0.pages"]["data_offsets"]
-    table = torch.frombuffer(bytearray(tensors[begin:end]), dtype=torch.int32)
-    table[0] = {"past the end": len(table), "negative": -1, "none twice": 1}[ids]
-    tensors = tensors[:begin] + table.numpy().tobytes() + tensors[end:]
-    refused(path, joined(header, description, tensors), model, "do not hold the pages")
 
 
 @pytest.mark.parametrize("channel", [0, 16, 255], ids=["named twice", "past the end", "far away"])
@@ -434,8 +342,14 @@ def test_any_forgery_is_refused_or_harmless(saved, model, path, data):
             parent[str(last) + "0"] = parent[last]
     try:
         whole = joined(header, description if what == "description" else None, tensors)
-    except (KeyError, TypeError, AttributeError):  # the metadata is gone: the header says it all
-        whole = sealed(json.dumps(header).encode(), tensors)
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # nothing that checksums could be made for
+        text = json.dumps(header).encode()
+        whole = len(text).to_bytes(8, "little") + text + tensors
     path.write_bytes(whole)
     with NewTensors() as made:
         try:

@@ -109,14 +109,6 @@ def test_doctor_gives_the_reason_for_a_format_that_cannot_store_such_heads(capsy
     assert "head_dim must be a multiple of 4, got 6" in printed
 
 
-def test_a_kernel_that_cannot_run_is_refused_before_anything_changes():
-    model = tiny_models.make_model("llama", num_hidden_layers=1)
-    cache = kv_hf.PagedCache(model.config, keys="int4", kernel="triton")
-    with pytest.raises(kv_hf.CacheOptionError, match="kernel='triton' cannot run here"):
-        cache.update(*torch.randn(2, 1, 2, 5, 16), 0)
-    assert cache.get_seq_length() == 0 and not cache.layers[0].is_initialized
-
-
 # models
 
 
@@ -179,8 +171,7 @@ def test_json_holds_everything(monkeypatch, capsys, tmp_path):
     code, printed = quick(capsys, "--json", "--page-size", "32")
     told = json.loads(printed)
     assert (code == 0) is told["healthy"] is (told["broken"] == [])
-    found = told["environment"]
-    assert found == {one["name"]: one["detail"] for one in told["health"]}
+    found = {one["name"]: one["detail"] for one in told["environment"]}
     assert found["torch"] == torch.__version__ and found["KV_HF_HOME"] == str(tmp_path)
     assert found["kv_hf"].startswith(kv_hf.__version__) and found["CUDA_VISIBLE_DEVICES"] == ""
     assert {"python", "system", "cpu", "gpu", "C kernel", "device cpu"} <= set(found)
@@ -193,12 +184,10 @@ def test_json_holds_everything(monkeypatch, capsys, tmp_path):
 # the command
 
 
-def test_doctor_fits_80_columns_and_shows_torchs_report_if_asked(monkeypatch, capsys):
+def test_doctor_fits_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     _, printed = quick(capsys)
     assert [line for line in printed.splitlines() if len(line) > 80 and " " in line.strip()] == []
-    assert "Why not another kernel:" in printed and "Is debug build" not in printed
-    assert "Is debug build" in quick(capsys, "--verbose")[1]
 
 
 @pytest.mark.parametrize(
@@ -211,11 +200,11 @@ def test_doctor_fits_80_columns_and_shows_torchs_report_if_asked(monkeypatch, ca
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_doctor_refuses_what_cannot_be(capsys, arguments, says):
-    with pytest.raises(SystemExit) as stop:
-        kv_hf_cli.main(["doctor", *arguments])
-    assert stop.value.code == 2
-    assert says in capsys.readouterr().err
+def test_doctor_refuses_what_cannot_be_in_one_sentence(capsys, arguments, says):
+    assert kv_hf_cli.main(["doctor", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("kv-hf doctor: error: ")
+    assert says in printed.err and printed.err.count("\n") == 1
 
 
 def test_doctor_is_installed_as_a_command():

@@ -13,11 +13,10 @@ from kv_hf.evaluation import accuracy as scorer
 from kv_hf.evaluation.accuracy import (
     ExactReference,
     Prefill,
-    Tally,
     block_interval,
     block_means,
     decoded,
-    greedy,
+    distances,
     measure_accuracy,
     measure_held,
     next_chunk,
@@ -94,23 +93,21 @@ def test_where_pages_are_chosen_tokens_go_one_by_one(amount, monkeypatch):
     assert {size for position, size in steps if position >= 59} == {1}
 
 
-def test_tally_equals_the_definitions():
+def test_distances_equal_the_definitions():
     generator = torch.Generator().manual_seed(0)
     exact, subject = (
         torch.log_softmax(torch.randn(7, 11, generator=generator, dtype=torch.float64), -1)
         for _ in range(2)
     )
     targets = torch.randint(11, (6,), generator=generator)
-    tally = Tally()
-    tally.add(exact[:4], subject[:4], targets[:4])
-    tally.add(exact[4:], subject[4:], targets[4:])
-    tally.end_text()
+    kl, same, loss, loss_exact = distances(exact, subject, targets)
     wanted = torch.nn.functional.kl_div(subject, exact, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(tally.kl[0], wanted)
-    for found, of in ((tally.loss, subject), (tally.loss_exact, exact)):
-        nll = torch.nn.functional.nll_loss(of[:6], targets, reduction="none")
-        torch.testing.assert_close(found[0], nll)
-    assert tally.same[0].tolist() == (exact.argmax(-1) == subject.argmax(-1)).tolist()
+    torch.testing.assert_close(kl, wanted)
+    for found, of in ((loss, subject), (loss_exact, exact)):
+        torch.testing.assert_close(
+            found, torch.nn.functional.nll_loss(of[:6], targets, reduction="none")
+        )
+    assert same.tolist() == (exact.argmax(-1) == subject.argmax(-1)).tolist()
 
 
 @pytest.mark.parametrize("name", ["paged_int2:page_size=16,sink_tokens=0", "dynamic"])
@@ -134,10 +131,10 @@ def test_figures_are_those_of_an_independent_loop(name):
     kind = cache_kind(name)
     found = measure_accuracy(model, ids, {"it": lambda: kind.make(model.config, 150)}, prompt)["it"]
     # both are fp32 logits, computed in chunks of other lengths
-    assert found.kl_mean == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3, abs=1e-8)
-    assert found.perplexity == pytest.approx(torch.cat(losses).mean().exp().item(), rel=1e-5)
-    assert found.tokens == 180
-    assert (found.kl_mean > 1e-4) == (name != "dynamic")
+    assert found["kl_mean"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3, abs=1e-8)
+    assert found["perplexity"] == pytest.approx(torch.cat(losses).mean().exp().item(), rel=1e-5)
+    assert found["tokens"] == 180
+    assert (found["kl_mean"] > 1e-4) == (name != "dynamic")
 
 
 def test_interval_covers_the_mean_as_often_as_it_says():
@@ -163,9 +160,14 @@ def test_perplexity_delta_is_paired():
     texts = [tokens(1, 200)[0]]
     make = {"dynamic": lambda: DynamicCache(config=model.config)}
     found = measure_accuracy(model, texts, make, 20)["dynamic"]
-    assert found.perplexity_delta == found.perplexity_delta_low == found.perplexity_delta_high == 0
-    assert found.kl_mean == found.kl_high == 0 and found.top1 == 1
-    assert found.perplexity == found.perplexity_exact > 50
+    assert (
+        found["perplexity_delta"]
+        == found["perplexity_delta_low"]
+        == found["perplexity_delta_high"]
+        == 0
+    )
+    assert found["kl_mean"] == found["kl_high"] == 0 and found["top1"] == 1
+    assert found["perplexity"] == found["perplexity_exact"] > 50
 
 
 def test_bad_texts_and_logits_are_refused():
@@ -233,14 +235,6 @@ def test_a_recorded_prefill_changes_nothing(name):
     torch.testing.assert_close(prefill.fill(cache), model(ids[None, :80]).logits[:, -1])
 
 
-def test_greedy_is_generate():
-    model = make_model("llama")
-    ids = tokens(2, 40)
-    how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    found = greedy(Prefill(model, ids), DynamicCache(config=model.config), 12)
-    assert torch.equal(found, model.generate(ids, **how)[:, 40:])
-
-
 def test_block_means_are_those_of_64_tokens():
     assert block_means(torch.arange(130.0)) == [31.5, 95.5, 128.5]
 
@@ -256,20 +250,20 @@ def folder(tmp_path_factory):
 
 
 def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
-    """Each text as if it had been measured alone; blocks of 64 tokens give the mean; continuations are generate()'s."""
+    """Each text as if it had been measured alone; blocks of 64 tokens give the mean."""
     both = {"one": sentence(450, 1), "two": sentence(450, 2)}
     monkeypatch.setattr("kv_hf.texts.load_text", lambda name: both[name])
     monkeypatch.setitem(kv_hf.texts.SETS, "pair", tuple(both))
     loaded, name = LoadedModel(str(folder)), "paged_int2:page_size=16"
-    row = loaded.accuracy(name, TextSettings("pair", 2, 190, 60), 6)
+    row = loaded.accuracy(name, TextSettings("pair", 2, 190, 60))
     assert (row["windows"], row["tokens"], list(row["texts"])) == (4, 4 * 130, list(both))
     reference = loaded.reference(TextSettings("pair", 2, 190, 60))
-    tally = score(reference, lambda: cache_kind(name).make(loaded.model.config, 196))
-    assert row["kl_mean"] == summary(tally).kl_mean
+    scored = score(reference, lambda: cache_kind(name).make(loaded.model.config, 190))
+    assert row["kl_mean"] == summary(scored)["kl_mean"]
     for number, text in enumerate(both):
-        part = tally.of([2 * number, 2 * number + 1])
-        assert row["texts"][text]["kl_high"] == summary(part).kl_high
-        kl = torch.cat(part.kl).mean().item()
+        part = scored[2 * number : 2 * number + 2]
+        assert row["texts"][text]["kl_high"] == summary(part)["kl_high"]
+        kl = torch.cat([one.kl for one in part]).mean().item()
         assert row["texts"][text]["kl_mean"] == kl
         sizes = (64, 64, 2)
         blocks = [sum(s * b for s, b in zip(sizes, w, strict=True)) for w in row["kl_blocks"][text]]
@@ -277,11 +271,9 @@ def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
     means = {text: one["kl_mean"] for text, one in row["texts"].items()}
     assert row["worst_text"] == max(means, key=means.get)
     assert (
-        row["text_digest"]
-        != loaded.accuracy(name, TextSettings("one", 2, 190, 60), 0)["text_digest"]
+        row["text_digest"] != loaded.accuracy(name, TextSettings("one", 2, 190, 60))["text_digest"]
     )
-    exact = loaded.accuracy("paged_exact", TextSettings("pair", 2, 190, 60), 6)
-    assert (exact["divergence_mean"], exact["divergence_tokens"]) == (6.0, 6)
+    exact = loaded.accuracy("paged_exact", TextSettings("pair", 2, 190, 60))
     assert row["stored_bits"] < exact["stored_bits"] and row["kv_heads"] == 2
     with pytest.raises(ValueError, match="'offloaded' cannot run here"):
         loaded.accuracy("offloaded", TextSettings("pair", 2, 190, 60))
@@ -318,9 +310,7 @@ def test_recommend_returns_the_best_that_was_measured_within_the_budget(folder):
         cache_implementation=found.cache_implementation,
         cache_config=found.cache_config,
     )
-    alone = Measured(loaded.model, loaded.tokenizer).accuracy(
-        "paged_int2", TextSettings(**asked), 0
-    )
+    alone = Measured(loaded.model, loaded.tokenizer).accuracy("paged_int2", TextSettings(**asked))
     assert alone["kl_mean"] == pytest.approx(found.rows[2]["kl_mean"], rel=1e-3)
     with pytest.raises(ValueError, match="no cache holds at most 1 bits .* paged_int2, holds"):
         kv_hf.recommend(loaded.model, 1, caches=["paged_int2"], tokenizer=loaded.tokenizer, **asked)

@@ -58,7 +58,7 @@ def test_demo_shows_every_cache_and_records_rows(folder, tmp_path, capsys):
         assert any(line.startswith(f"{row['cache']} ") for line in printed.out.splitlines())
 
 
-SIZES = ("--window", 200, "--prompt", 100, "--windows", 1, "--divergence", 4, "--device", "cpu")
+SIZES = ("--window", 200, "--prompt", 100, "--windows", 1, "--device", "cpu")
 
 
 def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):

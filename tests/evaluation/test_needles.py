@@ -10,7 +10,7 @@ import torch
 import transformers
 from tiny_models import make_config, make_model
 from tiny_tokenizer import make_tokenizer
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import kv_hf
 from kv_hf.evaluation import accuracy, needles
@@ -20,10 +20,9 @@ from kv_hf.evaluation.needles import (
     NOUNS,
     SPARE,
     TASKS,
-    Cell,
-    Frame,
     Haystack,
     Rate,
+    frame_of,
     hide,
     load_haystack,
     make_prompt,
@@ -36,17 +35,16 @@ PEERS = ("quanto_int4:residual_length=20,q_group_size=16", "quantized_fp8", "sta
 TOKENIZER = make_tokenizer()
 
 
-def prompt_of(task="single", length=700, depth=None, seed=0, sample=0, chat=False, hay="lincoln"):
+def prompt_of(task="single", length=700, depth=None, seed=0, sample=0, chat=False):
     tokenizer = make_tokenizer(chat=chat)
-    cell = Cell(task, length, depth)
-    return make_prompt(tokenizer, load_haystack(hay), Frame.of(tokenizer, None), cell, seed, sample)
+    return make_prompt(tokenizer, load_haystack(), task, length, depth, seed, sample)
 
 
-@pytest.mark.parametrize(("chat", "hay"), [(False, "lincoln"), (True, "lincoln"), (False, "noise")])
-@pytest.mark.parametrize("length", [600, 601, 1024])
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("length", [600, 1024])
 @pytest.mark.parametrize("task", TASKS)
-def test_make_prompt_fills_the_length(task, length, chat, hay):
-    prompt = prompt_of(task, length, chat=chat, hay=hay)
+def test_make_prompt_fills_the_length(task, length, chat):
+    prompt = prompt_of(task, length, chat=chat)
     # one word more would not fit; a word of the haystack takes at most this many tokens here
     assert length - 9 < prompt.tokens <= length
     assert prompt.tokens == len(prompt.context + prompt.question + prompt.answer) + SPARE
@@ -82,7 +80,7 @@ def test_needle_lies_at_its_depth(task, depth):
     others = r"The secret code of the \w+ is \d{7}\. ?"
     before, behind = re.sub(others, "", text[:at]), re.sub(others, "", text[end:])
     words = len((before + behind).split())
-    longest = max(len(s.split()) for s in load_haystack().sentences)
+    longest = max(len("".join(s).split()) for s in load_haystack().sentences)
     assert abs(len(before.split()) - depth * words) <= longest / 2
     assert not before.strip() or before.strip()[-1] in ".?!"  # at the border of a sentence
     if depth in (0.0, 1.0):
@@ -97,33 +95,29 @@ def test_hide_measures_depth_in_words_and_keeps_the_order():
 
 
 def test_haystacks_are_cut_to_words_and_begin_anew(tmp_path):
-    haystack = Haystack("h", ("one two three.", "four, five."))
+    haystack = Haystack.of("h", "one two three. four, five.")
     assert haystack.take(4) == ["one two three.", "four."]
     assert haystack.take(9, start=1) == ["four, five.", "one two three.", "four, five.", "one two."]
-    numbers = Haystack("n", ("It is $901,125,674.86, all in all.",))
+    numbers = Haystack.of("n", "It is $901,125,674.86, all in all.")
     assert numbers.take(5) == ["It is $901,125."]
     (tmp_path / "own.txt").write_text("One   sentence. Another\none! No end")
-    assert load_haystack(tmp_path / "own.txt").sentences == (
-        "One sentence.",
-        "Another one!",
-        "No end",
-    )
-    with pytest.raises(ValueError, match="haystack must be a file or one of lincoln, .*'moby'"):
-        load_haystack("moby")
+    own = load_haystack(tmp_path / "own.txt")
+    assert own.take(8) == ["One sentence.", "Another one!", "No end", "One sentence."]
     assert len(NOUNS) > 100 and not [(a, b) for a in NOUNS for b in NOUNS if a != b and a in b]
+    rng = random.Random(5)
+    found = needles._drawn(3, lambda: str(rng.randrange(10)), "0 1 2 3 4 5 6")
+    assert set(found) == {"7", "8", "9"}
     with pytest.raises(ValueError, match="haystack holds nearly every name"):
         needles._drawn(1, lambda: "aa", "an aa")
 
 
-def test_frame_needs_a_template_that_shows_the_message():
-    with pytest.raises(ValueError, match="chat=True needs a chat template"):
-        Frame.of(TOKENIZER, True)
+def test_frame_is_the_template_that_shows_the_message():
+    assert frame_of(TOKENIZER) == ("", "\n")
     tokenizer = make_tokenizer(chat=True)
-    assert Frame.of(tokenizer, False) == ("", "\n", False)
-    assert Frame.of(tokenizer, None) == ("<s><|user|>", "</s><|bot|>", True)
+    assert frame_of(tokenizer) == ("<s><|user|>", "</s><|bot|>")
     tokenizer.chat_template = "nothing"
     with pytest.raises(ValueError, match="leaves the message out"):
-        Frame.of(tokenizer, True)
+        frame_of(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -133,15 +127,6 @@ def test_frame_needs_a_template_that_shows_the_message():
 )
 def test_interval_is_wilsons(found, asked, low, high):
     assert Rate(found, asked).interval() == pytest.approx((low, high), abs=6e-4)
-
-
-def test_interval_ends_where_the_share_is_just_credible():
-    """Wilson's ends are the shares p with |found / asked - p| = 1.96 standard errors of p."""
-    rate = Rate.of([1.0] * 13 + [0.5] * 7)
-    assert rate == Rate(13, 20)
-    for end in rate.interval():
-        error = math.sqrt(end * (1 - end) / rate.asked)
-        assert abs(rate.share - end) / error == pytest.approx(1.959964, rel=1e-9)
 
 
 # -- read through a cache
@@ -157,7 +142,7 @@ def reading(model, kind, prompt):
     return read(model, TOKENIZER, kind, prompt, Prefill(model, torch.tensor([prompt.context])))
 
 
-@pytest.mark.parametrize("name", [f"paged_int4:{SMALL}", f"paged_int2:{SMALL}", PEERS[0]])
+@pytest.mark.parametrize("name", [f"paged_int2:{SMALL}", PEERS[0]])
 def test_question_and_answer_are_read_as_token_by_token(name, monkeypatch):
     if reason := why_not(name, torch.device("cpu")):
         pytest.skip(reason)
@@ -215,14 +200,14 @@ def test_layers_without_keys_are_not_shared():
     config = transformers.Lfm2Config(**sizes, **heads, **kinds)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     prompt = prompt_of(length=300, depth=0.5)
-    assert Prefill(model, torch.tensor([prompt.context])).calls is None
+    assert not Prefill(model, torch.tensor([prompt.context])).calls
     [row] = needle_grid(model, TOKENIZER, "dynamic", [300], [0.5], 1)
     ids = torch.tensor([prompt.context + prompt.question + prompt.answer])
     with torch.no_grad():
         logp = model(ids).logits[0].log_softmax(-1)
     behind = len(prompt.answer)
     expected = -logp[-behind - 1 : -1].gather(-1, ids[0, -behind:, None]).mean().item()
-    assert row["nll"] == pytest.approx(expected, rel=1e-4) and row["bytes_dtype"] == "float32"
+    assert row["nll"] == pytest.approx(expected, rel=1e-4)
 
 
 class Scripted(LlamaForCausalLM):
@@ -259,15 +244,13 @@ def test_a_model_that_answers_right_scores_one(task):
 
 
 def test_needle_grid_gives_a_row_per_cache_length_and_depth():
-    model, read_tokens = tiny(), []
+    model = tiny()
     model.set_attn_implementation("sdpa")
     names = ["dynamic", f"paged_int4:{SMALL}"]
-    how = {"seed": 3, "progress": read_tokens.append}
-    rows = needle_grid(model, TOKENIZER, names, [300, 200], [0, 1], 2, **how)
+    rows = needle_grid(model, TOKENIZER, names, [300, 200], [0, 1], 2, seed=3)
     assert [(row["length"], row["depth"], row["cache"]) for row in rows] == [
         (length, depth, name) for length in (200, 300) for depth in (0, 1) for name in names
     ]
-    assert sum(read_tokens) == 2 * 2 * 2 * (200 + 300)
     assert model.config._attn_implementation == "sdpa"
     for row in rows:
         assert row["kind"] == "needle" and row["task"] == "single" and row["samples"] == 2
@@ -292,7 +275,7 @@ def test_needle_grid_gives_a_row_per_cache_length_and_depth():
         ({"lengths": [40]}, "length 40 is too short for the task 'single'"),
         ({"lengths": []}, "lengths and depths must not be empty"),
         ({"depths": [math.nan]}, "depths must be between 0 and 1, got nan"),
-        ({"samples": 0}, "samples of at least 1"),
+        ({"samples": 0}, "samples must be at least 1"),
         ({"cache_name": "paged_int5"}, "paged_int5"),
         ({"cache_name": "offloaded"}, "'offloaded' cannot be measured here"),
         ({"task": "qa"}, "task must be one of single, multi_key, copy, got 'qa'"),
@@ -306,21 +289,3 @@ def test_bad_input_is_refused_before_the_model_runs(changes, message):
     call = {"cache_name": "dynamic", "lengths": [300], "depths": [0.5], "samples": 1, **changes}
     with pytest.raises(ValueError, match=message):
         needle_grid(model, TOKENIZER, **call)
-
-
-def test_logits_that_are_not_finite_give_no_row(monkeypatch):
-    class Broken(DynamicCache):
-        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            keys, values = super().update(key_states, value_states, layer_idx)
-            return keys, values * math.nan if key_states.shape[2] < 100 else values
-
-    kind = CacheKind("dynamic", "sdpa", lambda config, most: Broken(config=config))
-    monkeypatch.setattr(needles, "cache_kind", lambda name: kind)
-    with pytest.raises(ValueError, match="single, length 300, .*dynamic gives logits that are not"):
-        needle_grid(tiny(), TOKENIZER, "dynamic", [300], [0.5], 1)
-
-
-def test_numbers_are_never_in_the_text():
-    rng = random.Random(5)
-    found = needles._drawn(3, lambda: str(rng.randrange(10)), "0 1 2 3 4 5 6")
-    assert set(found) == {"7", "8", "9"}

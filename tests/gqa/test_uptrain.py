@@ -109,22 +109,11 @@ def test_a_run_repeats_and_a_killed_one_goes_on_bit_for_bit(pair, whole, tmp_pat
     assert not states.exists()
 
 
-def test_minutes_end_a_run_with_the_learning_rate_at_its_end(pair, tmp_path):
-    plan = uptrain.Plan(None, 0.01, 2)
-    assert plan(0) == pytest.approx(1 / 3) and plan(2) == 1
-    plan.seconds = 0.3  # half of the time
-    assert plan(100) == pytest.approx(0.5)
-    plan.seconds = 0.6
-    assert plan(100) == 0 and plan.part(0) == 1
-    assert uptrain.main(command(pair, tmp_path / "new", steps=None, minutes=0.01)) == 0
-    assert tiny_mha.load(tmp_path / "new").config.num_key_value_heads == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"steps": None}, "--steps or --minutes must be more than 0"),
-        ({"eval-text": None, "length": 64, "tokens": 60}, "shorter than a window of 64 tokens"),
+        ({"steps": 0}, "--steps must be more than 0, got 0"),
+        ({"length": 64, "tokens": 60}, "shorter than a window of 64 tokens"),
         ({"data": "no-such-text"}, "no-such-text"),
     ],
 )
@@ -132,6 +121,19 @@ def test_bad_arguments_are_named_before_anything_is_written(changes, says, pair,
     assert uptrain.main(command(pair, tmp_path / "new", **changes)) == 2
     errors = capsys.readouterr().err
     assert says in errors and "Traceback" not in errors and not list(tmp_path.iterdir())
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_models_are_loaded(
+    pair, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(uptrain, "AutoModelForCausalLM", None)
+    (tmp_path / "file").write_text("")
+    for out, says in (
+        (tmp_path / "file" / "new", "cannot be written: Not a directory"),
+        (tmp_path / "file", "is a file"),
+    ):
+        assert uptrain.main(command(pair, out)) == 2
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow

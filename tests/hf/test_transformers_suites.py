@@ -1,4 +1,4 @@
-"""scripts/transformers_suites.py: its verdicts, and a run on a checkout made up for the purpose."""
+"""scripts/measure/suites.py: its columns, and a run on a checkout made up for the purpose."""
 
 import json
 import os
@@ -7,7 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from measure import suites
+from measure.family_models import ROLES, families
+from measure.runner import WORKLOADS, run
 from paths import ROOT
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+from kv_hf.evaluation.rows import read_rows
 
 SCRIPTS = ROOT / "scripts"
 MADE_UP = """
@@ -33,7 +39,7 @@ class TestCaches:
         assert out.shape[1] == ids.shape[1] + self.max_new_tokens
 
     def test_cache_class(self):
-        assert type(DynamicCache(config=LlamaConfig(**SIZES))) is DynamicCache
+        assert type(DynamicCache(config=LlamaConfig(**SIZES))) is DynamicCache OR_NOT
 
     def test_cache_broken(self):
         raise ValueError("broken with every cache")
@@ -48,16 +54,8 @@ def test_something_else():
 """
 
 
-@pytest.fixture
-def suites(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import transformers_suites
-
-    return transformers_suites
-
-
 @pytest.mark.parametrize(
-    ("before", "after", "verdict"),
+    ("before", "after", "column"),
     [
         ("passed", "passed", "passed"),
         ("passed", "failed", "only_ours_failed"),
@@ -67,35 +65,27 @@ def suites(monkeypatch):
         ("failed", "failed", "both_failed"),
         ("passed", "skipped", "skipped"),
         ("skipped", "skipped", "skipped"),
-        (None, "passed", "new_passed"),
-        (None, "failed", "new_failed"),
-        ("passed", None, "lost"),
     ],
 )
-def test_verdict(suites, before, after, verdict):
-    stock, ours = ({"outcome": outcome} if outcome else None for outcome in (before, after))
-    assert suites.verdict(stock, ours) == verdict
+def test_column_of(before, after, column):
+    assert suites.column_of(before, after) == column
 
 
-def test_compare_counts_tests_that_used_pages(suites):
-    stock = {f"a.py::T::{name}": {"outcome": "passed"} for name in "xyz"}
+def test_compared_counts_tests_that_used_pages():
+    stock = {f"T::{name}": {"outcome": "passed"} for name in "xyz"}
     ours = {
-        "a.py::T::x": {"outcome": "passed", "generate": 1, "pages": 4},
-        "a.py::T::y": {"outcome": "passed", "pages": 0},
-        "a.py::T::z": {"outcome": "failed", "made": 1, "pages": 9},
-        "b.py::new": {"outcome": "passed", "made": 1, "pages": 2},
+        "T::x": {"outcome": "passed", "made": 1, "pages": 4},
+        "T::y": {"outcome": "passed", "pages": 0},
+        "T::z": {"outcome": "failed", "made": 1, "pages": 9},
+        "T::new": {"outcome": "passed", "made": 1, "pages": 2},
     }
-    found = suites.compare(stock, ours)
-    assert found["a.py"]["tests"] == {"passed": ["T::x", "T::y"], "only_ours_failed": ["T::z"]}
-    assert (found["a.py"]["paged"], found["a.py"]["pages"]) == (1, 4)
-    assert found["b.py"]["tests"] == {"new_passed": ["new"]}
+    found = suites.compared(stock, ours)
+    assert (found["passed"], found["only_ours_failed"]) == (2, 1)
+    assert found["names"] == {"only_ours_failed": ["T::z"]}
+    assert (found["passed_with_pages"], found["pages_sealed"]) == (1, 4)
 
 
-def test_checkout_without_tests_is_refused(suites, tmp_path):
-    assert suites.main(["--checkout", str(tmp_path)]) == 2
-
-
-def test_default_suites_are_the_general_ones_and_those_of_every_family(suites, tmp_path):
+def test_suites_are_the_general_ones_and_those_of_every_family(tmp_path, monkeypatch):
     for name in ("gemma4", "minimax_m3_vl", "git", "t5", "whisper", "llava", "vit"):
         folder = tmp_path / "tests" / "models" / name
         folder.mkdir(parents=True)
@@ -103,52 +93,50 @@ def test_default_suites_are_the_general_ones_and_those_of_every_family(suites, t
     for name in suites.GENERAL:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = suites.default_suites(tmp_path)
+    monkeypatch.setenv(suites.CHECKOUT, str(tmp_path))
+    found = suites.suites()
     assert tuple(found[:2]) == suites.GENERAL
     names = {Path(name).parent.name for name in found[2:]}
-    have = {
-        "git",
-        "t5",
-        "whisper",
-        "llava",
-        "gemma4",
-        "minimax_m3_vl",
-    } & modules_of_this_transformers(suites)
-    assert names == have and {"git", "t5"} <= names  # vit does not generate
-
-
-def modules_of_this_transformers(suites):
-    return {
-        suites.model_type_to_module_name(name)
-        for role in suites.ROLES
-        for name in suites.families(role)
-    }
+    known = {model_type_to_module_name(name) for role in ROLES for name in families(role)}
+    assert names == known & {"git", "t5", "whisper", "llava", "gemma4", "minimax_m3_vl"}
+    assert {"git", "t5"} <= names  # vit does not generate
 
 
 def test_the_run_on_dynamic_cache_imports_nothing_of_kv_hf():
     """Importing it patches generate(), which would no longer be transformers' own."""
-    code = "import sys, transformers_suites as own; own.pytest_configure(); sys.exit('kv_hf' in sys.modules)"
+    code = (
+        "import sys, measure.suites_plugin as own; own.pytest_configure(); "
+        "sys.exit('kv_hf' in sys.modules)"
+    )
     environment = {**os.environ, "KV_HF_SUITE": json.dumps({"cache": "dynamic"})}
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, cwd=SCRIPTS, env=environment, timeout=120).returncode == 0
 
 
 @pytest.mark.slow
-def test_run_on_a_checkout(suites, tmp_path):
+@pytest.mark.parametrize("passes", [True, False])
+def test_run_on_a_checkout(passes, tmp_path, monkeypatch):
+    """A suite gives a row, or says which tests fail with pages alone."""
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_made_up.py").write_text(MADE_UP)
+    text = MADE_UP.replace("OR_NOT", "or True" if passes else "")
+    (tmp_path / "tests" / "test_made_up.py").write_text(text)
+    monkeypatch.setenv(suites.CHECKOUT, str(tmp_path))
+    todo = [{"suite": "tests/test_made_up.py", "seq_length": 40, "new_tokens": 12}]
     out = tmp_path / "rows.jsonl"
-    command = ["--checkout", str(tmp_path), "tests/test_made_up.py", "--record", "--out", str(out)]
-    code = suites.main(command)
-    assert code == 1  # something fails with pages only
-    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
-    counts = {name: row[name] for name in suites.COLUMNS}
-    assert counts == {
-        "passed": 1,
-        "only_ours_failed": 1,
-        "only_stock_failed": 0,
-        "both_failed": 1,
-        "skipped": 1,
-    }
-    assert row["names"]["only_ours_failed"] == ["TestCaches::test_cache_class"]
-    assert (row["passed_with_pages"], row["pages_sealed"]) == (1, 3)  # 40 + 11 tokens, no sinks
+    found = run(WORKLOADS["transformers_suites"], todo, out=out, isolated=False, say=str)
+    (row,) = read_rows(out)
+    if not passes:
+        assert (
+            "1 tests fail with pages alone: TestCaches::test_cache_class: assert" in row["failed"]
+        )
+        assert found.failed
+        return
+    assert [row[name] for name in suites.COLUMNS] == [2, 0, 0, 1, 1]
+    assert row["names"] == {"both_failed": ["TestCaches::test_cache_broken"]}
+    assert (row["passed_with_pages"], row["pages_sealed"]) == (2, 3)  # 40 + 11 tokens, no sinks
+
+
+def test_a_run_asks_for_a_checkout(monkeypatch):
+    monkeypatch.delenv(suites.CHECKOUT, raising=False)
+    with pytest.raises(ValueError, match="set .TRANSFORMERS_CHECKOUT to a source checkout"):
+        suites.tested("tests/test_made_up.py", suites.PAGED)

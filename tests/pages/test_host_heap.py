@@ -168,7 +168,7 @@ def test_process_with_int4_stays_below_one_with_dynamic_cache():
         **sizes, **heads, max_position_embeddings=1 << 20, tie_word_embeddings=False
     )
     grown = {
-        cache: measure_footprint(config, cache, 8192, steps=4, speed=False)
+        cache: measure_footprint(config, cache, 8192, steps=4)
         for cache in ("dynamic", "paged_int4")
     }
     if grown["dynamic"]["prefill_grown_bytes"] is None:

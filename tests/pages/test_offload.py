@@ -554,7 +554,10 @@ def test_encoded_pages_are_taken_and_put(place):
         ({"device_pages": 4}, "device_pages=4 needs offload='cpu' or 'disk'"),
         ({"offload": "disk", "device_bytes": 0}, "device_bytes must be an integer of at least 1"),
         ({"offload": "disk", "device_pages": 1.5}, "device_pages must be an integer"),
-        ({"offload": "disk", "device_pages": 1, "device_bytes": 1}, "two ways to give one budget"),
+        (
+            {"offload": "disk", "device_pages": 1, "device_bytes": 1},
+            "device_bytes=1 does not go with device_pages=1",
+        ),
         ({"offload": "cpu", "offload_dir": "/tmp"}, "offload_dir is read with offload='disk'"),
         ({"offload": "disk", "offload_dir": "/no/such"}, "offload_dir must be a folder that exist"),
     ],
@@ -643,6 +646,7 @@ def open_files(folder):
 MEASURED = """
 import ctypes, json, os, sys, torch, kv_hf
 from transformers import LlamaConfig
+from kv_hf.backends.base import AttentionCall
 ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: freed tensors go back to the system
 LAYERS, TOKENS = 8, 16384
 config = LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, num_attention_heads=4, hidden_size=256)

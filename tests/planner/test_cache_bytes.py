@@ -19,12 +19,16 @@ from transformers import DynamicCache, StaticCache
 import kv_hf
 from kv_hf.cache.compat import CROP_TAKES_LENGTHS, SPARSE_MODELS_CACHE_LATENTS
 from kv_hf.config import CacheConfig
-from kv_hf.errors import DeviceBudgetError, PagePoolExhaustedError, UnsupportedModelError
-from kv_hf.planner.cache_bytes import filled, predict
+from kv_hf.errors import (
+    DeviceBudgetError,
+    PagePoolExhaustedError,
+    PlanError,
+    UnsupportedModelError,
+)
+from kv_hf.planner.cache_bytes import Pages, Stock
 from kv_hf.planner.inventory import CachedLayer, Inventory
 from kv_hf.planner.meta_model import model_kind
 from kv_hf.planner.source import load_inventory
-from kv_hf.spec import LANES
 
 PARTS = ("payload", "scales", "tail", "tables", "staging", "other", "offloaded")
 GIB = 2**30
@@ -39,6 +43,13 @@ QUICK = ("llama", "gpt2", "qwen3_next", "jamba", "lfm2", "gemma4_text", "llama4_
 QUICK += ("deepseek_v32", "dots3_note", "mistral_large4", "kimi_linear", "falcon_h1", "zamba2")
 # without layers that pages could hold, or with a cache of their own
 NOT_GENERATED = ("falcon_mamba", "mamba", "mamba2", "minimax")
+
+
+def predict(inventory, kind, options=None, *, row_tokens, prompt=None, bound=None, on_cpu=False):
+    """Return the planned bytes of a cache, by formulas."""
+    if kind == "paged":
+        return Pages(inventory, options or CacheConfig(), on_cpu).report(row_tokens, prompt)
+    return Stock(inventory, kind, bound).report(row_tokens, prompt)
 
 
 def config_of(kind, name):
@@ -92,7 +103,7 @@ def check_paged(model, inventory, lengths, new, **options):
     """Check a PagedCache behind generate(), and that no prompt leads to more than is said without one."""
     cache = generated(model, kv_hf.PagedCache(model.config, **options), lengths, new)
     # the last new token is not in the cache
-    rows = {"row_tokens": [length + new - 1 for length in lengths], "layout": LANES}
+    rows = {"row_tokens": [length + new - 1 for length in lengths], "on_cpu": True}
     found = predict(inventory, "paged", cache.options, prompt=max(lengths), **rows)
     assert found == cache.memory()
     if cache.options.offload is None:
@@ -149,7 +160,7 @@ def test_planned_bytes_are_those_of_caches_behind_generate(kind, name):
     if not (name == "llama4_text" and CROP_TAKES_LENGTHS):
         static = StaticCache(config=model.config, max_cache_len=room)
         cache = generated(model, static, lengths, new)
-        found = predict(inventory, "static", row_tokens=rows, max_length=room)
+        found = predict(inventory, "static", row_tokens=rows, bound=room)
         assert (found.payload, found.other) == stored(cache)
     kinds = [{"keys": "int4", "values": "int8", "page_size": 16}]
     if any(layer.latent for layer in inventory.layers):
@@ -227,7 +238,7 @@ def test_pages_of_any_options(options, lengths, new, window, slides):
         with pytest.raises(PagePoolExhaustedError, match="max_pages"):
             predict(inventory, "paged", chosen, **rows)
         return
-    assert predict(inventory, "paged", chosen, layout=LANES, **rows) == cache.memory()
+    assert predict(inventory, "paged", chosen, on_cpu=True, **rows) == cache.memory()
     assert predict(inventory, "paged", chosen, **rows) == cache.memory()
 
 
@@ -245,7 +256,7 @@ def test_a_cache_filled_with_meta_tensors_takes_what_the_formula_says(
     told = predict(
         inventory, "paged", CacheConfig(**options), row_tokens=[columns] * rows, prompt=prompt
     )
-    found = filled(inventory, CacheConfig(**options), rows, columns, prompt)
+    found = Pages(inventory, CacheConfig(**options)).filled(rows, columns, prompt)
     if prompt is None and any(slides):
         # the formula takes the most pages that a row holds between two of its last steps; a table has 4 bytes for each
         assert (found.payload, found.scales, found.tail) == (told.payload, told.scales, told.tail)
@@ -285,7 +296,7 @@ def test_pages_of_latents(latent, k_rope, page_size, lengths, new):
     rows = [length + new for length in lengths]
     assert predict(inventory, "paged", CacheConfig(**options), row_tokens=rows) == cache.memory()
     alike = predict(inventory, "paged", CacheConfig(**options), row_tokens=[rows[0]] * 3)
-    assert filled(inventory, CacheConfig(**options), 3, rows[0]) == alike
+    assert Pages(inventory, CacheConfig(**options)).filled(3, rows[0]) == alike
 
 
 @settings(max_examples=25)
@@ -349,7 +360,7 @@ def test_pages_outside_of_the_device_at_random(seed):
     except DeviceBudgetError as error:
         rows = {"row_tokens": [length + new - 1 for length in lengths], "prompt": max(lengths)}
         with pytest.raises(DeviceBudgetError, match=re.escape(str(error))):
-            predict(inventory, "paged", CacheConfig(**options), layout=LANES, **rows)
+            predict(inventory, "paged", CacheConfig(**options), on_cpu=True, **rows)
 
 
 @pytest.mark.parametrize("keys", ["exact", "int4"])
@@ -371,7 +382,8 @@ def test_pages_outside_of_which_a_part_is_read(keys, new):
 
 def attention(layers, kv_heads, dim=128, **more):
     layer = CachedLayer(kv_heads=kv_heads, key_dim=dim, value_dim=dim, **more)
-    return Inventory("example", "llama", "bfloat16", (layer,) * layers)
+    config = transformers.LlamaConfig(num_hidden_layers=layers, head_dim=dim)
+    return Inventory("example", "llama", "bfloat16", (layer,) * layers, config=config)
 
 
 def test_worked_examples():
@@ -410,3 +422,6 @@ def test_layers_of_unknown_growth_are_refused():
     for cache in ("dynamic", "static", "paged"):
         with pytest.raises(UnsupportedModelError, match="DeepseekV4HCACache.*not known"):
             predict(inventory, cache, row_tokens=[5])
+    by_hand = Inventory("hand", "llama", "bfloat16", (CachedLayer(),))
+    with pytest.raises(PlanError, match="'hand' has no config"):
+        predict(by_hand, "paged", row_tokens=[5])

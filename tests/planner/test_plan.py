@@ -5,19 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 import kv_hf
 from kv_hf.errors import CacheOptionError, DeviceBudgetError, UnsupportedModelError
 from kv_hf.page_summary import part_bytes
 from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.inventory import CachedLayer, Inventory, State, cut_heads, device_share
-from kv_hf.planner.memory_plan import (
-    Choice,
-    Decode,
-    find_fit,
-    planned_caches,
-)
-from kv_hf.planner.presets import preset_names
+from kv_hf.planner.memory_plan import Choice, find_fit, planned_caches
+from kv_hf.planner.plan_table import Decode
+from kv_hf.planner.source import preset_names
 
 GIB = 2**30
 LLAMA = "llama-3.1-8b"
@@ -27,8 +24,26 @@ def attention(kv_heads, dim=128, **more):
     return CachedLayer(kv_heads=kv_heads, key_dim=dim, value_dim=dim, **more)
 
 
+KINDS = {
+    "DynamicSlidingWindowLayer": "sliding_attention",
+    "LinearAttentionLayer": "linear_attention",
+}
+
+
 def model(*layers, model_type="llama", **more):
-    return Inventory("m", model_type, "bfloat16", layers, **more)
+    """Return an inventory of these layers, and a config of which a real cache has the same."""
+    if layers[0].latent:
+        config = transformers.DeepseekV3Config(
+            num_hidden_layers=len(layers), kv_lora_rank=64, qk_rope_head_dim=16
+        )
+    else:
+        config = transformers.LlamaConfig(
+            num_hidden_layers=len(layers),
+            head_dim=layers[0].key_dim or 16,
+            layer_types=[KINDS.get(layer.cache_class, "full_attention") for layer in layers],
+            sliding_window=next((layer.window for layer in layers if layer.window), None),
+        )
+    return Inventory("m", model_type, "bfloat16", layers, config=config, **more)
 
 
 def seventy(kv_heads=8, **more):
@@ -80,15 +95,15 @@ def test_a_row_is_the_real_cache_filled_with_meta_tensors():
     """Pages and tail of a plan are those that kv_hf.PagedCache itself reports, for a model with windows too."""
     for name, cache in (("llama-3.2-1b", "paged_int4"), ("gemma-3-4b", "paged_int8:page_size=32")):
         found = kv_hf.plan(name, caches=[cache], batch=2, context=3000, prompt=2900)
-        choice = Choice.of(cache, None)
-        real = kv_hf.PagedCache.from_options(found.inventory.config, choice.options)
+        planned = Choice.read(cache, {}).of(found.inventory)
+        real = kv_hf.PagedCache.from_options(found.inventory.config, planned.options)
         for columns in (2900, *[1] * 100):
             for index, layer in enumerate(found.inventory.layers):
                 sizes = (2, layer.kv_heads, columns, layer.key_dim)
                 keys = torch.empty(sizes, dtype=torch.bfloat16, device="meta")
                 real.update(keys, keys, index)
         assert found.rows[0].memory == real.memory()
-        assert choice.predict(found.inventory, [3000] * 2, 2900) == real.memory()
+        assert planned.report([3000] * 2, 2900) == real.memory()
         assert found.row(cache) is found.rows[0]
         with pytest.raises(CacheOptionError, match="plan's"):
             found.row("paged_int2")
@@ -96,7 +111,7 @@ def test_a_row_is_the_real_cache_filled_with_meta_tensors():
 
 def test_bytes_per_token_are_those_of_a_page():
     for name in ("paged_int4", "paged_int8:page_size=32"):
-        options = Choice.of(name, None).options
+        options = Choice.read(name, {}).options
         # one layer of three grows for ever
         each = page_spec(options).page_bytes / options.page_size
         assert row_of(SMALL["windows"], name, context=64).bytes_per_token == each
@@ -110,11 +125,12 @@ def test_plan_as_dict_is_json_with_totals():
     given = json.loads(json.dumps(found.as_dict()))
     assert (given["device"], given["device_memory"]) == ("l4", DEVICES["l4"].memory)
     assert [row["memory"]["total"] for row in given["rows"]] == [row.total for row in found.rows]
-    assert given["inventory"]["layers"] == [
-        {"count": 3, "kv_heads": 2, "key_dim": 16, "value_dim": 16}
+    layers = given["inventory"]["layers"]
+    assert [layer["kv_heads"] for layer in layers] == [2, 2, 2] and "config" not in given[
+        "inventory"
     ]
     assert given["rows"][0]["fit"] == vars(found.rows[0].fit)
-    assert str(found).startswith("m: 1 row of 300 tokens, weights 0 B, 22.49 GiB of device memory")
+    assert str(found).startswith("m (llama, bfloat16): batch 1, context 300")
 
 
 def test_options_come_from_the_name_then_from_cache_config_then_as_cache_config():
@@ -184,6 +200,29 @@ def test_bad_arguments_are_named(options, words):
         kv_hf.plan(SMALL["full"], **{"context": 64, **options})
 
 
+def test_a_context_is_a_number_of_any_type():
+    """`get_seq_length()` of a cache with max_length is a tensor."""
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4)
+    cache = kv_hf.PagedCache(config, max_length=64)
+    cache.update(*torch.zeros(2, 1, 4, 9, 16), 0)
+    seen = cache.get_seq_length()
+    assert isinstance(seen, torch.Tensor)
+    assert kv_hf.plan(config, context=seen, caches=["dynamic"]).context == 9
+    for wrong in (True, 9.0, torch.tensor(9.0), torch.tensor([9, 9]), "9.5", "9x", 0):
+        with pytest.raises(CacheOptionError, match="context must be a number of tokens"):
+            kv_hf.plan(config, context=wrong, caches=["dynamic"])
+
+
+def test_a_plan_for_a_cpu_offloads_to_a_disk_by_one_buffer():
+    with pytest.raises(CacheOptionError, match="the model is on the CPU"):
+        row_of(SMALL["full"], "paged_int4:offload=cpu", device="cpu-ddr5-2ch")
+    on_cpu, on_gpu = (
+        row_of(SMALL["full"], "paged_int4:offload=disk", device=name, weights=0)
+        for name in ("cpu-ddr5-2ch", "h200")
+    )
+    assert 2 * on_cpu.memory.staging == on_gpu.memory.staging > 0
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_has_a_plan(name):
     found = kv_hf.plan(name, batch=2, caches=["dynamic", "static", "paged_int8"], bandwidth="1TB/s")
@@ -205,15 +244,15 @@ def test_every_preset_has_a_plan(name):
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_fits_is_what_counting_up_finds(kind, name, batch):
-    inventory, choice, context = SMALL[kind], Choice.of(name, None), 50
-    own = choice.options
+    cache, context = Choice.read(name, {}).of(SMALL[kind]), 50
+    own = cache.options
     page, exact = (1, 0) if own is None else (16, own.sink_tokens + own.recent_tokens)
     for available in (3_000, 60_000, 150_001):
-        found = find_fit(choice, inventory, available, batch=batch, context=context)
+        found = find_fit(cache, available, batch=batch, context=context)
 
         def count_up(rows_of, available=available):
             count = 0
-            while choice.predict(inventory, rows_of(count + 1)).total <= available:
+            while cache.report(rows_of(count + 1)).total <= available:
                 count += 1
                 assert count < 5000
             return count
@@ -231,13 +270,12 @@ def test_what_fits_is_the_last_that_fits_into_a_real_cache(recwarn):
     """The search counts by formulas; the cache filled with meta tensors says the same at the border."""
     for name, cache in (("llama-3.2-1b", "paged_int4"), ("gemma-3-4b", "paged_int8")):
         found = kv_hf.plan(name, caches=[cache], batch=4, context=9000, device="rtx4090")
-        fit, choice = found.rows[0].fit, Choice.of(cache, None)
+        fit, real = found.rows[0].fit, Choice.read(cache, {}).of(found.inventory)
         for batch, context, fits in (
             *((4, fit.context, True), (4, fit.context + 1, False)),
             *((fit.batch, 9000, True), (fit.batch + 1, 9000, False)),
         ):
-            memory = choice.memory(found.inventory, batch, context, None)
-            assert (memory.total <= found.available) is fits
+            assert (real.filled(batch, context).total <= found.available) is fits
     assert not [
         said for said in recwarn if "kernel" in str(said.message)
     ]  # none reads meta tensors
@@ -256,10 +294,10 @@ def test_bounds_of_the_cache_bound_what_fits():
     inventory = model(*[attention(32)] * 8, parameters=10**9)
     found = row_of(inventory, budget, context=8192, device_memory="24GiB")
     assert found.fits and found.outside_bytes_per_token > 0
-    choice = Choice.of(budget, None)
-    assert choice.predict(inventory, [found.fit.context]).total <= 24 * GIB
+    cache = Choice.read(budget, {}).of(inventory)
+    assert cache.report([found.fit.context]).total <= 24 * GIB
     with pytest.raises(DeviceBudgetError):
-        choice.predict(inventory, [found.fit.context + 1])
+        cache.report([found.fit.context + 1])
 
 
 # -- the roofline -----------------------------------------------------------------------------------------------

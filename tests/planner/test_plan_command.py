@@ -8,9 +8,9 @@ import kv_hf
 import kv_hf_cli
 from kv_hf.planner.devices import DEVICES
 from kv_hf.planner.inventory import CachedLayer, Inventory, State
-from kv_hf.planner.memory_plan import MOST_ROWS
-from kv_hf.planner.plan_command import describe_layers, main, plain_table
-from kv_hf.planner.presets import preset_names
+from kv_hf.planner.plan_command import main
+from kv_hf.planner.plan_table import MOST_ROWS, describe_layers, plain_table
+from kv_hf.planner.source import preset_names
 
 LLAMA = "llama-3.1-8b"
 

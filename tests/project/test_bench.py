@@ -3,26 +3,11 @@
 import os
 import threading
 from dataclasses import replace
-from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
-from measure import attention, gpu, host, runner, serving, shapes, steps  # noqa: F401
-from measure.decoding import Decoding
-from measure.runner import (  # fmt: skip
-    FAILED,
-    WORKLOADS,
-    Budget,
-    Contender,
-    Verdict,
-    Workload,
-    in_turns,
-    interleave,
-    quantile,
-    run,
-    spread,
-)
+from measure import attention, gpu, runner, serving, shapes, steps  # noqa: F401
+from measure.runner import FAILED, WORKLOADS, Budget, Contender, Verdict, Workload, in_turns, run
 from tiny_models import make_model, tokens
 
 import kv_hf
@@ -68,7 +53,7 @@ def test_run_goes_on_behind_a_child_that_dies_or_hangs(tmp_path):
     assert [row["what"] for row in found.rows] == ["fine", "last"]
     first, died, hung, last = read_rows(out)
     assert (first["kind"], died["kind"], died["workload"]) == ("act", FAILED, "act")
-    assert "died (exit code 3)" in died["failed"] and "ended after 1 s" in hung["failed"]
+    assert "died (exit code 3)" in died["failed"] and hung["failed"] == "its time was over"
     assert first["pid"] != last["pid"] != os.getpid()
     assert {"date", "commit", "machine", "versions", "threads", "cell"} <= first.keys()
     assert len(found.failed) == 2 and not found.left_out
@@ -123,36 +108,45 @@ def test_run_leaves_out_what_has_no_time_left():
     assert found.left_out == ["act what=dies"] and not found.failed
 
 
-def test_processes_share_what_is_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda found: found)
-    waits = []
-    four = configured("a", "b", "c", "d")
-    for timed, wanted in ((False, ["b", "d"]), (True, [])):
-        state = SimpleNamespace(
-            num_processes=2, process_index=1, is_main_process=False, wait_for_everyone=lambda: waits.append(1),
-        )  # fmt: skip
-        found = run(replace(ACT, timed=timed), four, isolated=False, processes=state)
-        assert [row["what"] for row in found.rows] == wanted
-    assert len(waits) == 2
+def test_a_gate_judges_before_anything_is_measured():
+    gated = replace(ACT, gate=lambda device, what: [Verdict("c", 2.0, 1.0)])
+    found = run(gated, configured("raises"), isolated=False, say=len)
+    assert found.failed == ["act what=raises: wrong results: c: error 2, allowed 1"]
+
+
+def test_children_are_used_again_and_as_many_as_asked_for_at_once():
+    idle = []
+    timed, apart = (replace(ACT, timed=timed, limit=60) for timed in (True, False))
+    alone = run(timed, configured("a", "b"), workers=2, idle=idle)
+    assert len(idle) == 1 and {row["pid"] for row in alone.rows} == {idle[0].process.pid}
+    both = run(apart, configured(*"cdef"), workers=2, idle=idle)
+    assert len(idle) == 2 and len(both.rows) == 4
+    assert {row["pid"] for row in both.rows} <= {child.process.pid for child in idle}
+    for child in idle:
+        child.close()
 
 
 def test_contenders_take_turns_and_ratios_are_of_the_same_round(monkeypatch):
     calls = []
-    contenders = [Contender(name, lambda n=name: calls.append(n)) for name in "ab"]
+
+    def contender(name):
+        return Contender(name, lambda: calls.append(name), lambda: calls.append(name.upper()))
+
+    contenders = [contender(name) for name in "ab"]
     rows = in_turns(contenders, 2, CPU)
-    assert "".join(calls) == "abbaabba" and [row["ms_n"] for row in rows] == [2, 2]
-    walls = {"a": [2.0, 4.0, 100.0], "b": [1.0, 4.0, 10.0]}
+    assert "".join(calls) == "AaBb" + "BbAa" + "AaBb" + "BbAa"  # of which two are not counted
+    assert [row["ms_n"] for row in rows] == [2, 2]
+    walls = {"a": [0, 0, 2.0, 4.0, 100.0], "b": [0, 0, 1.0, 4.0, 10.0]}
 
-    def interleave(runs, rounds, device, *, warmup, before):
-        for _ in range(warmup + rounds):
-            for call in runs.values():
-                call()
-        return walls
+    def timed(call, device):
+        call()
+        return walls[calls[-1]].pop(0)
 
-    monkeypatch.setattr(runner, "interleave", interleave)
+    monkeypatch.setattr(runner, "timed", timed)
     first, second = in_turns(contenders, 3, CPU, scale=10.0)
     assert (first["ratio_to_a"], second["ratio_to_a"]) == (1.0, 2.0)
     assert (second["ms_p50"], second["ms_min"], second["ms_max"]) == (40.0, 10.0, 100.0)
+    assert second["ms_mean"] == 50.0 and second["ms_p20"] == pytest.approx(22.0)
 
 
 def test_only_chooses_values_and_takes_others_that_the_grid_lacks():
@@ -162,7 +156,8 @@ def test_only_chooses_values_and_takes_others_that_the_grid_lacks():
     assert [one["n"] for one in work.configurations({"n": [9], "cache": ["a"]})] == [9]
     with pytest.raises(ValueError, match="must name a field of some, got 'm'; it has n, cache"):
         work.configurations({"m": [1]})
-    assert runner.parsed(["n=1", "n=[2]", "cache=x:k=v,w=2"]) == {"n": [1, [2]], "cache": ["x:k=v,w=2"]}  # fmt: skip
+    found = runner.parsed(["n=1", "n=[2]", "cache=x:k=v,w=2"])
+    assert found == {"n": [1, [2]], "cache": ["x:k=v,w=2"]}
 
 
 def test_bench_refuses_bad_arguments(capsys, tmp_path):
@@ -176,7 +171,8 @@ def test_bench_refuses_bad_arguments(capsys, tmp_path):
         with pytest.raises(SystemExit):
             runner.main(arguments)
         assert said in capsys.readouterr().err
-    assert runner.main(["--list"]) == 0 and "decode: Attention of one step" in capsys.readouterr().out  # fmt: skip
+    assert runner.main(["--list"]) == 0
+    assert "decode: Attention of one step" in capsys.readouterr().out
 
 
 # -- the workloads
@@ -203,7 +199,6 @@ TINY = {
     "offload": [
         {"model": ["tiny"], "keys": ["int4"], "context": [600], "read_tokens": [None, 512]}
     ],
-    "beams": [{"shape": ["tiny"], "beams": [4], "context": [100]}],
     "memory": [{"model": ["tiny"], "context": [80], "cache": ["paged_int4"], "steps": [2]}],
     "prefix": [{"model": ["tiny"], "requests": [2], "batch": [1], "prefix_store": [False, True]}],
     "serving/batches": [
@@ -217,7 +212,6 @@ TINY = {
             "budget": [4 << 20],
         }
     ],
-    "host": [{"setting": ["ragged 16"], "format": ["int4"], "layers": [2], "steps": [20]}],
     "gpu/pages": [
         {
             "shape": ["tiny"],
@@ -245,6 +239,9 @@ TINY = {
 }
 
 
+MODULES = {f"measure.{name}" for name in ("attention", "gpu", "serving", "steps")}
+
+
 def tiny(name):
     return replace(WORKLOADS[name], grid=TINY[name]).configurations({})
 
@@ -257,9 +254,6 @@ FIELDS = {
     "reading_speed": f"{LEAST} kind cache read_tokens",
     "offload": "kind context device_bytes keys offload layers_outside total_bytes resident_bytes resident_peak_stepping "
     "step_ms_p50 ratio_to_none page_bytes read_tokens model dtype",
-    "beams": "shape layers beams context cache step_ms_p50 dtype",
-    "host": "setting format layers paged_us_per_layer sealing_us_per_layer dynamic_us_per_layer launches_plain "
-    "launches_sealing synchronisations",
     "prefix": "metric config value tokens_computed skipped pages page_bytes model dtype",
     "serving": "load cache capacity_tokens seconds tokens_per_s ratio_to_transformers first_token_s first_token_ratio "
     "requests prompt_tokens answer budget batch_tokens model dtype",
@@ -273,8 +267,6 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", TINY)
 def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path):
-    if name == "host" and find_spec("triton") is None:
-        pytest.skip("triton is not installed")
     monkeypatch.setattr(attention, "ROUNDS", 2)
     monkeypatch.setattr(steps, "ROUNDS", 2)
     monkeypatch.setattr(steps, "SHARES", (0.9,))
@@ -291,6 +283,12 @@ def test_workload_gives_the_fields_that_tables_read(name, monkeypatch, tmp_path)
         assert row["kind"].startswith(work.kind or name)
         assert row.get("ms_p50", 1.0) > 0 and row.get("step_ms_p50", 1.0) > 0
     assert runner.table(found.rows, work.columns.split())
+
+
+def test_every_workload_has_a_tiny_run():
+    assert set(TINY) == {
+        name for name, work in WORKLOADS.items() if work.measure.__module__ in MODULES
+    }
 
 
 def test_offloaded_steps_say_what_is_on_the_device(monkeypatch):
@@ -320,46 +318,55 @@ def wrong_kernel(monkeypatch):
 
 @pytest.mark.parametrize("name", ["decode", "generate"])
 def test_a_wrong_kernel_is_not_timed(wrong_kernel, monkeypatch, name):
-    monkeypatch.setattr(runner, "interleave", lambda *of, **options: pytest.fail("timed"))
-    steps._judged.cache_clear()
+    monkeypatch.setattr(runner, "timed", lambda call, device: pytest.fail("timed"))
+    steps.judged.cache_clear()
     work = WORKLOADS[name]
     found = run(work, tiny(name)[:1], isolated=False, say=len)
     assert "wrong results: " in found.failed[0] and "paged_int4: error" in found.failed[0]
-    steps._judged.cache_clear()
+    steps.judged.cache_clear()
 
 
 def stepped(name):
     """Return a step of one layer, and the pages behind it."""
     work = attention.Step("tiny", 1, 90, 1, "float32", CPU)
     cache = kv_hf.PagedCache.from_implementation(work.shape.config(1), f"paged_{name}")
-    out = attention.through_cache(work, cache, kv_hf.hf.attention.kv_hf_attention)()
-    return work, cache.paged_layers[0], out
+    work.fill(cache)
+    layer = cache.paged_layers[0]
+    same = attention.equal_to_reference(work, f"paged_{name}", {}, layer.current_kv())
+    return work, layer, same, work.through(cache, kv_hf.hf.attention.kv_hf_attention)
 
 
-def test_pages_with_other_numbers_than_the_reference_are_wrong():
-    work, layer, _ = stepped("int8")
-    kv = layer.current_kv()
-    assert attention.equal_to_reference(work, "paged_int8", {}, kv)
-    codes = {**kv.value_pages, "codes": kv.value_pages["codes"] + 1}
-    assert not attention.equal_to_reference(work, "paged_int8", {}, replace(kv, value_pages=codes))
+def test_pages_with_other_numbers_than_the_reference_are_wrong(monkeypatch):
+    assert stepped("int8")[2]
+    real = kv_hf.PagedCache.update
+
+    def other(cache, keys, values, layer):
+        return real(cache, keys, values + (cache.options.kernel == "auto"), layer)
+
+    monkeypatch.setattr(kv_hf.PagedCache, "update", other)
+    assert not stepped("int8")[2]
+    work = attention.Step("tiny", 1, 90, 1, "float32", CPU)
+    with pytest.raises(ValueError, match="paged_int8, stored: error inf"):
+        runner.judge(attention.paged(work, "int8"))
 
 
 def test_oracle_allows_what_rounding_explains_and_no_more():
-    work, layer, out = stepped("int4")
-    facts = work.queries[0], layer.current_kv(), work.scale, layer.store.kernel.name
+    work, layer, _, out = stepped("int4")
+    facts = work.queries[0], layer.current_kv(), layer.store.kernel.name
     assert attention.verdict_of("right", out, *facts).ok
     for wrong in (out * 1.1, out * float("nan")):
         assert not attention.verdict_of("wrong", wrong, *facts).ok
 
 
 def test_logits_that_offload_changes_are_wrong(monkeypatch):
-    real = steps.three_steps
+    real = steps.held
 
-    def changed(decoding):
-        return real(decoding) + ("offload" in decoding.kind.name)
+    def changed(device, model, context, options):
+        found = real(device, model, context, options)
+        return replace(found, logits=found.logits + ("offload" in options))
 
     monkeypatch.setattr(steps, "SHARES", ())
-    monkeypatch.setattr(steps, "three_steps", changed)
+    monkeypatch.setattr(steps, "held", changed)
     work = WORKLOADS["offload"]
     found = run(work, tiny("offload"), isolated=False, say=len)
     assert not found.rows and "offload=disk: error 1, allowed 0" in found.failed[0]
@@ -370,18 +377,20 @@ def test_logits_that_offload_changes_are_wrong(monkeypatch):
 
 def test_gpu_checks_first_and_times_the_headline_before_the_rest():
     names = [name for name in WORKLOADS if name.startswith("gpu/")]
-    assert names == [f"gpu/{one}" for one in ["pages", "logits", "warm", "steps", "kernels", "compiled", "latents"]]  # fmt: skip
+    order = "pages logits warm steps kernels compiled latents"
+    assert names == [f"gpu/{one}" for one in order.split()]
     works = [WORKLOADS[name] for name in names]
     assert [work.timed for work in works] == [False] * 3 + [True] * 4
     assert [work.until for work in works] == sorted(work.until for work in works)
     assert works[0].until * 480 <= 160 and works[-1].until == 1.0
     assert all(work.device == "cuda" and 0 < work.limit < 480 for work in works)
-    pages, _, warm, headline, kernels, compiled, latents = (work.configurations({}) for work in works)  # fmt: skip
-    for timed in kernels:
-        wanted = {name: timed[name] for name in ("shape", "context", "batch", "format")}
-        assert timed["format"] == "torch" or any(wanted.items() <= one.items() for one in pages)
-    for timed in (*headline, *latents):
-        assert (timed in warm) == timed["cache"].startswith("paged")
+    pages, _, warm, *timed = (work.configurations({}) for work in works)
+    headline, kernels, compiled, latents = timed
+    for config in kernels:
+        wanted = {name: config[name] for name in ("shape", "context", "batch", "format")}
+        assert config["format"] == "torch" or any(wanted.items() <= one.items() for one in pages)
+    for config in (*headline, *latents):
+        assert (config in warm) == config["cache"].startswith("paged")
     modes = [(one["context"], one["batch"], one["cache"], one["mode"]) for one in headline]
     for context, batch in ((2048, 1), (32768, 16)):
         for one in (("dynamic", "eager"), ("paged_int4", "eager"), ("paged_int4", "graph")):
@@ -409,27 +418,12 @@ def test_decoding_is_generate():
     how = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     wanted = model.generate(ids, **how)[:, 40:]
     # what generate() prefills in one forward is a prefill and a step here
-    decoding, found = Decoding(model, cache_kind("paged_exact"), ids), []
+    decoding, found = steps.Decoding(model, cache_kind("paged_exact"), ids, random=False), []
     decoding.token = wanted[:, :1]
     for _ in range(4):
         decoding.before()
         decoding.step()
         found.append(decoding.token)
     assert torch.equal(torch.cat(found, 1), wanted[:, 1:])
-    assert decoding.tokens == 44 and decoding.kv_bytes > 0 and decoding.prefill_ms is not None
-    random = Decoding(model, cache_kind("dynamic"), ids, fill="random")
-    random.note_peak()
-    assert random.tokens == 41 and random.prefill_ms is None
-
-
-def test_turns_alternate_and_spreads_are_quantiles():
-    called = []
-    runs = {name: lambda name=name: called.append(name) for name in "ab"}
-    times = interleave(runs, 3, CPU, warmup=1, before=lambda name: called.append(name.upper()))
-    assert "".join(called) == "BbAa" + "AaBb" + "BbAa" + "AaBb"
-    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
-    assert quantile([4, 1, 2, 3], 0.5) == 2.5 and quantile([5], 0.8) == 5
-    found = spread([1.0, 2.0, 3.0, 10.0]).row("ms")
-    assert (found["ms_p50"], found["ms_mean"], found["ms_max"], found["ms_n"]) == (2.5, 4, 10, 4)
-    with pytest.raises(ValueError, match="at least one sample"):
-        spread([])
+    assert decoding.cache.get_seq_length() == 44
+    assert steps.Decoding(model, cache_kind("dynamic"), ids).cache.get_seq_length() == 40

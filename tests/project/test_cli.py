@@ -1,6 +1,7 @@
 """kv-hf: its help and version import nothing heavy, and every command has a home."""
 
 import inspect
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -29,6 +30,7 @@ cli = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(cli)
 sys.exit(cli.main(["memory", "llama-3.1-8b"]))
 """
+VERSION = f"kv-hf {kv_hf.__version__}\n"
 
 
 def run(*words, folder=ROOT, **options):
@@ -36,36 +38,35 @@ def run(*words, folder=ROOT, **options):
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, **options)
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_and_version_import_neither_torch_nor_the_package(argument):
+@pytest.mark.parametrize(("argument", "says"), [("--help", "doctor"), ("--version", VERSION)])
+def test_help_and_version_import_neither_torch_nor_the_package(argument, says):
     """They took 3 seconds of processor time, all of it spent on importing torch and transformers."""
     done = run("-c", LIGHT, argument)
     assert done.returncode == 0, done.stderr
-    says = "doctor" if argument == "--help" else f"kv-hf {kv_hf.__version__}\n"
     assert says in done.stdout
 
 
-def test_python_m_runs_the_command():
-    done = run("-m", "kv_hf", "--version")
-    assert (done.returncode, done.stdout) == (0, f"kv-hf {kv_hf.__version__}\n"), done.stderr
+def test_python_m_runs_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kv_hf", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("kv_hf", run_name="__main__")
+    assert capsys.readouterr().out == VERSION
 
 
 @pytest.mark.parametrize("command", kv_hf_cli.COMMANDS)
 def test_commands_have_a_home_and_one_style(command):
-    module, text = kv_hf_cli.COMMANDS[command]
-    arguments = list(inspect.signature(import_module(module).main).parameters.values())
-    assert [argument.name for argument in arguments[:2]] == ["argv", "prog"]
-    assert arguments[1].default == f"kv-hf {command}"
+    name, text = kv_hf_cli.COMMANDS[command]
+    module = import_module(name)
+    argv, prog = list(inspect.signature(module.main).parameters.values())[:2]
+    assert (argv.name, prog.name, prog.default) == ("argv", "prog", f"kv-hf {command}")
     assert len(f"  {text}") <= 67  # beside the names
     if command not in ("lm-eval", "serve"):  # whose parsers are lm-eval's and transformers'
-        # `kv-hf memory --contex` was taken
-        assert not import_module(module).parser("kv-hf").allow_abbrev
+        assert not module.parser("kv-hf").allow_abbrev  # `kv-hf memory --contex` was taken
 
 
 def test_main_names_the_nearest_command(capsys):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match="2"):
         kv_hf_cli.main(["memroy", "--device", "h100"])
-    assert stopped.value.code == 2
     assert "got 'memroy'; did you mean memory?" in capsys.readouterr().err
 
 

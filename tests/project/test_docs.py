@@ -1,62 +1,47 @@
-"""The documentation holds together: links lead to files and headings that exist, and the site lists every page."""
+"""The documentation holds together: its links, files and formats exist, and quoted messages are what the source says."""
 
+import ast
+import inspect
 import re
-import unicodedata
 
+import doc_snippets
 import pytest
 from paths import ROOT
 
+from kv_hf import errors
 from kv_hf.formats import named
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TOP_PAGES = sorted(ROOT.glob("*.md"))
-FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
-def anchors(text):
+def prose(page):
+    return doc_snippets.FENCE.sub("", page.read_text("utf-8"))
+
+
+def anchors(page):
     """Return the anchors that GitHub makes of a page's headings."""
-    found = []
-    for heading in HEADING.findall(FENCE.sub("", text)):
-        shown = unicodedata.normalize("NFC", LINK.sub("]", heading).lower())
-        slug = "".join(mark for mark in shown if mark.isalnum() or mark in " -_").replace(" ", "-")
-        again = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", one) is not None for one in found)
-        found.append(f"{slug}-{again}" if again else slug)
-    return set(found)
+    titles = [LINK.sub("]", heading).lower() for heading in HEADING.findall(prose(page))]
+    kept = ["".join(sign for sign in one if sign.isalnum() or sign in " -_") for one in titles]
+    return {one.replace(" ", "-") for one in kept}
 
 
-def broken_links(page):
-    """Return the relative links in a page's prose that lead nowhere."""
-    text, found = page.read_text("utf-8"), []
-    for link in LINK.findall(CODE.sub("", FENCE.sub("", text))):
-        target, _, anchor = link.partition("#")
-        if "://" in target or target.startswith("mailto:"):
-            continue
-        path = page.parent / target if target else page
-        headed = path.suffix == ".md" and path.is_file()
-        if not path.exists() or (
-            anchor and headed and anchor not in anchors(path.read_text("utf-8"))
-        ):
-            found.append(link)
-    return found
+def leads_somewhere(page, link):
+    target, _, anchor = link.partition("#")
+    if "://" in target or target.startswith("mailto:"):
+        return True
+    path = page.parent / target if target else page
+    return path.exists() and (not anchor or path.suffix != ".md" or anchor in anchors(path))
 
 
 @pytest.mark.parametrize("page", [*TOP_PAGES, *PAGES], ids=lambda page: page.name)
 def test_pages_link_to_files_and_headings_that_exist(page):
-    assert not broken_links(page)
-
-
-def test_broken_links_finds_missing_files_and_headings(tmp_path):
-    (tmp_path / "other.md").write_text("# One `word`: two!\n\n```sh\n# no heading\n```\n")
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Here\n[a](other.md) [b](other.md#one-word-two) [c](#here) [d](https://example.org/x)\n"
-        "[e](gone.md) [f](other.md#no-heading) [g](#there) `[h](gone.md)`\n"
-    )
-    assert broken_links(page) == ["gone.md", "other.md#no-heading", "#there"]
+    links = LINK.findall(CODE.sub("", prose(page)))
+    assert not [link for link in links if not leads_somewhere(page, link)]
 
 
 def test_site_lists_every_page_once():
@@ -68,40 +53,84 @@ def test_site_lists_every_page_once():
 
 
 def test_sources_and_pages_name_files_that_exist():
-    pages, wrong = {page.relative_to(DOCS).as_posix() for page in PAGES}, []
-    for folder in ("kv_hf", "scripts", "tests", "docs"):
-        for source in (ROOT / folder).rglob("*"):
-            if source.suffix in (".py", ".md", ".c", ".h", ".inc"):
-                asked = re.findall(r"\bdocs/([\w/-]+\.md)\b", source.read_text("utf-8"))
-                wrong += [(source.name, name) for name in asked if name not in pages]
-    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
-        text = page.read_text("utf-8")
-        for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|c|h|inc|yaml|html))`", text):
-            if not any((base / name).exists() for base in (ROOT, ROOT / "kv_hf")):
-                wrong.append((page.name, name))
+    folders = [ROOT / name for name in ("kv_hf", "scripts", "tests", "docs")]
+    sources = [one for folder in folders for one in folder.rglob("*") if one.is_file()]
+    wrong = []
+    for source in [*TOP_PAGES, *sources]:
+        if source.suffix in (".py", ".md", ".c", ".h", ".inc"):
+            text = source.read_text("utf-8")
+            asked = re.findall(r"\b(docs/[\w/-]+\.md)\b", text)
+            if source.suffix == ".md" and source.name != "CHANGELOG.md":
+                asked += re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|c|h|inc|yaml|html))`", text)
+            bases = (ROOT, ROOT / "kv_hf")
+            wrong += [(source.name, n) for n in asked if not any((b / n).exists() for b in bases)]
+            # the package is in no index: an extra is installed from the clone, as ".[extra]"
+            if source.name != "test_docs.py":
+                wrong += [(source.name, name) for name in re.findall(r"kv_hf\[[a-z]+\]", text)]
     assert not wrong
 
 
 def test_options_lists_the_formats_of_every_cache_name_that_is_shipped():
-    text = (ROOT / "docs/options.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(paged_\w+)` \|(.*)$", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(paged_\w+)` \|.*?(?:`(\w+)`, `(\w+)` \|)?$",
+        (DOCS / "options.md").read_text("utf-8"),
+        re.MULTILINE,
+    )
     shipped = {
-        name: [one.options["keys"], one.options["values"]]
+        (name, one.options["keys"], one.options["values"])
         for name, one in named._caches.items()
         if one.shipped
     }
-    listed = {
-        name: sides
-        for name, row in rows
-        for sides in [re.search(r"\| `(\w+)`, `(\w+)` \|$", row)]
-        if sides
-    }
-    assert {name: list(sides.groups()) for name, sides in listed.items()} == shipped
-    assert {name for name, _ in rows} == set(shipped)
+    # a row may lead to another one, and then names no formats
+    assert {row for row in rows if row[1]} == shipped
+    assert {name for name, _, _ in rows} == {name for name, _, _ in shipped}
 
 
-def test_pages_install_extras_from_the_clone():
-    """The package is in no index, so `pip install kv_hf` with an extra in brackets finds nothing."""
-    files = [*TOP_PAGES, *PAGES, *ROOT.glob("kv_hf/**/*.py"), ROOT / "kv_hf_cli.py"]
-    wrong = re.compile(r"kv_hf\[[a-z]+\]")
-    assert not [str(one) for one in files if wrong.search(one.read_text("utf-8"))]
+# -- docs/troubleshooting.md ---------------------------------------------------------------------------------
+
+TROUBLE = (DOCS / "troubleshooting.md").read_text("utf-8")
+OWN = TROUBLE.partition("## From Python, torch and transformers")[0]
+QUOTES = [
+    " ".join(found[2].split()) for found in doc_snippets.FENCE.finditer(OWN) if found[1] == "text"
+]
+SOURCES = [ROOT / "kv_hf_cli.py", *sorted((ROOT / "kv_hf").rglob("*.py"))]
+NODES = [node for source in SOURCES for node in ast.walk(ast.parse(source.read_text("utf-8")))]
+# how much of a quote has to be the source's own words, and how many characters; names, numbers and lists are the rest
+SHARE, LEAST = 0.25, 20
+
+
+def constants(node):
+    """Return the fixed parts of a string, between which something is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return tuple(re.split(r"\{\w+\}", node.value))  # format() fills in as f-strings do
+    values = node.values if isinstance(node, ast.JoinedStr) else []
+    filled = (str(one.value) if isinstance(one, ast.Constant) else "\0" for one in values)
+    return tuple("".join(filled).split("\0"))
+
+
+def says(quote, parts, least=LEAST):
+    """Say whether a quote holds the fixed parts of a string in their order, of `least` characters together."""
+    in_order = ".*".join(map(re.escape, parts))
+    return len("".join(parts)) >= least and re.search(in_order, quote) is not None
+
+
+def test_quoted_messages_occur_in_the_source():
+    literals = {constants(node) for node in NODES}
+    assert len(QUOTES) > 20
+    for quote in QUOTES:
+        least = max(LEAST, SHARE * len(quote))
+        assert any(says(quote, parts, least) for parts in literals), quote
+
+
+def test_every_notice_is_quoted():
+    calls = (node for node in NODES if isinstance(node, ast.Call))
+    given = [c.args[1] for c in calls if getattr(c.func, "id", "") in ("warn_once", "say_once")]
+    notices = [parts for parts in map(constants, given) if len("".join(parts)) >= LEAST]
+    assert len(notices) > 20  # the rest is made of variables alone
+    assert not [parts for parts in notices if not any(says(quote, parts) for quote in QUOTES)]
+
+
+def test_every_class_of_errors_and_warnings_is_named():
+    for name, one in inspect.getmembers(errors, inspect.isclass):
+        if one.__module__ == errors.__name__:
+            assert f"`{name}`" in TROUBLE, name

@@ -7,29 +7,23 @@ import torch
 from tiny_models import make_model
 
 import kv_hf
-from kv_hf.bridge.mask_watch import MaskWatch
 from kv_hf.pages import moved
-from kv_hf.pages.batch import Batch
-from kv_hf.pages.device_flag import DeviceFlag
 from kv_hf.pages.step import Row
+from kv_hf.pages.tables import Tables, block_table
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed (pip install -e '.[gpu]')"
 )
 
 
-def counted(steps=70, **options):
+def counted(steps=70, *, batch=1, context=300, **options):
     """Return what each of `steps` steps of two layers launches; every row seals a page in one of them."""
-    from measure.host import HostRun, gpu
+    from host_run import HostRun, gpu
     from measure.shapes import AttentionShape
 
     with gpu() as fake:
-        shape = AttentionShape(8, 2, 128, 2)
-        settings = {"batch": 1, "context": 300, "keys": "int4", **options}
-        run = HostRun(
-            shape, settings.pop("batch"), settings.pop("context"), settings.pop("keys"), **settings
-        )
-        run.time()
+        run = HostRun(AttentionShape(8, 2, 128, 2), batch, context, "int4", **options)
+        run.step()
         return [run.count(fake) for _ in range(steps)]
 
 
@@ -37,21 +31,11 @@ def counted(steps=70, **options):
 @pytest.mark.parametrize(
     ("options", "plain", "sealing"),
     [
-        ({"reserve_tokens": 512}, 2, 3),
-        ({"reserve_tokens": 512, "batch": 4}, 2, 3),
         ({"reserve_tokens": 512, "batch": 5, "ragged": True}, 2, 3),
-        ({"reserve_tokens": 512, "keys": "int8"}, 2, 3),
         ({"max_length": 512}, 3, 3),
         ({"reserve_tokens": 8192, "context": 4200, "batch": 2, "read_tokens": 512}, 3, 4),
     ],
-    ids=[
-        "one row",
-        "batch",
-        "ragged",
-        "int8",
-        "preallocated",
-        "chosen pages",
-    ],
+    ids=["ragged", "preallocated", "chosen pages"],
 )
 def test_a_step_launches_few_kernels_and_waits_for_nothing(options, plain, sealing):
     steps = counted(**options)
@@ -62,7 +46,7 @@ def test_a_step_launches_few_kernels_and_waits_for_nothing(options, plain, seali
 
 @needs_triton
 def test_what_is_done_once_per_step_does_not_grow_with_the_context():
-    short, long = counted(3, reserve_tokens=8192), counted(3, context=4000, reserve_tokens=8192)
+    short, long = (counted(3, context=n, reserve_tokens=8192) for n in (300, 4000))
     assert [step.kernels for step in short] == [step.kernels for step in long]
 
 
@@ -76,97 +60,47 @@ def left_padded(columns, padding):
     return torch.arange(columns)[None] >= torch.tensor(padding)[:, None]
 
 
-def test_mask_watch_compares_single_tokens_behind_a_trusted_mask_later(far):
-    watch, padding = MaskWatch(), Batch.of([Row(3, (), 5), Row(0, (), 8)]).padding
-    assert not watch.later(left_padded(9, [3, 0]), True)
-    assert watch.hides_padding_only(
-        left_padded(9, [3, 0]), padding, True
-    )  # waited for: nothing is trusted yet
-    holed = left_padded(10, [3, 0])
-    holed[1, 4] = False
-    assert watch.later(holed, True) and watch.hides_padding_only(holed, padding, True)
-    with pytest.raises(kv_hf.CacheMismatchError, match="attention_mask of an earlier forward"):
-        watch.look()
-    assert not watch.hides_padding_only(holed, padding, True)  # waited for again
+def run(model, cache, masks):
+    """Return the logits of a prompt of 40 tokens, of which row 0 pads 5, and of a step of one token for each mask."""
+    ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        given = left_padded(40, [5, 0]).long()
+        logits = model(ids, attention_mask=given, past_key_values=cache).logits[:, -1:]
+        for mask in masks:
+            logits = model(ids[:, :1], attention_mask=mask.long(), past_key_values=cache).logits
+    return logits
 
 
-def test_mask_watch_compares_several_tokens_at_once(far):
-    watch, padding = MaskWatch(), Batch.of([Row(2, (), 5)]).padding
-    assert watch.hides_padding_only(left_padded(9, [2]), padding, False)
-    assert not watch.hides_padding_only(left_padded(9, [3]), padding, False)
-    assert not watch.later(left_padded(9, [2]), True)
-
-
-def test_a_wrong_mask_of_a_single_token_raises_in_the_next_forward(far):
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({}, "mask of an earlier forward"), ({"max_length": 64}, "mask of an earlier step")],
+    ids=["growing", "preallocated"],
+)
+def test_a_wrong_mask_of_a_single_token_raises_in_a_later_forward(far, options, says):
     model = make_model("llama")
-    cache = kv_hf.PagedCache(model.config, keys="int8", page_size=16)
-    ids = torch.randint(3, 90, (2, 40))
-    mask = left_padded(43, [5, 0]).long()
-    with torch.no_grad():
-        model(ids, attention_mask=mask[:, :40], past_key_values=cache)
-        model(ids[:, :1], attention_mask=mask[:, :41], past_key_values=cache)
-        mask[1, 20] = 0
-        model(ids[:, :1], attention_mask=mask[:, :42], past_key_values=cache)
-        with pytest.raises(kv_hf.CacheMismatchError, match="earlier forward"):
-            model(ids[:, :1], attention_mask=mask[:, :43], past_key_values=cache)
+    cache = kv_hf.PagedCache(model.config, keys="int8", page_size=16, **options)
+    right = [left_padded(columns, [5, 0]) for columns in range(41, 45)]
+    holed = left_padded(42, [5, 0])
+    holed[1, 20] = False
+    with pytest.raises(kv_hf.CacheMismatchError, match=f"attention_{says}"):
+        run(model, cache, [right[0], holed, *right[2:]])
     cache.reset()
-    with torch.no_grad():
-        model(ids, attention_mask=left_padded(40, [5, 0]).long(), past_key_values=cache)
+    found = run(model, cache, right[:3])
+    plain = kv_hf.PagedCache(model.config, keys="int8", page_size=16)
+    torch.testing.assert_close(found, run(model, plain, right[:3]), atol=1e-5, rtol=1e-5)
     cache.check_integrity()
 
 
-def test_device_flag_tells_a_step_late_what_was_found(far):
-    flag = DeviceFlag(torch.device("cpu"))
-    assert flag.look() == 0
-    flag.tensor.bitwise_or_(2)
-    assert [flag.look(), flag.look()] == [0, 2]
-    flag.clear()
-    assert [flag.look(), flag.look()] == [0, 0]
-
-
-def test_a_preallocated_cache_leaves_out_masks_and_reports_wrong_ones_late(far):
-    model = make_model("llama")
-    ids = torch.randint(3, 90, (2, 40))
-    mask = left_padded(44, [5, 0]).long()
-
-    def run(cache, masks):
-        with torch.no_grad():
-            logits = model(ids, attention_mask=mask[:, :40], past_key_values=cache).logits[:, -1:]
-            for columns, one in masks:
-                logits = model(
-                    ids[:, :1], attention_mask=one[:, :columns], past_key_values=cache
-                ).logits
-        return logits
-
-    right = [(41, mask), (42, mask), (43, mask)]
-    grown = run(kv_hf.PagedCache(model.config, keys="int8", page_size=16), right)
-    fixed = run(kv_hf.PagedCache(model.config, keys="int8", page_size=16, max_length=64), right)
-    torch.testing.assert_close(fixed, grown, atol=1e-5, rtol=1e-5)
-    holed = mask.clone()
-    holed[1, 20] = 0
-    cache = kv_hf.PagedCache(model.config, keys="int8", page_size=16, max_length=64)
-    with pytest.raises(kv_hf.CacheMismatchError, match="attention_mask of an earlier step"):
-        run(cache, [(41, mask), (42, holed), (43, mask), (44, mask)])
-    cache.reset()
-    run(cache, right)
-
-
 def test_tables_write_new_pages_in_place_and_follow_every_other_change():
-    from kv_hf.pages.tables import Tables, block_table
-
     tables, cpu = Tables(), torch.device("cpu")
-    first = ((1, 2), (3,))
+    first, grown = ((1, 2), (3,)), ((1, 2), (3, 4))
     shown = tables.show(first, {})[cpu]
     assert tables.show(first, {})[cpu] is shown
-    grown = ((1, 2), (3, 4))
     after = tables.show(grown, {1: (first[1], grown[1])})[cpu]
     assert after.data_ptr() == shown.data_ptr() and after is not shown
-    assert after.tolist() == [[1, 2], [3, 4]]
-    wider = ((1, 2, 5), (3, 4))
-    assert tables.show(wider, {})[cpu].tolist() == [[1, 2, 5], [3, 4, 0]]
-    # a hint about another change is of no use: the first page of row 0 is another one now
-    moved_on = ((7, 2, 5), (3, 4))
-    assert tables.show(moved_on, {0: (wider[0], wider[0])})[cpu].tolist() == [[7, 2, 5], [3, 4, 0]]
-    for pages in (((3, 4), (7, 2, 5)), ((3,), (7,)), ((), ())):
+    # a hint about another change is of no use: the first page of row 0 is another one at last
+    wider, moved_on = ((1, 2, 5), (3, 4)), ((7, 2, 5), (3, 4))
+    for pages in (grown, wider, moved_on, ((3, 4), (7, 2, 5)), ((3,), (7,)), ((), ())):
+        hint = {0: (wider[0], wider[0])} if pages is moved_on else {}
         rows = [Row(0, one, 0) for one in pages]
-        assert torch.equal(tables.show(pages, {})[cpu], block_table(rows))
+        assert torch.equal(tables.show(pages, hint)[cpu], block_table(rows))

@@ -1,11 +1,24 @@
-"""Messages that a new user meets name the argument, its value, the expectation and the remedy."""
+"""Messages name the argument, its value and the remedy, fit the terminal, and are said once, when the user has chosen to hear them."""
+
+import contextlib
+import logging
+import threading
+import warnings
 
 import pytest
 import rounding
+import transformers
 from tiny_models import make_model, shared_model, tokens
+from tiny_tokenizer import make_tokenizer
+from transformers import TextStreamer
+from transformers.utils import logging as transformers_logging
 
 import kv_hf
+from kv_hf import notices
+from kv_hf.text_table import table_lines, wrap
 from kv_hf.user_dir import made_once, user_dir
+
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"max_length": 64}], ids=["growing", "preallocated"])
@@ -24,51 +37,45 @@ def test_a_forward_of_a_larger_model_is_refused_with_a_reason(options):
     rounding.assert_close(found, small(tokens(1, 9)).logits)
 
 
+def generate(**options):
+    shared_model("llama").generate(tokens(1, 4), **{"max_new_tokens": 1, **options})
+
+
 @pytest.mark.parametrize(
-    ("option", "word", "says"),
+    ("call", "options", "says"),
     [
-        ("kernel", "cuda", r"kernel must be one of auto, .*got 'cuda' \(did you mean 'triton'\?\)"),
-        ("kernel", "cpu", r"got 'cpu' \(did you mean 'c'\?\)"),
-        ("keys", "int3", "got 'int3'; the cache paged_int3 is keys='int2_mixed'"),
-        ("values", "paged_int4", "paged_int4 is keys='int4', values='int4'"),
+        (kv_hf.CacheConfig, {"kernel": "cuda"}, "one of auto, .*'cuda' .did you mean 'triton'"),
+        (kv_hf.CacheConfig, {"kernel": "cpu"}, "got 'cpu' .did you mean 'c'"),
+        (kv_hf.CacheConfig, {"keys": "int3"}, "'int3'; the cache paged_int3 is keys='int2_mixed'"),
+        (kv_hf.CacheConfig, {"values": "paged_int4"}, "is keys='int4', values='int4'"),
+        (generate, {"cache_implementation": "paged_in4"}, "'paged_in4' .did you mean 'paged_int4'"),
+        (generate, {"cache_implementation": "statc"}, "got 'statc' .did you mean 'static'"),
+        (generate, {"past_key_values": "paged_int4"}, "a name goes into cache_implementation"),
     ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_config_names_the_option_that_another_word_means(option, word, says):
+def test_errors_name_the_option_that_was_meant(call, options, says):
     """ "cuda" was answered with 'c', and keys="int3" with 'int8', which takes more than twice the bytes."""
     with pytest.raises(kv_hf.CacheOptionError, match=says):
-        kv_hf.CacheConfig(**{option: word})
+        call(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"cache_implementation": "paged_in4"}, "got 'paged_in4' .did you mean 'paged_int4'"),
-        ({"cache_implementation": "statc"}, "got 'statc' .did you mean 'static'"),
-        ({"past_key_values": "paged_int4"}, "'paged_int4': a name goes into cache_implementation"),
-    ],
-    ids=str,
-)
-def test_generate_names_the_cache_that_was_meant(options, says):
-    with pytest.raises(kv_hf.CacheOptionError, match=says):
-        shared_model("llama").generate(tokens(1, 4), max_new_tokens=1, **options)
-
-
-def test_generate_leaves_other_errors_of_transformers_as_they_are():
+def test_errors_of_others_stay_as_they_are_and_texts_name_the_nearest():
     with pytest.raises(ValueError, match="max_new_tokens") as error:
-        shared_model("llama").generate(tokens(1, 4), max_new_tokens=-1)
+        generate(max_new_tokens=-1)
     assert type(error.value) is ValueError
+    with pytest.raises(ValueError, match="got 'nove' .did you mean 'novel'"):
+        kv_hf.texts.load_text("nove")
 
 
 @pytest.mark.parametrize("variable", ["KV_HF_HOME", "HOME"])
 def test_a_home_that_cannot_be_written_to_names_its_variable(variable, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(variable, str(tmp_path / "file" / "home"))
-    made = []
-    with pytest.raises(
-        kv_hf.KVCacheError, match="KV_HF_HOME must be .*Not a directory.*set"
-    ) as error:
-        made_once(user_dir() / "models" / "a", "config.json", lambda *given: made.append(given))
-    assert not made and str(tmp_path / "file" / "home") in str(error.value)
+    home = str(tmp_path / "file" / "home")
+    monkeypatch.setenv(variable, home)
+    with pytest.raises(kv_hf.KVCacheError, match="KV_HF_HOME must be .*Not a dir.*set") as error:
+        made_once(user_dir() / "models" / "a", "config.json", lambda *given: pytest.fail("made"))
+    assert home in str(error.value)
     assert ("(the default)" in str(error.value)) == (variable == "HOME")
 
 
@@ -81,6 +88,105 @@ def test_a_user_without_a_home_folder_is_told_of_the_variable(monkeypatch):
         user_dir()
 
 
-def test_load_text_names_the_nearest_text():
-    with pytest.raises(ValueError, match="got 'nove' .did you mean 'novel'"):
-        kv_hf.texts.load_text("nove")
+# -- notices -----------------------------------------------------------------------------------------------------------
+
+
+def said(caplog):
+    """Return what is said: a log line and a warning."""
+    caplog.clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        notices.say_once("line", "line")
+        notices.warn_once("warning", "warning")
+    return [*caplog.messages, *(str(one.message) for one in found)]
+
+
+def test_notices_are_said_once_and_not_where_they_are_turned_down(monkeypatch, caplog):
+    monkeypatch.setattr(notices.logger, "level", logging.NOTSET)
+    verbosity, own = transformers_logging.get_verbosity(), logging.getLogger("kv_hf")
+    try:
+        transformers_logging.set_verbosity(logging.ERROR)
+        assert said(caplog) == []
+        transformers_logging.set_verbosity(logging.WARNING)
+        monkeypatch.setattr(own, "level", logging.ERROR)
+        assert said(caplog) == []
+        monkeypatch.setattr(own, "level", logging.NOTSET)
+        with notices.silenced():
+            assert said(caplog) == []
+        assert said(caplog) == ["line", "warning"]  # what was not heard was not said
+        assert said(caplog) == []
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def test_held_back_says_all_at_its_end_and_names_the_place(caplog):
+    def slow_path():
+        notices.warn_once("warning", "a warning")
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with contextlib.suppress(KeyError), notices.held_back():
+            slow_path()
+            notices.say_once("line", "a line")
+            other = threading.Thread(target=notices.say_once, args=("other", "other"))
+            other.start()
+            other.join()
+            assert not found and caplog.messages == ["other"]  # its own thread alone waits
+            raise KeyError
+    assert [(str(one.message), one.filename) for one in found] == [("a warning", __file__)]
+    assert caplog.messages == ["other", "a line"]
+
+
+class Terminal(TextStreamer):
+    """A streamer that writes to the same list as notices do."""
+
+    def __init__(self, shown):
+        super().__init__(make_tokenizer())
+        self.shown = shown
+
+    def on_finalized_text(self, text, stream_end=False):
+        self.shown.append("end" if stream_end else "text")
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_generate_says_nothing_while_it_streams(positional, monkeypatch):
+    shown = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append("notice")
+    monkeypatch.setattr(notices.logger, "handlers", [*notices.logger.handlers, handler])
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma2Config(**sizes, num_key_value_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)  # which is switched to "kv_hf"
+    given = [*[None] * 6, Terminal(shown)] if positional else []
+    options = {} if positional else {"streamer": Terminal(shown)}
+    options |= {"max_new_tokens": 5, "cache_implementation": "paged_int4"}
+    model.generate(tokens(1, 9), *given, **options)
+    assert shown.count("notice") == 1 and "text" in shown
+    assert shown[-2:] == ["end", "notice"]
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [20, 60, 200])
+def test_table_lines_loses_no_cell(width):
+    figures = [(f"figure {i}", [f"{i}.0", f"{i}.5"]) for i in range(9)]
+    lines = table_lines([("cache", ["dynamic", "paged_int4"]), *figures], width)
+    words = " ".join(lines).split()
+    assert all(words.count(cell) == 1 for _, cells in figures for cell in cells)
+    assert max(map(len, lines)) <= max(width, len("paged_int4  figure 0"))
+
+
+def test_table_lines_folds_a_long_name_and_wrap_keeps_words():
+    name = "paged_int4:key_group_size=32,value_group_size=32,offload=cpu,device_bytes=1073741824"
+    columns = [("cache", ["dynamic", name]), ("n", ["0.0", "0.5"]), ("figure 1", ["1.0", "1.5"])]
+    assert table_lines(columns, 73) == [
+        "cache                                 n  figure 1",
+        "dynamic                             0.0       1.0",
+        "paged_int4:key_group_size=32,",
+        "  value_group_size=32,offload=cpu,",
+        "  device_bytes=1073741824           0.5       1.5",
+    ]
+    lines = wrap("note: what fits with an offload is what the device holds", 30, 6)
+    assert lines == ["note: what fits with an", "      offload is what the", "      device holds"]
+    assert wrap("a " + "b" * 99, 30) == ["a", "  " + "b" * 99]

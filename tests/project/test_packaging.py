@@ -44,9 +44,14 @@ def build(clone, out, hook="build_wheel", **variables):
     return (None if done.returncode else next(out.iterdir())), done.stderr
 
 
-def read(wheel, end):
+def names_in(wheel):
     with zipfile.ZipFile(wheel) as opened:
-        (name,) = (name for name in opened.namelist() if name.endswith(end))
+        return set(opened.namelist())
+
+
+def read(wheel, end):
+    (name,) = (name for name in names_in(wheel) if name.endswith(end))
+    with zipfile.ZipFile(wheel) as opened:
         return opened.read(name).decode()
 
 
@@ -62,11 +67,8 @@ def test_a_wheel_without_the_kernel_holds_what_runs_and_links_that_work(clone, t
     assert wheel.name.endswith("-py3-none-any.whl"), printed
     assert "the C kernel was not compiled" in printed
     assert "Root-Is-Purelib: true" in read(wheel, ".dist-info/WHEEL")
-    with zipfile.ZipFile(wheel) as opened:
-        names = set(opened.namelist())
-    sources = {
-        f"kv_hf/{path.relative_to(ROOT / 'kv_hf')}" for path in (ROOT / "kv_hf").rglob("*.py")
-    }
+    names = names_in(wheel)
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "kv_hf").rglob("*.py")}
     assert {*sources, "kv_hf_cli.py"} <= names
     assert not [name for name in names if name.endswith((".so", ".c", ".h", ".inc"))]
     text = read(wheel, ".dist-info/METADATA")
@@ -106,13 +108,15 @@ def test_files_beside_the_sources_are_named_for_a_build():
     assert {path for path in there - data - named if path.suffix != ".py"} == set()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_wheel_with_the_kernel_names_the_platform(clone, tmp_path):
-    wheel, printed = build(clone, tmp_path / "out", KV_HF_BUILD_KERNEL="required")
-    assert re.search(r"-cp311-abi3-\w+\.whl$", wheel.name), printed
-    with zipfile.ZipFile(wheel) as opened:
-        assert [name for name in opened.namelist() if name.endswith(".so")]
+    """A compiler that writes empty files is enough for that; each installation compiles the true ones."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; : > "$2"\n')
+    compiler.chmod(0o755)
+    variables = {"KV_HF_BUILD_KERNEL": "required", "CC": str(compiler), "LDSHARED": str(compiler)}
+    wheel, printed = build(clone, tmp_path / "out", **variables)
+    assert wheel is not None and re.search(r"-cp311-abi3-\w+\.whl$", wheel.name), printed
+    assert len([name for name in names_in(wheel) if name.endswith(".so")]) == 1
 
 
 def test_an_editable_install_is_found_from_the_clones_parent_folder(clone, tmp_path):
@@ -126,10 +130,3 @@ def test_an_editable_install_is_found_from_the_clones_parent_folder(clone, tmp_p
     done = subprocess.run(command, cwd=clone.parent, capture_output=True, text=True, env={})
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == clone / "kv_hf" / "__init__.py"
-
-
-def test_the_suggested_name_of_a_clone_is_no_name_of_a_package():
-    """A folder whose name holds a dash shadows nothing, whichever Python runs in its parent folder."""
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        for name in re.findall(r"git clone \S*(?: this repository>)? (\S+)", page.read_text()):
-            assert not name.isidentifier(), f"{page.name} suggests a clone named {name}"

@@ -2,12 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
-import table_engine
 import tables
 from paths import ROOT
-from table_engine import Pivot, Table
+from tables import Table
 
 PAGES = [
     ROOT / "README.md",
@@ -23,20 +23,18 @@ ROW = {
     "model": "smollm2-135m",
     "model_file": "a.gguf",
     "weights_precision": "Q4_1",
-    "device": "cpu",
 }
 SAID = "weights: Q4_1 (a.gguf); computed in float32; AMD EPYC, 2 cores, 1 thread; 2026-11-21:"
+FORM = """
+Steps of {name}
+| cache | {at:,} tokens | of {at:,} | held at {context:,}, MiB |
+| --- | ---: | --- | ---: |
+| `{cache}` | {ms:.1f} | {ratio} | {held_mib:.1f} |
+"""
 SPEED = Table(
-    "page.md",
-    "speed",
-    "speed.jsonl",
-    "Steps of {name}",
-    {"cache": "`{cache}`"},
-    Pivot(("cache",), "context", {"{at:,} tokens": "{ms:.1f}"}),
-    {"held at {context:,}, MiB": "{held_mib:.1f}"},
-    where=lambda row: row["kind"] == "speed",
-    one_run=True,
+    "page.md", "speed", "speed.jsonl", FORM, {"kind": "speed"}, one_run=True, across="context"
 )
+PLAIN = Table("page.md", "a", "a.jsonl", "A\n| c | s |\n| --- | ---: |\n| {cache} | {s:.1%} |")
 
 
 def row(**changed):
@@ -44,20 +42,25 @@ def row(**changed):
 
 
 def speed(cache, context, ms, **changed):
-    return row(kind="speed", cache=cache, context=context, ms=ms, held_bytes=2**20, **changed)
+    held = {"held_bytes": (context >> 10) << 20, **changed}
+    return row(kind="speed", cache=cache, context=context, ms=ms, **held)
 
 
-ROWS = [speed("dynamic", 4096, 2.0), speed("dynamic", 512, 1.0), speed("paged", 4096, 0.26)]
+ROWS = [
+    speed("dynamic", 4096, 2.0),
+    speed("dynamic", 512, 1.0),
+    speed("paged", 4096, 0.26, ratio=8, held_bytes=5 << 20),
+]
 
 
 def test_table_of_three_rows_is_the_markdown_written_by_hand():
     assert SPEED.markdown(ROWS).splitlines() == [
         f"Steps of SmolLM2-135M; {SAID}",
         "",
-        "| cache | 512 tokens | 4,096 tokens | held at 4,096, MiB |",
-        "| --- | ---: | ---: | ---: |",
-        "| `dynamic` | 1.0 | 2.0 | 1.0 |",
-        "| `paged` | - | 0.3 | 1.0 |",
+        "| cache | 512 tokens | of 512 | 4,096 tokens | of 4,096 | held at 4,096, MiB |",
+        "| --- | ---: | --- | ---: | --- | ---: |",
+        "| `dynamic` | 1.0 | - | 2.0 | - | 4.0 |",
+        "| `paged` | - | - | 0.3 | 8 | 5.0 |",
     ]
 
 
@@ -69,36 +72,48 @@ def test_table_takes_the_newest_run_and_refuses_to_be_empty():
         SPEED.markdown([row(kind="other")])
 
 
-def test_table_splits_orders_and_keeps_the_newest_row_of_a_key():
-    split = Table(
-        "page.md", "a", "a.jsonl", "Load {load}", {"cache": "{cache}", "s": "{seconds}", "none": "{absent:.1f}"},
-        split=("load",), order=lambda rows: -rows[-1]["seconds"], key=("cache",), given={"kind": "x"},
-    )  # fmt: skip
-    rows = [row(load=load, cache="c", seconds=s) for load, s in (("a", 1), ("b", 2), ("a", 3))]
+def test_table_splits_sorts_and_keeps_the_newest_row_of_a_key():
+    rows = [row(load="a", cache=c, s=s) for c, s in (("x", 0.1), ("y", 0.2), ("x", 0.3))]
+    rows += [row(load="b", cache="z", s=None, date="2026-11-22")]
     rows.append({"kind": "failed", "failed": "out of memory"})
-    first, second = split.markdown(rows).split("\n\nLoad b")
-    assert first.startswith("Load a") and "| c | 3 | - |" in first and "| c | 1 |" not in first
-    assert "| c | 2 | - |" in second
-
-
-def test_caption_names_machines_with_rows_and_threads_and_what_is_not_recorded():
-    xeon = row(machine="Intel(R) Xeon(R) Processor, 2 cores", date="2026-11-22")
-    said = table_engine.caption([row(), xeon, {**xeon, "threads": 2}], "A table")
-    machines = "rows of 2 machines: Intel Xeon, 2 cores (2 rows, 1 or 2 threads) and AMD EPYC, 2 cores (1 row, 1 thread)"
-    assert f"; {machines}; newest row 2026-11-22:" in said
-    gpu = table_engine.caption([row(machine="AMD EPYC, 16 cores, NVIDIA H200", device="cuda")], "A")
-    assert "; NVIDIA H200, GPU; " in gpu
-    old = table_engine.caption([{"date": "2026-11-21", "machine": "AMD EPYC"}], "A")
-    assert (
-        "weights: not recorded; computed in a dtype not recorded; AMD EPYC, threads not recorded"
-        in old
+    newest, older = (
+        replace(PLAIN, split="load", key="cache", sort="-s").markdown(rows).split("A;")[1:]
     )
+    assert newest.endswith("| z | - |\n\n")  # the newest table first; a dash where nothing is known
+    assert older.endswith("| x | 30.0 % |\n| y | 20.0 % |")
+    assert "| y | 20.0 % |\n| x |" in replace(PLAIN, key="cache", sort="s").markdown(rows[:3])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"machine": "Intel(R) Xeon(R) Processor, 2 cores", "threads": 2, "date": "2026-11-22"},
+            "; AMD EPYC, 2 cores, 1 thread and Intel Xeon, 2 cores, 2 threads; newest row 2026-11-22:",
+        ),
+        (
+            {"machine": "AMD EPYC, 16 cores, NVIDIA H200", "device": "cuda"},
+            " and NVIDIA H200, GPU; ",
+        ),
+        ({"weights_precision": "random weights", "model_file": None}, "Q4_1 (a.gguf), random; "),
+        ({"dtype": "bfloat16"}, "; computed in float32 and bfloat16; "),
+        ({"threads": None}, " and AMD EPYC, 2 cores, threads not recorded; "),
+    ],
+)
+def test_caption_names_what_every_row_says_of_itself(changed, said):
+    assert said in tables.caption([row(), row(**changed)], "A table")
+
+
+@pytest.mark.parametrize(
+    ("kl", "said"), [(4e-6, "0.00000"), (0.0012, "0.00120"), (0.0123, "0.0123"), (0.123, "0.12")]
+)
+def test_divergences_have_two_digits_that_count(kl, said):
+    assert tables.filled("{kl_mean:kl}", {"kl_mean": kl}) == said
 
 
 def test_pages_notice_a_row_that_changed_and_a_page_without_marks(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(table_engine, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "TABLES", [SPEED])
+    monkeypatch.setattr(tables, "tables", lambda: [SPEED])
     rows = tmp_path / "results" / "speed.jsonl"
     rows.parent.mkdir()
     rows.write_text("".join(json.dumps(one) + "\n" for one in ROWS))
@@ -111,10 +126,8 @@ def test_pages_notice_a_row_that_changed_and_a_page_without_marks(tmp_path, monk
 
     assert main("--check") == 1 and "page.md is not what results/ says" in capsys.readouterr().out
     assert main() == 0 and main("--check") == 0
-    assert (
-        page.read_text().startswith("Before\n<!-- speed -->\nSteps of")
-        and "behind" in page.read_text()
-    )
+    text = page.read_text()
+    assert text.startswith("Before\n<!-- speed -->\nSteps of") and text.endswith("-->\nbehind\n")
     rows.write_text(rows.read_text().replace("0.26", "0.36"))
     assert main("--check") == 1
     page.write_text("no marks\n")
@@ -123,94 +136,48 @@ def test_pages_notice_a_row_that_changed_and_a_page_without_marks(tmp_path, monk
 
 
 def test_every_block_of_every_page_is_in_the_list_and_is_what_its_rows_say():
+    listed = tables.tables()
     shown = {
         (path, name)
         for path in PAGES
         for name in re.findall(r"<!-- (\w+) -->", path.read_text("utf-8"))
     }
-    assert shown == {(ROOT / one.page, one.block) for one in tables.TABLES}
-    stale = [
-        path.name
-        for path, text in table_engine.pages(tables.TABLES).items()
-        if path.read_text("utf-8") != text
-    ]
+    assert shown == {(ROOT / one.page, one.block) for one in listed}
+    made = tables.pages(listed)
+    stale = [path.name for path, text in made.items() if path.read_text("utf-8") != text]
     assert not stale, "run scripts/tables.py"
 
 
-def find(page, block, number=0):
-    return [one for one in tables.TABLES if (one.page, one.block) == (page, block)][number]
+def find(page, block):
+    return next(one for one in tables.tables() if (one.page, one.block) == (page, block))
 
 
 def accuracy(cache, kl, text="held_out", **changed):
     texts = {name: {"kl_mean": kl * (1 + (name == "german"))} for name in ("novel", "german")}
     figures = {"kl_mean": kl, "kl_low": kl / 2, "kl_high": kl * 2, "stored_bits": 5.0}
     run = {"kind": "accuracy", "window": 1600, "prompt": 512, "windows": 2, "tokens": 100}
-    return row(
-        cache=cache, text=text, texts=texts, worst_text="german", **figures, **run, **changed
-    )
+    own = {"texts": texts, "worst_text": "german", "text": text}
+    return row(cache=cache, **own, **figures, **run, **changed)
 
 
-def test_accuracy_shows_the_worst_text_and_prefers_the_held_out_texts():
-    old = accuracy("paged_int4", 9.0, "lincoln_1862")
-    lines = (
-        find("README.md", "accuracy").markdown([old, accuracy("paged_int4", 0.003)]).splitlines()
-    )
+def test_accuracy_shows_the_worst_text_of_the_held_out_texts_alone():
+    rows = [accuracy("paged_int4", 0.003), accuracy("paged_int4", 9.0, "lincoln_1862")]
+    rows.append(accuracy("paged_exact", 0.0))
+    lines = find("README.md", "accuracy").markdown(rows).splitlines()
     assert lines[0].startswith("SmolLM2-135M, 2 texts, 2 windows, 100 scored tokens; ")
     assert lines[4:] == [
         "| `paged_int4` | 5.00 | 0.00300 (0.00150 to 0.00600) | 0.00600 (german) |"
     ]
 
 
-def test_speed_puts_the_machine_with_the_smaller_gain_first():
-    def step(machine, cache, ratio, context=2048):
-        times = {"step_ms_p50": 20.0, "ratio_to_dynamic": ratio}
-        return row(kind="generate", batch=1, machine=machine, cache=cache, context=context, **times)
-
-    rows = [
-        step("Fast", "paged_int4", 5.0),
-        step("Slow", "paged_int4", 1.5),
-        step("Slow", "paged_int4", 9.0, 512),
-    ]
-    text = find("docs/speed_and_memory.md", "speed").markdown(rows)
-    assert text.index("Slow") < text.index("Fast")
-
-
 def test_needles_pool_the_prompts_of_all_rows_once():
     def needle(scores, first=0):
         asked = {"task": "single", "length": 8192, "depth": None, "seed": 0, "first_sample": first}
-        return row(
-            kind="needle",
-            cache="dynamic",
-            scores=scores,
-            nlls=[0.5] * len(scores),
-            samples=len(scores),
-            **asked,
-        )
+        answers = {"scores": scores, "nlls": [0.5] * len(scores), "samples": len(scores)}
+        return row(kind="needle", cache="dynamic", **answers, **asked)
 
-    text = find("docs/long_context.md", "needles").markdown(
-        [needle([1.0, 0.5]), needle([1.0, 0.5]), needle([1.0, 1.0], 2)]
-    )
+    rows = [needle([1.0, 0.5]), needle([1.0, 0.5]), needle([1.0, 1.0], 2)]
+    text = find("docs/long_context.md", "needles").markdown(rows)
     # 3 of 4: Wilson's interval by hand is (0.750 + 0.480 -+ 0.646) / 1.960
-    assert (
-        "4 prompts of a task and length" in text
-        and "| `dynamic` | 75 % (30 to 95) | 0.500 |" in text
-    )
-
-
-def test_reading_means_are_of_the_texts_that_all_contenders_have():
-    def reading(contender, text, kl, read=1024):
-        run = {"window": 8192, "tokens": 256, "read_from": 4096, "read_top_p": None}
-        return row(contender=contender, text=text, kl_mean=kl, read_tokens=read, **run)
-
-    rows = [reading("paged_int4", "novel", 0.02), reading("paged_int4", "code", 0.04)]
-    rows += [
-        reading("oracle", "novel", 0.01),
-        reading("oracle", "code", 0.01),
-        reading("paged_int4", "german", 9.0),
-    ]
-    lines = find("docs/long_context.md", "reading").markdown(rows).splitlines()
-    assert "2 texts (code, novel)" in lines[0]
-    assert lines[4] == "| `paged_int4` | 0.0300 (0.0400, code) | - |"
-    assert lines[5].startswith("| the truth: each page's attention mass | 0.0100") and lines[
-        5
-    ].endswith("| 0 |")
+    assert "4 prompts of a task and length" in text
+    assert "| `dynamic` | 75 % (30 to 95) | 0.500 |" in text

@@ -1,4 +1,4 @@
-"""Models out of packages, and a Llama rewritten with latents, which computes what the Llama computes."""
+"""Models out of packages: joined, checked, converted once."""
 
 import hashlib
 import io
@@ -10,99 +10,8 @@ import pytest
 import torch
 import transformers
 from measure.models import packaged
-from measure.models.latent_fixture import (
-    embed_in_mla,
-    found_bases,
-    latent_cache,
-    random_bases,
-    reads,
-)
 from measure.models.stories15m import half_split, read_model
-from tiny_models import make_model, tokens
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.youtu.modeling_youtu import YoutuRMSNorm
-
-STILL = 3  # planes of a kv head without RoPE; heads of 16 have 8
-RANK = 2 * (2 * STILL + 16)  # of two kv heads, without zeros
-
-
-@pytest.fixture
-def llama():
-    changes = {"num_attention_heads": 6, "head_dim": 16, "hidden_size": 48}
-    model = make_model("llama", torch.float64, **changes)
-    with torch.no_grad():
-        for parameter in model.parameters():  # attention that is far from uniform
-            parameter.mul_(2.0 if parameter.ndim > 1 else 1.0)
-    return model
-
-
-@pytest.fixture
-def norms_in_float64(monkeypatch):
-    """transformers' norms round to float32, which would hide differences below it."""
-
-    def forward(self, x):
-        size = x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon
-        return self.weight * x * torch.rsqrt(size)
-
-    for norm in (LlamaRMSNorm, YoutuRMSNorm):
-        monkeypatch.setattr(norm, "forward", forward)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("rank", "bases"), [(64, random_bases(2, 64)), (RANK, None)])
-def test_logits_are_those_of_the_llama_without_slow_rope(llama, norms_in_float64, rank, bases):
-    mla = embed_in_mla(llama, rank, bases, STILL)
-    ids = tokens(2, 60)
-    found, turning = mla(ids).logits, llama(ids).logits
-    llama.model.rotary_emb.inv_freq[-STILL:] = 0.0
-    expected = llama(ids).logits
-    assert (expected - turning).abs().max() > 1e-3  # the planes matter here
-    # a hundred products in float64, behind an inverse of a well-conditioned basis
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-
-
-@torch.no_grad()
-def test_found_bases_sort_or_level_the_energy_and_compute_the_same(llama, norms_in_float64):
-    plain = embed_in_mla(llama, RANK, None, STILL)
-    ids = tokens(1, 100)
-    for whitened in (False, True):
-        bases = found_bases(plain, ids[0], whitened)
-        mla = embed_in_mla(llama, RANK, bases, STILL)
-        torch.testing.assert_close(mla(ids).logits, plain(ids).logits, rtol=0, atol=1e-11)
-        cache = transformers.DynamicCache(config=mla.config)
-        mla(ids, past_key_values=cache)
-        for layer in cache.layers:
-            latents = layer.keys[0, 0]
-            energy = latents.pow(2).mean(0)
-            if whitened:  # axes as strong as a thousandth of the mean or more have an energy of one
-                axes = torch.linalg.eigvalsh(latents.T @ latents / 100)
-                assert (axes < 1 + 1e-9).all() and (axes > 1 - 1e-9).sum() > len(axes) // 2
-            else:
-                assert (energy.diff() <= 1e-9 * energy[0]).all()
-
-
-@torch.no_grad()
-def test_latents_along_the_rank_have_a_step_per_token_and_64_numbers(llama):
-    model = embed_in_mla(llama.float(), 64, random_bases(2, 64))
-    stored = latent_cache("int4 along the rank").make(model.config, 100)
-    stock = transformers.DynamicCache(config=model.config)
-    for cache in (stored, stock):
-        model(tokens(1, 69), past_key_values=cache)
-    found, latents = (cache.layers[0].keys[0, 0, 4:68] for cache in (stored, stock))
-    step = (latents.amax(1, keepdim=True) - latents.amin(1, keepdim=True)) / 15
-    assert ((found - latents).abs() <= 0.51 * step).all()  # scale and offset are rounded to fp16
-    assert (found - latents).abs().max() > 0.3 * step.min()
-    names = ("paged_int4:page_size=16", "paged_int4:page_size=16,mla=expand", "dynamic")
-    wide = embed_in_mla(llama.float(), 56, None, 6)
-    assert [reads(wide, latent_cache(n)) for n in names] == ["absorbed", "expanded", "expanded"]
-
-
-def test_what_cannot_be_rewritten_is_refused(llama):
-    for other in (make_model("qwen2"), make_model("llama", attention_bias=True)):
-        with pytest.raises(ValueError, match="must be a LlamaForCausalLM .* without biases"):
-            embed_in_mla(other, 64)
-    with pytest.raises(ValueError, match="rank must be at least 44, got 40"):
-        embed_in_mla(llama, 40, None, STILL)
+from tiny_models import make_model
 
 
 def npm_package(path, name, data):

@@ -2,14 +2,12 @@
 
 import gc
 import json
-import os
 import socket
 import struct
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from measure import serving
 from tiny_server import WAIT_S, free_port, running, save_model, wait_until
 
 from kv_hf.cache.paged_cache import PagedCache
@@ -300,14 +298,17 @@ def test_prompt_beyond_the_budget_is_status_400_and_others_go_on(folder):
         assert streamed[-1].choices[0].finish_reason == "length"
 
 
-def test_two_turns_counts_what_the_second_one_computes(server):
-    """The client of `scripts/bench.py serving/turns`, on a server that is there already."""
-    port = int(server.address.rpartition(":")[2])
-    asked = serving.Server(os.getpid(), port, server.model_name)
-    first, second = serving.two_turns(asked, TEXT[300:1400], ["What is it?", "Who?"], 4)
-    assert first["tokens_computed"] == first["prompt_tokens"]
-    assert second["prompt_tokens"] > first["prompt_tokens"] > second["tokens_computed"]
-    assert 0 < second["first_token_s"] <= second["whole_s"] and second["answer"]
+def test_the_second_turn_of_a_chat_computes_what_is_new(server):
+    messages, found = [{"role": "system", "content": TEXT[300:1400]}], []
+    for question in ("What is it?", "Who?"):
+        messages.append(user(question))
+        before = server.store()["tokens_computed"]
+        answer = server.chat(messages, max_tokens=4)
+        computed = server.store()["tokens_computed"] - before
+        found.append((answer.usage.prompt_tokens, computed))
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    (first, first_computed), (second, second_computed) = found
+    assert first_computed == first and second_computed < first < second
 
 
 def test_reset_drops_the_store_with_its_model(folder):

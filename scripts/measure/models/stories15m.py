@@ -30,11 +30,18 @@ def read_model(data: bytes) -> tuple[LlamaForCausalLM, int]:
     hidden, inner, layers, heads, kv_heads, vocab, length = struct.unpack("<7i", data[:28])
     head_dim = hidden // heads
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        max_position_embeddings=length, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0, dtype="float32",
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=length,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        dtype="float32",
+    )
     at = 28
 
     def take(*shape: int) -> torch.Tensor:
@@ -105,9 +112,8 @@ def read_tokenizer(data: bytes, length: int) -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+    words = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*words, decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(
         [AddedToken(p, special=True, normalized=False) for p in pieces[:3]]
     )
@@ -115,6 +121,10 @@ def read_tokenizer(data: bytes, length: int) -> PreTrainedTokenizerFast:
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>",
-        model_max_length=length, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
+        model_max_length=length,
+    )

@@ -1,1 +1,0 @@
-"""Caches in files: what a file holds, how it is written, and what is checked before it is read."""

@@ -1,0 +1,61 @@
+"""What tests and budgets rest on: the environment of a test, the environments that tests run in, and the sizes of rooms."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import environments
+import pytest
+import size
+from paths import ROOT, TESTS
+
+from kv_hf.backends.cpu import library
+
+
+def test_rows_hold_every_instruction_set_and_files_that_exist():
+    rows = list(environments.rows())
+    assert len({name for name, _, _ in rows}) == len(rows)
+    isas = [variables.get(library.ISA_VARIABLE) for _, variables, _ in rows]
+    own = [] if library.missing() else [str(isa) for isa in range(library.isa() + 1)]
+    assert [isa for isa in isas if isa] == [*own, "none"]
+    names = {name for _, _, names in rows for name in names}
+    assert not [n for n in names if not (TESTS / n).is_dir() and not (TESTS / f"{n}.py").is_file()]
+
+
+def test_main_runs_pytest_with_each_row_and_counts_failures(monkeypatch, capsys):
+    seen = []
+
+    def run(command, cwd, env):
+        seen.append(env.get("HOME"))
+        assert command[:3] == [sys.executable, "-m", "pytest"] and "-x" in command
+        return subprocess.CompletedProcess(command, int("HOME" not in env))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert environments.main(["--only", "home", "-x"]) == 1
+    assert seen == [None, environments.NOWHERE]
+    assert "failed with no home" in capsys.readouterr().out
+
+
+def test_a_test_sees_nothing_of_the_shell_and_no_network():
+    names = ["HF_HUB_OFFLINE", "PYTHONWARNINGS"]
+    code = "import known_environment as known, os, sys; print({*sys.argv[1:]} & {*os.environ}); known.leave()"
+    given = {**os.environ, **dict.fromkeys(names, "error"), "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-c", code, *names]
+    assert subprocess.check_output(command, env=given, cwd=ROOT, text=True) == "set()\n"
+    assert not {*names} & {*os.environ} and "kv_hf-home-" in os.environ["HOME"]
+    with pytest.raises(OSError, match="tests have no network"):
+        socket.create_connection(("huggingface.co", 443))
+
+
+def test_sizes_count_code_and_name_the_room_that_grew():
+    found = size.Size()
+    found.add(
+        '"""Say what."""\n\nimport os  # why\n\n\ndef f(\n    a,\n):\n    return """a\nb"""\n', True
+    )
+    assert (found.code, found.files, found.tokens) == (6, 1, 2 + 7 + 2)
+    found.add("/* what\n   it does */\nint a = 1; // why\n\n#define B (2)\n", False)
+    assert (found.code, found.files, found.tokens) == (8, 2, 11 + 5 + 6)
+    assert found.over("kv_hf/room", 8, 2, 2.8) is None
+    for budget in ((7, 2, 2.8), (8, 1, 2.8), (8, 2, 2.7)):
+        assert "kv_hf/room holds 8 code lines" in found.over("kv_hf/room", *budget)

@@ -1,0 +1,160 @@
+"""Rules of the sources: imports point down and form no circles, objects change their own fields, docstrings give shapes."""
+
+import ast
+import re
+from functools import cache
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
+
+from paths import ROOT
+
+PACKAGE = ROOT / "kv_hf"
+LAYERS = [
+    "backend_names errors extras files hub notices plugins printable records text_table user_dir version",
+    "cache_names checks config config_numbers field_names formats read_budget texts units",
+    "geometry page_summary row_pages spec",
+    "quant",
+    "backends pages",
+    "bridge",
+    "cache",
+    "hf",
+    "doctor evaluation gqa planner",
+    "serving",
+    "__init__ __main__ cli",
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names.split()}
+APART = [
+    {"backends", "pages"},
+    {"evaluation", "gqa"},
+    {"evaluation", "planner"},
+    {"gqa", "planner"},
+]
+# outside package -> the only folders and files of kv_hf that import it
+HOMES = {
+    "triton": ("backends/triton/",),
+    "transformers": (*("cache/", "hf/", "evaluation/", "gqa/", "planner/", "doctor/", "serving/"),),
+    "lm_eval": ("evaluation/",),
+    "datasets": ("evaluation/", "gqa/", "texts"),
+    "measure": ("none: of scripts/, which no wheel carries",),
+}
+FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def tree(name):
+    return ast.parse(FILES[name].read_text("utf-8"))
+
+
+def part_of(name):
+    return name.partition("/")[0].removesuffix(".py")
+
+
+def module_of(name):
+    return f"kv_hf.{name}".replace("/", ".").removesuffix(".py").removesuffix(".__init__")
+
+
+@cache
+def imports(name):
+    """Return what a file imports, wherever in it: dotted names of modules, and of names in modules."""
+    package = f"kv_hf.{name}".replace("/", ".").rsplit(".", 2)[0]
+    found = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            found |= {f"{base}.{one.name}" for one in node.names}
+    return found
+
+
+def test_imports_point_down():
+    assert not [name for name in FILES if part_of(name) not in RANK], "in no layer"
+    wrong = []
+    for name in FILES:
+        own = part_of(name)
+        others = {one.split(".")[1] for one in imports(name) if one.startswith("kv_hf.")}
+        above = {other for other in others & set(RANK) if RANK[other] > RANK[own]}
+        beside = {other for other in others if {own, other} in APART}
+        wrong += [(name, other) for other in above | beside]
+    assert not wrong
+
+
+def test_outside_packages_are_imported_where_they_belong():
+    asked = [(name, one.partition(".")[0]) for name in FILES for one in imports(name)]
+    assert not [
+        (name, outside)
+        for name, outside in asked
+        if outside in HOMES and not name.startswith(HOMES[outside])
+    ]
+
+
+def test_files_import_each_other_in_no_circle():
+    """The package's own __init__ may hand functions out on demand; else two files never need each other."""
+    known = {module_of(name) for name in FILES}
+    graph = {}
+    for name in FILES:
+        modules = {one if one in known else one.rpartition(".")[0] for one in imports(name)}
+        graph[module_of(name)] = modules & known - {module_of(name)}
+    TopologicalSorter(graph).prepare()  # names the circle that it finds
+
+
+# one statement that no signal divides, on parts that the object has made for itself alone; and objects of transformers,
+# numpy and ctypes, which have no method for it; and what a function or its module has made otherwise than by one call
+ALLOWED = {
+    *(f"bridge/{name}" for name in ("lazy_kv.py pair", "lazy_kv.py __new__")),
+    *(f"bridge/traced.py {name}" for name in ("hand_over", "taken", "forget")),
+    *("pages/held_rows.py let_go", "pages/storage.py take_over", "pages/offload_storage.py leave"),
+    *("pages/huge_pages.py _madvise", "pages/host_heap.py _malloc_trim", "bridge/lazy_kv.py numpy"),
+    *("cache/compat.py forget_tokens", "cache/model_shape.py cross_config"),
+    "cache/model_shape.py decoder_config",
+}
+
+
+def foreign_assignments(function):
+    """Return the fields that a function assigns to objects that are neither its own nor made in it by a call."""
+    made = {"self", "cls"}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made |= {ast.unparse(target) for target in node.targets}
+    stores = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
+    stores = (node for node in stores if isinstance(node.ctx, ast.Store))
+    return [ast.unparse(node) for node in stores if ast.unparse(node.value) not in made]
+
+
+def test_objects_change_their_own_fields_only():
+    """Whoever wants another object changed calls a method, which says what it guarantees."""
+    functions = [
+        (name, node)
+        for name in FILES
+        if part_of(name) in {"bridge", "cache", "pages"}
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    found = {f"{name} {node.name}": foreign_assignments(node) for name, node in functions}
+    assert not {where for where, what in found.items() if what} - ALLOWED
+
+
+def public_functions(node):
+    """Yield the functions of a module, of its classes and of what stands there under an `if`."""
+    for one in (*node.body, *getattr(node, "orelse", ())):
+        if isinstance(one, ast.If) or not getattr(one, "name", "_").startswith("_"):
+            if isinstance(one, ast.If | ast.ClassDef):
+                yield from public_functions(one)
+            else:
+                yield one
+
+
+def has_tensors(function):
+    annotations = [one.annotation for one in ast.walk(function.args) if isinstance(one, ast.arg)]
+    named = [ast.unparse(one) for one in (*annotations, function.returns) if one]
+    return any(re.search(r"\bTensor\b", one) for one in named)
+
+
+def test_docstrings_of_tensor_functions_give_shapes():
+    """As "[rows, heads]"; a scalar's is "[]"."""
+    found = [(name, one) for name in FILES for one in public_functions(tree(name))]
+    assert not [
+        (name, one.name)
+        for name, one in found
+        if has_tensors(one) and not re.search(r"\[[^\[\]]*\]", ast.get_docstring(one) or "")
+    ]

@@ -217,8 +217,8 @@ class CacheBase(Portable, DynamicCache):
     def observe_padding(self, attention_mask: torch.Tensor | None) -> None:
         """Learn the left padding of rows that hold no token yet, so that padding is never stored.
 
-        generate() and the "kv_hf" attention do this by themselves; code that calls a model of another
-        attention implementation directly may do it before the first forward.
+        transformers' mask functions do this by themselves; code that calls a model without them may do it before the first
+        forward.
 
         Args:
             attention_mask: [batch, columns], 0 or False = padding; None changes nothing.
@@ -232,18 +232,15 @@ class CacheBase(Portable, DynamicCache):
         """Raise CacheMismatchError unless `mask` is a 2D mask of rows whose padding is still to be learnt."""
         raise NotImplementedError
 
-    def learn_padding(
-        self, attention_mask: torch.Tensor | None, columns: int | None = None
-    ) -> None:
+    def learn_padding(self, attention_mask: torch.Tensor | None) -> None:
         """Learn the left padding of rows that hold no token yet, without checking the mask.
 
         Args:
             attention_mask: [batch, columns], 0 or False = padding; masks of other dimensions and None change nothing.
-            columns: of the first forward, where the mask has others; see `observe_padding` of the groups.
         """
         if attention_mask is not None:
             for group in self.groups:
-                group.observe_padding(attention_mask, columns)
+                group.observe_padding(attention_mask)
 
     # -- what it tells about itself ----------------------------------------------------------------------------
 

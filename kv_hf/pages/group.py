@@ -98,7 +98,6 @@ class PageGroup(PaddedRows):
         self.seen = 0
         self.confirmed = 0  # columns that a crop has left standing (past recording)
         self._padding_seen: list[int] | None = None
-        self._padding_columns: int | None = None
         self.stores: dict[int, Store] = {}
         self._room = 0  # pages that room was made for
         self.ahead.clear()
@@ -327,7 +326,7 @@ class PageGroup(PaddedRows):
                 f"this cache holds a batch of {len(self.batch)} rows, got keys for {batch}; use a new cache, or "
                 "reset() this one, for another batch size"
             )
-        before = self._padded_rows(batch, q_len)
+        before = self._padded_rows(batch)
         return before, plan_append(self.sizes, before, self.seen, q_len, self.confirmed)
 
     def _plan_rows(self, op: tuple, sources: Sequence[int]) -> tuple[Step, tuple[Row, ...]]:

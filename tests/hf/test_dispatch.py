@@ -270,6 +270,24 @@ def test_chunks_and_masks_of_flash_attention(flash, kernels):
     ).tolist() == [[[[False, True, False], [False, True, True]]]]
 
 
+def test_long_chunks_under_flash_attention_keep_windows_and_hidden_columns(flash):
+    """They are written out for sdpa, which needs a mask of four dimensions."""
+    model = make_model("mistral", sliding_window=20)
+    model.config._attn_implementation = flash
+    kv_hf.install()
+    mask = torch.ones(2, 90, dtype=torch.long)
+    mask[0, 55] = 0
+    logits = []
+    for cache in (
+        DynamicCache(config=model.config),
+        kv_hf.PagedCache(model.config, page_size=16, kernel="reference"),
+    ):
+        with torch.no_grad():
+            model(tokens(2, 50), past_key_values=cache)
+            logits.append(model(tokens(2, 40), attention_mask=mask, past_key_values=cache).logits)
+    rounding.assert_close(logits[1], logits[0])
+
+
 # -- torch.compile --------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_hf.evaluation.needles import Rate
-from kv_hf.evaluation.rows import latest_run, read_rows
+from kv_hf.evaluation.rows import read_rows
 from kv_hf.formats import cache_names
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +30,22 @@ MODELS = {
     "tinyllama-1.1b": "TinyLlama-1.1B",
 }
 
+# what the rows of one run have in common
+RUN = ("date", "commit", "machine", "threads", "dtype")
+
 # -- the engine ------------------------------------------------------------------------------------------------
+
+
+def latest_run(rows: Rows, **wanted: Any) -> Rows:
+    """Return the rows with these values that belong to the newest run: one date, commit, machine and thread count.
+
+    Figures of different machines or versions never meet in one table.
+    """
+    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    if not found:
+        return []
+    run = [found[-1].get(name) for name in RUN]
+    return [row for row in found if [row.get(name) for name in RUN] == run]
 
 
 @dataclass(frozen=True)

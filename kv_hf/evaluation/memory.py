@@ -5,8 +5,6 @@ What a process has freed, it may still hold: two caches measured in one process 
 
 import gc
 import multiprocessing
-import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -30,25 +28,6 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 class MeasurementError(RuntimeError):
     """A measurement gave no figures: out of memory, or killed."""
-
-
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of one call: wall time on a CPU, CUDA events on a GPU.
-
-    The events lie in the stream before and behind the call, so that the time holds the launches that the GPU
-    had to wait for, as a user's decode step does.
-    """
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-    torch.cuda.synchronize(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end))
 
 
 class Meter:

@@ -15,14 +15,7 @@ from kv_hf.errors import CacheOptionError
 from kv_hf.evaluation import register_peer, unregister_peer
 from kv_hf.evaluation.accuracy import measure_accuracy
 from kv_hf.evaluation.caches import cache_kind, held_bytes, why_not
-from kv_hf.evaluation.rows import (
-    WEIGHTS,
-    append_rows,
-    check_writable,
-    latest_run,
-    make_row,
-    read_rows,
-)
+from kv_hf.evaluation.rows import WEIGHTS, append_rows, check_writable, make_row, read_rows
 
 CPU = torch.device("cpu")
 
@@ -146,13 +139,6 @@ def test_a_full_disk_leaves_whole_rows(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert out.read_bytes() == before
-
-
-def test_latest_run_takes_one_date_commit_and_machine():
-    rows = [{"date": "1", "commit": c, "n": n} for n, c in enumerate("aabb")]
-    assert [row["n"] for row in latest_run(rows)] == [2, 3]
-    assert [row["n"] for row in latest_run(rows, commit="a")] == [0, 1]
-    assert latest_run(rows, commit="c") == []
 
 
 def test_make_row_says_which_weights_and_which_machine(monkeypatch):

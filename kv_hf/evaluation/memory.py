@@ -18,8 +18,8 @@ from ..cache.paged_cache import PagedCache
 from ..pages.host_heap import trim_heap
 from ..texts import longest_context
 from .accuracy import check_finite, last_logits
-from .caches import CacheKind, cache_kind, held_bytes, why_not
-from .models import check_model_name
+from .caches import CacheKind, cache_kind, check_runs, held_bytes
+from .models import check_model_name, name_of, revision_of
 
 MAIN = 'if __name__ == "__main__":'
 DTYPES = ("float32", "bfloat16", "float16")
@@ -135,14 +135,15 @@ def measure_footprint(
         raise ValueError(
             f"context={context} and {steps} decoded tokens are {tokens}, but the model supports {most} tokens"
         )
-    row = {"model": model if real else config.name_or_path or config.model_type}
-    row |= {"weights": "real" if real else "random", "cache": cache, "context": context}
-    row |= {"batch": batch, "steps": steps, "dtype": dtype, "device": device}
-    asked = (model, cache, context, batch, steps, dtype, device, threads)
+    row: dict[str, Any] = {"model": str(model) if real else name_of(config)}
+    row["model_revision"] = revision_of(str(model)) if real else None
+    row["weights"] = "real" if real else "random"
+    asked: dict[str, Any] = {"cache": cache, "context": context, "batch": batch, "steps": steps}
+    asked |= {"dtype": dtype, "device": device}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, initializer=expendable) as child:
         try:
-            return row | child.submit(measure, *asked).result()
+            return row | asked | child.submit(measure, model, threads, **asked).result()
         except BrokenProcessPool:
             why = f"the process of {cache} ended without an answer: memory ran out, or the script lacks {MAIN}"
             raise MeasurementError(why) from None
@@ -183,13 +184,13 @@ def expendable() -> None:
 
 def measure(
     model: Any,
+    threads: int | None,
     cache: str,
     context: int,
     batch: int,
     steps: int,
     dtype: str,
     device: str,
-    threads: Any,
 ) -> dict[str, Any]:
     """Return the figures of `measure_footprint`, measured in this process."""
     transformers_logging.set_verbosity_error()
@@ -197,8 +198,6 @@ def measure(
     if threads:
         torch.set_num_threads(threads)
     place, how = torch.device(device), {"dtype": getattr(torch, dtype)}
-    if reason := why_not(cache, place):
-        raise ValueError(f"{cache} cannot run here: {reason}")
     if isinstance(model, str):
         made: Any = AutoModelForCausalLM.from_pretrained(model, **how)
         for tensor in (*made.parameters(), *made.buffers()):
@@ -210,6 +209,7 @@ def measure(
             made = AutoModelForCausalLM.from_config(model, **how)
     kind = cache_kind(cache)
     made = made.to(place).eval()
+    check_runs(cache, made)
     made.set_attn_implementation(kind.attention)
     vocab = made.config.get_text_config(decoder=True).vocab_size
     prompt = random_prompt(vocab, batch, context, place)

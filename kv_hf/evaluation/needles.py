@@ -21,9 +21,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..texts import BUNDLED, load_text, longest_context
-from .accuracy import Prefill, measure_held, read_on
-from .caches import CacheKind, cache_kind, layer_shapes, why_not
-from .models import paged_attention
+from .accuracy import Prefill, decoded, measure_held
+from .caches import CacheKind, cache_kind, check_runs, layer_shapes
+from .models import name_of, paged_attention
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
 # task -> needles: "single" hides the code of one thing, "multi_key" those of others beside it, "copy" a list of words
@@ -309,12 +309,12 @@ def read(
         """Return a cache that has read all but the question's last token, whose logits belong to the answer."""
         cache = kind.make(model.config, prompt.tokens + ROOM)
         prefill.fill(cache)
-        for _ in read_on(model, asked[:-1], cache, len(prompt.context), kind.name):
+        for _ in decoded(model, asked[:-1], cache, len(prompt.context), kind.name):
             pass
         return cache
 
     whole = torch.cat([asked, answer])[:-1]
-    parts = read_on(model, whole, opened(), len(asked) - 1, kind.name)
+    parts = decoded(model, whole, opened(), len(asked) - 1, kind.name)
     logits = torch.cat([part for _, part in parts])
     likelihood = torch.log_softmax(logits.double(), -1).gather(-1, answer[:, None])
     generate: Any = model.generate  # its declared type hides that it is a method
@@ -361,7 +361,7 @@ def needle_grid(
         task: one of TASKS.
         haystack: "lincoln", a bundled text or a file.
         first_sample: number of the first sample: a later call goes on with other prompts.
-    Returns: rows with kind="needle", task, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
+    Returns: rows with kind="needle", task, model, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
         the expected answer), found (samples answered in full), rate_low and rate_high (95 % Wilson interval of their
         share), samples, first_sample, scores and nlls (of each sample), prompt_tokens (mean), answer_tokens (mean),
         bytes_per_token with bytes_dtype (of the first sample's context, see `measure_held`), haystack, chat (whether there
@@ -386,16 +386,8 @@ def needle_grid(
         raise ValueError(
             f"length {max(lengths)} is longer than the model reads: max_position_embeddings is {most}"
         )
-    for kind in kinds:
-        if reason := why_not(kind.name, model.device):
-            raise ValueError(f"cache {kind.name!r} cannot be measured here: {reason}")
-        try:
-            kind.make(model.config, 1)  # transformers' quantized caches refuse sliding layers
-        except ValueError as error:
-            own = type(model).__name__
-            raise ValueError(
-                f"cache {kind.name!r} cannot be measured with {own}: {error}"
-            ) from error
+    for name in names:
+        check_runs(name, model)
     hay = load_haystack(haystack)
     numbers = range(first_sample, first_sample + samples)
     cells = list(itertools.product(sorted(lengths), depths))
@@ -403,9 +395,17 @@ def needle_grid(
         cell: [make_prompt(tokenizer, hay, task, *cell, seed, number) for number in numbers]
         for cell in cells
     }
-    common = {"kind": "needle", "task": task, "samples": samples, "first_sample": first_sample}
-    common |= {"haystack": hay.name, "chat": bool(frame_of(tokenizer)[0])}
-    common |= {"protocol": PROTOCOL, "seed": seed}
+    common = {
+        "kind": "needle",
+        "model": name_of(model.config),
+        "task": task,
+        "samples": samples,
+        "first_sample": first_sample,
+        "haystack": hay.name,
+        "chat": bool(frame_of(tokenizer)[0]),
+        "protocol": PROTOCOL,
+        "seed": seed,
+    }
     rows = []
     total = len(kinds) * sum(length * len(asked) for (length, _), asked in prompts.items())
     with paged_attention(model), tqdm(total=total, unit="token", disable=None) as bar:

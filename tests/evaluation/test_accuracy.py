@@ -17,6 +17,7 @@ from kv_hf.evaluation.accuracy import (
     block_means,
     decoded,
     distances,
+    last_logits,
     measure_accuracy,
     measure_held,
     next_chunk,
@@ -57,7 +58,11 @@ def kind_of(name):
 def read(monkeypatch, model, kind, ids, prompt, chunk=next_chunk):
     """Return the logits behind the prompt, read in chunks of that rule."""
     monkeypatch.setattr(scorer, "next_chunk", chunk)
-    cache = kind.make(model.config, len(ids))
+    return behind(model, ids, kind.make(model.config, len(ids)), prompt)
+
+
+def behind(model, ids, cache, prompt):
+    last_logits(model, ids[None, :prompt], cache)
     return torch.cat([logits for _, logits in decoded(model, ids, cache, prompt)])
 
 
@@ -212,8 +217,7 @@ def test_bytes_of_the_twin_are_those_of_the_model_in_that_dtype(name):
     """The twin that no model ran through holds what a real run holds."""
     model, kind, ids = paged(dtype=torch.bfloat16), kind_of(name), tokens(1, 150)[0]
     cache = kind.make(model.config, 150)
-    for _ in decoded(model, ids, cache, 70):
-        pass
+    behind(model, ids, cache, 70)
     held = measure_held(model.config, layer_shapes(model), kind, 150, 70)
     assert held["bytes"] == held_bytes(cache)
     # sides, layers, tokens, kv heads, head_dim, bytes
@@ -227,13 +231,10 @@ def test_a_recorded_prefill_changes_nothing(name):
     model, kind, ids = paged(dtype=torch.float32), kind_of(name), tokens(1, 150)[0]
     prefill = Prefill(model, ids[None, :80])
     assert prefill.calls
-    own, given = (
-        torch.cat([part for _, part in decoded(model, ids, kind.make(model.config, 150), 80, one)])
-        for one in (None, prefill)
-    )
-    assert torch.equal(own, given)
-    cache = kind.make(model.config, 150)
+    own, cache = behind(model, ids, kind.make(model.config, 150), 80), kind.make(model.config, 150)
     torch.testing.assert_close(prefill.fill(cache), model(ids[None, :80]).logits[:, -1])
+    given = torch.cat([part for _, part in decoded(model, ids, cache, 80)])
+    assert torch.equal(own, given)
 
 
 def test_block_means_are_those_of_64_tokens():
@@ -276,6 +277,7 @@ def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
     )
     exact = loaded.accuracy("paged_exact", TextSettings("pair", 2, 190, 60))
     assert row["stored_bits"] < exact["stored_bits"] and row["kv_heads"] == 2
+    assert row["model"] == str(folder) and row["model_revision"] == revision_of(str(folder))
     with pytest.raises(ValueError, match="'offloaded' cannot run here"):
         loaded.accuracy("offloaded", TextSettings("pair", 2, 190, 60))
     json.dumps(row)

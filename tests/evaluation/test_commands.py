@@ -13,7 +13,7 @@ from tiny_models import make_model
 import kv_hf_cli
 from kv_hf.evaluation import pareto
 from kv_hf.evaluation.demo_command import CACHES
-from kv_hf.evaluation.models import LoadedModel
+from kv_hf.evaluation.models import LoadedModel, revision_of
 from kv_hf.evaluation.recommend import front, shown
 from kv_hf.evaluation.rows import read_rows
 
@@ -53,6 +53,8 @@ def test_demo_shows_every_cache_and_records_rows(folder, tmp_path, capsys):
     assert code == 0, printed.err
     rows = read_rows(out)
     assert [row["cache"] for row in rows] == ["dynamic", *CACHES]
+    model = {(row["model"], row["model_revision"]) for row in rows}
+    assert model == {(str(folder), revision_of(str(folder)))}
     assert rows[0]["kv_ratio"] == 1 and rows[1]["leading_equal_tokens"] == 4
     for row in rows:
         assert any(line.startswith(f"{row['cache']} ") for line in printed.out.splitlines())
@@ -72,6 +74,7 @@ def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
     assert "-0.00" not in printed.out  # fp32 noise of exact pages may be below nothing
     rows = read_rows(tmp_path / "kv_hf_eval.jsonl")
     assert [row["cache"] for row in rows] == list(caches[1:])
+    assert rows[0]["model"] == str(folder) and rows[0]["model_revision"] == revision_of(str(folder))
     best = min(rows[1:], key=lambda row: row["kl_mean"])
     assert f"least KL within 15 bits: {best['cache']}, {best['kl_mean']:.5f}" in printed.out
     assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -77,7 +77,7 @@ def test_footprint_of_a_random_model_in_a_child():
     assert found["model"] == "llama" and found["cache"] == "paged_int4"
     assert found["tokens"] == 152 and found["threads"] == 1
     assert found["held_bytes"] > 0 and found["weights"] == "random"
-    with pytest.raises(ValueError, match="^offloaded cannot run here: .* there is no GPU$"):
+    with pytest.raises(ValueError, match="^cache 'offloaded' cannot run here: .* there is no GPU$"):
         measure_footprint(config, "offloaded", 150, **TINY)
 
 

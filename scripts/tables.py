@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kv_hf.evaluation.needles import Rate
+from kv_hf.evaluation.needles import wilson
 from kv_hf.evaluation.rows import read_rows
 from kv_hf.formats import cache_names
 
@@ -403,10 +403,11 @@ def pooled(rows: Rows) -> Rows:
     """Return a needle row for each (cache, task, length), with the rate and the nats of all prompts."""
     found = []
     for own in grouped(rows, "cache task length").values():
-        rate = Rate.of([score for row in own for score in row["scores"]])
+        scores = [score for row in own for score in row["scores"]]
+        right, asked = scores.count(1), len(scores)
         nlls = [nll for row in own for nll in row["nlls"]]
-        low, high = rate.interval()
-        said = f"{100 * rate.share:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+        low, high = wilson(right, asked)
+        said = f"{100 * right / asked:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
         found.append({**own[0], "rate": said, "nats": sum(nlls) / len(nlls), "prompts": len(nlls)})
     counts = {row["prompts"] for row in found}
     prompts = " to ".join(map(str, sorted({min(counts), max(counts)})))

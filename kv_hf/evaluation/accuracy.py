@@ -352,11 +352,6 @@ def block_interval(
     return low, high
 
 
-def block_means(kl: torch.Tensor) -> list[float]:
-    """Return the mean of each BLOCK neighbouring figures [tokens], to seven digits that count; the last may have fewer."""
-    return [float(f"{part.mean().item():.7g}") for part in kl.split(BLOCK)]
-
-
 def measure_held(
     config: Any,
     shapes: Sequence[LayerShape],

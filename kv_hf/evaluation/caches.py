@@ -19,7 +19,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.report import tensor_bytes
 from ..cache_names import PEERS, QUANTIZED, all_cache_names, parse_cache_name
 from ..config import CacheConfig
-from ..errors import CacheOptionError
+from ..errors import CacheOptionError, first_line
 from ..formats import ATTENTION_NAME, is_cache_name
 
 # [kv heads, key dim, value dim] of a layer, or None for a layer that holds no keys and values
@@ -128,8 +128,7 @@ def why_not(name: str, device: torch.device) -> str | None:
         for _ in range(2):  # what was quantized is read at the second call
             cache.update(states, states, 0)
     except Exception as error:  # whatever a missing or broken package raises
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{type(error).__name__}: {lines[0][:240]}"
+        return f"{type(error).__name__}: {first_line(error)[:240]}"
     return None
 
 

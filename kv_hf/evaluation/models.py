@@ -22,7 +22,6 @@ from ..texts import text_names, text_windows
 from .accuracy import (
     PROTOCOL,
     ExactReference,
-    block_means,
     measure_held,
     score,
     summary,
@@ -142,9 +141,7 @@ class Measured:
     ) -> None:
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or name_of(model.config)
-        self.device = torch.device(model.device)
         # of the last settings alone: those of a long text are large
-        self.windows = functools.lru_cache(1)(self._windows)
         self.reference = functools.lru_cache(1)(self._reference)
 
     @cached_property
@@ -152,33 +149,33 @@ class Measured:
         """Shapes of the layers' keys and values, see `caches.layer_shapes`."""
         return layer_shapes(self.model)
 
-    def _windows(self, settings: TextSettings) -> dict[str, list[torch.Tensor]]:
-        """Return the windows of each text, token ids [tokens].
+    def _reference(self, settings: TextSettings) -> tuple[dict[str, int], ExactReference]:
+        """Return how many windows each text has, and the exact distributions of all windows.
 
-        Raises: ValueError for a text that is empty, or too short for one window.
+        Raises: ValueError for a text that is empty, or too short for one window, and as `ExactReference` does.
         """
-        found = {}
-        for name in text_names(settings.text):
-            cut = text_windows(self.tokenizer, name, settings.window, settings.windows)
-            found[name] = [torch.tensor(ids, device=self.device) for ids in cut]
-        return found
-
-    def _reference(self, settings: TextSettings) -> ExactReference:
-        """Return the exact distributions of all windows. Raises ValueError as `windows` and `ExactReference` do."""
-        texts = [ids for windows in self.windows(settings).values() for ids in windows]
-        return ExactReference(self.model, texts, settings.prompt)
+        found = {
+            name: text_windows(self.tokenizer, name, settings.window, settings.windows)
+            for name in text_names(settings.text)
+        }
+        texts = [
+            torch.tensor(ids, device=self.model.device) for ids in itertools.chain(*found.values())
+        ]
+        windows = {name: len(cut) for name, cut in found.items()}
+        return windows, ExactReference(self.model, texts, settings.prompt)
 
     def accuracy(self, cache: str, settings: TextSettings) -> dict[str, Any]:
         """Return the distances of a cache from the exact one and the bytes it holds, as fields of a row.
 
         Args:
             cache: name with options, see `caches.cache_kind`.
-        Returns: model, its revision and cache; the fields of `summary` over all texts, the same of each text, the mean KL
-            of each 64 neighbouring tokens (so that two caches can be compared block by block), and those of `measure_held`.
+        Returns: model, its revision and cache; the fields of `summary` over all texts, the same of each text, and those
+            of `measure_held`.
         Raises: ValueError when the cache cannot run here, for a bad text, and for logits that are not finite.
         """
         check_runs(cache, self.model)
-        kind, reference, config = cache_kind(cache), self.reference(settings), self.model.config
+        kind, config = cache_kind(cache), self.model.config
+        windows, reference = self.reference(settings)
         scored_tokens = sum(len(ids) - settings.prompt for ids in reference.texts)
 
         def make() -> Any:
@@ -190,12 +187,10 @@ class Measured:
         row |= {**asdict(settings), "windows": len(reference.texts), "protocol": PROTOCOL}
         row |= {"text_digest": digest_of(reference.texts), **lineage(config, self.shapes)}
         row |= measure_held(config, self.shapes, kind, settings.window, settings.prompt)
-        row |= {**summary(scored), "texts": {}, "kl_blocks": {}}
+        row |= {**summary(scored), "texts": {}}
         left = iter(scored)
-        for name, windows in self.windows(settings).items():
-            part = list(itertools.islice(left, len(windows)))
-            row["texts"][name] = summary(part)
-            row["kl_blocks"][name] = [block_means(text.kl) for text in part]
+        for name, count in windows.items():
+            row["texts"][name] = summary(list(itertools.islice(left, count)))
         row["worst_text"] = max(row["texts"], key=lambda name: row["texts"][name]["kl_mean"])
         return row
 

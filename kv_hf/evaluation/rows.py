@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..files import ROWS_BYTES, read_text
+from ..files import ROWS_BYTES, Writer, read_text
 
 try:
     import fcntl
@@ -118,8 +118,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         end = path.read_bytes().rfind(b"\n") + 1  # of the last whole line
         out.truncate(end)
         try:
-            while text:
-                text = text[out.write(text) :]
+            Writer(out.fileno()).write(text)
         except OSError:
             out.truncate(end)
             raise

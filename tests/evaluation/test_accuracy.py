@@ -14,7 +14,6 @@ from kv_hf.evaluation.accuracy import (
     ExactReference,
     Prefill,
     block_interval,
-    block_means,
     decoded,
     distances,
     last_logits,
@@ -237,10 +236,6 @@ def test_a_recorded_prefill_changes_nothing(name):
     assert torch.equal(own, given)
 
 
-def test_block_means_are_those_of_64_tokens():
-    assert block_means(torch.arange(130.0)) == [31.5, 95.5, 128.5]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A saved tiny model with a tokenizer, and a text of its words."""
@@ -252,14 +247,14 @@ def folder(tmp_path_factory):
 
 
 def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
-    """Each text as if it had been measured alone; blocks of 64 tokens give the mean."""
+    """Each text as if it had been measured alone."""
     both = {"one": sentence(450, 1), "two": sentence(450, 2)}
     monkeypatch.setattr("kv_hf.texts.load_text", lambda name: both[name])
     monkeypatch.setitem(kv_hf.texts.SETS, "pair", tuple(both))
     loaded, name = LoadedModel(str(folder)), "paged_int2:page_size=16"
     row = loaded.accuracy(name, TextSettings("pair", 2, 190, 60))
     assert (row["windows"], row["tokens"], list(row["texts"])) == (4, 4 * 130, list(both))
-    reference = loaded.reference(TextSettings("pair", 2, 190, 60))
+    _, reference = loaded.reference(TextSettings("pair", 2, 190, 60))
     scored = score(reference, lambda: cache_kind(name).make(loaded.model.config, 190))
     assert row["kl_mean"] == summary(scored)["kl_mean"]
     for number, text in enumerate(both):
@@ -267,9 +262,6 @@ def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
         assert row["texts"][text]["kl_high"] == summary(part)["kl_high"]
         kl = torch.cat([one.kl for one in part]).mean().item()
         assert row["texts"][text]["kl_mean"] == kl
-        sizes = (64, 64, 2)
-        blocks = [sum(s * b for s, b in zip(sizes, w, strict=True)) for w in row["kl_blocks"][text]]
-        assert sum(blocks) / 260 == pytest.approx(kl, rel=1e-6)
     means = {text: one["kl_mean"] for text, one in row["texts"].items()}
     assert row["worst_text"] == max(means, key=means.get)
     assert (

@@ -21,13 +21,13 @@ from kv_hf.evaluation.needles import (
     SPARE,
     TASKS,
     Haystack,
-    Rate,
     frame_of,
     hide,
     load_haystack,
     make_prompt,
     needle_grid,
     read,
+    wilson,
 )
 
 SMALL = "page_size=16,sink_tokens=0"
@@ -126,7 +126,7 @@ def test_frame_is_the_template_that_shows_the_message():
     [(20, 20, 0.839, 1.0), (0, 20, 0.0, 0.161), (10, 20, 0.299, 0.701), (81, 263, 0.255, 0.366)],
 )
 def test_interval_is_wilsons(found, asked, low, high):
-    assert Rate(found, asked).interval() == pytest.approx((low, high), abs=6e-4)
+    assert wilson(found, asked) == pytest.approx((low, high), abs=6e-4)
 
 
 # -- read through a cache
@@ -260,7 +260,7 @@ def test_needle_grid_gives_a_row_per_cache_length_and_depth():
             and row["samples"] == 2
         )
         assert row["nll"] == pytest.approx(sum(row["nlls"]) / 2)
-        assert (row["rate_low"], row["rate_high"]) == Rate(row["found"], 2).interval()
+        assert (row["rate_low"], row["rate_high"]) == wilson(row["found"], 2)
         assert row["prompt_tokens"] + row["answer_tokens"] <= row["length"]
         json.dumps(row)
     # 2 layers, keys and values, 2 heads of 16, 2 bytes

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny_harness import sentence, tiny_tokenizer
+from tiny_harness import sentence
 from tiny_models import make_model, tokens
 from transformers import DynamicCache
 
@@ -15,7 +15,6 @@ from kv_hf.evaluation.accuracy import (
     Prefill,
     block_interval,
     decoded,
-    distances,
     last_logits,
     measure_accuracy,
     measure_held,
@@ -98,29 +97,12 @@ def test_where_pages_are_chosen_tokens_go_one_by_one(amount, monkeypatch):
     assert {size for position, size in steps if position >= 59} == {1}
 
 
-def test_distances_equal_the_definitions():
-    generator = torch.Generator().manual_seed(0)
-    exact, subject = (
-        torch.log_softmax(torch.randn(7, 11, generator=generator, dtype=torch.float64), -1)
-        for _ in range(2)
-    )
-    targets = torch.randint(11, (6,), generator=generator)
-    kl, same, loss, loss_exact = distances(exact, subject, targets)
-    wanted = torch.nn.functional.kl_div(subject, exact, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(kl, wanted)
-    for found, of in ((loss, subject), (loss_exact, exact)):
-        torch.testing.assert_close(
-            found, torch.nn.functional.nll_loss(of[:6], targets, reduction="none")
-        )
-    assert same.tolist() == (exact.argmax(-1) == subject.argmax(-1)).tolist()
-
-
 @pytest.mark.parametrize("name", ["paged_int2:page_size=16,sink_tokens=0", "dynamic"])
 def test_figures_are_those_of_an_independent_loop(name):
-    """Every token by a forward of its own, KL and perplexity by their definitions."""
+    """Every token by a forward of its own, figures by their definitions."""
     model = paged(dtype=torch.float32)
     ids, prompt = [tokens(1, 150, seed=seed)[0] for seed in range(2)], 60
-    kls, losses = [], []
+    kls, losses, same = [], [], []
     for text in ids:
         probs = []
         for cache in (DynamicCache(config=model.config), cache_kind(name).make(model.config, 150)):
@@ -132,13 +114,17 @@ def test_figures_are_those_of_an_independent_loop(name):
                 ]
             probs.append(torch.stack(steps).double().log_softmax(-1))
         kls.append((probs[0].exp() * (probs[0] - probs[1])).sum(-1))
-        losses.append(-probs[1][:-1].gather(1, text[prompt + 1 :, None])[:, 0])
+        losses.append([-at[:-1].gather(1, text[prompt + 1 :, None])[:, 0] for at in probs])
+        same.append(probs[0].argmax(-1) == probs[1].argmax(-1))
     kind = cache_kind(name)
     found = measure_accuracy(model, ids, {"it": lambda: kind.make(model.config, 150)}, prompt)["it"]
     # both are fp32 logits, computed in chunks of other lengths
     assert found["kl_mean"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3, abs=1e-8)
-    assert found["perplexity"] == pytest.approx(torch.cat(losses).mean().exp().item(), rel=1e-5)
-    assert found["tokens"] == 180
+    exact, subject = (torch.cat(side).mean().exp().item() for side in zip(*losses, strict=True))
+    assert found["perplexity"] == pytest.approx(subject, rel=1e-5)
+    assert found["perplexity_exact"] == pytest.approx(exact, rel=1e-5)
+    assert found["perplexity_delta"] == pytest.approx(100 * (subject / exact - 1), abs=1e-3)
+    assert found["top1"] == torch.cat(same).double().mean() and found["tokens"] == 180
     assert (found["kl_mean"] > 1e-4) == (name != "dynamic")
 
 
@@ -165,13 +151,8 @@ def test_perplexity_delta_is_paired():
     texts = [tokens(1, 200)[0]]
     make = {"dynamic": lambda: DynamicCache(config=model.config)}
     found = measure_accuracy(model, texts, make, 20)["dynamic"]
-    assert (
-        found["perplexity_delta"]
-        == found["perplexity_delta_low"]
-        == found["perplexity_delta_high"]
-        == 0
-    )
-    assert found["kl_mean"] == found["kl_high"] == 0 and found["top1"] == 1
+    ends = (f"perplexity_delta{end}" for end in ("", "_low", "_high"))
+    assert not any(found[field] for field in (*ends, "kl_mean", "kl_high")) and found["top1"] == 1
     assert found["perplexity"] == found["perplexity_exact"] > 50
 
 
@@ -236,16 +217,6 @@ def test_a_recorded_prefill_changes_nothing(name):
     assert torch.equal(own, given)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A saved tiny model with a tokenizer, and a text of its words."""
-    found = tmp_path_factory.mktemp("model")
-    make_model("llama").save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
-    (found / "text.txt").write_text(sentence(900, seed=3))
-    return found
-
-
 def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
     """Each text as if it had been measured alone."""
     both = {"one": sentence(450, 1), "two": sentence(450, 2)}
@@ -282,8 +253,9 @@ def test_revision_follows_the_weights(folder, tmp_path):
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
     model.save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "text.txt"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    for path in folder.iterdir():
+        if not (tmp_path / path.name).exists():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
     assert revision_of(str(tmp_path)) != before
 
 
@@ -299,12 +271,8 @@ def test_recommend_returns_the_best_that_was_measured_within_the_budget(folder):
     assert found.cache == min(within, key=lambda row: row["kl_mean"])["cache"]
     assert found.kl_low <= found.kl <= found.kl_high and found.bits <= 14
     assert (found.cache_implementation, found.cache_config) == ("paged_int8", {"page_size": 32})
-    loaded.model.generate(
-        tokens(1, 8),
-        max_new_tokens=2,
-        cache_implementation=found.cache_implementation,
-        cache_config=found.cache_config,
-    )
+    how = {"cache_implementation": found.cache_implementation, "cache_config": found.cache_config}
+    loaded.model.generate(tokens(1, 8), max_new_tokens=2, **how)
     alone = Measured(loaded.model, loaded.tokenizer).accuracy("paged_int2", TextSettings(**asked))
     assert alone["kl_mean"] == pytest.approx(found.rows[2]["kl_mean"], rel=1e-3)
     with pytest.raises(ValueError, match="no cache holds at most 1 bits .* paged_int2, holds"):

@@ -7,8 +7,6 @@ import sys
 import pytest
 import torch
 from paths import ROOT
-from tiny_harness import sentence, tiny_tokenizer
-from tiny_models import make_model
 
 import kv_hf_cli
 from kv_hf.evaluation import pareto
@@ -16,18 +14,6 @@ from kv_hf.evaluation.demo_command import CACHES
 from kv_hf.evaluation.models import LoadedModel, revision_of
 from kv_hf.evaluation.recommend import front, shown
 from kv_hf.evaluation.rows import read_rows
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny Llama with a tokenizer and a chat template, and a text of its words."""
-    found = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    make_model("llama").save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
-    (found / "text.txt").write_text(sentence(900, seed=3))
-    (found / "other.txt").write_text(sentence(900, seed=4))
-    return found
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
+from ..checks import check_int
 from ..extras import extra
 from ..printable import tell, tell_error
 from ..text_table import say, table_lines, text_width
@@ -130,11 +131,8 @@ def demonstrate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = 
     transformers_logging.disable_progress_bar()
     tell(f"kv_hf {__version__}: model {args.model} on {args.device}", flush=True)
     try:
-        if args.new_tokens < 2 or args.prompt_tokens < 1:
-            given = f"{args.new_tokens} and {args.prompt_tokens}"
-            raise ValueError(
-                f"--new-tokens must be at least 2 and --prompt-tokens at least 1, got {given}"
-            )
+        check_int("--new-tokens", args.new_tokens, 2)
+        check_int("--prompt-tokens", args.prompt_tokens, 1)
         check_place(args)
         tell("loading the model (a packaged one is converted the first time) ..", flush=True)
         loaded = load(args.model, torch.bfloat16, args.device)

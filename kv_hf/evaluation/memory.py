@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ..cache.paged_cache import PagedCache
+from ..checks import check_choice, check_int
 from ..pages.host_heap import trim_heap
 from ..texts import longest_context
 from .accuracy import check_finite, last_logits
@@ -123,10 +124,8 @@ def measure_footprint(
     """
     cache_kind(cache)
     for name, value in (("context", context), ("batch", batch), ("steps", steps)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        check_int(name, value, 1)
+    check_choice("dtype", dtype, DTYPES)
     check_device(device)
     real = isinstance(model, str)
     config: Any = AutoConfig.from_pretrained(check_model_name(str(model))) if real else model

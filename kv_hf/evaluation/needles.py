@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..checks import check_choice, check_int
 from ..texts import BUNDLED, load_text, longest_context
 from .accuracy import Prefill, decoded, measure_held
 from .caches import CacheKind, cache_kind, check_runs, layer_shapes
@@ -323,11 +324,9 @@ def needle_grid(
     if not (names and lengths and depths):
         given = f"{names}, {lengths} and {depths}"
         raise ValueError(f"cache_name, lengths and depths must not be empty, got {given}")
-    if samples < 1 or first_sample < 0:
-        given = f"{samples} and {first_sample}"
-        raise ValueError(f"samples must be at least 1 and first_sample at least 0, got {given}")
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    check_int("samples", samples, 1)
+    check_int("first_sample", first_sample, 0)
+    check_choice("task", task, TASKS)
     for depth in depths:
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depths must be between 0 and 1, got {depth}")

@@ -119,6 +119,7 @@ NO_CUDA = "device is 'cuda', but there is no CUDA device here"
     ("arguments", "says"),
     [
         (["demo", "--model", "./nothing"], "model './nothing': there is no such folder"),
+        (["demo", "--new-tokens", "1"], "--new-tokens must be an integer of at least 2, got 1"),
         (["eval", "--model", "./nothing"], "model './nothing': there is no such folder"),
         (["eval", "--model", "x", "--caches", "paged_int"], "paged_int"),
         (["eval", "--model", "x", "--bits", "0"], "bits must be a number above 0"),

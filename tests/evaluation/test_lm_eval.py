@@ -235,13 +235,6 @@ def figures(results):
     }
 
 
-def test_exact_pages_give_the_results_of_hf(tasks):
-    own = HFLM(pretrained=shared_model("llama"), tokenizer=tiny_tokenizer(), batch_size=4)
-    expected = evaluate(own, tasks)
-    found = evaluate(lm_of(shared_model("llama"), "paged_exact:page_size=16"), tasks)
-    assert figures(found) == pytest.approx(figures(expected), rel=1e-5)
-
-
 def test_results_say_how_they_were_cached(tasks):
     lm = lm_of(shared_model("llama"), "paged_int4", cache_config={"page_size": 16, "keys": "int8"})
     how = evaluate(lm, tasks)["config"]["kv_cache"]

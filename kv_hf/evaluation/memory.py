@@ -127,16 +127,18 @@ def measure_footprint(
         check_int(name, value, 1)
     check_choice("dtype", dtype, DTYPES)
     check_device(device)
-    real = isinstance(model, str)
-    config: Any = AutoConfig.from_pretrained(check_model_name(str(model))) if real else model
+    if isinstance(model, str):
+        config: Any = AutoConfig.from_pretrained(check_model_name(model))
+        row: dict[str, Any] = {"model": model, "weights": "real"}
+        row["model_revision"] = revision_of(model)
+    else:
+        config = model
+        row = {"model": name_of(config), "weights": "random", "model_revision": None}
     most, tokens = longest_context(config), context + steps
     if tokens > most:
         raise ValueError(
             f"context={context} and {steps} decoded tokens are {tokens}, but the model supports {most} tokens"
         )
-    row: dict[str, Any] = {"model": str(model) if real else name_of(config)}
-    row["model_revision"] = revision_of(str(model)) if real else None
-    row["weights"] = "real" if real else "random"
     asked: dict[str, Any] = {"cache": cache, "context": context, "batch": batch, "steps": steps}
     asked |= {"dtype": dtype, "device": device}
     spawn = multiprocessing.get_context("spawn")

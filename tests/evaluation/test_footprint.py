@@ -70,7 +70,8 @@ def test_footprint_of_a_random_model_in_a_child():
     """The one whole way through a real child; a refusal and a failure in it come back in its words."""
     config = make_config("llama")
     found = measure_footprint(config, "paged_int4", 150, threads=1, **TINY)
-    assert found["model"] == "llama" and found["cache"] == "paged_int4"
+    assert (found["model"], found["model_revision"]) == ("llama", None)
+    assert found["cache"] == "paged_int4"
     assert found["tokens"] == 152 and found["threads"] == 1
     assert found["held_bytes"] > 0 and found["weights"] == "random"
     with pytest.raises(ValueError, match="^cache 'offloaded' cannot run here: .* there is no GPU$"):

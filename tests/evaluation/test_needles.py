@@ -235,6 +235,7 @@ def test_needle_grid_gives_a_row_per_cache_length_and_depth():
             and row["samples"] == 2
         )
         assert row["nll"] == pytest.approx(sum(row["nlls"]) / 2)
+        assert row["found"] == row["scores"].count(1) == 0  # of random weights
         assert (row["rate_low"], row["rate_high"]) == wilson(row["found"], 2)
         assert row["prompt_tokens"] + row["answer_tokens"] <= row["length"]
         json.dumps(row)

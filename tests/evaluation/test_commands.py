@@ -12,7 +12,7 @@ import kv_hf_cli
 from kv_hf.evaluation import pareto
 from kv_hf.evaluation.demo_command import CACHES
 from kv_hf.evaluation.models import LoadedModel, revision_of
-from kv_hf.evaluation.recommend import front, shown
+from kv_hf.evaluation.recommend import best, front, shown
 from kv_hf.evaluation.rows import read_rows
 
 
@@ -61,8 +61,8 @@ def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
     rows = read_rows(tmp_path / "kv_hf_eval.jsonl")
     assert [row["cache"] for row in rows] == list(caches[1:])
     assert rows[0]["model"] == str(folder) and rows[0]["model_revision"] == revision_of(str(folder))
-    best = min(rows[1:], key=lambda row: row["kl_mean"])
-    assert f"least KL within 15 bits: {best['cache']}, {best['kl_mean']:.5f}" in printed.out
+    least = min(rows[1:], key=lambda row: row["kl_mean"])
+    assert f"least KL within 15 bits: {least['cache']}, {least['kl_mean']:.5f}" in printed.out
     assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "plots" / "a.md").read_text("utf-8").splitlines()
     assert len(table) == 5 and table[2].startswith("| `paged_exact` | ")
@@ -82,10 +82,10 @@ def test_pareto_refuses_rows_of_several_texts_and_none(tmp_path):
     with pytest.raises(ValueError, match="got none"):
         pareto([], tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
-    found = front(
-        [{**row, "kl_mean": kl, "stored_bits": b} for b, kl in ((4, 0.1), (5, 0.2), (3, 0.3))]
-    )
-    assert [one["stored_bits"] for one in found] == [3, 4]
+    figures = ((4, 0.1), (5, 0.2), (3, 0.3))
+    rows = [{**row, "kl_mean": kl, "stored_bits": bits} for bits, kl in figures]
+    assert [one["stored_bits"] for one in front(rows)] == [3, 4]
+    assert [best(rows, bits)["stored_bits"] for bits in (3.5, 4, 5)] == [3, 4, 4]
     assert shown(-0.000001, ".5f") == "0.00000" and shown(-0.01, "+.2f") == "-0.01"
 
 

@@ -193,7 +193,7 @@ class ExactReference:
         return Prefill(self.model, self.texts[number][None, : self.prompt_tokens])
 
     def read(self, number: int, cache: Cache, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Return what `decoded` yields of text `number` behind its prompt, through an empty cache."""
+        """Return what `decoded` yields, (position, logits [chunk, vocab]), of text `number` through an empty cache."""
         self.prefill(number).fill(cache)
         return decoded(self.model, self.texts[number], cache, self.prompt_tokens, name)
 

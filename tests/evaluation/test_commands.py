@@ -75,7 +75,7 @@ def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
     assert code == 1 and "no cache holds at most 2 bits" in printed.err
 
 
-def test_pareto_refuses_rows_of_several_texts_and_none(tmp_path):
+def test_front_and_best_of_rows_that_pareto_takes(tmp_path):
     row = {"cache": "a", "model": "m", "text": "t", "stored_bits": 4.0, "kl_mean": 0.1}
     with pytest.raises(ValueError, match="one model and text, got .'m, t', 'm, u'."):
         pareto([row, {**row, "cache": "b", "text": "u"}], tmp_path / "a.png")

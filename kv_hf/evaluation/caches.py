@@ -135,12 +135,11 @@ def why_not(name: str, device: torch.device) -> str | None:
 def check_runs(name: str, model: PreTrainedModel) -> None:
     """Raise ValueError where the cache `name` cannot be measured with `model` and on its device."""
     reason = why_not(name, model.device)
-    try:
-        cache_kind(name).make(
-            model.config, 1
-        )  # transformers' quantized caches refuse sliding layers
-    except ValueError as error:
-        reason = reason or f"{type(model).__name__}: {error}"
+    if reason is None:
+        try:  # transformers' quantized caches refuse sliding layers
+            cache_kind(name).make(model.config, 1)
+        except ValueError as error:
+            reason = f"{type(model).__name__}: {error}"
     if reason is not None:
         raise ValueError(f"cache {name!r} cannot run here: {reason}")
 

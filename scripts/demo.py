@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure.models.packaged import resolve_model
+from measure.models.packaged import packaged_model
 
 from kv_hf.evaluation.demo_command import demonstrate, parser
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Generate and compare; 0, or 2 for an error that says its reason."""
     asked = parser(PROG)
     asked.set_defaults(model="smollm2-135m", out=RESULTS)
-    return demonstrate(asked.parse_args(argv), PROG, resolve_model)
+    return demonstrate(asked.parse_args(argv), PROG, packaged_model)
 
 
 if __name__ == "__main__":

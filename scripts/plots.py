@@ -12,9 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from tables import ROOT, Rows, grouped, rows_of
-
-from kv_hf.evaluation.rows import latest_run
+from tables import ROOT, Rows, grouped, latest_run, rows_of
 
 # caches drawn, in colours that are told apart with every colour vision (Okabe and Ito)
 COLOURS = {

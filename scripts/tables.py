@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kv_hf.evaluation.needles import Rate
-from kv_hf.evaluation.rows import latest_run, read_rows
+from kv_hf.evaluation.needles import wilson
+from kv_hf.evaluation.rows import read_rows
 from kv_hf.formats import cache_names
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +30,22 @@ MODELS = {
     "tinyllama-1.1b": "TinyLlama-1.1B",
 }
 
+# what the rows of one run have in common
+RUN = ("date", "commit", "machine", "threads", "dtype")
+
 # -- the engine ------------------------------------------------------------------------------------------------
+
+
+def latest_run(rows: Rows, **wanted: Any) -> Rows:
+    """Return the rows with these values that belong to the newest run: one date, commit, machine and thread count.
+
+    Figures of different machines or versions never meet in one table.
+    """
+    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+    if not found:
+        return []
+    run = [found[-1].get(name) for name in RUN]
+    return [row for row in found if [row.get(name) for name in RUN] == run]
 
 
 @dataclass(frozen=True)
@@ -388,10 +403,11 @@ def pooled(rows: Rows) -> Rows:
     """Return a needle row for each (cache, task, length), with the rate and the nats of all prompts."""
     found = []
     for own in grouped(rows, "cache task length").values():
-        rate = Rate.of([score for row in own for score in row["scores"]])
+        scores = [score for row in own for score in row["scores"]]
+        right, asked = scores.count(1), len(scores)
         nlls = [nll for row in own for nll in row["nlls"]]
-        low, high = rate.interval()
-        said = f"{100 * rate.share:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+        low, high = wilson(right, asked)
+        said = f"{100 * right / asked:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
         found.append({**own[0], "rate": said, "nats": sum(nlls) / len(nlls), "prompts": len(nlls)})
     counts = {row["prompts"] for row in found}
     prompts = " to ".join(map(str, sorted({min(counts), max(counts)})))

@@ -6,6 +6,7 @@ sinks and tail exact. A forward over several tokens gives the same as one token 
 becomes full inside it, so chunks end where pages do; a test compares both.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -131,41 +132,21 @@ class Prefill:
         return self._logits
 
 
+@torch.no_grad()
 def decoded(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    cache: Cache,
-    prompt: int,
-    prefill: Prefill | None = None,
-    name: str = "the cache",
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, position: int, name: str = "the cache"
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (position, logits) of the scored part of one text, chunk by chunk.
+    """Yield (position, logits) of ids[position:] chunk by chunk, read through a cache.
 
     Args:
         model: a causal language model, in eval mode.
         ids: [tokens], int64, on the model's device.
-        cache: an empty cache; it holds the text afterwards.
-        prompt: tokens of the prompt, which are not scored; at least 1.
-        prefill: of this prompt, from an earlier run; None computes it.
+        cache: holds the tokens before `position`, see `Prefill.fill`; all of them afterwards.
         name: what an error calls the cache.
     Yields: the position of the chunk's first token, and fp32 logits [chunk, vocab]: row i predicts the token
         behind position + i.
-    Raises: ValueError for a prompt that leaves nothing to score, and for logits that are not finite.
+    Raises: ValueError for logits that are not finite.
     """
-    if not 1 <= prompt < len(ids):
-        raise ValueError(f"prompt must be between 1 and {len(ids) - 1} tokens, got {prompt}")
-    if prefill is None:
-        last_logits(model, ids[None, :prompt], cache)
-    else:
-        prefill.fill(cache)
-    yield from read_on(model, ids, cache, prompt, name)
-
-
-@torch.no_grad()
-def read_on(
-    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, position: int, name: str = "the cache"
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield what `decoded` does of ids[position:], through a cache that holds the tokens before them."""
     while position < len(ids):
         end = min(len(ids), position + next_chunk(cache, position))
         out = model(ids[None, position:end], past_key_values=cache, use_cache=True)
@@ -194,7 +175,7 @@ class ExactReference:
         self.model, self.texts, self.prompt_tokens = model, list(texts), prompt_tokens
         self._left = kept_bytes
         self._kept: dict[int, torch.Tensor] = {}
-        self._prefills: dict[int, Prefill] = {}
+        self.prefill = functools.cache(self._prefill)
         if not self.texts:
             raise ValueError("texts must hold at least one text, got none")
         tokens, longest = [len(ids) for ids in self.texts], longest_context(model.config)
@@ -207,12 +188,14 @@ class ExactReference:
                 f"prompt_tokens must leave at least two of a text's {min(tokens)} tokens to score, got {prompt_tokens}"
             )
 
-    def prefill(self, number: int) -> Prefill:
+    def _prefill(self, number: int) -> Prefill:
         """Return the prefill of text `number`, with which every subject begins."""
-        if number not in self._prefills:
-            ids = self.texts[number][None, : self.prompt_tokens]
-            self._prefills[number] = Prefill(self.model, ids)
-        return self._prefills[number]
+        return Prefill(self.model, self.texts[number][None, : self.prompt_tokens])
+
+    def read(self, number: int, cache: Cache, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Return what `decoded` yields, (position, logits [chunk, vocab]), of text `number` through an empty cache."""
+        self.prefill(number).fill(cache)
+        return decoded(self.model, self.texts[number], cache, self.prompt_tokens, name)
 
     def log_probs(self, number: int) -> torch.Tensor:
         """Return the log-probabilities of text `number`: fp32 [scored tokens, vocab] on the model's device.
@@ -221,9 +204,8 @@ class ExactReference:
         """
         if number in self._kept:
             return self._kept[number]
-        ids, cache = self.texts[number], DynamicCache(config=self.model.config)
-        name, prefill = "the model, with the exact cache,", self.prefill(number)
-        parts = decoded(self.model, ids, cache, self.prompt_tokens, prefill, name)
+        cache, name = DynamicCache(config=self.model.config), "the model, with the exact cache,"
+        parts = self.read(number, cache, name)
         found = torch.cat([torch.log_softmax(logits, -1) for _, logits in parts])
         if found.nbytes <= self._left:
             self._left -= found.nbytes
@@ -278,8 +260,8 @@ def score(
     found, prompt = [], reference.prompt_tokens
     for number, ids in enumerate(reference.texts):
         exact, cache, parts = reference.log_probs(number), make(), []
-        targets, prefill = ids[prompt + 1 :], reference.prefill(number)
-        for position, logits in decoded(reference.model, ids, cache, prompt, prefill, name):
+        targets = ids[prompt + 1 :]
+        for position, logits in reference.read(number, cache, name):
             part = slice(position - prompt, position - prompt + len(logits))
             parts.append(distances(exact[part], logits.log_softmax(-1), targets[part]))
             progress(len(logits))
@@ -368,11 +350,6 @@ def block_interval(
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
     low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
-
-
-def block_means(kl: torch.Tensor) -> list[float]:
-    """Return the mean of each BLOCK neighbouring figures [tokens], to seven digits that count; the last may have fewer."""
-    return [float(f"{part.mean().item():.7g}") for part in kl.split(BLOCK)]
 
 
 def measure_held(

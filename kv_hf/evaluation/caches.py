@@ -19,7 +19,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.report import tensor_bytes
 from ..cache_names import PEERS, QUANTIZED, all_cache_names, parse_cache_name
 from ..config import CacheConfig
-from ..errors import CacheOptionError
+from ..errors import CacheOptionError, first_line
 from ..formats import is_cache_name
 
 # [kv heads, key dim, value dim] of a layer, or None for a layer that holds no keys and values
@@ -40,27 +40,26 @@ class CacheKind:
     make: Callable[[Any, int], Any]
 
 
-def cache_kind(name: str, kernel: str = "auto") -> CacheKind:
+def cache_kind(name: str) -> CacheKind:
     """Return the cache called `name`: one of all_cache_names(), with options behind a colon if need be.
 
     "paged_int4:keys=int8,recent_tokens=32" takes options of kv_hf.CacheConfig, "hqq_int4:axis_key=1" those of
-    transformers' QuantizedCache; those of `register_peer` decide themselves. `kernel` is kv_hf's option of that name.
+    transformers' QuantizedCache; those of `register_peer` decide themselves.
 
     Raises: CacheOptionError for an unknown cache; ValueError for options of a cache that takes none, or that are not
         NAME=VALUE.
     """
-    return named_kind(name, *parse_cache_name(name), kernel)
+    return named_kind(name, *parse_cache_name(name))
 
 
-def named_kind(name: str, base: str, options: Mapping[str, Any], kernel: str = "auto") -> CacheKind:
+def named_kind(name: str, base: str, options: Mapping[str, Any]) -> CacheKind:
     """Do what `cache_kind` says with a name that is split into the cache and its options; `name` is what rows call it."""
     if is_cache_name(base):
-        given = {"kernel": kernel, **options}
-        CacheConfig.from_options(base, given)
+        CacheConfig.from_options(base, options)
         return CacheKind(
             name,
             "sdpa",
-            lambda config, _: PagedCache.from_implementation(config, base, given),
+            lambda config, _: PagedCache.from_implementation(config, base, options),
         )
     if base in QUANTIZED:
         quantized = {**QUANTIZED[base], **options}
@@ -129,9 +128,20 @@ def why_not(name: str, device: torch.device) -> str | None:
         for _ in range(2):  # what was quantized is read at the second call
             cache.update(states, states, 0)
     except Exception as error:  # whatever a missing or broken package raises
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{type(error).__name__}: {lines[0][:240]}"
+        return f"{type(error).__name__}: {first_line(error)[:240]}"
     return None
+
+
+def check_runs(name: str, model: PreTrainedModel) -> None:
+    """Raise ValueError where the cache `name` cannot be measured with `model` and on its device."""
+    reason = why_not(name, model.device)
+    if reason is None:
+        try:  # transformers' quantized caches refuse sliding layers
+            cache_kind(name).make(model.config, 1)
+        except ValueError as error:
+            reason = f"{type(model).__name__}: {error}"
+    if reason is not None:
+        raise ValueError(f"cache {name!r} cannot run here: {reason}")
 
 
 def held_bytes(cache: Any) -> int:

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
+from ..checks import check_int
 from ..extras import extra
 from ..printable import tell, tell_error
 from ..text_table import say, table_lines, text_width
 from ..texts import load_text
 from ..version import __version__
 from .caches import held_bytes
-from .memory import check_device, usual_device
-from .models import check_model_name
-from .rows import append_rows, check_writable, make_row
+from .eval_command import check_place, command_parser
+from .models import LoadedModel
+from .rows import append_rows, make_row
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DYNAMIC = "dynamic"
@@ -103,54 +103,40 @@ def with_every_cache(
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(
-        prog=prog,
-        allow_abbrev=False,
-        description="Generate from a long real text with every cache, and show memory, speed and agreement side by side. Models "
-        "with a chat template need pip install -e '.[demo]' in the clone.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    what = (
+        "Generate from a long real text with every cache, and show memory, speed and agreement side by side. Models "
+        "with a chat template need pip install -e '.[demo]' in the clone."
     )
+    found = command_parser(prog, what, ROWS)
     add = found.add_argument
     add("--model", default=MODEL, help="a hub id or a folder")
     add("--text", default="lincoln_1862", help="bundled text or a file")
     add("--prompt-tokens", type=int, default=2048, help="about how many")
     add("--new-tokens", type=int, default=64, help="generated with each cache")
-    add("--device", default=usual_device(), help="of the model")
-    add("--record", action="store_true", help="append rows to --out")
-    add("--out", type=Path, default=ROWS, metavar="FILE", help="file of rows")
     return found
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "kv-hf demo") -> int:
     """Generate and compare; return the exit code: 0, or 2 for an error that says its reason."""
-    return demonstrate(parser(prog).parse_args(sys.argv[1:] if argv is None else list(argv)), prog)
+    return demonstrate(parser(prog).parse_args(argv), prog)
 
 
-def demonstrate(
-    args: argparse.Namespace, prog: str, find_model: Callable[[str], str] = check_model_name
-) -> int:
+def demonstrate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = LoadedModel) -> int:
     """Do what `args` ask, and print it; return the exit code of `main`.
 
     Args:
         args: as `parser` returns them.
-        find_model: returns the hub id or folder to load for --model; raises ValueError.
+        load: makes the model, as `LoadedModel` does.
     """
     transformers_logging.disable_progress_bar()
     tell(f"kv_hf {__version__}: model {args.model} on {args.device}", flush=True)
     try:
-        if args.new_tokens < 2 or args.prompt_tokens < 1:
-            given = f"{args.new_tokens} and {args.prompt_tokens}"
-            raise ValueError(
-                f"--new-tokens must be at least 2 and --prompt-tokens at least 1, got {given}"
-            )
-        check_device(args.device)
-        if args.record:
-            check_writable(args.out)
+        check_int("--new-tokens", args.new_tokens, 2)
+        check_int("--prompt-tokens", args.prompt_tokens, 1)
+        check_place(args)
         tell("loading the model (a packaged one is converted the first time) ..", flush=True)
-        source = find_model(args.model)
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-        model = model.to(args.device).eval()
+        loaded = load(args.model, torch.bfloat16, args.device)
+        tokenizer = loaded.tokenizer
         inputs = make_prompt(tokenizer, load_text(args.text), args.prompt_tokens)
     except (ValueError, ImportError, OSError) as error:
         tell_error(prog, error)
@@ -159,10 +145,11 @@ def demonstrate(
     ids = inputs["input_ids"][0]
     tail = " ".join(tokenizer.decode(ids[-60:]).split())
     say(f"prompt: {len(ids)} tokens of {args.text}, ending in: .. {tail}")
-    rows, said = with_every_cache(model, inputs, args.new_tokens)
+    rows, said = with_every_cache(loaded.model, inputs, args.new_tokens)
     show(rows, [tokenizer.decode(tokens) for tokens in said])
     if args.record:
-        common = {"kind": "demo", "model": args.model, "device": args.device, "dtype": "bfloat16"}
+        common = {"kind": "demo", "model": args.model, "model_revision": loaded.revision}
+        common |= {"device": args.device, "dtype": "bfloat16"}
         append_rows(args.out, [make_row(**common, **row) for row in rows])
     return 0
 

@@ -4,13 +4,11 @@ Every scored token reads the stored cache as a decode step does (accuracy.py), w
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ..cache_names import all_cache_names
@@ -41,16 +39,35 @@ COLUMNS = (
 )
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    paged, texts = list(cache_names()), f"{', '.join(BUNDLED)}, or a set of them: {', '.join(SETS)}"
+def command_parser(prog: str, description: str, out: Path) -> argparse.ArgumentParser:
+    """Return the parser of a command that measures a model: where it runs, and the file of rows that --record appends to."""
     found = argparse.ArgumentParser(
         prog=prog,
         allow_abbrev=False,
-        description="Measure what caches cost on a text: KL divergence, perplexity, agreement, bytes.",
-        epilog=f"caches: {', '.join(all_cache_names())}. transformers' quantized caches, texts of the hub and the plot need "
-        "pip install -e '.[eval]' in the clone.",
+        description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    found.add_argument("--device", default=usual_device(), help="of the model")
+    found.add_argument("--record", action="store_true", help="append rows to --out")
+    found.add_argument("--out", type=Path, default=out, metavar="FILE", help="file of rows")
+    return found
+
+
+def check_place(args: argparse.Namespace) -> None:
+    """Raise ValueError for a device that is not there, and for a file of rows that cannot be written."""
+    check_device(args.device)
+    if args.record:
+        check_writable(args.out)
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    paged, texts = list(cache_names()), f"{', '.join(BUNDLED)}, or a set of them: {', '.join(SETS)}"
+    what = "Measure what caches cost on a text: KL divergence, perplexity, agreement, bytes."
+    found = command_parser(prog, what, ROWS)
+    found.epilog = (
+        f"caches: {', '.join(all_cache_names())}. transformers' quantized caches, texts of the hub and the plot need "
+        "pip install -e '.[eval]' in the clone."
     )
     add = found.add_argument
     add("--model", required=True, help="a hub id or a folder")
@@ -64,16 +81,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--bits", type=float, help="name the cache that loses least within so many bits per number")
     add("--plot", type=Path, metavar="FILE", help="draw KL against bits; a table lies beside it")
     add("--dtype", default="float32", choices=DTYPES, help="that the model computes in")
-    add("--device", default=usual_device(), help="of the model")
-    add("--record", action="store_true", help="append rows to --out as they are measured")
-    add("--out", type=Path, default=ROWS, metavar="FILE", help="file of rows")
     return found
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "kv-hf eval") -> int:
     """Measure; return the exit code: 0, 1 where some cache could not be measured, 2 for bad arguments, 130 for Ctrl-C."""
-    args = parser(prog).parse_args(sys.argv[1:] if argv is None else list(argv))
-    return evaluate(args, prog)
+    return evaluate(parser(prog).parse_args(argv), prog)
 
 
 def evaluate(args: argparse.Namespace, prog: str, load: Callable[..., Any] = LoadedModel) -> int:
@@ -105,14 +118,13 @@ def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for arguments that cannot be, before anything is loaded."""
     for cache in args.caches:
         cache_kind(cache)
-    check_device(args.device)
+    check_place(args)
     if args.bits is not None:
         check_bits(args.bits)
-    if args.plot is not None and args.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot must end in .png, .svg or .pdf, got {str(args.plot)!r}")
-    for path in (args.out if args.record else None, args.plot):
-        if path is not None:
-            check_writable(path)
+    if args.plot is not None:
+        if args.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot must end in .png, .svg or .pdf, got {str(args.plot)!r}")
+        check_writable(args.plot)
 
 
 def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict[str, Any]]) -> int:
@@ -120,23 +132,20 @@ def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict
     settings, code = TextSettings(args.text, args.windows, args.window, args.prompt), 0
     try:
         loaded = load(args.model, getattr(torch, args.dtype), args.device)
-        scored = len(loaded.reference(settings).texts) * (args.window - args.prompt)
-        common = {"kind": "accuracy", "model": args.model, "model_revision": loaded.revision}
-        common |= {"dtype": args.dtype, "device": torch.device(args.device).type}
-        with tqdm(total=scored * len(args.caches), unit="token", desc=args.model) as bar:
-            for number, cache in enumerate(args.caches, 1):
-                try:
-                    found = loaded.accuracy(cache, settings, bar.update)
-                except (
-                    Exception
-                ) as error:  # whatever a cache or its library raises; the others go on
-                    tell(f"no figures for {cache}: {in_words(error)}", to_errors=True)
-                    code = 1
-                else:
-                    rows.append(make_row(**common, cache=cache, **found))
-                    if args.record:
-                        append_rows(args.out, rows[-1:])
-                bar.update(number * scored - bar.n)
+        loaded.reference(settings)  # a bad text ends the command, whatever the cache
+        common = {"kind": "accuracy", "dtype": args.dtype}
+        common["device"] = torch.device(args.device).type
+        for cache in args.caches:
+            try:
+                found = loaded.accuracy(cache, settings)
+            # whatever a cache or its library raises; the others go on
+            except Exception as error:
+                tell(f"no figures for {cache}: {in_words(error)}", to_errors=True)
+                code = 1
+                continue
+            rows.append(make_row(**common, **found))
+            if args.record:
+                append_rows(args.out, rows[-1:])
     except KeyboardInterrupt:
         where = f", recorded in {args.out}" if args.record and rows else ""
         done = f"{len(rows)} of {len(args.caches)} caches are measured{where}"

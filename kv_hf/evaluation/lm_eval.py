@@ -27,7 +27,7 @@ from ..notices import warn_once
 from ..printable import tell_error
 from ..version import __version__
 from .accuracy import check_finite, forward, next_chunk
-from .caches import CacheKind, held_bytes, named_kind, why_not
+from .caches import CacheKind, check_runs, held_bytes, named_kind
 from .models import check_model_name
 from .rows import versions
 
@@ -105,8 +105,7 @@ class KVCacheLM(HFLM):
             raise ValueError(
                 f"pretrained must be a decoder-only model, got the {self.backend} model {type(self.model).__name__}"
             )
-        if reason := why_not(self.kind.name, self.device):
-            raise ValueError(f"cache_implementation={self.kind.name!r} cannot run here: {reason}")
+        check_runs(self.kind.name, self.model)
         model = self.model
         use_paged_attention(model.get_base_model() if hasattr(model, "peft_config") else model)
         self.held: list[tuple[float, list[int]]] = []  # of each cache: bytes, tokens of its rows

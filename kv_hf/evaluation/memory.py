@@ -5,8 +5,6 @@ What a process has freed, it may still hold: two caches measured in one process 
 
 import gc
 import multiprocessing
-import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -17,12 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ..cache.paged_cache import PagedCache
+from ..checks import check_choice, check_int
 from ..hf.models import use_paged_attention
 from ..pages.host_heap import trim_heap
 from ..texts import longest_context
 from .accuracy import check_finite, last_logits
-from .caches import CacheKind, cache_kind, held_bytes, why_not
-from .models import check_model_name
+from .caches import CacheKind, cache_kind, check_runs, held_bytes
+from .models import check_model_name, name_of, revision_of
 
 MAIN = 'if __name__ == "__main__":'
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,25 +30,6 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 class MeasurementError(RuntimeError):
     """A measurement gave no figures: out of memory, or killed."""
-
-
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of one call: wall time on a CPU, CUDA events on a GPU.
-
-    The events lie in the stream before and behind the call, so that the time holds the launches that the GPU
-    had to wait for, as a user's decode step does.
-    """
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
-    torch.cuda.synchronize(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end))
 
 
 class Meter:
@@ -145,26 +125,27 @@ def measure_footprint(
     """
     cache_kind(cache)
     for name, value in (("context", context), ("batch", batch), ("steps", steps)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        check_int(name, value, 1)
+    check_choice("dtype", dtype, DTYPES)
     check_device(device)
-    real = isinstance(model, str)
-    config: Any = AutoConfig.from_pretrained(check_model_name(str(model))) if real else model
+    if isinstance(model, str):
+        config: Any = AutoConfig.from_pretrained(check_model_name(model))
+        row: dict[str, Any] = {"model": model, "weights": "real"}
+        row["model_revision"] = revision_of(model)
+    else:
+        config = model
+        row = {"model": name_of(config), "weights": "random", "model_revision": None}
     most, tokens = longest_context(config), context + steps
     if tokens > most:
         raise ValueError(
             f"context={context} and {steps} decoded tokens are {tokens}, but the model supports {most} tokens"
         )
-    row = {"model": model if real else config.name_or_path or config.model_type}
-    row |= {"weights": "real" if real else "random", "cache": cache, "context": context}
-    row |= {"batch": batch, "steps": steps, "dtype": dtype, "device": device}
-    asked = (model, cache, context, batch, steps, dtype, device, threads)
+    asked: dict[str, Any] = {"cache": cache, "context": context, "batch": batch, "steps": steps}
+    asked |= {"dtype": dtype, "device": device}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, initializer=expendable) as child:
         try:
-            return row | child.submit(measure, *asked).result()
+            return row | asked | child.submit(measure, model, threads, **asked).result()
         except BrokenProcessPool:
             why = f"the process of {cache} ended without an answer: memory ran out, or the script lacks {MAIN}"
             raise MeasurementError(why) from None
@@ -205,13 +186,13 @@ def expendable() -> None:
 
 def measure(
     model: Any,
+    threads: int | None,
     cache: str,
     context: int,
     batch: int,
     steps: int,
     dtype: str,
     device: str,
-    threads: Any,
 ) -> dict[str, Any]:
     """Return the figures of `measure_footprint`, measured in this process."""
     transformers_logging.set_verbosity_error()
@@ -219,8 +200,6 @@ def measure(
     if threads:
         torch.set_num_threads(threads)
     place, how = torch.device(device), {"dtype": getattr(torch, dtype)}
-    if reason := why_not(cache, place):
-        raise ValueError(f"{cache} cannot run here: {reason}")
     if isinstance(model, str):
         made: Any = AutoModelForCausalLM.from_pretrained(model, **how)
         for tensor in (*made.parameters(), *made.buffers()):
@@ -232,6 +211,7 @@ def measure(
             made = AutoModelForCausalLM.from_config(model, **how)
     kind = cache_kind(cache)
     made = made.to(place).eval()
+    check_runs(cache, made)
     if kind.attention != "sdpa":
         made.set_attn_implementation(kind.attention)
     use_paged_attention(made)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
@@ -21,13 +22,11 @@ from ..texts import text_names, text_windows
 from .accuracy import (
     PROTOCOL,
     ExactReference,
-    Progress,
-    block_means,
     measure_held,
     score,
     summary,
 )
-from .caches import CacheKind, LayerShape, cache_kind, layer_shapes, why_not
+from .caches import LayerShape, cache_kind, check_runs, layer_shapes
 
 MODEL_FILES = (".json", ".model", ".txt", ".safetensors", ".bin")
 SAMPLES, SAMPLE = 512, 4096  # places of a file that a revision reads, and bytes of each
@@ -42,6 +41,11 @@ def check_model_name(name: str) -> str:
     if reason is not None:
         raise ValueError(f"model {name!r}: {reason}")
     return name
+
+
+def name_of(config: Any) -> str:
+    """Return what rows call a model that was given without a name: the hub id or folder it was loaded from, else its type."""
+    return str(config.name_or_path or config.model_type)
 
 
 def revision_of(name: str) -> str:
@@ -127,13 +131,16 @@ class Measured:
     Args:
         model: a causal language model in eval mode, with the attention that reads pages (see `paged_attention`).
         tokenizer: its tokenizer.
+        name: what rows call the model; None: see `name_of`.
+        revision: what rows say of the state of its files, see `revision_of`; None: not known.
     """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.device = torch.device(model.device)
+    def __init__(
+        self, model: Any, tokenizer: Any, name: str | None = None, revision: str | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.revision = model, tokenizer, revision
+        self.name = name or name_of(model.config)
         # of the last settings alone: those of a long text are large
-        self.windows = functools.lru_cache(1)(self._windows)
         self.reference = functools.lru_cache(1)(self._reference)
 
     @cached_property
@@ -141,56 +148,48 @@ class Measured:
         """Shapes of the layers' keys and values, see `caches.layer_shapes`."""
         return layer_shapes(self.model)
 
-    def _windows(self, settings: TextSettings) -> dict[str, list[torch.Tensor]]:
-        """Return the windows of each text, token ids [tokens].
+    def _reference(self, settings: TextSettings) -> tuple[dict[str, int], ExactReference]:
+        """Return how many windows each text has, and the exact distributions of all windows.
 
-        Raises: ValueError for a text that is empty, or too short for one window.
+        Raises: ValueError for a text that is empty, or too short for one window, and as `ExactReference` does.
         """
-        found = {}
-        for name in text_names(settings.text):
-            cut = text_windows(self.tokenizer, name, settings.window, settings.windows)
-            found[name] = [torch.tensor(ids, device=self.device) for ids in cut]
-        return found
+        found = {
+            name: text_windows(self.tokenizer, name, settings.window, settings.windows)
+            for name in text_names(settings.text)
+        }
+        texts = [
+            torch.tensor(ids, device=self.model.device) for ids in itertools.chain(*found.values())
+        ]
+        windows = {name: len(cut) for name, cut in found.items()}
+        return windows, ExactReference(self.model, texts, settings.prompt)
 
-    def _reference(self, settings: TextSettings) -> ExactReference:
-        """Return the exact distributions of all windows. Raises ValueError as `windows` and `ExactReference` do."""
-        texts = [ids for windows in self.windows(settings).values() for ids in windows]
-        return ExactReference(self.model, texts, settings.prompt)
-
-    def accuracy(
-        self,
-        cache: str | CacheKind,
-        settings: TextSettings,
-        progress: Progress = lambda tokens: None,
-    ) -> dict[str, Any]:
+    def accuracy(self, cache: str, settings: TextSettings) -> dict[str, Any]:
         """Return the distances of a cache from the exact one and the bytes it holds, as fields of a row.
 
         Args:
-            cache: name with options, see `caches.cache_kind`, or a kind that has no name there.
-            progress: called with the tokens scored since the last call.
-        Returns: the fields of `summary` over all texts, the same of each text, the mean KL of each 64
-            neighbouring tokens (so that two caches can be compared block by block), and those of `measure_held`.
+            cache: name with options, see `caches.cache_kind`.
+        Returns: model, its revision and cache; the fields of `summary` over all texts, the same of each text, and those
+            of `measure_held`.
         Raises: ValueError when the cache cannot run here, for a bad text, and for logits that are not finite.
         """
-        kind = cache_kind(cache) if isinstance(cache, str) else cache
-        reason = why_not(cache, self.device) if isinstance(cache, str) else None
-        if reason is not None:
-            raise ValueError(f"cache {cache!r} cannot run here: {reason}")
-        reference, config = self.reference(settings), self.model.config
+        check_runs(cache, self.model)
+        kind, config = cache_kind(cache), self.model.config
+        windows, reference = self.reference(settings)
+        scored_tokens = sum(len(ids) - settings.prompt for ids in reference.texts)
 
         def make() -> Any:
             return kind.make(config, settings.window)
 
-        scored = score(reference, make, kind.name, progress)
-        row = {**asdict(settings), "windows": len(reference.texts), "protocol": PROTOCOL}
+        with tqdm(total=scored_tokens, desc=cache, unit="token", disable=None) as bar:
+            scored = score(reference, make, cache, bar.update)
+        row: dict[str, Any] = {"model": self.name, "model_revision": self.revision, "cache": cache}
+        row |= {**asdict(settings), "windows": len(reference.texts), "protocol": PROTOCOL}
         row |= {"text_digest": digest_of(reference.texts), **lineage(config, self.shapes)}
         row |= measure_held(config, self.shapes, kind, settings.window, settings.prompt)
-        row |= {**summary(scored), "texts": {}, "kl_blocks": {}}
+        row |= {**summary(scored), "texts": {}}
         left = iter(scored)
-        for name, windows in self.windows(settings).items():
-            part = list(itertools.islice(left, len(windows)))
-            row["texts"][name] = summary(part)
-            row["kl_blocks"][name] = [block_means(text.kl) for text in part]
+        for name, count in windows.items():
+            row["texts"][name] = summary(list(itertools.islice(left, count)))
         row["worst_text"] = max(row["texts"], key=lambda name: row["texts"][name]["kl_mean"])
         return row
 
@@ -214,13 +213,8 @@ class LoadedModel(Measured):
         source: str | None = None,
     ) -> None:
         folder = check_model_name(name if source is None else source)
-        self.name, self.revision = name, revision_of(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        model = self.prepared(model.to(device).eval())
+        model = model.to(device).eval()
         use_paged_attention(model)
-        super().__init__(model, tokenizer)
-
-    def prepared(self, model: Any) -> Any:
-        """Return the model that is measured; a subclass may make another one of the checkpoint's."""
-        return model
+        super().__init__(model, tokenizer, name, revision_of(folder))

@@ -9,21 +9,21 @@ import itertools
 import math
 import random
 import re
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..checks import check_choice, check_int
 from ..texts import BUNDLED, load_text, longest_context
-from .accuracy import Prefill, measure_held, read_on
-from .caches import CacheKind, cache_kind, layer_shapes, why_not
-from .models import paged_attention
+from .accuracy import Prefill, decoded, measure_held
+from .caches import CacheKind, cache_kind, check_runs, layer_shapes
+from .models import name_of, paged_attention
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
 # task -> needles: "single" hides the code of one thing, "multi_key" those of others beside it, "copy" a list of words
@@ -40,36 +40,16 @@ PIECE = re.compile(r"\s*(?:[^\s\d]+|\d{1,3}[^\s\d]*)")
 NOUNS = (files(__package__) / "data" / "nouns.txt").read_text("utf-8").split()
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Questions that were answered in full, of all that were asked.
+def wilson(found: int, asked: int) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of the share found / asked, which has a width where all or none were found.
 
-    Attributes:
-        found, asked: numbers of questions; at least one was asked.
+    Source: E. B. Wilson, 1927, "Probable inference, the law of succession, and statistical inference".
     """
-
-    found: int
-    asked: int
-
-    @classmethod
-    def of(cls, scores: Sequence[float]) -> "Rate":
-        """Count the scores of 1: a part of an answer is none."""
-        return cls(sum(score == 1 for score in scores), len(scores))
-
-    @property
-    def share(self) -> float:
-        """The part that was found."""
-        return self.found / self.asked
-
-    def interval(self) -> tuple[float, float]:
-        """Return the 95 % Wilson interval of the share, which has a width where all or none were found.
-
-        Source: E. B. Wilson, 1927, "Probable inference, the law of succession, and statistical inference".
-        """
-        n, z = self.asked, NORMAL_95
-        middle = (self.share + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(self.share * (1 - self.share) / n + (z / n / 2) ** 2)
-        return max(0.0, middle - half), min(1.0, middle + half)
+    share, z = found / asked, NORMAL_95
+    wider = 1 + z * z / asked
+    middle = (share + z * z / (2 * asked)) / wider
+    half = z / wider * math.sqrt(share * (1 - share) / asked + (z / asked / 2) ** 2)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 class Haystack(NamedTuple):
@@ -87,10 +67,6 @@ class Haystack(NamedTuple):
     def of(cls, name: str, text: str) -> "Haystack":
         """Cut a text into sentences, and each into pieces."""
         return cls(name, [PIECE.findall(one) for one in re.split(r"(?<=[.!?])\s+", text)])
-
-    def text(self) -> str:
-        """Return all of it in lower case, to look for words that it must not hold."""
-        return " ".join(map("".join, self.sentences)).lower()
 
     def take(self, pieces: int, start: int = 0) -> list[str]:
         """Return sentences from `start` on that hold exactly `pieces` pieces; the last may be cut behind a piece."""
@@ -131,51 +107,6 @@ def hide(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> str:
         border = min(range(len(behind)), key=lambda i: abs(behind[i] - depth * behind[-1]))
         parts[border].append(needle)
     return " ".join(part for border in parts for part in border if part)
-
-
-class Puzzle(NamedTuple):
-    """A text that something is hidden in, and a question about it.
-
-    Attributes:
-        opening: what the reader is told before the text.
-        needles: (depth, sentence) of what is hidden.
-        start: sentence of the haystack that the text begins with.
-        question: stands behind the text.
-        lead: first words of the answer, given to the model.
-        expected: the rest of the answer, which a generated answer must hold.
-    """
-
-    opening: str
-    needles: list[tuple[float, str]]
-    start: int
-    question: str
-    lead: str
-    expected: str
-
-
-def make_puzzle(rng: random.Random, haystack: Haystack, task: str, depth: float | None) -> Puzzle:
-    """Return a puzzle of a task; `depth` is where the needle that is asked for lies, None: anywhere.
-
-    A list of words is an answer that only exact recall gives; its first word is given, so that small models go on with
-    the list and not with words about it.
-    """
-    count, copied, avoid = TASKS[task], task == "copy", haystack.text()
-    things = _drawn(COPIED if copied else count, lambda: rng.choice(NOUNS), avoid)
-    if copied:
-        what, how = "words", "to repeat them"
-        facts = [(f"{SECRET} {things[0]}", " ".join(things[1:]))]
-        question = f"What are the {COPIED} secret words that the text above gives? Repeat them in their order."
-    else:
-        what, how = "codes", "for them"
-        codes = _drawn(count, lambda: str(rng.randrange(10**6, 10**7)), avoid)
-        leads = [f"The secret code of the {thing} is" for thing in things]
-        facts = list(zip(leads, codes, strict=True))
-        question = f"What is the secret code of the {things[0]} that the text above gives?"
-    depths = [rng.random() for _ in facts]
-    depths[0] = depths[0] if depth is None else depth
-    needles = [(at, f"{lead} {rest}.") for at, (lead, rest) in zip(depths, facts, strict=True)]
-    opening = f"Read the text below. Secret {what} are hidden in it. Remember them: you will be asked {how}."
-    return Puzzle(opening, needles, rng.randrange(len(haystack.sentences)), question, *facts[0])
 
 
 def _drawn(count: int, draw: Callable[[], str], avoid: str) -> list[str]:
@@ -243,26 +174,45 @@ def make_prompt(
 ) -> Prompt:
     """Return sample number `sample`: the same for the same arguments, whatever the cache.
 
-    Samples of equal number at different depths have the same text and needles, in another place.
+    Samples of equal number at different depths have the same text and needles, in another place. A list of words is an answer
+    that only exact recall gives; its first word is given, so that small models go on with the list and not with words about it.
 
+    Args:
+        depth: where the needle that is asked for lies, see `hide`; None: anywhere.
     Returns: the longest prompt of at most `length` tokens, room for the answer included; one more word would exceed it.
     Raises: ValueError naming length and task when not even the shortest text fits.
     """
     rng = random.Random(f"{seed}/{task}/{haystack.name}/{length}/{sample}")
-    puzzle, (head, tail) = make_puzzle(rng, haystack, task, depth), frame_of(tokenizer)
+    avoid = " ".join(map("".join, haystack.sentences)).lower()
+    things = _drawn(COPIED if task == "copy" else TASKS[task], lambda: rng.choice(NOUNS), avoid)
+    if task == "copy":
+        what, how = "words", "to repeat them"
+        facts = [(f"{SECRET} {things[0]}", " ".join(things[1:]))]
+        question = f"What are the {COPIED} secret words that the text above gives? Repeat them in their order."
+    else:
+        what, how = "codes", "for them"
+        codes = _drawn(len(things), lambda: str(rng.randrange(10**6, 10**7)), avoid)
+        leads = [f"The secret code of the {thing} is" for thing in things]
+        facts = list(zip(leads, codes, strict=True))
+        question = f"What is the secret code of the {things[0]} that the text above gives?"
+    depths = [rng.random() for _ in facts]
+    depths[0] = depths[0] if depth is None else depth
+    needles = [(at, f"{lead} {rest}.") for at, (lead, rest) in zip(depths, facts, strict=True)]
+    opening = f"Read the text below. Secret {what} are hidden in it. Remember them: you will be asked {how}."
+    start, (lead, expected) = rng.randrange(len(haystack.sentences)), facts[0]
+    head, tail = frame_of(tokenizer)
 
     def ids(part: str) -> list[int]:
         # a template's text holds its special tokens already
         return list(tokenizer(part, add_special_tokens=not head, verbose=False).input_ids)
 
     def at(words: int) -> Prompt:
-        body = hide(haystack.take(words, puzzle.start), puzzle.needles)
-        context = f"{head}{puzzle.opening}\n\n{body}\n\n"
-        text = f"{context}{puzzle.question}{tail}{puzzle.lead}"
+        context = f"{head}{opening}\n\n{hide(haystack.take(words, start), needles)}\n\n"
+        text = f"{context}{question}{tail}{lead}"
         # split where the parts' own tokens and those of the whole agree: a token across a border goes to what is behind
-        whole = ids(f"{text} {puzzle.expected}")
+        whole = ids(f"{text} {expected}")
         first, last = (_common(ids(part), whole) for part in (context, text))
-        return Prompt(whole[:first], whole[first:last], whole[last:], text, puzzle.expected)
+        return Prompt(whole[:first], whole[first:last], whole[last:], text, expected)
 
     # a word is at least one token; lengths grow with words, nearly always
     words = bisect.bisect_right(range(1 + length), length, lo=1, key=lambda n: at(n).tokens) - 1
@@ -309,12 +259,12 @@ def read(
         """Return a cache that has read all but the question's last token, whose logits belong to the answer."""
         cache = kind.make(model.config, prompt.tokens + ROOM)
         prefill.fill(cache)
-        for _ in read_on(model, asked[:-1], cache, len(prompt.context), kind.name):
+        for _ in decoded(model, asked[:-1], cache, len(prompt.context), kind.name):
             pass
         return cache
 
     whole = torch.cat([asked, answer])[:-1]
-    parts = read_on(model, whole, opened(), len(asked) - 1, kind.name)
+    parts = decoded(model, whole, opened(), len(asked) - 1, kind.name)
     logits = torch.cat([part for _, part in parts])
     likelihood = torch.log_softmax(logits.double(), -1).gather(-1, answer[:, None])
     generate: Any = model.generate  # its declared type hides that it is a method
@@ -361,7 +311,7 @@ def needle_grid(
         task: one of TASKS.
         haystack: "lincoln", a bundled text or a file.
         first_sample: number of the first sample: a later call goes on with other prompts.
-    Returns: rows with kind="needle", task, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
+    Returns: rows with kind="needle", task, model, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
         the expected answer), found (samples answered in full), rate_low and rate_high (95 % Wilson interval of their
         share), samples, first_sample, scores and nlls (of each sample), prompt_tokens (mean), answer_tokens (mean),
         bytes_per_token with bytes_dtype (of the first sample's context, see `measure_held`), haystack, chat (whether there
@@ -374,11 +324,9 @@ def needle_grid(
     if not (names and lengths and depths):
         given = f"{names}, {lengths} and {depths}"
         raise ValueError(f"cache_name, lengths and depths must not be empty, got {given}")
-    if samples < 1 or first_sample < 0:
-        given = f"{samples} and {first_sample}"
-        raise ValueError(f"samples must be at least 1 and first_sample at least 0, got {given}")
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    check_int("samples", samples, 1)
+    check_int("first_sample", first_sample, 0)
+    check_choice("task", task, TASKS)
     for depth in depths:
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depths must be between 0 and 1, got {depth}")
@@ -386,16 +334,8 @@ def needle_grid(
         raise ValueError(
             f"length {max(lengths)} is longer than the model reads: max_position_embeddings is {most}"
         )
-    for kind in kinds:
-        if reason := why_not(kind.name, model.device):
-            raise ValueError(f"cache {kind.name!r} cannot be measured here: {reason}")
-        try:
-            kind.make(model.config, 1)  # transformers' quantized caches refuse sliding layers
-        except ValueError as error:
-            own = type(model).__name__
-            raise ValueError(
-                f"cache {kind.name!r} cannot be measured with {own}: {error}"
-            ) from error
+    for name in names:
+        check_runs(name, model)
     hay = load_haystack(haystack)
     numbers = range(first_sample, first_sample + samples)
     cells = list(itertools.product(sorted(lengths), depths))
@@ -403,9 +343,17 @@ def needle_grid(
         cell: [make_prompt(tokenizer, hay, task, *cell, seed, number) for number in numbers]
         for cell in cells
     }
-    common = {"kind": "needle", "task": task, "samples": samples, "first_sample": first_sample}
-    common |= {"haystack": hay.name, "chat": bool(frame_of(tokenizer)[0])}
-    common |= {"protocol": PROTOCOL, "seed": seed}
+    common = {
+        "kind": "needle",
+        "model": name_of(model.config),
+        "task": task,
+        "samples": samples,
+        "first_sample": first_sample,
+        "haystack": hay.name,
+        "chat": bool(frame_of(tokenizer)[0]),
+        "protocol": PROTOCOL,
+        "seed": seed,
+    }
     rows = []
     total = len(kinds) * sum(length * len(asked) for (length, _), asked in prompts.items())
     with paged_attention(model), tqdm(total=total, unit="token", disable=None) as bar:
@@ -418,18 +366,28 @@ def needle_grid(
                     readings.append(read(model, tokenizer, kind, prompt, prefill))
                     bar.update(length)
             tokens = len(asked[0].context)
-            sizes = [(len(one.context) + len(one.question), len(one.answer)) for one in asked]
-            means = list(map(statistics.fmean, zip(*sizes, strict=True)))
             for kind, readings in zip(kinds, found, strict=True):
-                row = {**common, "cache": kind.name, "length": length, "depth": depth}
-                row["prompt_tokens"], row["answer_tokens"] = means
+                scores, nlls, top1, _ = map(list, zip(*readings, strict=True))
+                right = scores.count(1)  # a part of an answer is none
+                low, high = wilson(right, samples)
                 held = measure_held(model.config, shapes, kind, tokens, tokens)
-                row |= {field: held[field] for field in ("bytes_per_token", "bytes_dtype")}
-                for field in ("score", "nll", "top1"):
-                    row[field] = statistics.fmean(getattr(each, field) for each in readings)
-                scores = [each.score for each in readings]
-                row |= {"scores": scores, "nlls": [each.nll for each in readings]}
-                rate = Rate.of(scores)
-                row["found"], (row["rate_low"], row["rate_high"]) = rate.found, rate.interval()
+                row = {
+                    **common,
+                    "cache": kind.name,
+                    "length": length,
+                    "depth": depth,
+                    "prompt_tokens": fmean(len(one.context + one.question) for one in asked),
+                    "answer_tokens": fmean(len(one.answer) for one in asked),
+                    "bytes_per_token": held["bytes_per_token"],
+                    "bytes_dtype": held["bytes_dtype"],
+                    "score": fmean(scores),
+                    "nll": fmean(nlls),
+                    "top1": fmean(top1),
+                    "scores": scores,
+                    "nlls": nlls,
+                    "found": right,
+                    "rate_low": low,
+                    "rate_high": high,
+                }
                 rows.append(row)
     return rows

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from ..cache_names import parse_cache_name
 from ..extras import extra
 from ..files import replace_text
 from ..formats import cache_names
-from .caches import cache_kind, why_not
+from .caches import check_runs
 from .models import Measured, TextSettings, paged_attention
 
 
@@ -105,17 +104,11 @@ def recommend(
     if not names:
         raise ValueError("caches must name at least one cache, got none")
     for name in names:
-        cache_kind(name)
-        if reason := why_not(name, model.device):
-            raise ValueError(f"cache {name!r} cannot run here: {reason}")
+        check_runs(name, model)
     measured = Measured(model, tokenizer or AutoTokenizer.from_pretrained(model.name_or_path))
     settings = TextSettings(text, windows, window, prompt)
     with paged_attention(model):
-        total = len(names) * len(measured.reference(settings).texts) * (window - prompt)
-        with tqdm(total=total, unit="token", disable=None) as bar:
-            rows = [
-                {"cache": name, **measured.accuracy(name, settings, bar.update)} for name in names
-            ]
+        rows = [measured.accuracy(name, settings) for name in names]
     row = best(rows, bits)
     name, options = parse_cache_name(row["cache"])
     held, mean, low, high = (row[f] for f in ("stored_bits", "kl_mean", "kl_low", "kl_high"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..files import ROWS_BYTES, read_text
+from ..files import ROWS_BYTES, Writer, read_text
 
 try:
     import fcntl
@@ -22,8 +22,6 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-# what the rows of one run have in common
-RUN = ("date", "commit", "machine", "threads", "dtype")
 # packages whose versions change a measurement, where they are installed
 COUNTED = ("torch", "transformers", "triton", "optimum-quanto", "hqq", "lm_eval", "datasets")
 # name of a model -> what rows say of its weights: "model_file" in words, "weights_precision" of the numbers in it. A script
@@ -120,8 +118,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         end = path.read_bytes().rfind(b"\n") + 1  # of the last whole line
         out.truncate(end)
         try:
-            while text:
-                text = text[out.write(text) :]
+            Writer(out.fileno()).write(text)
         except OSError:
             out.truncate(end)
             raise
@@ -146,15 +143,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not a row ({error})") from error
     return rows
-
-
-def latest_run(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """Return the rows with these values that belong to the newest run: one date, commit, machine and thread count.
-
-    Figures of different machines or versions never meet in one table.
-    """
-    found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-    if not found:
-        return []
-    run = [found[-1].get(name) for name in RUN]
-    return [row for row in found if [row.get(name) for name in RUN] == run]

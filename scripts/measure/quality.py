@@ -85,8 +85,7 @@ quality = functools.partial(workload, state=state_of, timed=False)
 def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: Any) -> list[Fields]:
     """Distances from the exact cache, and bytes: a row per cache and text, or set of texts."""
     loaded = held(packaged_model, model, dtype, device)
-    found = loaded.accuracy(cache, TextSettings(**text))
-    return [{"model_revision": loaded.revision, **found}]
+    return [loaded.accuracy(cache, TextSettings(**text))]
 
 
 @quality(
@@ -113,7 +112,7 @@ def needle(
     """What is found again of facts hidden in long texts. All caches are asked the same prompts, each prefilled once."""
     loaded = held(packaged_model, model, dtype, device)
     rows = needle_grid(loaded.model, loaded.tokenizer, caches, [length], [depth], **how)
-    return [{"model_revision": loaded.revision, **row} for row in rows]
+    return [{**row, "model": model, "model_revision": loaded.revision} for row in rows]
 
 
 PARTS = [f"read_tokens={tokens}" for tokens in (1024, 2048, 4096)]
@@ -139,7 +138,7 @@ def reading(device: torch.device, model: str, dtype: str, cache: str, **text: An
     name = f"{cache},kernel={COUNTED}" if counted else cache
     with counted_pages(counts) if counted else nullcontext():
         row = loaded.accuracy(name, settings)
-    row |= {"model_revision": loaded.revision, "read_tokens": options.read_tokens}
+    row |= {"cache": cache, "read_tokens": options.read_tokens}
     row |= {"read_top_p": options.read_top_p, "read_from": options.read_from}
     if counted:
         places = Geometry(options.page_size, options.sink_tokens, options.recent_tokens)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kv_hf.evaluation.memory import expendable, in_words, timed
+from kv_hf.evaluation.memory import expendable, in_words
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, machine, make_row, read_rows
 from kv_hf.text_table import table_lines
 
@@ -51,6 +51,25 @@ WORKLOADS: dict[str, "Workload"] = {}
 
 
 # -- right, and how fast
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds of one call: wall time on a CPU, CUDA events on a GPU.
+
+    The events lie in the stream before and behind the call, so that the time holds the launches that the GPU
+    had to wait for, as a user's decode step does.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end))
 
 
 def spread(samples: Sequence[float], name: str) -> Fields:

@@ -110,8 +110,8 @@ def logit_verdicts(model: Any) -> Iterator[Verdict]:
     prompt = random_prompt(model.config.vocab_size, 1, PROMPT, model.device)
     tokens: list[torch.Tensor] = []
 
-    def decode(name: str, kernel: str = "auto") -> torch.Tensor:
-        decoding = Decoding(model, cache_kind(name, kernel), prompt, random=False)
+    def decode(name: str) -> torch.Tensor:
+        decoding = Decoding(model, cache_kind(name), prompt, random=False)
         logits = []
         for step in range(STEPS):
             if step == len(tokens):  # the first cache decides
@@ -123,7 +123,7 @@ def logit_verdicts(model: Any) -> Iterator[Verdict]:
     exact = decode("dynamic")
     latent = hasattr(model.config, "kv_lora_rank")
     for name in LATENT_CACHES if latent else cache_names():
-        right = exact if name == "paged_exact" else decode(name, "reference")
+        right = exact if name == "paged_exact" else decode(f"{name}:kernel=reference")
         apart = (decode(name) - right).abs().max() / right.abs().max()
         yield Verdict(name, float(apart), ALLOWED[model.device.type, model.dtype.itemsize])
 

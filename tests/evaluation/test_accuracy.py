@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny_harness import sentence, tiny_tokenizer
+from tiny_harness import sentence
 from tiny_models import make_model, tokens
 from transformers import DynamicCache
 
@@ -14,9 +14,8 @@ from kv_hf.evaluation.accuracy import (
     ExactReference,
     Prefill,
     block_interval,
-    block_means,
     decoded,
-    distances,
+    last_logits,
     measure_accuracy,
     measure_held,
     next_chunk,
@@ -56,7 +55,11 @@ def kind_of(name):
 def read(monkeypatch, model, kind, ids, prompt, chunk=next_chunk):
     """Return the logits behind the prompt, read in chunks of that rule."""
     monkeypatch.setattr(scorer, "next_chunk", chunk)
-    cache = kind.make(model.config, len(ids))
+    return behind(model, ids, kind.make(model.config, len(ids)), prompt)
+
+
+def behind(model, ids, cache, prompt):
+    last_logits(model, ids[None, :prompt], cache)
     return torch.cat([logits for _, logits in decoded(model, ids, cache, prompt)])
 
 
@@ -93,29 +96,12 @@ def test_where_pages_are_chosen_tokens_go_one_by_one(amount, monkeypatch):
     assert {size for position, size in steps if position >= 59} == {1}
 
 
-def test_distances_equal_the_definitions():
-    generator = torch.Generator().manual_seed(0)
-    exact, subject = (
-        torch.log_softmax(torch.randn(7, 11, generator=generator, dtype=torch.float64), -1)
-        for _ in range(2)
-    )
-    targets = torch.randint(11, (6,), generator=generator)
-    kl, same, loss, loss_exact = distances(exact, subject, targets)
-    wanted = torch.nn.functional.kl_div(subject, exact, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(kl, wanted)
-    for found, of in ((loss, subject), (loss_exact, exact)):
-        torch.testing.assert_close(
-            found, torch.nn.functional.nll_loss(of[:6], targets, reduction="none")
-        )
-    assert same.tolist() == (exact.argmax(-1) == subject.argmax(-1)).tolist()
-
-
 @pytest.mark.parametrize("name", ["paged_int2:page_size=16,sink_tokens=0", "dynamic"])
 def test_figures_are_those_of_an_independent_loop(name):
-    """Every token by a forward of its own, KL and perplexity by their definitions."""
+    """Every token by a forward of its own, figures by their definitions."""
     model = paged(dtype=torch.float32)
     ids, prompt = [tokens(1, 150, seed=seed)[0] for seed in range(2)], 60
-    kls, losses = [], []
+    kls, losses, same = [], [], []
     for text in ids:
         probs = []
         for cache in (DynamicCache(config=model.config), cache_kind(name).make(model.config, 150)):
@@ -127,14 +113,24 @@ def test_figures_are_those_of_an_independent_loop(name):
                 ]
             probs.append(torch.stack(steps).double().log_softmax(-1))
         kls.append((probs[0].exp() * (probs[0] - probs[1])).sum(-1))
-        losses.append(-probs[1][:-1].gather(1, text[prompt + 1 :, None])[:, 0])
+        losses.append([-at[:-1].gather(1, text[prompt + 1 :, None])[:, 0] for at in probs])
+        same.append(probs[0].argmax(-1) == probs[1].argmax(-1))
     kind = cache_kind(name)
     found = measure_accuracy(model, ids, {"it": lambda: kind.make(model.config, 150)}, prompt)["it"]
     # both are fp32 logits, computed in chunks of other lengths
     assert found["kl_mean"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3, abs=1e-8)
-    assert found["perplexity"] == pytest.approx(torch.cat(losses).mean().exp().item(), rel=1e-5)
-    assert found["tokens"] == 180
-    assert (found["kl_mean"] > 1e-4) == (name != "dynamic")
+    exact, subject = (torch.cat(side).mean().exp().item() for side in zip(*losses, strict=True))
+    assert found["perplexity"] == pytest.approx(subject, rel=1e-5)
+    assert found["perplexity_exact"] == pytest.approx(exact, rel=1e-5)
+    assert found["perplexity_delta"] == pytest.approx(100 * (subject / exact - 1), abs=1e-3)
+    assert found["top1"] == torch.cat(same).double().mean() and found["tokens"] == 180
+    # intervals come from differences: none is left where both sides are the same, however hard the text
+    ends = [found[f"perplexity_delta{end}"] for end in ("_low", "_high")]
+    if name == "dynamic":
+        assert ends == [0, 0] and found["kl_low"] == found["kl_high"] == 0
+    else:
+        assert found["kl_low"] < found["kl_mean"] < found["kl_high"] and found["kl_mean"] > 1e-4
+        assert ends[0] < found["perplexity_delta"] < ends[1]
 
 
 def test_interval_covers_the_mean_as_often_as_it_says():
@@ -152,22 +148,6 @@ def test_interval_covers_the_mean_as_often_as_it_says():
     assert block_interval([text]) == block_interval([text])
     low, high = block_interval([torch.arange(60.0)])  # of few tokens it has a width too
     assert low < 29.5 < high
-
-
-def test_perplexity_delta_is_paired():
-    """Its interval comes from differences: the same text at both sides leaves it at nothing, however hard the text."""
-    model = make_model("llama")
-    texts = [tokens(1, 200)[0]]
-    make = {"dynamic": lambda: DynamicCache(config=model.config)}
-    found = measure_accuracy(model, texts, make, 20)["dynamic"]
-    assert (
-        found["perplexity_delta"]
-        == found["perplexity_delta_low"]
-        == found["perplexity_delta_high"]
-        == 0
-    )
-    assert found["kl_mean"] == found["kl_high"] == 0 and found["top1"] == 1
-    assert found["perplexity"] == found["perplexity_exact"] > 50
 
 
 def test_bad_texts_and_logits_are_refused():
@@ -211,8 +191,7 @@ def test_bytes_of_the_twin_are_those_of_the_model_in_that_dtype(name):
     """The twin that no model ran through holds what a real run holds."""
     model, kind, ids = paged(dtype=torch.bfloat16), kind_of(name), tokens(1, 150)[0]
     cache = kind.make(model.config, 150)
-    for _ in decoded(model, ids, cache, 70):
-        pass
+    behind(model, ids, cache, 70)
     held = measure_held(model.config, layer_shapes(model), kind, 150, 70)
     assert held["bytes"] == held_bytes(cache)
     # sides, layers, tokens, kv heads, head_dim, bytes
@@ -226,38 +205,21 @@ def test_a_recorded_prefill_changes_nothing(name):
     model, kind, ids = paged(dtype=torch.float32), kind_of(name), tokens(1, 150)[0]
     prefill = Prefill(model, ids[None, :80])
     assert prefill.calls
-    own, given = (
-        torch.cat([part for _, part in decoded(model, ids, kind.make(model.config, 150), 80, one)])
-        for one in (None, prefill)
-    )
-    assert torch.equal(own, given)
-    cache = kind.make(model.config, 150)
+    own, cache = behind(model, ids, kind.make(model.config, 150), 80), kind.make(model.config, 150)
     torch.testing.assert_close(prefill.fill(cache), model(ids[None, :80]).logits[:, -1])
-
-
-def test_block_means_are_those_of_64_tokens():
-    assert block_means(torch.arange(130.0)) == [31.5, 95.5, 128.5]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A saved tiny model with a tokenizer, and a text of its words."""
-    found = tmp_path_factory.mktemp("model")
-    make_model("llama").save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
-    (found / "text.txt").write_text(sentence(900, seed=3))
-    return found
+    given = torch.cat([part for _, part in decoded(model, ids, cache, 80)])
+    assert torch.equal(own, given)
 
 
 def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
-    """Each text as if it had been measured alone; blocks of 64 tokens give the mean."""
+    """Each text as if it had been measured alone."""
     both = {"one": sentence(450, 1), "two": sentence(450, 2)}
     monkeypatch.setattr("kv_hf.texts.load_text", lambda name: both[name])
     monkeypatch.setitem(kv_hf.texts.SETS, "pair", tuple(both))
     loaded, name = LoadedModel(str(folder)), "paged_int2:page_size=16"
     row = loaded.accuracy(name, TextSettings("pair", 2, 190, 60))
     assert (row["windows"], row["tokens"], list(row["texts"])) == (4, 4 * 130, list(both))
-    reference = loaded.reference(TextSettings("pair", 2, 190, 60))
+    _, reference = loaded.reference(TextSettings("pair", 2, 190, 60))
     scored = score(reference, lambda: cache_kind(name).make(loaded.model.config, 190))
     assert row["kl_mean"] == summary(scored)["kl_mean"]
     for number, text in enumerate(both):
@@ -265,9 +227,6 @@ def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
         assert row["texts"][text]["kl_high"] == summary(part)["kl_high"]
         kl = torch.cat([one.kl for one in part]).mean().item()
         assert row["texts"][text]["kl_mean"] == kl
-        sizes = (64, 64, 2)
-        blocks = [sum(s * b for s, b in zip(sizes, w, strict=True)) for w in row["kl_blocks"][text]]
-        assert sum(blocks) / 260 == pytest.approx(kl, rel=1e-6)
     means = {text: one["kl_mean"] for text, one in row["texts"].items()}
     assert row["worst_text"] == max(means, key=means.get)
     assert (
@@ -275,6 +234,7 @@ def test_a_row_holds_each_text_and_all_pooled(folder, monkeypatch):
     )
     exact = loaded.accuracy("paged_exact", TextSettings("pair", 2, 190, 60))
     assert row["stored_bits"] < exact["stored_bits"] and row["kv_heads"] == 2
+    assert row["model"] == str(folder) and row["model_revision"] == revision_of(str(folder))
     with pytest.raises(ValueError, match="'offloaded' cannot run here"):
         loaded.accuracy("offloaded", TextSettings("pair", 2, 190, 60))
     json.dumps(row)
@@ -287,8 +247,9 @@ def test_revision_follows_the_weights(folder, tmp_path):
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
     model.save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "text.txt"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    for path in folder.iterdir():
+        if not (tmp_path / path.name).exists():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
     assert revision_of(str(tmp_path)) != before
 
 
@@ -304,12 +265,8 @@ def test_recommend_returns_the_best_that_was_measured_within_the_budget(folder):
     assert found.cache == min(within, key=lambda row: row["kl_mean"])["cache"]
     assert found.kl_low <= found.kl <= found.kl_high and found.bits <= 14
     assert (found.cache_implementation, found.cache_config) == ("paged_int8", {"page_size": 32})
-    loaded.model.generate(
-        tokens(1, 8),
-        max_new_tokens=2,
-        cache_implementation=found.cache_implementation,
-        cache_config=found.cache_config,
-    )
+    how = {"cache_implementation": found.cache_implementation, "cache_config": found.cache_config}
+    loaded.model.generate(tokens(1, 8), max_new_tokens=2, **how)
     alone = Measured(loaded.model, loaded.tokenizer).accuracy("paged_int2", TextSettings(**asked))
     assert alone["kl_mean"] == pytest.approx(found.rows[2]["kl_mean"], rel=1e-3)
     with pytest.raises(ValueError, match="no cache holds at most 1 bits .* paged_int2, holds"):

@@ -15,14 +15,7 @@ from kv_hf.errors import CacheOptionError
 from kv_hf.evaluation import register_peer, unregister_peer
 from kv_hf.evaluation.accuracy import measure_accuracy
 from kv_hf.evaluation.caches import cache_kind, held_bytes, why_not
-from kv_hf.evaluation.rows import (
-    WEIGHTS,
-    append_rows,
-    check_writable,
-    latest_run,
-    make_row,
-    read_rows,
-)
+from kv_hf.evaluation.rows import WEIGHTS, append_rows, check_writable, make_row, read_rows
 
 CPU = torch.device("cpu")
 
@@ -53,11 +46,6 @@ def test_bytes_of_stock_caches_by_hand(name, bits, scale, tail):
     by_hand = numbers * (behind * bits // 8 + behind * scale / 64 + 4 * tail)
     # other counters of a layer are a few numbers
     assert 0 <= held_bytes(cache) - by_hand < 200
-
-
-def test_bytes_of_pages_are_what_memory_says():
-    cache = filled("paged_int4:keys=int8,recent_tokens=32,page_size=16")
-    assert held_bytes(cache) == cache.memory().total
 
 
 def test_register_peer_measures_a_cache_like_the_others():
@@ -95,11 +83,8 @@ def test_register_peer_measures_a_cache_like_the_others():
 def test_cache_kind_takes_options_and_refuses_others():
     config = make_model("llama").config
     cache = cache_kind("paged_int4:keys=int8,page_size=32").make(config, 0)
-    assert (cache.options.keys, cache.options.values, cache.options.page_size) == (
-        "int8",
-        "int4",
-        32,
-    )
+    own = cache.options
+    assert (own.keys, own.values, own.page_size) == ("int8", "int4", 32)
     with pytest.raises(ValueError, match="takes no options"):
         cache_kind("dynamic:a=1")
     with pytest.raises(ValueError, match="NAME=VALUE"):
@@ -146,13 +131,6 @@ def test_a_full_disk_leaves_whole_rows(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert out.read_bytes() == before
-
-
-def test_latest_run_takes_one_date_commit_and_machine():
-    rows = [{"date": "1", "commit": c, "n": n} for n, c in enumerate("aabb")]
-    assert [row["n"] for row in latest_run(rows)] == [2, 3]
-    assert [row["n"] for row in latest_run(rows, commit="a")] == [0, 1]
-    assert latest_run(rows, commit="c") == []
 
 
 def test_make_row_says_which_weights_and_which_machine(monkeypatch):

@@ -7,27 +7,13 @@ import sys
 import pytest
 import torch
 from paths import ROOT
-from tiny_harness import sentence, tiny_tokenizer
-from tiny_models import make_model
 
 import kv_hf_cli
 from kv_hf.evaluation import pareto
 from kv_hf.evaluation.demo_command import CACHES
-from kv_hf.evaluation.models import LoadedModel
-from kv_hf.evaluation.recommend import front, shown
+from kv_hf.evaluation.models import LoadedModel, revision_of
+from kv_hf.evaluation.recommend import best, front, shown
 from kv_hf.evaluation.rows import read_rows
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny Llama with a tokenizer and a chat template, and a text of its words."""
-    found = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    make_model("llama").save_pretrained(found)
-    tiny_tokenizer().save_pretrained(found)
-    (found / "text.txt").write_text(sentence(900, seed=3))
-    (found / "other.txt").write_text(sentence(900, seed=4))
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +39,8 @@ def test_demo_shows_every_cache_and_records_rows(folder, tmp_path, capsys):
     assert code == 0, printed.err
     rows = read_rows(out)
     assert [row["cache"] for row in rows] == ["dynamic", *CACHES]
+    model = {(row["model"], row["model_revision"]) for row in rows}
+    assert model == {(str(folder), revision_of(str(folder)))}
     assert rows[0]["kv_ratio"] == 1 and rows[1]["leading_equal_tokens"] == 4
     for row in rows:
         assert any(line.startswith(f"{row['cache']} ") for line in printed.out.splitlines())
@@ -72,8 +60,9 @@ def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
     assert "-0.00" not in printed.out  # fp32 noise of exact pages may be below nothing
     rows = read_rows(tmp_path / "kv_hf_eval.jsonl")
     assert [row["cache"] for row in rows] == list(caches[1:])
-    best = min(rows[1:], key=lambda row: row["kl_mean"])
-    assert f"least KL within 15 bits: {best['cache']}, {best['kl_mean']:.5f}" in printed.out
+    assert rows[0]["model"] == str(folder) and rows[0]["model_revision"] == revision_of(str(folder))
+    least = min(rows[1:], key=lambda row: row["kl_mean"])
+    assert f"least KL within 15 bits: {least['cache']}, {least['kl_mean']:.5f}" in printed.out
     assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "plots" / "a.md").read_text("utf-8").splitlines()
     assert len(table) == 5 and table[2].startswith("| `paged_exact` | ")
@@ -86,17 +75,17 @@ def test_eval_records_rows_names_the_best_and_draws(folder, tmp_path, capsys):
     assert code == 1 and "no cache holds at most 2 bits" in printed.err
 
 
-def test_pareto_refuses_rows_of_several_texts_and_none(tmp_path):
+def test_front_and_best_of_rows_that_pareto_takes(tmp_path):
     row = {"cache": "a", "model": "m", "text": "t", "stored_bits": 4.0, "kl_mean": 0.1}
     with pytest.raises(ValueError, match="one model and text, got .'m, t', 'm, u'."):
         pareto([row, {**row, "cache": "b", "text": "u"}], tmp_path / "a.png")
     with pytest.raises(ValueError, match="got none"):
         pareto([], tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
-    found = front(
-        [{**row, "kl_mean": kl, "stored_bits": b} for b, kl in ((4, 0.1), (5, 0.2), (3, 0.3))]
-    )
-    assert [one["stored_bits"] for one in found] == [3, 4]
+    figures = ((4, 0.1), (5, 0.2), (3, 0.3))
+    rows = [{**row, "kl_mean": kl, "stored_bits": bits} for bits, kl in figures]
+    assert [one["stored_bits"] for one in front(rows)] == [3, 4]
+    assert [best(rows, bits)["stored_bits"] for bits in (3.5, 4, 5)] == [3, 4, 4]
     assert shown(-0.000001, ".5f") == "0.00000" and shown(-0.01, "+.2f") == "-0.01"
 
 
@@ -130,6 +119,7 @@ NO_CUDA = "device is 'cuda', but there is no CUDA device here"
     ("arguments", "says"),
     [
         (["demo", "--model", "./nothing"], "model './nothing': there is no such folder"),
+        (["demo", "--new-tokens", "1"], "--new-tokens must be an integer of at least 2, got 1"),
         (["eval", "--model", "./nothing"], "model './nothing': there is no such folder"),
         (["eval", "--model", "x", "--caches", "paged_int"], "paged_int"),
         (["eval", "--model", "x", "--bits", "0"], "bits must be a number above 0"),

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from kv_hf.evaluation import memory
 from kv_hf.evaluation.caches import cache_kind, held_bytes
 from kv_hf.evaluation.memory import MeasurementError, Meter, in_words, measure_footprint
+from kv_hf.evaluation.models import revision_of
 
 TINY = {"steps": 2, "dtype": "float32"}
 
@@ -43,14 +44,10 @@ def test_memory_reads_the_cache_behind_prompt_and_steps(name, attention):
         assert found["peak_bytes"] == max(found["prefill_peak_bytes"], found["steps_peak_bytes"])
         assert found["rss_bytes"] == found["steps_grown_bytes"]
     json.dumps(found)
-
-
-def test_logits_that_are_not_finite_give_no_figures():
-    model = make_model("llama")
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
-    with pytest.raises(ValueError, match="dynamic gives logits that are not finite behind 20"):
-        memory.memory(model, cache_kind("dynamic"), tokens(1, 20), steps=1)
+    with pytest.raises(ValueError, match="gives logits that are not finite behind 150 tokens"):
+        memory.memory(model, cache_kind(name), ids[:, :150], steps=1)
 
 
 def test_resident_meter_sees_memory_come_and_go():
@@ -70,15 +67,15 @@ def test_resident_meter_sees_memory_come_and_go():
 # -- children
 
 
-def test_footprint_of_a_random_model_in_a_child():
+def test_footprint_of_a_folder_in_a_child(folder):
     """The one whole way through a real child; a refusal and a failure in it come back in its words."""
-    config = make_config("llama")
-    found = measure_footprint(config, "paged_int4", 150, threads=1, **TINY)
-    assert found["model"] == "llama" and found["cache"] == "paged_int4"
+    found = measure_footprint(str(folder), "paged_int4", 150, threads=1, **TINY)
+    asked = {"model": str(folder), "model_revision": revision_of(str(folder)), "weights": "real"}
+    assert asked.items() <= found.items() and found["cache"] == "paged_int4"
     assert found["tokens"] == 152 and found["threads"] == 1
-    assert found["held_bytes"] > 0 and found["weights"] == "random"
-    with pytest.raises(ValueError, match="^offloaded cannot run here: .* there is no GPU$"):
-        measure_footprint(config, "offloaded", 150, **TINY)
+    assert found["held_bytes"] > 0
+    with pytest.raises(ValueError, match="^cache 'offloaded' cannot run here: .* there is no GPU$"):
+        measure_footprint(make_config("llama"), "offloaded", 150, **TINY)
 
 
 class Killed(LlamaConfig):

@@ -41,6 +41,13 @@ def row(**changed):
     return {**ROW, **changed}
 
 
+def test_latest_run_takes_one_date_commit_and_machine():
+    rows = [{"date": "1", "commit": c, "n": n} for n, c in enumerate("aabb")]
+    assert [row["n"] for row in tables.latest_run(rows)] == [2, 3]
+    assert [row["n"] for row in tables.latest_run(rows, commit="a")] == [0, 1]
+    assert tables.latest_run(rows, commit="c") == []
+
+
 def speed(cache, context, ms, **changed):
     held = {"held_bytes": (context >> 10) << 20, **changed}
     return row(kind="speed", cache=cache, context=context, ms=ms, **held)

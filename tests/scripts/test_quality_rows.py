@@ -59,7 +59,7 @@ def test_accuracy_equals_the_mean_divergence_of_an_own_loop(model, tmp_path):
     cache = "paged_int4:page_size=16"
     (row,), _ = accuracy(tmp_path / "rows.jsonl", model, [cache])
     loaded = quality.held(quality.packaged_model, model, "float32", torch.device("cpu"))
-    (ids,) = loaded.windows(quality.TextSettings(**TEXT))["code"]
+    (ids,) = loaded.reference(quality.TextSettings(**TEXT))[1].texts
     found = []
     for made in (DynamicCache(), quality.cache_kind(cache).make(loaded.model.config, 200)):
         loaded.model(ids[None, :100], past_key_values=made)

@@ -160,6 +160,25 @@ def test_only_chooses_values_and_takes_others_that_the_grid_lacks():
     assert found == {"n": [1, [2]], "cache": ["x:k=v,w=2"]}
 
 
+def test_processes_of_a_launcher_share_the_grid(monkeypatch):
+    monkeypatch.setitem(runner.WORKLOADS, "act", replace(ACT, grid=[{"what": [*"abcde"]}]))
+    taken = []
+
+    def noted(work, configurations, device, **options):
+        taken.append((device, "".join(one["what"] for one in configurations)))
+        return runner.Outcome()
+
+    monkeypatch.setattr(runner, "run", noted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert runner.main(["act", "--device", "cuda"]) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for place, device in (("0", "cuda"), ("1", "cuda"), ("1", "cpu")):
+        monkeypatch.setenv("RANK", place)
+        monkeypatch.setenv("LOCAL_RANK", place)
+        assert runner.main(["act", "--device", device]) == 0
+    assert taken == [("cuda", "abcde"), ("cuda:0", "ace"), ("cuda:1", "bd"), ("cpu", "bd")]
+
+
 def test_bench_refuses_bad_arguments(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     for arguments, said in (

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import check_kernels
 import environments
 import pytest
 import size
@@ -19,8 +20,10 @@ def test_rows_hold_every_instruction_set_and_files_that_exist():
     isas = [variables.get(library.ISA_VARIABLE) for _, variables, _ in rows]
     own = [] if library.missing() else [str(isa) for isa in range(library.isa() + 1)]
     assert [isa for isa in isas if isa] == [*own, "none"]
-    names = {name for _, _, names in rows for name in names}
-    assert not [n for n in names if not (TESTS / n).is_dir() and not (TESTS / f"{n}.py").is_file()]
+    files = {TESTS / name for _, _, names in rows for name in names}
+    for sanitizer in check_kernels.SANITIZERS.values():
+        files |= {(TESTS / name).with_suffix("") for name in sanitizer.tests.split()}
+    assert not [one for one in files if not one.is_dir() and not one.with_suffix(".py").is_file()]
 
 
 def test_main_runs_pytest_with_each_row_and_counts_failures(monkeypatch, capsys):

@@ -155,19 +155,27 @@ def replace_text(path: PathLike, text: str) -> None:
 def becoming_folder(destination: Path) -> Iterator[Path]:
     """Make a folder beside `destination` that becomes it when the block ends, and is deleted when it fails.
 
-    The destination may be an empty folder, whose permissions the new one takes over. Raises OSError.
+    The destination may be an empty folder, whose permissions the new one takes over. Parents that are missing are made, and
+    taken away again where it fails. Raises OSError.
     """
     target = Path(os.path.realpath(destination))
-    target.parent.mkdir(parents=True, exist_ok=True)
     there = target.exists()
     mode = 0o700 if there else 0o777
-    with _beside(target, lambda path: os.mkdir(path, mode)) as aside:
-        yield aside
-        if there:
-            os.chmod(aside, stat.S_IMODE(os.stat(target).st_mode))
-        for path in [*aside.rglob("*"), aside]:
-            _sync(path)
-        os.rename(aside, target)  # onto an empty folder, or a name that is free
+    missing = [parent for parent in target.parents if not parent.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _beside(target, lambda path: os.mkdir(path, mode)) as aside:
+            yield aside
+            if there:
+                os.chmod(aside, stat.S_IMODE(os.stat(target).st_mode))
+            for path in [*aside.rglob("*"), aside]:
+                _sync(path)
+            os.rename(aside, target)  # onto an empty folder, or a name that is free
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for parent in missing:
+                parent.rmdir()
+        raise
     _sync_names(target.parent)
 
 

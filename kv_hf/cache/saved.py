@@ -410,7 +410,7 @@ class FileTensors(StateTensors):
             )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of the file, on the CPU; its memory is the file's. Raises CacheFileError for a damaged one."""
+        """Return a tensor [any shape] of the file, on the CPU; its memory is the file's. Raises CacheFileError for a damaged one."""
         found: torch.Tensor = self._file.get_tensor(name)
         if hashlib.sha256(_bytes(found)).hexdigest() != self._described.tensors.get(name):
             raise CacheFileError(f"the file is damaged: tensor {name!r} does not fit its checksum")

@@ -4,6 +4,7 @@ Decides nothing that depends on data: lengths and tokens are changed on their de
 takes as they are. What a forward needs of Python (is the cache empty?) changes once, at the prompt.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -74,11 +75,11 @@ class StaticPagedLayer(CacheLayerMixin):
         self.kernel = kernel
         self.store: StaticStore | None = None
         self._changes = 0
+        keep_uncompiled()
         super().__init__()
 
     # -- transformers' interface -------------------------------------------------------------------------
 
-    @torch.compiler.disable(reason=MAKES_TENSORS)
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make all tensors, for the shapes, dtypes and device of the first keys and values.
 
@@ -347,3 +348,10 @@ class StaticPagedLayer(CacheLayerMixin):
             raise AttributeError(
                 "keys and values of a paged layer are read-only views; use update() to append tokens"
             )
+
+
+@functools.cache
+def keep_uncompiled() -> None:
+    """Have torch.compile run `lazy_initialization` as it is. Done for the first layer, as it imports torch._dynamo (1.6 s)."""
+    made: Any = torch.compiler.disable(StaticPagedLayer.lazy_initialization, reason=MAKES_TENSORS)
+    StaticPagedLayer.lazy_initialization = made  # type: ignore[method-assign]

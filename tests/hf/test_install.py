@@ -48,6 +48,7 @@ import sys
 sys.modules.update({name: None for name in ("triton", "lm_eval", "datasets", "rich")})  # imports raise
 import torch, kv_hf
 assert not any("evaluation" in name for name in sys.modules)
+assert "torch._dynamo" not in sys.modules  # 1.6 seconds
 kv_hf.plan
 from kv_hf.backends.triton import ceiling, latent_meta_params, support, tuning, meta_params
 spec = ceiling.standard_spec("int4", 128)

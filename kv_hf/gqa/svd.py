@@ -114,7 +114,7 @@ class Layer:
         return found
 
     def tensor(self, name: str, heads: Heads) -> torch.Tensor:
-        """Return a tensor of the model made of heads."""
+        """Return a tensor of the model, [rows, columns] or a bias [rows], made of heads."""
         rows = dict(heads)
         for kind in self.biased:
             rows[kind] = heads[kind][..., -1] if name.endswith("bias") else heads[kind][..., :-1]
@@ -180,7 +180,11 @@ class Layer:
         self.heads[kind] = down @ rows
 
     def regroup(self, converted: torch.Tensor) -> None:
-        """Put heads that are alike beside each other: the layer computes the same, in another order."""
+        """Put heads that are alike beside each other: the layer computes the same, in another order.
+
+        Args:
+            converted: what the converted layers before give it, [texts, tokens, hidden].
+        """
         values = torch.cat(
             [
                 self.observe(i, hidden).value.transpose(0, 1).flatten(1)
@@ -337,7 +341,11 @@ def _read(file: Path, name: str, old: torch.Tensor) -> torch.Tensor:
 def merged_tensors(
     layer: Layer, original: torch.Tensor, converted: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Merge a layer and return its new tensors. Raises ConversionError naming the layer where they are not finite."""
+    """Merge a layer and return its new tensors. Raises ConversionError naming the layer where they are not finite.
+
+    Args:
+        original, converted: what the layers before give it in either model, [texts, tokens, hidden].
+    """
     why = "its new weights would not be finite"
     try:
         merge_layer(layer, original, converted)

@@ -46,7 +46,7 @@ def best_common(gram: torch.Tensor, readers: torch.Tensor) -> tuple[torch.Tensor
 
 
 def pair_cost(gram: torch.Tensor, readers: torch.Tensor) -> float:
-    """Return what `best_common` loses of two heads."""
+    """Return what `best_common` loses of two heads, from the same `gram` [2 * dim, 2 * dim] and `readers` [2, dim, dim]."""
     roots = torch.block_diag(*root(readers))
     return float(torch.linalg.eigvalsh(roots @ gram @ roots)[: readers.shape[1]].sum())
 

@@ -9,6 +9,7 @@ A workload is a function that takes a device and one configuration, and yields t
 The runner does the rest. Each configuration is measured in a child process, which may take a limited time and may die: the
 reason is then a row of kind "failed", and the next configuration goes on in a new child. A configuration's rows are
 written together as soon as it ends. Configurations whose rows are in the file already are skipped, failed ones are not.
+Of several processes that `accelerate launch` or torchrun started, each takes every n-th configuration.
 Knows nothing about what is measured. Needs torch and transformers alone.
 """
 
@@ -523,6 +524,17 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def share(device: str) -> tuple[int, int, str]:
+    """Return this process's number, how many `accelerate launch` or torchrun started, and its own device.
+
+    They form no group: nobody waits for a process whose configurations take longer.
+    """
+    number, many = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if many > 1 and device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return number, many, device
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure workloads; 0 when all gave rows, 1 when something failed, 2 for bad arguments, 130 when it was stopped."""
     parser = arguments()
@@ -536,19 +548,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--device {args.device} needs a CUDA GPU, and torch sees none here")
     torch.set_num_threads(args.threads)
     folder = args.out or (RESULTS if args.record else None)
-    how = {"device": args.device, "workers": args.workers, "budget": Budget(args.budget_s)}
+    number, many, device = share(args.device)
+    how = {"device": device, "workers": args.workers, "budget": Budget(args.budget_s)}
     left_out: list[str] = []
     failed: list[str] = []
     idle: list[Child] = []
     try:
         only = parsed(args.only)
         for work in chosen(args.workloads):
-            if work.device not in ("", args.device):
+            if work.device not in ("", torch.device(device).type):
                 raise ValueError(f"{work.name} needs --device {work.device}, got {args.device!r}")
             out = None if folder is None else folder / f"{work.file or work.name}.jsonl"
             if out is not None:
                 check_writable(out)
-            found = run(work, work.configurations(only), out=out, idle=idle, **how)
+            own = work.configurations(only)[number::many]
+            found = run(work, own, out=out, idle=idle, **how)
             left_out += found.left_out
             failed += found.failed
             if found.rows:

@@ -17,14 +17,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerationMixin
 
 SETTINGS: dict[str, Any] = json.loads(os.environ.get("KV_HF_SUITE", '{"cache": "dynamic"}'))
 OPTIONS = {name: SETTINGS[name] for name in ("page_size", "sink_tokens") if name in SETTINGS}
 WORSE = ("passed", "skipped", "failed")
-NO_CONFIG = LlamaConfig(num_hidden_layers=2)  # of caches that tests make without a config
 counts: Counter[str] = Counter()  # of the test that is running
 outcomes: dict[str, dict[str, Any]] = {}
 
@@ -40,19 +38,17 @@ def substitute() -> None:
         """A PagedCache that is made with DynamicCache's arguments."""
 
         def __init__(self, ddp_cache_data: Any = None, config: Any = None, **_: Any) -> None:
-            super().__init__(config or NO_CONFIG, **cache_options(SETTINGS["cache"]), **OPTIONS)
+            super().__init__(config, **cache_options(SETTINGS["cache"]), **OPTIONS)
             counts["made"] += 1
 
     stock = False  # True while transformers shall make its own
 
     def new(cls: type, data: Any = None, config: Any = None, *args: Any, **more: Any) -> Any:
-        plain = cls is not DynamicCache or data is not None or args or more or stock
-        if plain or (
-            config is None and "test_cache_utils" not in os.environ.get("PYTEST_CURRENT_TEST", "")
-        ):
+        given = data is not None or config is None or args or more
+        if cls is not DynamicCache or given or stock:
             return object.__new__(cls)
         try:
-            kv_hf.PagedCache(config or NO_CONFIG)
+            kv_hf.PagedCache(config)
         except UnsupportedModelError:
             return object.__new__(cls)
         return object.__new__(SuiteCache)
@@ -92,20 +88,6 @@ def substitute() -> None:
         setattr(owner, name, function)
 
 
-def single_layer() -> type:
-    """Return a paged layer that is made without arguments, as tests of single cache layers make DynamicLayers."""
-    import kv_hf
-    from kv_hf.cache.layer import PagedLayer
-
-    class SuiteLayer(PagedLayer):
-        def __init__(self, *args: Any, **more: Any) -> None:
-            cache = kv_hf.PagedCache(NO_CONFIG, keys="exact", values="exact", **OPTIONS)
-            vars(self).update(vars(cache.layers[0]))
-            counts["made"] += 1
-
-    return SuiteLayer
-
-
 def longer(module: Any) -> None:
     """Give the model testers of a test module longer prompts, and its tests longer answers."""
     length = SETTINGS.get("seq_length")
@@ -133,11 +115,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tester["_TEXT_MODEL_TESTER_DEFAULTS"]["seq_length"] = SETTINGS["seq_length"]
     for module in {getattr(item, "module", None) for item in items} - {None}:
         longer(module)
-        layers = vars(module).get("ALL_DYNAMIC_LAYERS")
-        if SETTINGS["cache"] != "dynamic" and layers:
-            paged = single_layer()
-            own = type(layers)(paged if layer is DynamicLayer else layer for layer in layers)
-            vars(module).update(ALL_DYNAMIC_LAYERS=own, DynamicLayer=paged)
 
 
 def pytest_runtest_setup() -> None:

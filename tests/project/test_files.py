@@ -15,15 +15,12 @@ OLD, NEW = "old contents", "new contents"
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX system")
 
 
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
 def mode_of(path):
     return stat.S_IMODE(os.stat(path).st_mode)
-
-
-@pytest.fixture
-def umask():
-    before = os.umask(0o027)
-    yield
-    os.umask(before)
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -91,47 +88,39 @@ def test_printable_writes_out_what_a_terminal_would_obey():
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_replacing_writes_aside_for_nobody_else_and_keeps_the_mode(mode, tmp_path, umask):
-    path = tmp_path / "file"
+def test_replacing_writes_aside_where_a_link_leads_and_keeps_the_mode(mode, tmp_path):
+    path, link = tmp_path / "file", tmp_path / "link"
     path.write_text(OLD)
     path.chmod(mode)
-    with files.replacing(path) as file:
-        file.write(NEW.encode())
-        (aside,) = (mode_of(other) for other in tmp_path.iterdir() if other != path)
-        assert path.read_text() == OLD and aside == 0o600
-    assert path.read_text() == NEW and mode_of(path) == mode
-    files.replace_text(tmp_path / "new", NEW)
-    assert mode_of(tmp_path / "new") == 0o640
+    link.symlink_to(path)
 
-
-def test_replacing_that_fails_leaves_the_old_file_alone(tmp_path):
-    path = tmp_path / "file"
-    path.write_text(OLD)
-
-    def fail():
-        with files.replacing(path) as file:
+    def write(fail):
+        with files.replacing(link) as file:
             file.write(NEW.encode())
-            raise KeyError
+            (aside,) = names_in(tmp_path) - {"file", "link"}
+            assert path.read_text() == OLD and mode_of(tmp_path / aside) == 0o600
+            if fail:
+                raise KeyError
 
     with pytest.raises(KeyError):
-        fail()
-    assert path.read_text() == OLD and list(tmp_path.iterdir()) == [path]
+        write(fail=True)
+    assert path.read_text() == OLD and names_in(tmp_path) == {"file", "link"}
+    write(fail=False)
+    assert path.read_text() == NEW and mode_of(path) == mode and link.is_symlink()
 
 
-def test_replacing_writes_where_a_link_leads_and_leaves_the_link(tmp_path):
-    target, link = tmp_path / "file", tmp_path / "link"
-    target.write_text(OLD)
-    link.symlink_to(target)
-    files.replace_text(link, NEW)
-    assert link.is_symlink() and target.read_text() == NEW
-
-
-def test_replacing_never_takes_the_place_of_a_device(tmp_path):
-    """As root a rename would put a file in the place of /dev/null."""
-    path = special("endless", tmp_path)
+def test_replacing_obeys_the_umask_and_never_takes_the_place_of_a_pipe(tmp_path):
+    """As root a rename would put a file in the place of /dev/null: a pipe stands for it here, which is the test's own."""
+    before = os.umask(0o027)
+    try:
+        files.replace_text(tmp_path / "new", NEW)
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "new") == 0o640
+    path = special("pipe", tmp_path)
     with pytest.raises(OSError, match="give the name of a file"):
         files.replace_text(path, NEW)
-    assert not path.is_file() and list(tmp_path.iterdir()) == [path]
+    assert path.is_fifo() and names_in(tmp_path) == {"new", "pipe"}
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "\u4f60" * 85, ".a b"], ids=["long", "wide", "short"])
@@ -139,7 +128,10 @@ def test_files_and_folders_take_every_name_that_they_may_have(name, tmp_path):
     files.replace_text(tmp_path / name, NEW)
     with files.becoming_folder(tmp_path / f"{name[:-1]}2") as folder:
         (folder / "file").write_text(NEW)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, f"{name[:-1]}2"])
+    with files.scratch_folder(tmp_path / name) as scratch:
+        assert mode_of(scratch) == 0o700 and scratch.name.endswith(files.UNFINISHED)
+        (scratch / "file").write_text(NEW)
+    assert names_in(tmp_path) == {name, f"{name[:-1]}2"}
 
 
 # -- what killed writers leave -------------------------------------------------------------------------------
@@ -171,35 +163,20 @@ def writer(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_writer(writer, tmp_path, caplog):
-    def left():
-        return [path.name for path in tmp_path.iterdir() if path.name.endswith(files.UNFINISHED)]
-
-    assert len(left()) == 2
     files.replace_text(tmp_path / "other", NEW)
-    assert len(left()) == 2 and not caplog.text  # it is running
+    assert len(names_in(tmp_path)) == 3 and not caplog.text  # it is running
     os.kill(writer, signal.SIGKILL)
     os.waitid(os.P_PID, writer, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     with files.becoming_folder(tmp_path / "next") as folder:
         (folder / "file").write_text(NEW)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "other"]
+    assert names_in(tmp_path) == {"next", "other"}
     assert caplog.text.count("what killed processes left unfinished") == 1
 
 
 def test_what_other_programs_left_is_left_alone(tmp_path):
     (tmp_path / "kept").mkdir()
-    (tmp_path / f"link{files.UNFINISHED}").symlink_to(tmp_path / "kept")
+    link = f"link{files.UNFINISHED}"
+    (tmp_path / link).symlink_to(tmp_path / "kept")
     (tmp_path / "file.other").write_text("half")
     files.replace_text(tmp_path / "file", NEW)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "file",
-        "file.other",
-        "kept",
-        f"link{files.UNFINISHED}",
-    }
-
-
-def test_a_scratch_folder_is_its_processes_alone(tmp_path):
-    with files.scratch_folder(tmp_path / "target") as scratch:
-        assert mode_of(scratch) == 0o700 and scratch.name.endswith(files.UNFINISHED)
-        (scratch / "file").write_text(NEW)
-    assert not list(tmp_path.iterdir())
+    assert names_in(tmp_path) == {"file", "file.other", "kept", link}

@@ -81,7 +81,7 @@ def test_weights_of_llama2c_become_the_rows_of_transformers():
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["smollm2-135m", "stories15m"])
-def test_a_packaged_model_loads_and_tells_stories(name):
+def test_a_packaged_model_loads_and_expects_stories(name):
     try:
         folder = packaged.resolve_model(name)
     except ValueError as error:
@@ -90,6 +90,6 @@ def test_a_packaged_model_loads_and_tells_stories(name):
     words = 'Once upon a time, "Lily" saw\n\nsome émoji 😀.  Two spaces'
     assert tokenizer.decode(tokenizer(words).input_ids, skip_special_tokens=True) == words
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    start = tokenizer("Once upon a time, there was a little girl named", return_tensors="pt")
-    out = model.generate(**start, max_new_tokens=8, do_sample=False)
-    assert "Lily" in tokenizer.decode(out[0])
+    story = "Once upon a time, there was a little girl named Lily. She loved to play in the park."
+    ids = tokenizer(story, return_tensors="pt").input_ids
+    assert model(ids, labels=ids).loss < 3  # nats a token; 8 where heads are permuted

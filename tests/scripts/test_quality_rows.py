@@ -138,3 +138,19 @@ def test_a_stopped_command_goes_on_and_names_what_cannot_run(model, tmp_path):
     assert [row["cache"] for row in rows] == ["turboquant_int4", "offloaded"]
     done = run_with("paged_int5")
     assert done.returncode == 2 and "paged_int5" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_measure_a_grid_together(model, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(ROOT / "scripts" / "accuracy_vs_memory.py"), "accuracy"]
+    caches = ["dynamic", "paged_exact", "paged_int4"]
+    config = {**TEXT, "model": model}
+    only = [f"{name}={value}" for name, value in config.items()]
+    only += [f"cache={name}" for name in caches]
+    command += ["--device", "cpu", "--out", str(tmp_path), "--only", *only]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("failed: 0") == 2
+    rows = read_rows(tmp_path / "accuracy_vs_memory.jsonl")
+    assert sorted(row["cache"] for row in rows) == caches

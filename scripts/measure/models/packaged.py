@@ -105,18 +105,6 @@ def facts(asked: Packaged) -> dict[str, str]:
 WEIGHTS.update({name: facts(asked) for name, asked in PACKAGED.items()})
 
 
-def place_of(asked: Packaged) -> Path:
-    """Return where the checkpoint of a packaged model lies."""
-    return user_dir() / "models" / asked.folder
-
-
-def weights_of(folder: str) -> dict[str, str]:
-    """Return what rows say of the weights in a folder; nothing where no packaged model lies there."""
-    place = Path(folder).resolve()
-    there = (asked for asked in PACKAGED.values() if place_of(asked).resolve() == place)
-    return next(map(facts, there), {})
-
-
 def resolve_model(name: str) -> str:
     """Return what from_pretrained takes: the folder of a packaged model, converted if need be, or `name` (hub id or folder).
 
@@ -143,7 +131,8 @@ def resolve_model(name: str) -> str:
             raise ValueError(f"the weights of {name} are damaged: sha256 {found}")
         asked.convert(whole, folder)
 
-    return str(made_once(place_of(asked), "config.json", make))
+    place = user_dir() / "models" / asked.folder
+    return str(made_once(place, "config.json", make))
 
 
 def part_of(package: str, asked: Packaged) -> bytes:

@@ -6,7 +6,7 @@ input, so their weights and biases go into the projections behind them: W (w * n
 only norm becomes weight 1, bias 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 import transformers
 
 from ..errors import ConversionError
-from .heads import Made, pool_heads
-from .structure import check_heads, divisors
+from .structure import Made, check_heads, divisors, pool_heads
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,15 +78,9 @@ PHI_LAYER: Made = {
     "input_layernorm.weight": (("input_layernorm.weight",), torch.ones_like),
     "input_layernorm.bias": (("input_layernorm.bias",), torch.zeros_like),
 }  # fmt: skip
-BIGCODE_TOP = ("transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.weight")  # fmt: skip
-BIGCODE_LAYER = {
-    **{f"{name}.{leaf}": None for name in ("ln_1", "ln_2") for leaf in ("weight", "bias")},
-    **{f"{name}.weight": turned for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
-    **{f"{name}.bias": None for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
-}
 
 
-def phi_tensors(config: Any, groups: int) -> Made:
+def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     """Return name in Phi -> (names in GPT-NeoX, what makes it of them)."""
     heads = config.num_attention_heads
     made: Made = dict(PHI_TOP)
@@ -110,15 +103,12 @@ def phi_tensors(config: Any, groups: int) -> Made:
     return made
 
 
-def bigcode_tensors(config: Any, groups: int) -> Made:
-    """Return name in GPTBigCode -> (names in GPT-2, what makes it of them)."""
-    made: Made = {name: ((name,), None) for name in BIGCODE_TOP}
+def bigcode_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
+    """Return name in GPTBigCode -> (names in GPT-2, what makes it of them): the same names, most linear layers turned."""
     rows = partial(bigcode_rows, heads=config.n_head, groups=groups)
-    layer = {**BIGCODE_LAYER, "attn.c_attn.weight": lambda t: rows(t.t()), "attn.c_attn.bias": rows}
-    for i in range(config.n_layer):
-        for name, make in layer.items():
-            made[f"transformer.h.{i}.{name}"] = ((f"transformer.h.{i}.{name}",), make)
-    return made
+    turns = dict.fromkeys(("attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"), turned)
+    how = {**turns, "attn.c_attn.weight": lambda t: rows(t.t()), "attn.c_attn.bias": rows}
+    return {name: ((name,), how.get(name.split(".", 3)[-1])) for name in names}
 
 
 @dataclass(frozen=True)
@@ -130,7 +120,7 @@ class Route:
         fields: of the new config that the old one has too: new name -> old name.
         groups: (heads, kv heads) -> fields of the new config that say so.
         refused: fields of the old config -> the value with which the new class would compute something else.
-        tensors: (old config, kv heads) -> name in the new class -> (names in the old one, what makes it).
+        tensors: (old config, kv heads, names of its tensors) -> name in the new class -> (names in the old one, what makes it).
         one: whether the new class knows all heads or one.
     """
 
@@ -139,7 +129,7 @@ class Route:
     fields: dict[str, str]
     groups: Callable[[int, int], dict[str, Any]]
     refused: dict[str, bool]
-    tensors: Callable[[Any, int], Made]
+    tensors: Callable[[Any, int, Iterable[str]], Made]
     one: bool
 
     def config(self, old: Any, kv_heads: int) -> Any:

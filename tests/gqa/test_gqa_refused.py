@@ -266,4 +266,4 @@ def test_whatever_happens_while_it_writes_leaves_nothing_behind(error, source, t
     before = digest(tmp_path)
     with pytest.raises(kv_hf.ConversionError if isinstance(error, OSError) else type(error)):
         kv_hf.convert_to_gqa(source, tmp_path / "a" / "new", 2, progress=failing)
-    assert digest(tmp_path) == before and not (tmp_path / "a").exists()
+    assert digest(tmp_path) == before and not list(tmp_path.glob("a/*"))

@@ -10,10 +10,9 @@ from tiny_tokenizer import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kv_hf
-from kv_hf.gqa.heads import parts_of, split
 from kv_hf.gqa.keys import Rotary, merge_keys, probe_rotary
 from kv_hf.gqa.source import Source
-from kv_hf.gqa.structure import find_structure
+from kv_hf.gqa.structure import find_structure, split
 from kv_hf.gqa.values import best_common, choose_groups, fit_outputs, fit_values, pair_cost
 
 DIM, HEADS, KV = 8, 8, 4
@@ -76,8 +75,8 @@ def turn_heads(folder, groups, family):
     m, per = KV // groups, HEADS // KV
     generator = torch.Generator().manual_seed(1)
     for layer in range(2):
-        names = [n for n in structure.changed if f".layers.{layer}." in n]
-        found = {n: split(tensors[n], parts_of(n, structure)) for n in names}
+        names = [n for n in structure.parts if f".layers.{layer}." in n]
+        found = {n: split(tensors[n], structure.parts[n]) for n in names}
         base = names[0].rsplit(".", 2)[0]
         values = torch.linalg.qr(torch.randn(KV, DIM, DIM, generator=generator))[0]
         angles = torch.rand(KV, DIM, generator=generator) * 6

@@ -1,6 +1,7 @@
 """Run the layers of a checkpoint one by one, on calibration text, and observe what attention sees.
 
-The model is loaded in the dtype of its files, which the operating system maps. A layer is copied to float32 while it runs.
+The model is loaded in the dtype of its files, which the operating system maps. The embeddings are kept in float32, and a layer
+is copied to float32 while it runs.
 """
 
 import copy

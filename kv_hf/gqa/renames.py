@@ -57,6 +57,12 @@ def bigcode_rows(rows: torch.Tensor, *, heads: int, groups: int) -> torch.Tensor
     return torch.cat([parts[0], pool_heads(parts[1], 1), pool_heads(parts[2], 1)]).flatten(0, 1)
 
 
+OF_CLASS = {
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "dtype",
+}  # of a config, not of its model
 QKV = "attention.query_key_value"
 PHI_TOP: Made = {
     "model.embed_tokens.weight": (("gpt_neox.embed_in.weight",), None),
@@ -117,7 +123,7 @@ class Route:
 
     Attributes:
         source, target: names of the classes.
-        fields: of the new config that the old one has too: new name -> old name.
+        fields: of the new config that the old one has under another name: new name -> old name.
         groups: (heads, kv heads) -> fields of the new config that say so.
         refused: fields of the old config -> the value with which the new class would compute something else.
         tensors: (old config, kv heads, names of its tensors) -> name in the new class -> (names in the old one, what makes it).
@@ -146,28 +152,18 @@ class Route:
         heads = old.num_attention_heads
         able = [1, heads] if self.one else divisors(heads)
         check_heads(heads, kv_heads, able, f" ({self.target} with {heads} is the same model)")
-        given = {name: getattr(old, own) for name, own in self.fields.items()}
         kind = getattr(transformers, self.target).config_class
-        return kind(**given, **self.groups(heads, kv_heads), architectures=[self.target])
-
-
-def _same(names: str) -> dict[str, str]:
-    return {name: name for name in names.split()}
+        known = kind().to_dict().keys() - OF_CLASS
+        given = {name: value for name, value in old.to_dict().items() if name in known}
+        given |= {name: getattr(old, own) for name, own in self.fields.items()}
+        return kind(**given | self.groups(heads, kv_heads), architectures=[self.target])
 
 
 ROUTES = {
     "gpt_neox": Route(
         "GPTNeoXForCausalLM",
         "PhiForCausalLM",
-        {
-            **_same(
-                "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads attention_dropout hidden_act "
-                "max_position_embeddings initializer_range layer_norm_eps use_cache tie_word_embeddings rope_parameters "
-                "bos_token_id eos_token_id pad_token_id"
-            ),
-            "resid_pdrop": "hidden_dropout",
-            "embd_pdrop": "hidden_dropout",
-        },
+        {"resid_pdrop": "hidden_dropout", "embd_pdrop": "hidden_dropout"},
         lambda heads, kv_heads: {"num_key_value_heads": kv_heads, "qk_layernorm": False},
         {"use_parallel_residual": False, "tie_word_embeddings": True},
         phi_tensors,
@@ -176,14 +172,10 @@ ROUTES = {
     "gpt2": Route(
         "GPT2LMHeadModel",
         "GPTBigCodeForCausalLM",
-        _same(
-            "vocab_size n_positions n_embd n_layer n_head n_inner activation_function resid_pdrop embd_pdrop attn_pdrop "
-            "layer_norm_epsilon initializer_range scale_attn_weights use_cache bos_token_id eos_token_id pad_token_id "
-            "tie_word_embeddings"
-        ),
+        {},
         lambda heads, kv_heads: {"multi_query": kv_heads == 1},
         {"scale_attn_by_inverse_layer_idx": True, "add_cross_attention": True},
         bigcode_tensors,
         True,
     ),
-}  # fmt: skip
+}

@@ -1,11 +1,9 @@
 """Convert a checkpoint to fewer kv heads: a map over its files of weights, written aside and renamed."""
 
-import copy
 import json
 import os
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,26 +19,34 @@ from ..errors import ConversionError
 from ..files import BESIDE_BYTES, becoming_folder, create_text, creating, read_bytes, scratch_folder
 from ..records import CONVERSION
 from ..version import __version__
-from .heads import Made, merged_tensors
 from .renames import ROUTES
-from .source import CARD, INDEX, Source
-from .structure import Structure, build, config_of, find_names, find_structure, shapes_of
+from .source import CARD, INDEX, SINGLE, Source
+from .stream import calibration_windows
+from .structure import (
+    Made,
+    Structure,
+    build,
+    config_of,
+    find_names,
+    find_structure,
+    pooled_tensors,
+)
+from .svd import calibrate
 
 METHODS = ("mean", "svd")
 Progress = Callable[[str, int, int], object]  # (unit, done, of)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 WHAT = {
-    "mean": "the key and value projections of each group of heads were replaced by their mean (GQA, arXiv 2305.13245)",
-    "svd": "the heads of each group were replaced by their principal components on calibration text, and queries, keys and "
-    "outputs fitted to what the original computes there",
-    "exact": "no heads were merged",
+    "mean": "The key and value projections of each group of heads were replaced by their mean (GQA, arXiv 2305.13245).",
+    "svd": "The heads of each group were replaced by their principal components on calibration text, and queries, keys and "
+    "outputs fitted to what the original computes there.",
+    "exact": "No heads were merged.",
 }
 # no figures: those of another model would read as if they were this one's
 WARNING = {
     "mean": "Without further training such a model is of little use.",
     "svd": "It needs further training to come near the original.",
-    "exact": "It computes what the original computes, up to rounding.",
 }
 
 
@@ -51,21 +57,17 @@ class ConversionReport:
     Attributes:
         source, destination: as given.
         method: how heads were merged; "exact" where none was.
-        num_heads, num_kv_heads, new_kv_heads: of a layer.
+        num_kv_heads, new_kv_heads: of a layer.
         changed: tensors that were not copied byte for byte.
         parameters, new_parameters: numbers in all tensors.
         kv_bytes_per_token, new_kv_bytes_per_token: of a cache in bf16, all layers.
-        files: files with weights.
         nbytes: bytes of the new weights.
-        new_class: class of the result where it is another one than the source's, else "".
         notes: what else the user should know.
-        seconds: that it took; 0 for a dry run.
     """
 
     source: str
     destination: str
     method: str
-    num_heads: int
     num_kv_heads: int
     new_kv_heads: int
     changed: tuple[str, ...]
@@ -73,20 +75,23 @@ class ConversionReport:
     new_parameters: int
     kv_bytes_per_token: int
     new_kv_bytes_per_token: int
-    files: int
     nbytes: int
-    new_class: str = ""
-    notes: tuple[str, ...] = ()
-    seconds: float = 0.0
+    notes: tuple[str, ...]
 
-    def rows(self) -> tuple[tuple[str, int, int], ...]:
-        """Return what changes: (name, before, after)."""
-        kv_bytes = self.kv_bytes_per_token, self.new_kv_bytes_per_token
-        return (
+    def table(self) -> str:
+        """Return what changes, as lines: of the model card, and of the command."""
+        rows = (
             ("kv heads of a layer", self.num_kv_heads, self.new_kv_heads),
-            ("bytes of a token's keys and values (bf16)", *kv_bytes),
+            (
+                "bytes of a token's keys and values (bf16)",
+                self.kv_bytes_per_token,
+                self.new_kv_bytes_per_token,
+            ),
             ("parameters", self.parameters, self.new_parameters),
         )
+        lines = [f"| {name:<41} | {old:>15,} | {new:>15,} |" for name, old, new in rows]
+        head = f"| {'':<41} | {'before':>15} | {'after':>15} |"
+        return "\n".join([head, f"| {'-' * 41} | {'-' * 14}: | {'-' * 14}: |", *lines])
 
 
 @dataclass(frozen=True)
@@ -95,39 +100,37 @@ class Plan:
 
     Attributes:
         made: tensors of the result by name -> (names on disk, what makes them of these; None copies).
-        shapes: of those that are not copied.
-        dtype: of all weights of the result; None keeps each one's own.
         config: config.json of the result, without the record of the conversion.
         structure: of a conversion within a class; None where the class changes.
-        heads: query heads, kv heads, new kv heads.
+        kv_heads: before and after.
         kv_bytes: of a token's keys and values, in bf16.
         method: how heads are merged.
         notes: what the user should know.
         new_class: class of the result where it is another one.
+        dtype: of all weights of the result; None keeps each one's own.
     """
 
     made: Made
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype | None
     config: dict[str, Any]
     structure: Structure | None
-    heads: tuple[int, int, int]
+    kv_heads: tuple[int, int]
     kv_bytes: int
     method: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     new_class: str = ""
+    dtype: torch.dtype | None = None
 
     def dtype_of(self, source: Source, name: str) -> torch.dtype:
         """Return the dtype of a tensor of the result."""
         own = source.tensors[self.made[name][0][0]].dtype
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
-    def make(self, source: Source, name: str) -> torch.Tensor:
-        """Return one tensor of the result, of any shape [..], contiguous."""
+    def make(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return one tensor of the result [any shape], of what `read` returns for names on disk; not cast yet."""
         names, how = self.made[name]
-        tensors = [source.read(each) for each in names]
-        found = tensors[0] if how is None else how(*tensors)
-        return cast(name, found, self.dtype_of(source, name)).contiguous()
+        tensors = [read(each) for each in names]
+        found: torch.Tensor = tensors[0] if how is None else how(*tensors)
+        return found
 
 
 def convert_to_gqa(
@@ -159,7 +162,6 @@ def convert_to_gqa(
         progress: called with ("layers", merged, of) by "svd", and then with ("bytes", written, of).
     Raises: ConversionError with the reason, with `destination` as it was; CacheOptionError for an unknown method or dtype.
     """
-    began = time.monotonic()
     check_choice("method", method, METHODS)
     if (method == "svd") != (calibration is not None):
         wrong = "needs" if method == "svd" else "reads no"
@@ -169,13 +171,13 @@ def convert_to_gqa(
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     opened = Source.open(source)
-    plan = make_plan(opened, num_kv_heads, method, None if dtype is None else DTYPES[dtype])
+    plan = make_plan(opened, num_kv_heads, method)
+    if dtype is not None:
+        plan = _with_dtype(plan, dtype)
     check_destination(Path(destination), opened.folder)
     beside = opened.beside()
     windows = None
-    if method == "svd" and plan.structure is not None:
-        from .stream import calibration_windows
-
+    if plan.method == "svd" and plan.structure is not None:
         windows = calibration_windows(opened, plan.structure, calibration)
     report = make_report(opened, plan, str(destination))
     if dry_run:
@@ -183,11 +185,8 @@ def convert_to_gqa(
     try:
         with becoming_folder(Path(destination)) as folder, scratch_folder(folder) as scratch:
             if windows is not None and plan.structure is not None:
-                from .svd import calibrate
-
-                calibrated = calibrate(opened, plan.structure, windows, scratch, progress)
-                plan.made.update(calibrated)
-                report = make_report(opened, plan, str(destination))
+                plan.made.update(calibrate(opened, plan.structure, windows, scratch, progress))
+                report = replace(report, changed=changed_tensors(plan))
             write_weights(opened, plan, folder, report.nbytes, progress)
             write_rest(opened, plan, folder, report, beside)
     except (OSError, SafetensorError) as error:
@@ -195,43 +194,37 @@ def convert_to_gqa(
         raise ConversionError(
             f"destination {str(destination)!r} cannot be written: {why}"
         ) from error
-    return replace(report, seconds=time.monotonic() - began)
+    return report
 
 
-def make_plan(source: Source, num_kv_heads: int, method: str, dtype: torch.dtype | None) -> Plan:
+def make_plan(source: Source, num_kv_heads: int, method: str) -> Plan:
     """Return the plan of a conversion. Raises ConversionError for models that cannot be converted, with the reason."""
     if source.config.get("model_type") in ROUTES:
-        return _plan_renames(source, num_kv_heads, method, dtype)
+        return _plan_renames(source, num_kv_heads, method)
     structure = find_structure(source, num_kv_heads)
-    size = structure.num_kv_heads // structure.new_kv_heads
     unknown = structure.names.unknown
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
     note = (
         f"the class does not have {unknown[:1]}{more}: copied as they are, with all their kv heads"
     )
     rows = sum(
-        old[0] - new[0]
-        for name, (old, new) in structure.changed.items()
-        if len(old) == 2 and "k_norm" not in name
+        part.heads * part.rows
+        for name, parts in structure.parts.items()
+        for part in parts
+        if part.kind in ("key", "value") and name.endswith("weight")
     )
-    # 2 bytes of each number; the merge leaves one of `size`
-    kv_bytes = 2 * rows * size // (size - 1)
     return Plan(
-        made=merged_tensors(source, structure),
-        shapes={name: new for name, (_, new) in structure.changed.items()},
-        dtype=dtype,
-        config=_with_dtype(structure.new_json, dtype),
+        made=pooled_tensors(source, structure),
+        config=structure.new_json,
         structure=structure,
-        heads=(structure.num_heads, structure.num_kv_heads, num_kv_heads),
-        kv_bytes=kv_bytes,
+        kv_heads=(structure.num_kv_heads, num_kv_heads),
+        kv_bytes=2 * rows,
         method=method,
-        notes=(note,) if unknown else (),
+        notes=(note, WARNING[method]) if unknown else (WARNING[method],),
     )
 
 
-def _plan_renames(
-    source: Source, num_kv_heads: int, method: str, dtype: torch.dtype | None
-) -> Plan:
+def _plan_renames(source: Source, num_kv_heads: int, method: str) -> Plan:
     """Return the plan of a conversion to another class; with as many kv heads as there are, nothing is merged."""
     config = config_of(source.config, source)
     route = ROUTES[config.model_type]
@@ -243,9 +236,7 @@ def _plan_renames(
             f"num_kv_heads={heads} first, which is exact, and that to {num_kv_heads}"
         )
     names = find_names(source, build(config))
-    made = route.tensors(config, num_kv_heads)
-    if config.tie_word_embeddings and "lm_head.weight" not in names.on_disk:
-        made.pop("lm_head.weight")
+    made = route.tensors(config, num_kv_heads, names.on_disk)
     used = {each for sources, _ in made.values() for each in sources}
     lost = [name for own, name in names.on_disk.items() if own not in used]
     if lost := lost + names.rebuilt + names.unknown:
@@ -255,52 +246,53 @@ def _plan_renames(
         if name in source.config:
             found[name.removeprefix("torch_")] = source.config[name]
     said = "which computes the same as" if exact else "as no grouped kv heads are known to"
+    note = f"the result is a {route.target}, {said} {route.source}"
     return Plan(
         made={
             name: (tuple(names.on_disk[each] for each in sources), how)
             for name, (sources, how) in made.items()
         },
-        shapes=shapes_of(build(new)),
-        dtype=dtype,
-        config=_with_dtype(found, dtype),
+        config=found,
         structure=None,
-        heads=(heads, heads, num_kv_heads),
+        kv_heads=(heads, num_kv_heads),
         kv_bytes=2 * 2 * config.num_hidden_layers * config.hidden_size,
         method="exact" if exact else method,
-        notes=(f"the result is a {route.target}, {said} {route.source}",),
+        notes=(note,) if exact else (note, WARNING[method]),
         new_class=route.target,
     )
 
 
-def _with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Write the dtype of all weights into a config.json, and into its parts that have one."""
+def _with_dtype(plan: Plan, dtype: str) -> Plan:
+    """Return the plan with all weights in a dtype, which config.json and those of its parts that have one say."""
+    config = plan.config
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        if dtype is not None and (part is config or "dtype" in part or "torch_dtype" in part):
+        if part is config or "dtype" in part or "torch_dtype" in part:
             part.pop("torch_dtype", None)
-            part["dtype"] = str(dtype).removeprefix("torch.")
-    return config
+            part["dtype"] = dtype
+    return replace(plan, dtype=DTYPES[dtype])
+
+
+def changed_tensors(plan: Plan) -> tuple[str, ...]:
+    """Return the names of the tensors that are not copied."""
+    return tuple(name for name, (_, how) in plan.made.items() if how is not None)
 
 
 def make_report(source: Source, plan: Plan, destination: str) -> ConversionReport:
-    """Return the report of a plan that was not run yet."""
-    copied = {name: source.tensors[names[0]] for name, (names, _) in plan.made.items()}
-    numbers = {n: torch.Size(plan.shapes.get(n, t.shape)).numel() for n, t in copied.items()}
-    heads, kv_heads, new = plan.heads
+    """Return the report of a plan that was not run yet; its tensors are made on the meta device."""
+    numbers = {n: plan.make(n, source.tensors.__getitem__).numel() for n in plan.made}
+    old, new = plan.kv_heads
     return ConversionReport(
         source=source.name,
         destination=destination,
         method=plan.method,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=old,
         new_kv_heads=new,
-        changed=tuple(name for name, (_, how) in plan.made.items() if how is not None),
-        parameters=sum(tensor.numel for tensor in source.tensors.values()),
+        changed=changed_tensors(plan),
+        parameters=sum(tensor.numel() for tensor in source.tensors.values()),
         new_parameters=sum(numbers.values()),
-        files=len({tensor.file for tensor in copied.values()}),
-        nbytes=sum(plan.dtype_of(source, name).itemsize * n for name, n in numbers.items()),
         kv_bytes_per_token=plan.kv_bytes,
-        new_kv_bytes_per_token=plan.kv_bytes * new // kv_heads,
-        new_class=plan.new_class,
+        new_kv_bytes_per_token=plan.kv_bytes * new // old,
+        nbytes=sum(plan.dtype_of(source, name).itemsize * n for name, n in numbers.items()),
         notes=plan.notes,
     )
 
@@ -326,8 +318,8 @@ def check_destination(destination: Path, source: Path) -> None:
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor [any shape] in another dtype. Raises ConversionError where finite numbers would become infinite."""
-    found = tensor.to(dtype)
+    """Return a tensor [any shape] in another dtype, contiguous. Raises ConversionError where finite numbers would become infinite."""
+    found = tensor.to(dtype).contiguous()
     if found.dtype != tensor.dtype and int(found.isinf().sum()) > int(tensor.isinf().sum()):
         lost = tensor[found.isinf() & tensor.isfinite()].abs().min().item()
         raise ConversionError(
@@ -343,9 +335,9 @@ def write_weights(
     done = 0
     for file, reader in source.files.items():
         tensors = {
-            name: plan.make(source, name)
+            name: cast(name, plan.make(name, source.read), plan.dtype_of(source, name))
             for name, (names, _) in plan.made.items()
-            if source.tensors[names[0]].file == file
+            if source.places[names[0]] == file
         }
         # else it held masks of an old checkpoint alone, which the new class does not have
         if tensors:
@@ -358,18 +350,11 @@ def write_rest(
     source: Source, plan: Plan, folder: Path, report: ConversionReport, beside: list[Path]
 ) -> None:
     """Write everything but the weights: index, config, tokenizer, model card."""
-    if source.index is not None:
-        index = copy.deepcopy(source.index)
-        index["weight_map"] = {
-            n: source.tensors[names[0]].file for n, (names, _) in plan.made.items()
-        }
-        old = index.get("metadata")
-        metadata = index["metadata"] = dict(old) if isinstance(old, dict) else {}
-        metadata["total_size"] = report.nbytes
-        if "total_parameters" in metadata:
-            metadata["total_parameters"] = report.new_parameters
+    if SINGLE not in source.files:
+        places = {name: source.places[names[0]] for name, (names, _) in plan.made.items()}
+        index = {"metadata": {"total_size": report.nbytes}, "weight_map": places}
         create_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-    made = record(source, report)
+    made = record(source, plan)
     config = {**plan.config, CONVERSION: made}
     create_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     for path in beside:
@@ -377,60 +362,49 @@ def write_rest(
         place.parent.mkdir(exist_ok=True)
         with creating(place) as file:
             file.write(read_bytes(path, BESIDE_BYTES, "file"))
-    create_text(folder / CARD, model_card(source.card(), made, report))
+    create_text(folder / CARD, model_card(source.card(), made["source"], report))
 
 
-def record(source: Source, report: ConversionReport) -> dict[str, Any]:
+def record(source: Source, plan: Plan) -> dict[str, Any]:
     """Return the record of a conversion that config.json keeps."""
     folder = Path(os.path.realpath(source.folder))
-    found: dict[str, Any] = {"kv_hf": __version__, "source": folder.name, "method": report.method}
+    found: dict[str, Any] = {"kv_hf": __version__, "source": folder.name, "method": plan.method}
     # of the hub's cache: models--<owner>--<name>/snapshots/<revision>
     if folder.parent.name == "snapshots":
         found["source"] = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         found["revision"] = folder.name
-    found["num_key_value_heads"] = [report.num_kv_heads, report.new_kv_heads]
-    if report.new_class:
-        found["class"] = [source.config["model_type"], report.new_class]
+    found["num_key_value_heads"] = list(plan.kv_heads)
+    if plan.new_class:
+        found["class"] = [source.config["model_type"], plan.new_class]
     if history := source.config.get(CONVERSION):
         found["before"] = history
     return found
 
 
-def model_card(own: str, record: dict[str, Any], report: ConversionReport) -> str:
-    """Return README.md of a converted checkpoint: front matter, what was done, the source's own card (`own`) behind it.
+def model_card(own: str, base: str, report: ConversionReport) -> str:
+    """Return README.md of a converted checkpoint: front matter for the hub, what was done, and the source's own card behind it.
 
     Args:
-        record: of the conversion, as config.json keeps it; its source becomes `base_model`.
+        own: the source's card, whose fields (its licence among them) are kept where they are a YAML object.
+        base: name of the source, which becomes `base_model`.
     """
-    found = REGEX_YAML_BLOCK.search(own)
-    head = _front_matter(found[2] if found else "", record["source"])
-    own = own[found.end() :].strip() if found else own.strip()
-    counts = f"{report.num_kv_heads} to {report.new_kv_heads} kv heads"
-    title = f"as {report.new_class}" if report.method == "exact" else counts
-    of_class = f" It is a `{report.new_class}` now." if report.new_class else ""
-    measured = "" if report.method == "exact" else " How far it is from the original was not measured when it was converted."  # fmt: skip
-    rows = "".join(f"| {name} | {old:,} | {new:,} |\n" for name, old, new in report.rows())
-    text = (
-        f"# {record['source'].rpartition('/')[2]}, {title}\n\n"
-        f"Converted by kv_hf (method `{report.method}`): {WHAT[report.method]}.{of_class} {WARNING[report.method]}{measured}\n\n"
-        f"| | before | after |\n| --- | ---: | ---: |\n{rows}\n"
-        "It is an ordinary checkpoint of its class: transformers loads it without any code of kv_hf.\n"
-    )
-    return head + text + (f"\n---\n\nThe card of the original model:\n\n{own}\n" if own else "")
-
-
-def _front_matter(block: str, base: str) -> str:
-    """Return front matter for the hub: the source's own fields (its licence among them), with base model, library and tags.
-
-    A block that is no YAML object is left out.
-    """
+    block = REGEX_YAML_BLOCK.search(own)
     try:
-        fields = yaml.safe_load(block)
+        fields = yaml.safe_load(block[2]) if block else None
     except yaml.YAMLError:
         fields = None
     fields = fields if isinstance(fields, dict) else {}
-    tags = fields.get("tags")
-    own = tags if isinstance(tags, list) else []
+    found = fields.get("tags")
+    tags = found if isinstance(found, list) else []
     fields |= {"base_model": base, "library_name": "transformers"}
-    fields["tags"] = [*own, *(tag for tag in ("kv_hf", "gqa") if tag not in own)]
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---\n\n"
+    fields["tags"] = [*tags, *(tag for tag in ("kv_hf", "gqa") if tag not in tags)]
+    head = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+    own = own[block.end() :].strip() if block else own.strip()
+    behind = f"\n---\n\nThe card of the original model:\n\n{own}\n" if own else ""
+    notes = "".join(f"- {note}\n" for note in report.notes)
+    return (
+        f"---\n{head}---\n\n# {base.rpartition('/')[2]}, {report.num_kv_heads} to {report.new_kv_heads} kv heads\n\n"
+        f"Converted by kv_hf (method `{report.method}`). {WHAT[report.method]} How far it is from the original was not measured.\n\n"
+        f"{report.table()}\n\n{notes}\n"
+        f"It is an ordinary checkpoint of its class: transformers loads it without any code of kv_hf.\n{behind}"
+    )

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from ..errors import KVCacheError
 from ..printable import printable, tell, tell_error
-from .convert import DTYPES, METHODS, WARNING, ConversionReport, convert_to_gqa
+from .convert import DTYPES, METHODS, convert_to_gqa
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,19 +61,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "kv-hf convert-gqa") -> 
     finally:
         for bar in bars.values():
             bar.close()
-    tell(table(report, args.dry_run))
-    return 0
-
-
-def table(report: ConversionReport, dry_run: bool) -> str:
-    """Return what a conversion does, or did, as lines."""
-    lines = [f"{report.source}, {report.num_heads} heads, method {report.method}"]
-    lines += [f"{'':<42}{'before':>15}{'after':>15}"]
-    lines += [f"{name:<42}{old:>15,}{new:>15,}" for name, old, new in report.rows()]
-    changed = len(report.changed)
-    lines += [f"{changed} tensors change, {report.files} files, {report.nbytes:,} bytes"]
+    lines = [f"{report.source}, method {report.method}", report.table()]
+    lines += [f"{len(report.changed)} tensors change, {report.nbytes:,} bytes of weights"]
     lines += [f"note: {printable(note)}" for note in report.notes]
-    if report.method != "exact":
-        lines += [f"note: {WARNING[report.method]}"]
-    done = f"written to {report.destination} in {report.seconds:.1f} s"
-    return "\n".join([*lines, "nothing was written (dry run)" if dry_run else done])
+    written = f"written to {report.destination}"
+    tell("\n".join([*lines, "nothing was written (dry run)" if args.dry_run else written]))
+    return 0

@@ -6,7 +6,7 @@ input, so their weights and biases go into the projections behind them: W (w * n
 only norm becomes weight 1, bias 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 import transformers
 
 from ..errors import ConversionError
-from .heads import Made, pool_heads
-from .structure import check_heads, divisors
+from .structure import Made, check_heads, divisors, pool_heads
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,6 +57,12 @@ def bigcode_rows(rows: torch.Tensor, *, heads: int, groups: int) -> torch.Tensor
     return torch.cat([parts[0], pool_heads(parts[1], 1), pool_heads(parts[2], 1)]).flatten(0, 1)
 
 
+OF_CLASS = {
+    "model_type",
+    "architectures",
+    "transformers_version",
+    "dtype",
+}  # of a config, not of its model
 QKV = "attention.query_key_value"
 PHI_TOP: Made = {
     "model.embed_tokens.weight": (("gpt_neox.embed_in.weight",), None),
@@ -79,15 +84,9 @@ PHI_LAYER: Made = {
     "input_layernorm.weight": (("input_layernorm.weight",), torch.ones_like),
     "input_layernorm.bias": (("input_layernorm.bias",), torch.zeros_like),
 }  # fmt: skip
-BIGCODE_TOP = ("transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias", "lm_head.weight")  # fmt: skip
-BIGCODE_LAYER = {
-    **{f"{name}.{leaf}": None for name in ("ln_1", "ln_2") for leaf in ("weight", "bias")},
-    **{f"{name}.weight": turned for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
-    **{f"{name}.bias": None for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
-}
 
 
-def phi_tensors(config: Any, groups: int) -> Made:
+def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     """Return name in Phi -> (names in GPT-NeoX, what makes it of them)."""
     heads = config.num_attention_heads
     made: Made = dict(PHI_TOP)
@@ -110,15 +109,12 @@ def phi_tensors(config: Any, groups: int) -> Made:
     return made
 
 
-def bigcode_tensors(config: Any, groups: int) -> Made:
-    """Return name in GPTBigCode -> (names in GPT-2, what makes it of them)."""
-    made: Made = {name: ((name,), None) for name in BIGCODE_TOP}
+def bigcode_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
+    """Return name in GPTBigCode -> (names in GPT-2, what makes it of them): the same names, most linear layers turned."""
     rows = partial(bigcode_rows, heads=config.n_head, groups=groups)
-    layer = {**BIGCODE_LAYER, "attn.c_attn.weight": lambda t: rows(t.t()), "attn.c_attn.bias": rows}
-    for i in range(config.n_layer):
-        for name, make in layer.items():
-            made[f"transformer.h.{i}.{name}"] = ((f"transformer.h.{i}.{name}",), make)
-    return made
+    turns = dict.fromkeys(("attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"), turned)
+    how = {**turns, "attn.c_attn.weight": lambda t: rows(t.t()), "attn.c_attn.bias": rows}
+    return {name: ((name,), how.get(name.split(".", 3)[-1])) for name in names}
 
 
 @dataclass(frozen=True)
@@ -127,10 +123,10 @@ class Route:
 
     Attributes:
         source, target: names of the classes.
-        fields: of the new config that the old one has too: new name -> old name.
+        fields: of the new config that the old one has under another name: new name -> old name.
         groups: (heads, kv heads) -> fields of the new config that say so.
         refused: fields of the old config -> the value with which the new class would compute something else.
-        tensors: (old config, kv heads) -> name in the new class -> (names in the old one, what makes it).
+        tensors: (old config, kv heads, names of its tensors) -> name in the new class -> (names in the old one, what makes it).
         one: whether the new class knows all heads or one.
     """
 
@@ -139,7 +135,7 @@ class Route:
     fields: dict[str, str]
     groups: Callable[[int, int], dict[str, Any]]
     refused: dict[str, bool]
-    tensors: Callable[[Any, int], Made]
+    tensors: Callable[[Any, int, Iterable[str]], Made]
     one: bool
 
     def config(self, old: Any, kv_heads: int) -> Any:
@@ -156,28 +152,18 @@ class Route:
         heads = old.num_attention_heads
         able = [1, heads] if self.one else divisors(heads)
         check_heads(heads, kv_heads, able, f" ({self.target} with {heads} is the same model)")
-        given = {name: getattr(old, own) for name, own in self.fields.items()}
         kind = getattr(transformers, self.target).config_class
-        return kind(**given, **self.groups(heads, kv_heads), architectures=[self.target])
-
-
-def _same(names: str) -> dict[str, str]:
-    return {name: name for name in names.split()}
+        known = kind().to_dict().keys() - OF_CLASS
+        given = {name: value for name, value in old.to_dict().items() if name in known}
+        given |= {name: getattr(old, own) for name, own in self.fields.items()}
+        return kind(**given | self.groups(heads, kv_heads), architectures=[self.target])
 
 
 ROUTES = {
     "gpt_neox": Route(
         "GPTNeoXForCausalLM",
         "PhiForCausalLM",
-        {
-            **_same(
-                "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads attention_dropout hidden_act "
-                "max_position_embeddings initializer_range layer_norm_eps use_cache tie_word_embeddings rope_parameters "
-                "bos_token_id eos_token_id pad_token_id"
-            ),
-            "resid_pdrop": "hidden_dropout",
-            "embd_pdrop": "hidden_dropout",
-        },
+        {"resid_pdrop": "hidden_dropout", "embd_pdrop": "hidden_dropout"},
         lambda heads, kv_heads: {"num_key_value_heads": kv_heads, "qk_layernorm": False},
         {"use_parallel_residual": False, "tie_word_embeddings": True},
         phi_tensors,
@@ -186,14 +172,10 @@ ROUTES = {
     "gpt2": Route(
         "GPT2LMHeadModel",
         "GPTBigCodeForCausalLM",
-        _same(
-            "vocab_size n_positions n_embd n_layer n_head n_inner activation_function resid_pdrop embd_pdrop attn_pdrop "
-            "layer_norm_epsilon initializer_range scale_attn_weights use_cache bos_token_id eos_token_id pad_token_id "
-            "tie_word_embeddings"
-        ),
+        {},
         lambda heads, kv_heads: {"multi_query": kv_heads == 1},
         {"scale_attn_by_inverse_layer_idx": True, "add_cross_attention": True},
         bigcode_tensors,
         True,
     ),
-}  # fmt: skip
+}

@@ -6,7 +6,6 @@ nothing in it is ever changed.
 
 import os
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from ..config_numbers import check_numbers
 from ..errors import ConversionError, InputFileError
 from ..files import (
-    BESIDE_BYTES,
     CARD_BYTES,
     CONFIG_BYTES,
     INDEX_BYTES,
@@ -50,37 +48,23 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """The place of one tensor: the name of its file, its shape and its dtype."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Numbers in the tensor."""
-        return torch.Size(self.shape).numel()
-
-
-@dataclass(frozen=True)
 class Source:
     """A folder with config.json and safetensors files.
 
     Attributes:
         folder: where it lies.
         config: config.json.
-        index: model.safetensors.index.json, or None where one file holds everything.
         files: name -> the opened file of weights.
-        tensors: all tensors by name, in the order of files and of their bytes.
+        tensors: all tensors by name, in the order of files and of their bytes, on the meta device.
+        places: the file of each.
         name: as the user gave it.
     """
 
     folder: Path
     config: dict[str, Any]
-    index: dict[str, Any] | None
     files: dict[str, Any] = field(repr=False)
-    tensors: dict[str, StoredTensor] = field(repr=False)
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    places: dict[str, str] = field(repr=False)
     name: str
 
     @classmethod
@@ -99,20 +83,21 @@ class Source:
         if not Path(source).is_dir():
             folder = _folder(source, [*WANTED, *names])
         files: dict[str, Any] = {}
-        tensors: dict[str, StoredTensor] = {}
-        for name in names:
-            files[name], found = _open_weights(folder / name)
-            tensors.update(found)
-        places = {name: tensor.file for name, tensor in tensors.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        places: dict[str, str] = {}
+        for file in names:
+            files[file], found = _open_weights(folder / file)
+            tensors |= found
+            places |= dict.fromkeys(found, file)
         if index is not None and (odd := places.items() ^ index["weight_map"].items()):
             raise ConversionError(
                 f"{folder / INDEX} and its files disagree about the place of {min(odd)[0]!r}"
             )
-        return cls(folder, config, index, files, tensors, str(source))
+        return cls(folder, config, files, tensors, places, str(source))
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor, [shape and dtype of the file]. Raises ConversionError where its file cannot be read."""
-        file = self.tensors[name].file
+        file = self.places[name]
         try:
             tensor: torch.Tensor = self.files[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -123,16 +108,9 @@ class Source:
 
     def beside(self) -> list[Path]:
         """Return the files that go with the weights. Raises ConversionError for links out of the folder."""
-        inside = sorted([*self.folder.glob("*"), *self.folder.glob("*/*")])
-        found = [
-            path for path in inside if any(fnmatch(str(path.relative_to(self.folder)), p) for p in BESIDE)
-        ]  # fmt: skip
+        found = sorted({path for pattern in BESIDE for path in self.folder.glob(pattern)})
         for path in found:
             check_inside(path, self.folder)
-            if path.is_file() and path.stat().st_size > BESIDE_BYTES:
-                raise ConversionError(
-                    f"{path} has {path.stat().st_size:,} bytes; files beside weights have {BESIDE_BYTES:,} at most"
-                )
         return [path for path in found if path.is_file()]
 
     def card(self) -> str:
@@ -217,7 +195,7 @@ def _listed(index: dict[str, Any], folder: Path) -> list[str]:
     return sorted(set(files))
 
 
-def _open_weights(path: Path) -> tuple[Any, dict[str, StoredTensor]]:
+def _open_weights(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return an opened file and its tensors. Raises ConversionError for damaged files and quantized weights."""
     if not path.is_symlink() and not path.is_file():
         raise ConversionError(
@@ -235,7 +213,7 @@ def _open_weights(path: Path) -> tuple[Any, dict[str, StoredTensor]]:
                 raise ConversionError(
                     f"{path}: {name!r} is of {kind}, as quantized checkpoints are; convert the unquantized one"
                 )
-            tensors[name] = StoredTensor(path.name, tuple(part.get_shape()), DTYPES[kind])
+            tensors[name] = torch.empty(part.get_shape(), dtype=DTYPES[kind], device="meta")
     except (OSError, SafetensorError, MemoryError) as error:
         raise ConversionError(f"{path} is damaged or cut off: {error}") from error
     return reader, tensors

@@ -1,11 +1,12 @@
 """Run the layers of a checkpoint one by one, on calibration text, and observe what attention sees.
 
-The model is loaded in the dtype of its files, which the operating system maps. A layer is copied to float32 while it runs.
+The model is loaded in the dtype of its files, which the operating system maps. The embeddings are kept in float32, and a layer
+is copied to float32 while it runs.
 """
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -135,6 +136,7 @@ class LayerStream:
 
     Attributes:
         model: the model, in the dtype of its files.
+        names: names in the model of the tensors that change.
         path: of the list of layers in the model, such as "model.layers".
         layers: the list.
         calls: for each window what each layer is called with behind its hidden states.
@@ -154,9 +156,10 @@ class LayerStream:
         for module in self.model.modules():
             if hasattr(getattr(module, "config", None), "_attn_implementation"):
                 module.config._attn_implementation_internal = NAME
-        names = structure.names.on_disk.items()
-        changed = [own for own, name in names if name in structure.changed]
-        self.path = _layers_path(self.model, changed)
+        self.names = {
+            own for own, name in structure.names.on_disk.items() if name in structure.parts
+        }
+        self.path = _layers_path(self.model, self.names)
         self.layers = self.model.get_submodule(self.path)
         self.calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
@@ -266,7 +269,7 @@ class _Stub(nn.Module):
         return getattr(self.__dict__["layer"], name)  # the model may ask a layer for its type
 
 
-def _layers_path(model: nn.Module, names: Sequence[str]) -> str:
+def _layers_path(model: nn.Module, names: Iterable[str]) -> str:
     """Return the path of the list of layers that tensors of these names lie in."""
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     found = set()

@@ -1,7 +1,9 @@
-"""The tensors that change with a model's number of kv heads, found by building its class twice without memory.
+"""The tensors that change with a model's number of kv heads, the places of heads in them, and the mean of a group of heads.
 
-Names are never guessed: tensors whose shapes differ between the two models are the ones to convert, and all others must be
-the same.
+The class is built twice without memory. Tensors whose shapes differ between the two models are the ones to convert, all others
+must be the same, and a tensor whose rows are not known by its name is refused.
+
+Source of the mean: Grouped-query attention (Ainslie et al., arXiv 2305.13245).
 """
 
 import copy
@@ -10,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,16 @@ OTHER_FIELDS = (
     "cross_num_key_value_heads", "attention_other_setting",
 )  # fmt: skip
 OF_HEADS = {FIELD, "num_attention_heads", "head_dim", "hidden_size"}
-ALL_OR_ONE = ("falcon", "gpt_bigcode")  # classes that know all heads or one
+KINDS: dict[str, tuple[str, ...]] = {
+    "k_proj": ("key",),
+    "v_proj": ("value",),
+    "k_norm": ("key_norm",),
+    "qkv_proj": ("query", "key", "value"),
+}
+# class that knows all heads or one -> its fused projection, in which query, key and value rows of a head lie together
+INTERLEAVED = {"falcon": "query_key_value", "gpt_bigcode": "c_attn"}
+# name of a tensor of the result -> (names on disk, what makes it of them; None copies the only one)
+Made = dict[str, tuple[tuple[str, ...], Any]]
 CAN = (
     "classes with num_key_value_heads (llama, mistral, qwen, gemma, phi, ...), falcon and gpt_bigcode to one kv head, "
     "gpt_neox (as phi) and gpt2 (as gpt_bigcode)"
@@ -53,6 +65,23 @@ class Names:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A stretch of rows of a tensor: all heads of one kind, one behind the other.
+
+    Attributes:
+        kind: "query", "key", "value" or "key_norm".
+        heads: heads in it.
+        rows: rows of each head.
+        interleaved: the parts of this tensor lie head by head: [query, key, value] of the first, of the second, ..
+    """
+
+    kind: str
+    heads: int
+    rows: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class Structure:
     """The changes that a conversion within a class makes.
 
@@ -60,7 +89,7 @@ class Structure:
         config: of the source.
         new_json: config.json of the result, without the record of the conversion.
         num_heads, num_kv_heads, new_kv_heads, head_dim: of the text model.
-        changed: tensors (names on disk) whose shape changes -> (old shape, new shape).
+        parts: tensors (names on disk) whose shape changes -> the parts of their rows.
         removed: tensors (names on disk) that the new model does not have.
         names: of the checkpoint's tensors.
     """
@@ -71,7 +100,7 @@ class Structure:
     num_kv_heads: int
     new_kv_heads: int
     head_dim: int
-    changed: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    parts: dict[str, tuple[Part, ...]]
     removed: list[str]
     names: Names
 
@@ -87,7 +116,7 @@ def find_structure(source: Source, new_kv_heads: int) -> Structure:
     new_json.pop("_name_or_path", None)
     part = _text_part(new_json, config)
     heads, kv_heads, head_dim = head_counts(text)
-    if kind in ALL_OR_ONE:
+    if kind in INTERLEAVED:
         able = [] if config.multi_query else [1]
         check_heads(kv_heads, new_kv_heads, able, f", and {kind} knows all heads or one")
         part |= {"multi_query": True}
@@ -108,17 +137,106 @@ def find_structure(source: Source, new_kv_heads: int) -> Structure:
             f"What can be converted: {CAN}"
         )
     names = find_names(source, old_model, (*changed, *removed))
+    counts = heads, kv_heads, new_kv_heads
     return Structure(
-        config=config,
-        new_json=new_json,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        new_kv_heads=new_kv_heads,
-        head_dim=head_dim,
-        changed={names.on_disk[own]: shapes for own, shapes in changed.items()},
-        removed=[names.on_disk[own] for own in removed],
-        names=names,
+        config,
+        new_json,
+        *counts,
+        head_dim,
+        {names.on_disk[n]: _parts(n, *both, text, counts) for n, both in changed.items()},
+        [names.on_disk[own] for own in removed],
+        names,
     )
+
+
+def _parts(
+    name: str, old: tuple[int, ...], new: tuple[int, ...], text: Any, counts: tuple[int, int, int]
+) -> tuple[Part, ...]:
+    """Return what the rows of a tensor that changes from shape `old` to `new` are made of.
+
+    Args:
+        counts: query heads, kv heads, new kv heads.
+    Raises: ConversionError for a tensor whose place in attention is not known.
+    """
+    (heads, kv_heads, new_heads), dim = counts, head_counts(text)[2]
+    module = name.split(".")[-2]
+    kinds = KINDS.get(module, ())
+    interleaved = module == INTERLEAVED.get(text.model_type) and heads == kv_heads
+    if interleaved:
+        kinds = KINDS["qkv_proj"]
+    # how many rows a head may have: other tensors belong to layers with a different number of heads
+    sizes = {"v_proj": (dim, getattr(text, "v_head_dim", None)), "k_norm": (dim, 1)}
+    for rows in filter(None, sizes.get(module, (dim,))):
+        before, after = (
+            [rows * (heads if kind == "query" else number) for kind in kinds]
+            for number in (kv_heads, new_heads)
+        )
+        if kinds and old[0] == sum(before) and new == (sum(after), *old[1:]):
+            every = zip(kinds, before, strict=True)
+            return tuple(Part(kind, of // rows, rows, interleaved) for kind, of in every)
+    raise ConversionError(
+        f"{text.model_type}: {name!r} changes from {list(old)} to {list(new)} with the number of kv heads, and the places of its "
+        "heads are not known"
+    )
+
+
+def pool_heads(heads: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return the means of groups of neighbouring heads, summed in float64 and rounded once.
+
+    Args:
+        heads: [kv heads, rows, ..], any float dtype.
+        groups: heads that remain; divides the first dimension.
+    Returns: [groups, rows, ..] in the dtype of `heads`.
+    """
+    grouped = heads.reshape(groups, -1, *heads.shape[1:])
+    total = grouped[:, 0].double()
+    for member in range(1, grouped.shape[1]):  # one head's float64 at a time
+        total += grouped[:, member]
+    return total.div_(grouped.shape[1]).to(heads.dtype)
+
+
+def pooled_tensors(source: Source, structure: Structure) -> Made:
+    """Return what the tensors of a conversion within a class are made of: changed ones are pooled, others copied."""
+    groups = structure.new_kv_heads
+    made: Made = {name: ((name,), None) for name in source.tensors if name not in structure.removed}
+    for name, parts in structure.parts.items():
+        made[name] = (name,), partial(_pool_parts, parts=parts, groups=groups)
+    size = structure.num_kv_heads // groups
+    for name in structure.removed:  # norms that are kept as one tensor per kv head
+        begin, norms, end = name.partition(".k_layernorm.norms.")
+        if not norms:
+            raise ConversionError(
+                f"{structure.config.model_type}: {name!r} does not exist with fewer kv heads, and no rule says where its numbers go"
+            )
+        leaf = end.partition(".")[2]
+        every = [f"{begin}{norms}{head}.{leaf}" for head in range(structure.num_kv_heads)]
+        for group in range(groups):
+            members = tuple(every[group * size : (group + 1) * size])
+            made[every[group]] = members, lambda *each: pool_heads(torch.stack(each), 1)[0]
+    return made
+
+
+def _pool_parts(tensor: torch.Tensor, *, parts: tuple[Part, ...], groups: int) -> torch.Tensor:
+    """Pool the heads of keys and values in one tensor [rows of all heads, ..] of a checkpoint."""
+    found = split(tensor, parts)
+    return join({k: h if k == "query" else pool_heads(h, groups) for k, h in found.items()}, parts)
+
+
+def split(tensor: torch.Tensor, parts: tuple[Part, ...]) -> dict[str, torch.Tensor]:
+    """Return kind -> [heads, rows, ..] of a tensor [rows of all parts, ..]."""
+    if parts[0].interleaved:
+        by_head = tensor.reshape(parts[0].heads, len(parts), parts[0].rows, *tensor.shape[1:])
+        return {part.kind: by_head[:, i] for i, part in enumerate(parts)}
+    pieces = tensor.split([part.heads * part.rows for part in parts])
+    return {
+        part.kind: piece.reshape(part.heads, part.rows, *tensor.shape[1:])
+        for part, piece in zip(parts, pieces, strict=True)
+    }
+
+
+def join(found: Mapping[str, torch.Tensor], parts: tuple[Part, ...]) -> torch.Tensor:
+    """Undo `split`, with as many heads as there are now; what was interleaved becomes [all queries, keys, values]."""
+    return torch.cat([found[part.kind].flatten(0, 1) for part in parts])
 
 
 def config_of(found: Mapping[str, Any], source: Source) -> Any:
@@ -171,7 +289,7 @@ def head_counts(text: Any) -> tuple[int, int, int]:
     heads, kv_heads = (
         None if differ else getattr(text, name, None) for name in ("num_attention_heads", FIELD)
     )
-    if kind in ALL_OR_ONE:
+    if kind in INTERLEAVED:
         kv_heads = 1 if text.multi_query else heads
     if differ or isinstance(kv_heads, (list, tuple)):
         raise ConversionError(
@@ -273,7 +391,7 @@ def find_names(source: Source, model: Any, needed: tuple[str, ...] = ()) -> Name
         else:
             on_disk[own] = name
             stored = source.tensors[name]
-            if stored.shape != shapes[own] or stored.dtype.itemsize == 1:
+            if tuple(stored.shape) != shapes[own] or stored.dtype.itemsize == 1:
                 raise ConversionError(
                     f"{source.folder}: {name!r} is {list(stored.shape)} of {stored.dtype}, and the config says "
                     f"{list(shapes[own])}; if it is quantized, convert the unquantized checkpoint"

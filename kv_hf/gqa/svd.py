@@ -14,11 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..errors import ConversionError, first_line
-from .heads import Made, Part, join, parts_of, split
 from .keys import Rotary, Scores, fit_scores, merge_keys, probe_rotary
 from .source import Source
 from .stream import LayerStream, Seen
-from .structure import Structure
+from .structure import Made, Part, Structure, join, split
 from .values import choose_groups, merge_values, readers_of
 
 SAMPLE = 8  # windows that groups are chosen on
@@ -77,9 +76,9 @@ class Layer:
         structure, on_disk = self.structure, self.structure.names.on_disk
         kind = structure.config.model_type
         found = {
-            own: parts_of(name, structure)
-            for own, name in on_disk.items()
-            if name in structure.changed and own.startswith(f"{self.path}.")
+            own: structure.parts[on_disk[own]]
+            for own in self.stream.names
+            if own.startswith(f"{self.path}.")
         }
         every = [part for parts in found.values() for part in parts]
         if structure.removed:
@@ -312,11 +311,10 @@ def calibrate(
     if not original.any():
         raise ConversionError(f"the embeddings of all calibration tokens of {source.name} are zero")
     converted = original.clone()
-    changed = [own for own, name in structure.names.on_disk.items() if name in structure.changed]
     made: Made = {}
     for index in range(len(stream.layers)):
         with stream.loaded(index) as path:
-            if any(own.startswith(f"{path}.") for own in changed):
+            if any(own.startswith(f"{path}.") for own in stream.names):
                 file = scratch / f"layer-{index:05d}.safetensors"
                 layer = Layer(stream, index, path, original[0])
                 tensors = merged_tensors(layer, original, converted)

@@ -66,60 +66,79 @@ def edit_tensors(source, edit):
     (source / INDEX).write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "says"),
-    [
-        (3, "must be 1 or 2: the model has 4 kv heads; got 3"),
-        (4, "must be 1 or 2: the model has 4 kv heads; got 4"),
-        ("2", "; got '2'"),
-    ],
-)
-def test_numbers_of_heads_that_do_not_fit(kv_heads, says, source):
-    refuses(source, says, kv_heads)
+def config(**changes):
+    return lambda source: edit_config(source, **changes)
+
+
+def tensors(edit):
+    return lambda source: edit_tensors(source, edit)
+
+
+def index(edit):
+    return lambda source: (source / INDEX).write_text(edit((source / INDEX).read_text()))
+
+
+def link(name):
+    """Let the file of a checkpoint whose name begins so be a link to one elsewhere."""
+
+    def damage(source):
+        folder, away = source / "additional_chat_templates", source.parent / "elsewhere" / "away"
+        folder.mkdir()
+        for path in (folder / "a.jinja", source / "tokenizer.json", source / "README.md"):
+            path.write_text("x")
+        place = next(
+            p for p in sorted(source.rglob("*")) if str(p.relative_to(source)).startswith(name)
+        )
+        place.rename(away)
+        place.symlink_to(away)
+
+    return damage
+
+
+DAMAGE = {
+    "gptq": (config(quantization_config={"quant_method": "gptq"}), r"quantization_config \(gptq\)"),
+    "awq in a part": (config(text_config={"quantization_config": {"quant_method": "awq"}}), r"\(awq\)"),
+    "remote code": (config(auto_map={"AutoModelForCausalLM": "modeling.My"}), "auto_map"),
+    "unknown model": (config(model_type="never_heard_of"), "never_heard_of"),
+    "huge model": (config(num_hidden_layers=10**9), "num_hidden_layers must be a whole number from 1 to"),
+    "other sizes": (config(hidden_size=48, head_dim=12), r"is \[.*\] of .*, and the config says \["),
+    "float8": (tensors(lambda t: t.update({NAME: torch.zeros(32, 32).to(torch.float8_e4m3fn)})), "as quantized checkpoints are"),
+    "uint8": (tensors(lambda t: t.update({NAME: torch.zeros(32, 32, dtype=torch.uint8)})), "convert the unquantized checkpoint"),
+    "no tensor": (tensors(lambda t: t.pop(NAME)), f"lacks '{NAME}'"),
+    "other shape": (tensors(lambda t: t.update({NAME: t[NAME][:-1].clone()})), rf"'{NAME}' is \[31, 32\] of torch.float32, and the config says"),
+    "cut off": (lambda s: os.truncate(min(s.glob("model-*")), 100), "is damaged or cut off"),
+    "no file": (lambda s: min(s.glob("model-*")).unlink(), "is not there"),
+    "file outside": (index(lambda text: '{"weight_map": {"a": "../source/x"}}'), "has no weight_map"),
+    "no JSON": (index(lambda text: "{"), "is no JSON"),
+    "other name": (index(lambda text: text.replace(NAME, "model.none")), "disagree about the place of"),
+    **{
+        f"linked {name}": (link(name), "leads out of the checkpoint")
+        for name in ("tokenizer.json", "README.md", "config.json", INDEX, "model-00001", "additional_chat_templates", "additional_chat_templates/a.jinja")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_checkpoints_that_are_not_converted(name, source):
+    damage, says = DAMAGE[name]
+    damage(source)
+    refuses(source, says)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("kv_heads", "options", "says"),
     [
-        ({"method": "svd"}, "'svd' needs calibration text"),
-        ({"calibration": "text"}, "'mean' reads no calibration text"),
+        (3, {}, "must be 1 or 2: the model has 4 kv heads; got 3"),
+        (4, {}, "must be 1 or 2: the model has 4 kv heads; got 4"),
+        ("2", {}, "; got '2'"),
+        (2, {"method": "svd"}, "'svd' needs calibration text"),
+        (2, {"calibration": "text"}, "'mean' reads no calibration text"),
     ],
 )
-def test_methods_without_their_text(options, says, source):
-    refuses(source, says, **options)
+def test_arguments_that_do_not_fit(kv_heads, options, says, source):
+    refuses(source, says, kv_heads, **options)
     with pytest.raises(kv_hf.CacheOptionError, match="method"):
         kv_hf.convert_to_gqa(source, source.parent / "new", 2, method="align")
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, r"\(awq\)"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.My"}}, "auto_map"),
-        ({"model_type": "never_heard_of"}, "never_heard_of"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1 to"),
-        ({"hidden_size": 48, "head_dim": 12}, r"is \[.*\] of .*, and the config says \["),
-    ],
-)
-def test_configs_that_cannot_be_converted(changes, says, source):
-    edit_config(source, **changes)
-    refuses(source, says)
-
-
-@pytest.mark.parametrize(
-    ("edit", "says"),
-    [
-        (lambda t: t.update({NAME: torch.zeros(32, 32).to(torch.float8_e4m3fn)}), "as quantized checkpoints are"),
-        (lambda t: t.update({NAME: torch.zeros(32, 32, dtype=torch.uint8)}), "convert the unquantized checkpoint"),
-        (lambda t: t.pop(NAME), f"lacks '{NAME}'"),
-        (lambda t: t.update({NAME: t[NAME][:-1].clone()}), rf"'{NAME}' is \[31, 32\] of torch.float32, and the config says"),
-    ],
-    ids=["float8", "uint8", "missing", "shape"],
-)  # fmt: skip
-def test_weights_that_cannot_be_converted(edit, says, source):
-    edit_tensors(source, edit)
-    refuses(source, says)
 
 
 @pytest.mark.parametrize(
@@ -138,46 +157,7 @@ def test_models_that_cannot_be_converted(name, options, says, tmp_path):
     refuses(tiny_mha.save(model, tmp_path / "source"), says, 1)
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda s: os.truncate(min(s.glob("model-*")), 100), "is damaged or cut off"),
-        (lambda s: (s / INDEX).write_text('{"weight_map": {"a": "../source/x"}}'), "has no weight_map"),
-        (lambda s: (s / INDEX).write_text("{"), "is no JSON"),
-        (lambda s: min(s.glob("model-*")).unlink(), "is not there"),
-        (lambda s: (s / INDEX).write_text((s / INDEX).read_text().replace(NAME, "model.none")), "disagree about the place of"),
-    ],
-    ids=["cut", "outside", "no JSON", "missing", "other name"],
-)  # fmt: skip
-def test_damaged_files_are_named(damage, says, source):
-    damage(source)
-    refuses(source, says)
-
-
 # strangers
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "README.md", "additional_chat_templates/a.jinja"])  # fmt: skip
-def test_a_link_out_of_a_checkpoint_is_refused(name, source):
-    place = source / name
-    place.parent.mkdir(exist_ok=True)
-    place.unlink(missing_ok=True)
-    place.symlink_to("../elsewhere/secret" if "/" not in name else "../../elsewhere/secret")
-    refuses(source, "leads out of the checkpoint")
-
-
-@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001", "additional_chat_templates"])
-def test_configs_weights_and_folders_that_are_links_out_are_refused(name, source):
-    away = source.parent / "elsewhere" / "away"
-    if name == "additional_chat_templates":
-        place = source / name
-        away.mkdir()
-        (away / "a.jinja").write_text("x")
-    else:
-        place = next(path for path in sorted(source.iterdir()) if path.name.startswith(name))
-        place.rename(away)
-    place.symlink_to(away)
-    refuses(source, "leads out of the checkpoint")
 
 
 def test_a_snapshot_of_the_hubs_cache_reaches_its_blobs_and_no_further(source, tmp_path):

@@ -10,10 +10,9 @@ from tiny_tokenizer import make_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kv_hf
-from kv_hf.gqa.heads import parts_of, split
-from kv_hf.gqa.keys import Rotary, merge_keys, probe_rotary
+from kv_hf.gqa.keys import probe_rotary
 from kv_hf.gqa.source import Source
-from kv_hf.gqa.structure import find_structure
+from kv_hf.gqa.structure import find_structure, split
 from kv_hf.gqa.values import best_common, choose_groups, fit_outputs, fit_values, pair_cost
 
 DIM, HEADS, KV = 8, 8, 4
@@ -76,8 +75,8 @@ def turn_heads(folder, groups, family):
     m, per = KV // groups, HEADS // KV
     generator = torch.Generator().manual_seed(1)
     for layer in range(2):
-        names = [n for n in structure.changed if f".layers.{layer}." in n]
-        found = {n: split(tensors[n], parts_of(n, structure)) for n in names}
+        names = [n for n in structure.parts if f".layers.{layer}." in n]
+        found = {n: split(tensors[n], structure.parts[n]) for n in names}
         base = names[0].rsplit(".", 2)[0]
         values = torch.linalg.qr(torch.randn(KV, DIM, DIM, generator=generator))[0]
         angles = torch.rand(KV, DIM, generator=generator) * 6
@@ -290,16 +289,6 @@ def test_best_common_is_better_than_the_mean_and_than_any_random_step(heads):
         torch.manual_seed(seed)
         other = down + 1e-3 * torch.randn_like(down), up + 1e-3 * torch.randn_like(up)
         assert lost(gram, readers, *other) >= best
-
-
-def test_merged_keys_are_better_than_their_mean_plane_by_plane():
-    planes = torch.tensor([(i, i + DIM // 2) for i in range(DIM // 2)])
-    rotary = Rotary(planes, torch.tensor([], dtype=torch.long), torch.zeros(DIM), {})
-    keys, queries = spread(3 * DIM, 1), torch.stack([spread(DIM, 5 + g) for g in range(3)])
-    # a plane's error counts by the sum of the squares of the query's two channels
-    sizes = queries.diagonal(dim1=1, dim2=2)
-    sizes = (sizes + sizes.roll(DIM // 2, 1)).diag_embed()
-    assert lost(keys, sizes, *merge_keys(keys, queries, rotary)) < lost(keys, sizes, *plain_mean(3))
 
 
 def test_fits_of_values_and_outputs_end_where_least_squares_ends():

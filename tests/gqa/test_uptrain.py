@@ -123,17 +123,10 @@ def test_bad_arguments_are_named_before_anything_is_written(changes, says, pair,
     assert says in errors and "Traceback" not in errors and not list(tmp_path.iterdir())
 
 
-def test_an_out_that_cannot_be_written_is_refused_before_models_are_loaded(
-    pair, tmp_path, capsys, monkeypatch
-):
+def test_an_out_that_is_there_is_refused_before_models_are_loaded(pair, capsys, monkeypatch):
     monkeypatch.setattr(uptrain, "AutoModelForCausalLM", None)
-    (tmp_path / "file").write_text("")
-    for out, says in (
-        (tmp_path / "file" / "new", "cannot be written: Not a directory"),
-        (tmp_path / "file", "is a file"),
-    ):
-        assert uptrain.main(command(pair, out)) == 2
-        assert says in capsys.readouterr().err
+    assert uptrain.main(command(pair, pair / "data.txt")) == 2
+    assert "is a file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

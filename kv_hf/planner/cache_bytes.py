@@ -276,8 +276,9 @@ class Pages:
     ) -> tuple[dict[int, int], int]:
         """Return layer -> room for pages outside, and the bytes of buffers and indexes on the device.
 
-        Those of a text of one prefill, from which a step reads. Layers leave for good, and room outside grows by a quarter: a
-        text that grows token by token may leave more layers outside, and up to a quarter (or 8 pages) more room there.
+        Those of a text of one prefill, from which a step reads. Token by token more layers may leave, as they leave for good, and
+        room outside grows by a quarter, or 8 pages. Where layers differ in their heads, a first forward takes all for ones like
+        the first: the buffers and the choice of layers may be others until pages are sealed in a later step.
         """
         if self.options.offload is None:
             return {}, 0

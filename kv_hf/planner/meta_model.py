@@ -155,8 +155,8 @@ class _NoNumbers(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):  # torch says either
-            zeros = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
-        found = func(*zeros[0], **zeros[1])
+            args, kwargs = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+        found = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), found)
 
 

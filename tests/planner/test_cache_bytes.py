@@ -267,7 +267,7 @@ def fill(cache, lengths, new, layers):
 @example({"page_size": 16, "reserve_tokens": 4803}, [149] * 16, 151, 9, [False] * 3, None)
 @example({"page_size": 16}, [150], 0, 40, [True] * 3, None)
 @example({"page_size": 16}, [150], 1, 1, [True] * 3, None)
-@example({"page_size": 16, "keys": "int4"}, [90, 33], 7, 9, [False] * 3, 5)
+@example({"page_size": 16, "keys": "int4", "values": "int8"}, [90, 33], 7, 9, [False] * 3, 5)
 def test_any_options_lengths_and_layers(options, lengths, new, window, slides, room):
     config, inventory = small(window, slides)
     rows = {"row_tokens": [length + new for length in lengths], "prompt": max(lengths)}
@@ -275,8 +275,9 @@ def test_any_options_lengths_and_layers(options, lengths, new, window, slides, r
     found = predict(inventory, "dynamic", **rows)
     assert (found.payload, found.other) == stored(cache, alive=True)
     if slides is None:
-        sides = {"latent": options.get("keys"), "k_rope": options.get("values")}
-        options = sides | {k: options[k] for k in options if k not in ("keys", "values", "layers")}
+        rope = options["values"] if options["values"] in ("exact", "int8") else None
+        plain = {k: v for k, v in options.items() if k not in ("keys", "values", "layers")}
+        options = {**plain, "latent": options["keys"], "k_rope": rope}
     elif room is not None and not any(slides):  # preallocated
         options = {k: v for k, v in options.items() if k in ("keys", "values", "sink_tokens")}
         options |= {"page_size": 16, "max_length": max(rows["row_tokens"]) + room}

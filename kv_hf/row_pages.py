@@ -150,17 +150,6 @@ def page_peaks(sizes: RowPages, row_tokens: Sequence[int], new: int) -> list[tup
     return found
 
 
-def first_sealing_step(sizes: RowPages, row_tokens: Sequence[int], new: int) -> int | None:
-    """Return the first step behind the prompt in which some row takes a page id, None where none does."""
-    starts = torch.tensor(sorted(set(row_tokens)), dtype=torch.int64) - new
-    for step in _sealing_steps(sizes, starts, new).tolist():
-        for start in starts.tolist():
-            before, after = max(0, start + step - 1), max(0, start + step)
-            if sizes.sealed(after) > max(sizes.sealed(before), sizes.dropped(after)):
-                return int(step)
-    return None
-
-
 def _sealing_steps(sizes: RowPages, starts: torch.Tensor, new: int) -> torch.Tensor:
     """Return the steps in which some row of `starts` tokens seals a page, ascending; with a window while it matters.
 

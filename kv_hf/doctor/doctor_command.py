@@ -82,8 +82,7 @@ def examine(subject: Subject) -> Diagnosis:
 
     Raises: CacheOptionError for sizes that no cache has, a device that torch does not see, or a model without config.
     """
-    sizes = subject.device, subject.dtype, subject.head_dim, subject.page_size
-    formats = report_formats(*sizes, subject.latent)
+    formats = report_formats(subject)
     layers = report_model(subject.model) if subject.model is not None else []
     found = [*environment(), check_device(subject.device, formats)]
     return Diagnosis(subject, found, formats, layers)

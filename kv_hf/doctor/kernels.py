@@ -72,28 +72,24 @@ class FormatReport:
     others: tuple[tuple[str, str | None], ...]
 
 
-def report_formats(
-    device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, latent: Latent = None
-) -> list[FormatReport]:
-    """Return, for every format, the kernel that would read its pages on `device`, and why not another.
+def report_formats(subject: Subject) -> list[FormatReport]:
+    """Return, for every format, the kernel that would read its pages, and why not another.
 
-    Args:
-        latent: (kv_lora_rank, qk_rope_head_dim) of a model with latent attention, in place of head_dim.
     Raises: CacheOptionError for a page_size or head_dim that no cache has, or a device that torch does not see.
     """
-    CacheConfig(page_size=page_size)
-    if head_dim < 1:
-        raise CacheOptionError(f"head_dim must be at least 1, got {head_dim}")
+    device = subject.device
+    CacheConfig(page_size=subject.page_size)
+    if subject.head_dim < 1:
+        raise CacheOptionError(f"head_dim must be at least 1, got {subject.head_dim}")
     try:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # by device and build
         reason = str(error).splitlines()[0]
         raise CacheOptionError(f"device {str(device)!r} cannot be used here: {reason}") from error
     reports = []
-    key_dim, value_dim = latent or (head_dim, head_dim)
-    for name in paged_names() if latent is None else format_names("latent"):
+    for name in paged_names() if subject.latent is None else format_names("latent"):
         try:
-            spec = spec_of(name, device, dtype, page_size, key_dim, value_dim, latent is not None)
+            spec = spec_of(name, subject)
         except CacheOptionError as error:
             reports.append(FormatReport(name, None, (("any", str(error)),)))
             continue
@@ -109,20 +105,24 @@ def paged_names() -> list[str]:
     return [name.removeprefix(PREFIX) for name in cache_names()]
 
 
-def spec_of(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> PageSpec:
-    """Return what pages of format `name` are like on `device`.
-
-    Args:
-        sizes: page_size, key_dim, value_dim, and whether the two are those of latents and RoPE keys.
-    Raises: CacheOptionError where the format cannot store them.
-    """
-    page_size, key_dim, value_dim, latent = sizes
-    given: Any = {"page_size": page_size, **({"latent": name} if latent else {})}
-    options = CacheConfig.from_options("paged_exact" if latent else PREFIX + name, given)
-    options = replace(options, layers=None)  # of no model's layers in particular
-    heads: Any = {"num_kv_heads": 1 if latent else KV_HEADS, "layout": layout_for(device)}
-    formats = LayerFormats.of(options, 0, 1, key_dim if latent else None)
-    return formats.spec(key_dim=key_dim, value_dim=value_dim, dtype=dtype, **heads)
+def spec_of(name: str, subject: Subject) -> PageSpec:
+    """Return what pages of format `name` are like. Raises CacheOptionError where the format cannot store such heads."""
+    rank, heads, cache = None, KV_HEADS, PREFIX + name
+    key_dim = value_dim = subject.head_dim
+    given: dict[str, Any] = {"page_size": subject.page_size}
+    if subject.latent is not None:
+        key_dim, value_dim = subject.latent
+        rank, heads, cache = key_dim, 1, "paged_exact"
+        given["latent"] = name
+    # of no model's layers in particular
+    options = replace(CacheConfig.from_options(cache, given), layers=None)
+    return LayerFormats.of(options, 0, 1, rank).spec(
+        num_kv_heads=heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=subject.dtype,
+        layout=layout_for(subject.device),
+    )
 
 
 def report_model(name: str) -> list[tuple[str, str]]:

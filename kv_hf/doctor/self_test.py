@@ -115,17 +115,15 @@ def self_test(subject: Subject, seconds: float = SECONDS) -> SelfTest:
 
 def plan_trials(subject: Subject) -> Iterator[Planned]:
     """Yield the trials of all formats that can be stored, the generation first."""
-    device, head_dim = subject.device, subject.head_dim
+    device = subject.device
     yield Planned("tiny model, paged_exact", "generate", "auto", partial(_generate, device))
     for latent in (None, subject.latent or LATENT):
-        key_dim, value_dim = latent or (head_dim, head_dim)
-        sizes = subject.page_size, key_dim, value_dim, latent is not None
-        reports = report_formats(device, subject.dtype, head_dim, subject.page_size, latent)
-        for report in reports:
+        pages = replace(subject, latent=latent)
+        for report in report_formats(pages):
             kernel = report.kernel
             if kernel is None:
                 continue
-            spec = spec_of(report.format, device, subject.dtype, *sizes)
+            spec = spec_of(report.format, pages)
             name = f"latents in {report.format}" if spec.is_latent else f"paged_{report.format}"
             if load(kernel).seal_pair is not load("reference").seal_pair:
                 yield Planned(name, "seal", kernel, partial(_seal, spec, kernel, device))

@@ -19,11 +19,9 @@ from ..cache.paged_cache import PagedCache
 from ..checks import check_int
 from ..config import CacheConfig
 from ..errors import CacheOptionError, PagePoolExhaustedError, PlanError, UnsupportedModelError
-from ..page_summary import part_bytes
-from ..pages.device_budget import Demand, Split
+from ..pages.device_budget import Demand
 from ..pages.host_pages import SMALLEST_EXTENT
-from ..pages.slab import carved_bytes
-from ..row_pages import PageUse, RowPages, first_sealing_step, page_capacity, page_peaks, page_use
+from ..row_pages import PageUse, RowPages, page_use
 from ..spec import LANES, ROWS, TABLE_DTYPE, MemoryReport, PageSpec, pages_report, reserved_pages
 from .inventory import COUNTER, SLIDING, CachedLayer, Inventory
 
@@ -225,21 +223,16 @@ class Pages:
             row_tokens: real tokens that the cache holds of each row; shorter rows are padded on the left to the longest.
                 Behind generate() that is the prompt's tokens and all new ones but the last.
             prompt: tokens of the longest row that came in the first forward, the others one by one. It decides how many
-                pages a sliding window had in use at once, the room of indexer keys, and what an offload has moved. None: the
-                most that any prompt leads to, which never falls as rows grow. Where none of these is there the prompt
-                changes nothing (beyond 256 pages it may, by less than 1/128, with reserve_tokens). With offload None is a
-                prompt of all tokens but the last.
+                pages a sliding window had in use at once, and the room of indexer keys. None: the most that any prompt
+                leads to, which never falls as rows grow. Where none of these is there the prompt changes nothing (beyond 256
+                pages it may, by less than 1/128, with reserve_tokens).
         Raises: PagePoolExhaustedError, DeviceBudgetError, as the cache would.
         """
         rows, longest = len(row_tokens), max(row_tokens, default=0)
         if self.bound is not None:
             return self._preallocated(row_tokens, self.bound)
-        outside, staging = dict[int, int](), 0
-        if self.options.offload is not None:
-            prompt = prompt or max(longest - 1, min(1, longest))
         uses = {window: self._use(window, row_tokens, prompt) for window in self.groups}
-        if self.options.offload is not None:
-            outside, staging = _Offload(self, row_tokens, longest - (prompt or 0)).follow()
+        outside, staging = self._outside(uses, row_tokens)
         reports = [self._group(window, row_tokens, use, outside) for window, use in uses.items()]
         other = self.beside(rows, longest, prompt)
         return total(
@@ -277,6 +270,41 @@ class Pages:
             pages_allocated=max(capacity if inside else 0, *away.values(), 0),
             offloaded=sum(count * specs[layer].page_bytes for layer, count in away.items()),
         )
+
+    def _outside(
+        self, uses: Mapping[int | None, PageUse], row_tokens: Sequence[int]
+    ) -> tuple[dict[int, int], int]:
+        """Return layer -> room for pages outside, and the bytes of buffers and indexes on the device.
+
+        Those of a text of one prefill, from which a step reads. Token by token more layers may leave, as they leave for good, and
+        room outside grows by a quarter, or 8 pages. Where layers differ in their heads, a first forward takes all for ones like
+        the first: the buffers and the choice of layers may be others until pages are sealed in a later step.
+        """
+        if self.options.offload is None:
+            return {}, 0
+        arena, reading = self.cache.arena, self.options.read_budget()
+        device = torch.device("cpu" if self.on_cpu else "cuda")
+        arena.check_device(device)
+        buffers = 1 if self.on_cpu else 2  # a copy runs beside kernels on a GPU
+        rows, longest = len(row_tokens), max(row_tokens, default=0)
+        demands = {}
+        for window, specs in self.groups.items():
+            capacity = uses[window].capacity(self.reserved(window, rows))
+            for layer, spec in specs.items():
+                chosen, slots = layer in arena.chosen_from, capacity
+                if reading is not None and chosen:
+                    slots = reading.batch_width(capacity, rows, self.page_size)
+                demands[layer] = Demand(spec, device, capacity, slots, chosen)
+        split = arena.budget.split(demands, buffers)
+        held = self.sizes(None).held(max(0, longest - 1))
+        chooses = reading is not None and reading.chooses(held, longest)
+        indexes = sum(demands[layer].index_bytes for layer in split.outside) * chooses
+        room = {
+            layer: max(demands[layer].capacity, SMALLEST_EXTENT)
+            for layer in split.outside
+            if demands[layer].capacity
+        }
+        return room, buffers * sum(split.staging.values()) + indexes
 
     def _preallocated(self, row_tokens: Sequence[int], length: int) -> MemoryReport:
         """Return what a cache takes that allocates everything at the first forward."""
@@ -347,104 +375,3 @@ def total(reports: Iterable[MemoryReport]) -> MemoryReport:
     reports = list(reports)
     sums = {one.name: sum(getattr(r, one.name) for r in reports) for one in fields(MemoryReport)}
     return MemoryReport(**{**sums, "tokens": max(report.tokens for report in reports)})
-
-
-# -- pages outside of the device --------------------------------------------------------------------------------------
-
-
-class _Offload:
-    """The layers of a cache with offload that have left the device, and what they are read through.
-
-    Layers leave for good, and what lives outside grows in steps, so that both depend on the way: the forwards at which
-    the cache makes room are gone through one by one (cache/offloading.py, pages/offload.py), with the cache's own budget.
-    """
-
-    def __init__(self, pages: Pages, row_tokens: Sequence[int], new: int) -> None:
-        self.pages, self.row_tokens, self.new = pages, row_tokens, new
-        self.device = torch.device("cpu" if pages.on_cpu else "cuda")
-        self.buffers = 1 if pages.on_cpu else 2  # a copy runs beside kernels on a GPU
-        self.arena = pages.cache.arena
-        self.arena.check_device(self.device)
-        self.reading = pages.options.read_budget()
-        self.split = Split()
-        self.homes: dict[int, int] = {}  # layer -> pages that there is room for outside
-        self.capacities: dict[int | None, int] = {}  # window -> pages that room was made for
-
-    def follow(self) -> tuple[dict[int, int], int]:
-        """Go through the steps; return layer -> room for pages outside, and the bytes of buffers and indexes on the device."""
-        pages, held = self.pages, self.pages.specs
-        # until a layer has seen keys, it is taken to have heads like those of the first
-        first = pages.layers[min(held)]
-        guessed = {
-            index: pages.spec(own, first)
-            for index, own in pages.formats.items()
-            if pages.layers[index].window in pages.groups
-        }
-        known = {**guessed, **held}
-        for step, capacities in sorted(self._steps().items()):
-            if capacities:
-                self._settle(known if step else guessed, capacities)
-            if step == 1 and known != guessed:
-                self._read(known)
-        if not self.new:  # the prompt's forward reads no pages
-            return self.homes, 0
-        return self.homes, self.buffers * sum(self.split.staging.values()) + self._index_bytes()
-
-    def _steps(self) -> dict[int, dict[int | None, int]]:
-        """Return step -> {window: pages that its layers make room for}, where that changes or is said for the first time."""
-        steps: dict[int, dict[int | None, int]] = {0: {}}
-        if self.new:
-            steps[1] = {}  # reads pages for the first time
-        for window in self.pages.groups:
-            sizes, last = self.pages.sizes(window), -1
-            reserved = self.pages.reserved(window, len(self.row_tokens))
-            for step, needed in page_peaks(sizes, self.row_tokens, self.new):
-                capacity = max(page_capacity(needed), reserved)
-                if capacity > last:
-                    steps.setdefault(step, {})[window] = last = capacity
-            again = first_sealing_step(sizes, self.row_tokens, self.new)
-            if again is not None:
-                steps.setdefault(again, {}).setdefault(window, steps[0][window])
-        return steps
-
-    def _settle(self, specs: Mapping[int, PageSpec], capacities: Mapping[int | None, int]) -> None:
-        """Make room for pages of these layers, as OffloadArena.settle."""
-        self.capacities.update(capacities)
-        demands = {}
-        for layer, spec in specs.items():
-            capacity = slots = self.capacities[self.pages.layers[layer].window]
-            chosen = layer in self.arena.chosen_from
-            if self.reading is not None and chosen:
-                slots = self.reading.batch_width(
-                    capacity, len(self.row_tokens), spec.keys.page_size
-                )
-            demands[layer] = Demand(spec, self.device, capacity, slots, chosen)
-        self.split = self.arena.budget.split(demands, self.buffers, self.split.outside)
-        for layer in self.split.outside:
-            first, wanted = self.homes.setdefault(layer, 0), demands[layer].capacity
-            if wanted > first:
-                self.homes[layer] = first + max(wanted - first, first // 4, SMALLEST_EXTENT)
-
-    def _read(self, specs: Mapping[int, PageSpec]) -> None:
-        """Let a first decode step read: where a staging buffer is too small, room is made again."""
-        before = [max(0, tokens - self.new) for tokens in self.row_tokens]
-        for window, own in self.pages.groups.items():
-            held = [self.pages.sizes(window).held(tokens) for tokens in before]
-            for layer in self.split.outside & set(own):
-                slots = sum(held)
-                if self.reading is not None and layer in self.arena.chosen_from:
-                    width = self.reading.width(max(held), own[layer].keys.page_size)
-                    slots = min(slots, len(held) * width)
-                if carved_bytes(own[layer], slots) > self.split.staging[self.device]:
-                    self._settle(specs, {})
-
-    def _index_bytes(self) -> int:
-        """Return the bytes of the indexes of layers outside, where the last step chooses."""
-        longest = max(self.row_tokens, default=0)
-        held = self.pages.sizes(None).held(longest - 1)
-        if self.reading is None or not self.reading.chooses(held, longest):
-            return 0
-        chosen = self.arena.chosen_from & self.split.outside & set(self.pages.specs)
-        return sum(
-            self.capacities[None] * part_bytes(self.pages.specs[layer].keys) for layer in chosen
-        )

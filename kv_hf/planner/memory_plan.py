@@ -26,7 +26,7 @@ from .source import load_inventory
 
 DEFAULT_CONTEXT = 8192
 MOST_BATCH = 1_000_000  # rows are listed one by one
-MOST_CONTEXT = 1 << 30  # an offload is followed page by page
+MOST_CONTEXT = 1 << 30  # windows are followed page by page
 MOST_TOKENS = 1 << 30  # what still fits at this size has no limit
 FAR_PAGES = 1 << 13  # a power of two, for which storage has no page to spare (spec.page_capacity)
 EXACT_CACHES = ("dynamic", "static")  # transformers' own whose bytes are predicted
@@ -60,8 +60,8 @@ def plan(
         batch: rows, a million at most.
         context: tokens per row that the cache holds: a number or "128k" (128 * 1024). None takes 8,192, or what the
             model was made for if that is less.
-        prompt: how many of them came in one prefill; None: the most that any prompt takes (with offload: all but one).
-            What fits is for any prompt.
+        prompt: how many of them came in one prefill; None: the most that any prompt takes. What fits is for any prompt.
+            With offload: one prefill, whatever the prompt; text that comes token by token leaves a quarter more room outside.
         cache_config: options of all paged caches that are given by name, as a dict or a CacheConfig; there has to be one.
         device: a name of kv_hf.planner.devices, for `device_memory` and `bandwidth` that are not given.
         device_memory: bytes, "24GiB" or "24GB".

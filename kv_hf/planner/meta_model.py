@@ -5,11 +5,10 @@ Decides what a layer holds and who reads it. Knows no cache but the DynamicCache
 
 import copy
 import inspect
-import itertools
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache
 
 from ..cache.compat import is_dummy
@@ -144,60 +143,25 @@ def _run(config: Any, name: str) -> tuple[Any, Any]:
 
 
 class _NoNumbers(TorchFunctionMode):
-    """Has a model run on the meta device: where it asks for numbers, they count as 0, so that no expert is chosen.
+    """Has a model run on the meta device: what asks for numbers (which tokens chose an expert?) is computed of zeros instead.
 
     The shapes of a cache do not depend on them.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        stand_in = _without_numbers(func, args, kwargs)
-        return func(*args, **kwargs) if stand_in is None else stand_in()
+        if func is torch._is_all_true:  # torch.distributions checks its arguments
+            return True
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):  # torch says either
+            args, kwargs = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+        found = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), found)
 
 
-_ZERO: dict[Any, Callable[[torch.Tensor], Any]] = {
-    torch.Tensor.item: lambda tensor: False if tensor.dtype is torch.bool else 0,
-    torch.Tensor.__contains__: lambda tensor: False,
-    torch.Tensor.__bool__: lambda tensor: False,
-    torch.Tensor.__int__: lambda tensor: 0,
-    torch.Tensor.__index__: lambda tensor: 0,
-    torch.Tensor.__float__: lambda tensor: 0.0,
-    torch.Tensor.tolist: lambda tensor: torch.zeros(tensor.shape, device="cpu").tolist(),
-    # a check of numbers that torch.distributions makes of its arguments
-    torch._is_all_true: lambda tensor: True,
-}
-_NONZERO = (torch.nonzero, torch.Tensor.nonzero)
-_INDEX = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-_SPLIT = (torch.split, torch.Tensor.split)
-
-
-def _is_mask(place: Any) -> bool:
-    return isinstance(place, torch.Tensor) and place.is_meta and place.dtype is torch.bool
-
-
-def _without_numbers(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    """Return what to call in place of a function that the meta device cannot run, None for all others."""
-    tensor = args[0] if args else None
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
-        return None
-    if func in _ZERO:
-        return lambda: _ZERO[func](tensor)
-    if func in _NONZERO or (func is torch.where and len(args) == 1 and not kwargs):
-        if func is torch.where or kwargs.get("as_tuple"):
-            return lambda: (tensor.new_empty(0, dtype=torch.long),) * tensor.dim()
-        return lambda: tensor.new_empty((0, tensor.dim()), dtype=torch.long)
-    if func in _INDEX:
-        places = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if any(_is_mask(place) for place in places):
-            none = tensor.new_empty(0, dtype=torch.long)
-            chosen = [(none,) * place.dim() if _is_mask(place) else (place,) for place in places]
-            return lambda: func(tensor, tuple(itertools.chain(*chosen)), *args[2:], **kwargs)
-    sizes = args[1] if func in _SPLIT and len(args) > 1 else None
-    if isinstance(sizes, (list, tuple)) and sizes and not any(sizes):
-        # sizes that were counted: all 0, so that the first part is everything
-        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-        return lambda: func(tensor, [tensor.shape[dim], *sizes[1:]], dim)
-    return None
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:

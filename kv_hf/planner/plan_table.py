@@ -1,5 +1,6 @@
 """A plan: what it says about each cache, and the table that people read."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -174,10 +175,7 @@ class Plan:
 
 def describe_layers(inventory: Inventory) -> str:
     """Return what the layers of a cache hold, equal ones counted together: "32 x 8 kv heads of 128"."""
-    counts: dict[str, int] = {}
-    for layer in inventory.layers:
-        name = describe_layer(layer)
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(map(describe_layer, inventory.layers))
     return "; ".join(f"{count} x {name}" for name, count in counts.items())
 
 
@@ -238,8 +236,8 @@ def columns(plan: Plan) -> list[tuple[str, list[str]]]:
         ("cache", [printable(row.cache) for row in rows]),
         ("bytes/token", [_number(row.bytes_per_token) for row in rows]),
         ("cache bytes", [format_bytes(row.total) for row in rows]),
+        ("ratio", [f"{row.ratio:,.2f}x" for row in rows]),
     ]
-    found.append(("ratio", [f"{row.ratio:,.2f}x" for row in rows]))
     if plan.weights is not None:
         found.append(("with weights", [format_bytes(plan.weights + row.total) for row in rows]))
     if plan.available is not None:

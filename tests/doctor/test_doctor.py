@@ -47,7 +47,7 @@ def quick(capsys, *more):
 
 
 def test_report_names_the_kernel_that_a_cache_then_takes():
-    for report in doctor.report_formats(CPU, torch.float32, 16, 64):
+    for report in doctor.report_formats(doctor.Subject(CPU, torch.float32, 16, 64)):
         model = tiny_models.make_model("llama", num_hidden_layers=1)
         cache = kv_hf.PagedCache.from_implementation(model.config, f"paged_{report.format}")
         model(tiny_models.tokens(1, 5), past_key_values=cache)
@@ -57,7 +57,7 @@ def test_report_names_the_kernel_that_a_cache_then_takes():
 @pytest.mark.usefixtures("uncached")
 def test_report_gives_reasons_where_the_c_kernel_is_turned_off(monkeypatch, capsys):
     monkeypatch.setenv(library.ISA_VARIABLE, "none")
-    reports = doctor.report_formats(CPU, torch.bfloat16, 128, 64)
+    reports = doctor.report_formats(doctor.Subject(CPU, torch.bfloat16, 128, 64))
     assert [report.format for report in reports] == doctor.paged_names()
     for report in reports:
         others = dict(report.others)
@@ -95,7 +95,7 @@ def test_a_gpu_without_triton_is_broken(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.setattr(support, "installed_version", lambda: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: torch.ones(*sizes))  # sees a GPU
-    reports = doctor.report_formats(cuda, torch.bfloat16, 128, 64)
+    reports = doctor.report_formats(doctor.Subject(cuda, torch.bfloat16, 128, 64))
     assert all("triton is not installed" in dict(one.others)["triton"] for one in reports)
     assert not {one.kernel for one in reports} & {"c", "triton"}
     assert command.check_device(cuda, reports).status == "broken"

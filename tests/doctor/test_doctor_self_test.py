@@ -34,7 +34,7 @@ def test_every_format_is_tried_with_its_kernel_and_right(dtype):
     latents = [f"latents in {name}" for name in format_names("latent") if name != "fp8_ds_mla"]
     tried = {trial.format: trial.kernel for trial in trials if trial.what == "attend"}
     assert [*names, *latents] == [name for name in tried if "ds_mla" not in name]
-    reports = report_formats(CPU, dtype, 32, 32)
+    reports = report_formats(Subject(CPU, dtype, 32, 32))
     assert [tried[f"paged_{one.format}"] for one in reports] == [one.kernel for one in reports]
     sealed = [trial.format for trial in trials if trial.what == "seal"]
     assert not HAS_C or {*names, *latents} <= set(sealed)

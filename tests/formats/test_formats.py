@@ -302,7 +302,9 @@ def test_evaluation_knows_a_registered_format(nf4, model):
 
 def test_doctor_tries_a_registered_format(nf4, capsys):
     [report] = [
-        one for one in doctor.report_formats(CPU, torch.float32, 32, 16) if one.format == "nf4"
+        one
+        for one in doctor.report_formats(doctor.Subject(CPU, torch.float32, 32, 16))
+        if one.format == "nf4"
     ]
     assert report.kernel == "sdpa"
     assert "'nf4' of keys and values" in dict(report.others)["c"]

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kv_hf.pages.group import PageGroup
-from kv_hf.row_pages import RowPages, first_sealing_step, page_peaks, page_use
+from kv_hf.row_pages import RowPages, page_peaks, page_use
 
 SIZES = st.builds(
     RowPages,
@@ -68,26 +68,6 @@ def test_without_a_prompt_no_prompt_takes_more(sizes, lengths, new):
     assert bound.most == page_use(sizes, rows, 1).most
     longer = page_use(sizes, [tokens + 1 for tokens in rows])
     assert longer.most >= bound.most and all(map(int.__ge__, longer.held, bound.held))
-
-
-@settings(max_examples=50)
-@given(sizes=SIZES, lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3))
-def test_the_first_step_that_takes_a_page(sizes, lengths):
-    new = 2 * sizes.page_size
-    group = PageGroup(
-        sizes.page_size, sizes.sink_tokens, sizes.recent_tokens, None, window=sizes.window
-    )
-    width = max(lengths)
-    group.observe_padding(torch.tensor([[0] * (width - n) + [1] * n for n in lengths]))
-    group.append(0, 0, len(lengths), width)
-    group.tracker.done(0)
-    found = None
-    for step in range(1, new + 1):
-        if found is None and group.check_append(len(lengths), 1):
-            found = step
-        group.append(0, step, len(lengths), 1)
-        group.tracker.done(0)
-    assert first_sealing_step(sizes, [length + new for length in lengths], new) == found
 
 
 @pytest.mark.parametrize("window", [None, 1024, 131_072])

@@ -4,8 +4,8 @@ import copy
 import json
 import logging
 import socket
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import planned_models
 import pytest
@@ -49,14 +49,6 @@ def write(folder, config):
 
 
 # -- presets and the hub ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),  # as their makers give them
-    [("llama-3.1-8b", 8.03), ("deepseek-v3", 671.0), ("gpt-oss-120b", 116.8)],
-)
-def test_weights_of_presets_are_those_that_their_makers_give(name, billions):
-    assert load_inventory(name).parameters / 1e9 == pytest.approx(billions, rel=0.004)
 
 
 def test_presets_are_configs_with_their_sources():
@@ -126,13 +118,6 @@ def test_folders_files_configs_and_inventories_say_the_same(tmp_path, monkeypatc
 def test_configs_of_no_decoder_are_refused(tmp_path, text, message):
     with pytest.raises(kv_hf.KVCacheError, match=message):
         load_inventory(write(tmp_path / "new", text))
-
-
-def test_fields_that_break_the_code_that_reads_them_end_in_an_error(tmp_path):
-    config = {**tiny_models.make_config("llama").to_dict(), "layer_types": ["\x1b[2J"]}
-    with pytest.raises(kv_hf.KVCacheError) as caught:
-        load_inventory(write(tmp_path / "new", config))
-    assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 1500
 
 
 def test_the_dtype_is_what_is_given_then_the_configs_then_that_of_the_files(tmp_path, caplog):
@@ -266,19 +251,9 @@ def test_nothing_else_notices_a_forward(caplog, monkeypatch):
 
 
 def test_forwards_in_threads_do_not_mix():
-    families = ["llama", "gpt2", "gemma", "phi"] * 2
-    alone = {family: load_inventory(tiny_models.make_config(family)) for family in families}
-    found = [None] * len(families)
-
-    def work(index):
-        found[index] = load_inventory(tiny_models.make_config(families[index]))
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(families))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [alone[family] for family in families]
+    configs = [tiny_models.make_config(family) for family in ["llama", "gpt2", "gemma", "phi"] * 2]
+    with ThreadPoolExecutor(len(configs)) as threads:
+        assert list(threads.map(load_inventory, configs)) == list(map(load_inventory, configs))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import kv_hf
 from kv_hf import backends, cli
 from kv_hf.backend_names import auto_names, kernel_choices
 from kv_hf.backends import plugins, registry
-from kv_hf.doctor.kernels import report_formats
+from kv_hf.doctor.kernels import Subject, report_formats
 
 CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ def test_auto_tries_the_lowest_priority_last(counting):
 
 
 def test_doctor_lists_a_registered_backend(counting, capsys):
-    for report in report_formats(CPU, torch.float32, 32, 16):
+    for report in report_formats(Subject(CPU, torch.float32, 32, 16)):
         assert dict(report.others)["counting"] is None
     cli.main(["doctor", "--device", "cpu", "--head-dim", "32", "--seconds", "1000"])
     assert "counting" in capsys.readouterr().out

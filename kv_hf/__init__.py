@@ -10,7 +10,6 @@ pages; `uninstall()` takes both back. `cache_names()` lists the names; `register
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .backends.plugins import load_plugins as _load_backends
 from .cache import compat as _compat  # noqa: F401  (an old transformers is named first)
 from .cache.cross import CrossCache
 from .cache.encoder_decoder import PagedEncoderDecoderCache
@@ -33,14 +32,11 @@ from .errors import (
     UnsupportedModelError,
 )
 from .formats import (
-    IMPLEMENTATIONS,
     Format,
     Scheme,
     cache_names,
     register_format,
-    unregister_format,
 )
-from .formats.plugins import load_plugins as _load_formats
 from .serving.batch_counts import BatchCounts
 from .serving.install import install, uninstall
 from .spec import MemoryReport, PageSpec, predict_memory
@@ -62,7 +58,6 @@ _LATER = {
 }
 _PARTS = ("doctor", "evaluation", "gqa", "planner", "texts")
 __all__ = [
-    "IMPLEMENTATIONS",
     "BatchCounts",
     "CacheConfig",
     "CacheFileError",
@@ -101,7 +96,6 @@ __all__ = [
     "register_format",
     "uninstall",
     "unregister_cache",
-    "unregister_format",
 ]
 
 if TYPE_CHECKING:
@@ -133,6 +127,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_LATER, *_PARTS})
 
 
-_load_formats()
-_load_backends()
 install()

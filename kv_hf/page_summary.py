@@ -49,7 +49,7 @@ def summary_of(keys: SideSpec) -> Summary:
         return Summary.ALL_CHANNELS
     if scheme.is_exact:
         return Summary.TOKENS
-    if scheme.format.native_number is None or scheme.scale_group is None or scheme.rotated:
+    if scheme.native_number is None or scheme.scale_group is None or scheme.rotated:
         return Summary.ALL_CHANNELS
     if scheme.code == "unsigned":
         per_channel = scheme.scale_group[1] == 1 and scheme.offset_group == scheme.scale_group

@@ -8,7 +8,7 @@ import torch
 
 import kv_hf
 from kv_hf.formats import WHOLE_HEAD, WHOLE_PAGE
-from kv_hf.formats.grouping import divisor, join, over_groups, split
+from kv_hf.formats.linear import divisor, join, over_groups, split
 
 LEVELS = torch.tensor([
     -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,

@@ -12,7 +12,7 @@ from ..spec import PageSpec, SideSpec
 
 def unread_formats(spec: PageSpec) -> str | None:
     """Return which formats of the pages no compiled kernel reads, as a sentence, or None."""
-    unread = [side for side in spec.sides if side.scheme.format.native_number is None]
+    unread = [side for side in spec.sides if side.scheme.native_number is None]
     if not unread:
         return None
     formats = dict.fromkeys(side.scheme.name for side in unread)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..quant.codec import decode
-from ..quant.rotation import block, rotate
+from ..quant.codec import block, decode, rotate
 from ..spec import SideSpec
 from .inputs import PagedKV
 

@@ -150,8 +150,7 @@ class PrefixStore:
         for name, held in self._formats.items():
             if formats[name] != held:
                 raise CacheOptionError(
-                    f"prefix_store holds pages of a format {name!r} that was unregistered, and another one has its name "
-                    "now; use one store per model and format"
+                    f"prefix_store holds pages of another format {name!r} than the one that is registered now; use one store per model and format"
                 )
         return self.arena
 

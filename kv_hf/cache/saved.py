@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
@@ -139,7 +139,7 @@ class Description(_Described):
 
     Attributes:
         options: CacheConfig.to_dict(), without those that say where pages lie.
-        formats: registered formats of its pages -> their versions; none for shipped ones.
+        formats: registered formats of its pages; none for shipped ones.
         model: identity of the model (identity.py).
         groups: in the order of PagedCache.groups.
         layers: the layers that hold something.
@@ -147,7 +147,7 @@ class Description(_Described):
     """
 
     options: dict[str, Any]
-    formats: dict[str, Any]
+    formats: list[str]
     model: dict[str, Any]
     groups: Annotated[tuple[SavedGroup, ...], Field(min_length=1)]
     layers: Annotated[tuple[SavedLayer, ...], Field(min_length=1)]
@@ -280,8 +280,8 @@ def _options(given: CacheConfig) -> dict[str, Any]:
     return {name: value for name, value in given.to_dict().items() if name != "cuda_graph"}
 
 
-def _registered(state: CacheState) -> dict[str, int]:
-    """Return the versions of the formats of other packages that pages are in.
+def _registered(state: CacheState) -> list[str]:
+    """Return the names of the formats of other packages that pages are in.
 
     Raises: CacheOptionError where another format is registered under the name of one of them.
     """
@@ -291,9 +291,9 @@ def _registered(state: CacheState) -> dict[str, int]:
         if FORMATS.get(one.name) != one:
             raise CacheOptionError(
                 f"format {one.name!r} of this cache's pages is not the one that is registered now under this name: "
-                "unregister that one and register the cache's own again, then save"
+                "register the cache's own again, then save"
             )
-    return {one.name: one.version for one in found if not is_shipped(one.name)}
+    return sorted(one.name for one in found if not is_shipped(one.name))
 
 
 def _layer_parts(layer: LayerState, state: CacheState) -> dict[str, Callable[[], torch.Tensor]]:
@@ -474,18 +474,13 @@ def _token_ids(tensors: FileTensors, group: GroupState) -> torch.Tensor | None:
     return found
 
 
-def _check_formats(claimed: Mapping[str, Any]) -> None:
-    """Raise CacheFileError unless the registered formats that a file claims are here, in the same versions."""
-    for name, version in claimed.items():
+def _check_formats(claimed: Sequence[str]) -> None:
+    """Raise CacheFileError unless the registered formats that a file claims are here."""
+    for name in claimed:
         if name not in FORMATS:
             raise CacheFileError(
                 f"its pages are in the format {short(name)}, which is not registered here; import the package that has it, "
                 "or call kv_hf.register_format first"
-            )
-        if FORMATS[name].version != version:
-            raise CacheFileError(
-                f"its pages are in version {short(version)} of format {short(name)}, and version {FORMATS[name].version} is "
-                "registered here"
             )
 
 

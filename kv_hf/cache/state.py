@@ -13,8 +13,7 @@ from ..config import CacheConfig, names_of
 from ..errors import CacheMismatchError, StaleHandleError
 from ..pages.group_state import GroupState
 from ..pages.storage import PageStorage
-from ..quant.channel_order import is_order
-from ..quant.packing import lay_out, pick_up
+from ..quant.codec import is_order, lay_out, pick_up
 from ..spec import ROWS, PageSpec, SideSpec
 from .adapters import Adapters
 

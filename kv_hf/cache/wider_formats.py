@@ -7,7 +7,7 @@ import torch
 
 from ..backends.registry import layout_for, why_not
 from ..errors import CacheOptionError
-from ..formats import format_names, get_format
+from ..formats import format_names
 from ..pages.widened import Wider
 from ..quant.strain import Sample, Strain, usual_damage
 from ..spec import PageSpec, SideSpec
@@ -89,12 +89,13 @@ class WiderFormats:
         """Yield (format, pages with it) for all wider formats that the kernel reads, but exact."""
         bits = spec.sides[side].bits_per_element
         for name in format_names(SIDES[side]):
-            if name == "exact" or get_format(name).native_number is None:
+            if name == "exact":
                 continue
             try:
                 made = self.spec(before.and_also(SIDES[side], name, ""), spec)
             except CacheOptionError:  # its groups do not fit these sizes
                 continue
-            wide = made.sides[side].bits_per_element > bits
+            found = made.sides[side]
+            wide = found.scheme.native_number is not None and found.bits_per_element > bits
             if wide and why_not(self.kernel, self.device, made) is None:
                 yield name, made

@@ -1,32 +1,31 @@
 """Number formats of stored keys and values, and the names of caches that store in them: a registry, not a list.
 
-A format is one file here, or one in another package (docs/formats.md, "Add a format"). Knows no page and no cache.
+A format is a row of linear.py, or a class of another package (docs/formats.md, "Add a format"). Knows no page and no cache.
 """
-
-from typing import Any
 
 from ..errors import CacheOptionError
 from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Format, Scheme, get_format
-from .named import Implementations, cache_names, cache_options, is_cache_name
+from .linear import Float8Format, Groups, RangeFormat, SignedFormat, per_channel, per_token
+from .named import cache_names, cache_options, is_cache_name
 from .registry import (
     check_format,
     format_names,
     is_shipped,
-    native_names,
     readers_of,
     register_format,
-    two_sided_names,
-    unregister_format,
 )
 
 __all__ = [
     "ATTENTION_NAME",
-    "IMPLEMENTATIONS",
     "SIDES",
     "WHOLE_HEAD",
     "WHOLE_PAGE",
+    "Float8Format",
     "Format",
+    "Groups",
+    "RangeFormat",
     "Scheme",
+    "SignedFormat",
     "cache_names",
     "cache_options",
     "check_format",
@@ -38,29 +37,14 @@ __all__ = [
     "k_rope_scheme",
     "key_scheme",
     "latent_scheme",
-    "native_names",
+    "per_channel",
+    "per_token",
     "readers_of",
     "register_format",
-    "two_sided_names",
-    "unregister_format",
     "value_scheme",
 ]
 
 ATTENTION_NAME = "kv_hf"  # what transformers knows the paged attention by
-IMPLEMENTATIONS = Implementations()
-
-# names of before the registry -> the side whose formats they list; read anew at every access
-_LISTS = {"LATENT_FORMAT_NAMES": "latent", "K_ROPE_FORMAT_NAMES": "k_rope"}
-
-
-def __getattr__(name: str) -> Any:
-    """Return the formats of a side under the name that their list had: `format_names` is the one that stays true."""
-    if name == "FORMAT_NAMES":  # which were for keys and for values alike
-        values = format_names("values")
-        return tuple(one for one in format_names("keys") if one in values)
-    if name in _LISTS:
-        return format_names(_LISTS[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def key_scheme(name: str, group_size: int | None = None) -> Scheme:

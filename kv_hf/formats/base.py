@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -18,6 +18,16 @@ GROUP_OPTIONS = ("key_group_size", "value_group_size", "latent_group_size")
 WHOLE_PAGE = 0  # a group that spans all tokens of a page
 WHOLE_HEAD = 0  # a group that spans all channels of a head
 SCALE_DTYPES = {16: torch.float16, 32: torch.float32}  # by Scheme.scale_bits
+# (arithmetic, bits of a code) -> the number by which C's enum Format and Triton know it; exact's 0 to 2 are the dtypes'
+NATIVE_NUMBERS = {
+    ("none", 0): 0,
+    ("signed", 8): 3,
+    ("unsigned", 4): 4,
+    ("unsigned", 2): 5,
+    ("float8", 8): 6,
+    ("unsigned", 8): 7,
+    ("unsigned", 3): 8,
+}
 
 # codes [.., page_size, head_dim], and scales and offsets [.., token groups, channel groups] where there are any
 Encoded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -26,7 +36,8 @@ Encoded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 class Format(ABC):
     """A number format of stored keys, values, latents or RoPE keys; one object per format, held by the registry.
 
-    A subclass in one file is a whole format (docs/formats.md shows one), which `kv_hf.register_format` makes known.
+    The shipped ones are rows of formats/linear.py. A subclass in one file is a format of another arithmetic, which
+    `kv_hf.register_format` makes known (docs/formats.md shows one) and the implementations in torch read.
 
     Attributes:
         name: by which options and files call it: lower-case letters, digits and underscores.
@@ -36,25 +47,14 @@ class Format(ABC):
         group_options: side -> the option of CacheConfig (one of GROUP_OPTIONS) that sets the size of its groups;
             a side that is not there has groups of a fixed size.
         k_rope: format of the RoPE keys beside latents in this one, where no option names another.
-        native_number: the number by which the compiled kernels (enum Format of the CPU kernels, which is written from these
-            numbers, and Triton's) know the codes. None: they do not read it; the implementations in torch do, by `decode`.
-        native_code: what those kernels call the arithmetic of the codes: "unsigned", "signed" or "float8". A format
-            with a native_number of its own has a `code` of its own, its name.
-        native_wide: the same number for the codes of wide channels (see Scheme.wide_bits), where a scheme has some.
-        version: saved in files and pickles beside the name, a whole number. Count it up when the same numbers get other
-            bytes, or bytes other numbers: nothing else tells an old file from a new one.
     """
 
-    name: ClassVar[str]
-    bits: ClassVar[int]
-    code_dtype: ClassVar[torch.dtype] = torch.uint8
-    sides: ClassVar[tuple[str, ...]] = ("keys", "values")
-    group_options: ClassVar[Mapping[str, str]] = {}
-    k_rope: ClassVar[str] = "int8"
-    native_number: ClassVar[int | None] = None
-    native_code: ClassVar[str] = ""
-    native_wide: ClassVar[int | None] = None
-    version: ClassVar[int] = 1
+    name: str
+    bits: int
+    code_dtype: torch.dtype = torch.uint8
+    sides: tuple[str, ...] = ("keys", "values")
+    group_options: Mapping[str, str] = {}
+    k_rope: str = "int8"
 
     @abstractmethod
     def scheme(self, side: str, group_size: int | None = None) -> "Scheme":
@@ -93,8 +93,8 @@ class Format(ABC):
 
     @property
     def code(self) -> str:
-        """Return the backends' name for the arithmetic of the codes; the format's name if no compiled kernel knows it."""
-        return self.native_code or self.name
+        """Return what kernels call the arithmetic of the codes; the format's name where no compiled kernel knows it."""
+        return self.name
 
     def reads(self, option: str) -> bool:
         """Say whether any side of this format has groups whose size `option` sets."""
@@ -120,15 +120,6 @@ class Format(ABC):
     def __repr__(self) -> str:
         return self.name
 
-    def __eq__(self, other: object) -> bool:
-        """Say whether both have one arithmetic: objects of one class that hold nothing do, others only if they are one."""
-        if self is other:
-            return True
-        return type(self) is type(other) and not vars(self) and not vars(other)
-
-    def __hash__(self) -> int:
-        return hash(type(self))
-
     def __copy__(self) -> "Format":
         return self
 
@@ -137,7 +128,7 @@ class Format(ABC):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return of_version, (self.name, self.version)
+        return get_format, (self.name,)
 
 
 @dataclass(frozen=True)
@@ -147,8 +138,8 @@ class Scheme:
     Attributes:
         name: of the format.
         code: "none" (model dtype, no scale), "unsigned" (codes 0 .. 2^bits - 1 from the group's minimum), "signed" (codes
-            -qmax .. qmax around the offset), "float8" (e4m3 around the offset), or the name of a format that no compiled
-            kernel reads.
+            -qmax .. qmax around the offset), "float8" (e4m3 around the offset), or the name of a format whose arithmetic no
+            compiled kernel knows.
         bits: bits of a code; 0 for code "none".
         scale_group: (tokens, channels) that share a scale: n > 0 exactly n, 0 all of the page or of the head,
             -n the largest divisor of at most n (a default, which must fit every model).
@@ -210,6 +201,16 @@ class Scheme:
     def is_exact(self) -> bool:
         """True when numbers are stored as they are."""
         return self.code == "none"
+
+    @property
+    def native_number(self) -> int | None:
+        """Number by which compiled kernels know the codes; None: the implementations in torch alone read them."""
+        return NATIVE_NUMBERS.get((self.code, self.bits))
+
+    @property
+    def native_wide(self) -> int | None:
+        """The same number for the codes of wide channels; None where there are none."""
+        return NATIVE_NUMBERS.get((self.code, self.wide_bits))
 
     @property
     def codes_per_byte(self) -> int:
@@ -303,9 +304,6 @@ def _size(asked: int, whole: int) -> int:
 
 
 FORMATS: dict[str, Format] = {}  # every known format by its name; the registry writes to it
-GONE: set[str] = (
-    set()
-)  # names of formats that were taken back, which caches may still hold pages in
 
 
 def get_format(name: str) -> Format:
@@ -313,27 +311,7 @@ def get_format(name: str) -> Format:
     found = FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
         raise CacheOptionError(
-            f"format {name!r} is not registered: there are {', '.join(FORMATS)}; {missing_format(name)}"
-        )
-    return found
-
-
-def missing_format(name: object) -> str:
-    """Return what to do about a format that is not registered."""
-    if isinstance(name, str) and name in GONE:
-        return (
-            f"kv_hf.unregister_format took {name!r} back: call kv_hf.register_format with its class again before a cache "
-            "of its pages is saved, loaded, unpickled or made anew"
-        )
-    return "one of another package is there once kv_hf.register_format has been called with it"
-
-
-def of_version(name: str, version: int) -> Format:
-    """Return a format for a pickle that holds codes of it. Raises CacheOptionError where another version is registered."""
-    found = get_format(name)
-    if found.version != version:
-        raise CacheOptionError(
-            f"this pickle holds version {version!r} of format {name!r}, and version {found.version!r} is registered here; "
-            "register the class of that version"
+            f"format {name!r} is not registered: there are {', '.join(FORMATS)}; one of another package is there once "
+            "kv_hf.register_format has been called with it"
         )
     return found

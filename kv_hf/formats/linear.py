@@ -1,23 +1,151 @@
-"""Codes on a straight line, `x = code * scale + offset`: the arithmetic of all shipped formats but exact.
+"""The shipped formats: rows of one table, of exact numbers and of codes on a straight line, `x = code * scale + offset`.
 
 Every step is elementwise, a minimum or a maximum, so the bytes of a page depend on its numbers alone and not on how
 many pages are encoded together. The compiled kernels do the same, bit by bit.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from .base import Encoded, Format, Scheme
-from .grouping import divided, divisor, join, over_groups, split
+from .base import SIDES, WHOLE_HEAD, WHOLE_PAGE, Encoded, Format, Scheme
 
 SCALE_MAX = torch.finfo(torch.float16).max  # 65504: scales and offsets must stay finite
 E4M3 = torch.finfo(torch.float8_e4m3fn)
 
 
+def split(numbers: torch.Tensor, group: tuple[int, int] | None) -> torch.Tensor:
+    """Cut [.., tokens, channels] into groups: [.., token groups, group tokens, channel groups, group channels].
+
+    The extremes of each group are `split(numbers, group).amin((-3, -1))`, [.., token groups, channel groups].
+
+    Args:
+        group: (tokens, channels) of a group, which divide the sizes.
+    """
+    assert group is not None
+    *lead, tokens, channels = numbers.shape
+    return numbers.reshape(*lead, tokens // group[0], group[0], channels // group[1], group[1])
+
+
+def join(groups: torch.Tensor) -> torch.Tensor:
+    """Undo `split`: [.., token groups, group tokens, channel groups, group channels] to [.., tokens, channels]."""
+    return groups.flatten(-2).flatten(-3, -2)
+
+
+def over_groups(per_group: torch.Tensor) -> torch.Tensor:
+    """Return [.., token groups, channel groups] as fp32, broadcastable against what `split` returns."""
+    return per_group.float()[..., :, None, :, None]
+
+
+def divisor(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales [any shape] to divide by, fp32: 1 where a scale is 0.
+
+    The numbers of a group with scale 0 are all the same, and so are its codes.
+    """
+    scale = scale.float()
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
+    """Return numbers [any shape] / by in their dtype, rounded once.
+
+    On a GPU torch multiplies by the reciprocal of a plain number, which rounds twice.
+    """
+    return numbers / torch.full_like(numbers, by)
+
+
+class Exact(Format):
+    """Numbers as they are, in the model's dtype, without scales."""
+
+    name = "exact"
+    bits = 0
+    sides = SIDES
+    k_rope = "exact"
+    code = "none"
+
+    def scheme(self, side: str, group_size: int | None = None) -> Scheme:
+        """Return the scheme of any side: there is nothing to choose."""
+        return self.made()
+
+    def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
+        """Return the numbers [.., page_size, head_dim] as their own codes, without scale or offset."""
+        return numbers, None, None
+
+    def decode(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor | None,
+        offset: torch.Tensor | None,
+        scheme: Scheme,
+    ) -> torch.Tensor:
+        """Return the codes [.., page_size, head_dim], which are the numbers, in their own dtype."""
+        return codes
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one side of a format.
+
+    Attributes:
+        scale: (tokens, channels) that share a scale, as Scheme.scale_group.
+        offset: the same for offsets: `scale` again, or groups that no option changes, or None for none.
+        option: of CacheConfig, which sets the tokens of a group ("key_group_size") or its channels; None: nothing does.
+        clip, scale_bits, rotated, wide_bits, wide_part: as in Scheme.
+    """
+
+    scale: tuple[int, int]
+    offset: tuple[int, int] | None = None
+    option: str | None = None
+    clip: float = 1.0
+    scale_bits: int = 16
+    rotated: bool = False
+    wide_bits: int = 0
+    wide_part: float = 0.0
+
+    def sized(self, size: int | None) -> "Groups":
+        """Return these groups with what the option says; None keeps them."""
+        if size is None or self.option is None:
+            return self
+        tokens, channels = self.scale
+        scale = (size, channels) if self.option == "key_group_size" else (tokens, size)
+        return replace(self, scale=scale, offset=self.offset and scale)
+
+
 class LinearFormat(Format):
-    """A format that decodes to `code * scale + offset`."""
+    """A format that decodes to `code * scale + offset`: a row of the table below, or one that a user registers.
+
+    A subclass with an arithmetic of its own is read in torch: compiled kernels know these very classes.
+
+    Args:
+        groups: side -> how its numbers are grouped.
+        name, bits, k_rope: as in Format.
+    """
+
+    arithmetic: str  # what compiled kernels call the codes of exactly this class
+
+    def __init__(
+        self, name: str, bits: int, groups: Mapping[str, Groups], k_rope: str = "int8"
+    ) -> None:
+        self.name, self.bits, self.k_rope = name, bits, k_rope
+        self.groups, self.sides = groups, tuple(groups)
+        self.group_options = {side: one.option for side, one in groups.items() if one.option}
+
+    @property
+    def code(self) -> str:
+        """Return the arithmetic of the class, or the format's name for a subclass of another package."""
+        return self.arithmetic if type(self) in ARITHMETICS else self.name
+
+    def scheme(self, side: str, group_size: int | None = None) -> Scheme:
+        """Return how numbers of one side are stored, in groups of `group_size` where an option sets their size."""
+        given = self.groups[side].sized(group_size)
+        rest = {
+            name: getattr(given, name)
+            for name in ("clip", "scale_bits", "rotated", "wide_bits", "wide_part")
+        }
+        return self.made(given.scale, given.offset, **rest)
 
     def decode(
         self,
@@ -33,23 +161,26 @@ class LinearFormat(Format):
             scale, offset: [.., token groups, channel groups], the scheme's scale_dtype; offset may be None.
         """
         assert scale is not None
-        numbers = self.numbers_of(codes)
-        if scheme.code == "unsigned" and offset is None:
-            numbers = numbers - 0.5 * _top(scheme.bits)
+        numbers = self.numbers_of(codes, scheme)
         numbers = join(split(numbers, scheme.scale_group) * over_groups(scale))
         if offset is None:
             return numbers
         return join(split(numbers, scheme.offset_group) + over_groups(offset))
 
-    def numbers_of(self, codes: torch.Tensor) -> torch.Tensor:
+    def numbers_of(self, codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         """Return the numbers that codes [any shape] stand for, fp32."""
         return codes.float()
 
 
 class RangeFormat(LinearFormat):
-    """Codes 0 .. 2^bits - 1 over the range of a group: kernels call them "unsigned"."""
+    """Codes 0 .. 2^bits - 1 over the range of a group, or around 0 where the scheme has no offset."""
 
-    native_code = "unsigned"
+    arithmetic = "unsigned"
+
+    def numbers_of(self, codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+        """Return the codes [any shape], fp32, from 0 or around 0."""
+        middle = 0.0 if scheme.offset_group is not None else 0.5 * _top(scheme.bits)
+        return codes.float() - middle
 
     def encode(self, numbers: torch.Tensor, scheme: Scheme) -> Encoded:
         """Return codes of equal steps from the minimum to the maximum of each group, less what `clip` cuts off.
@@ -129,10 +260,9 @@ class CenteredFormat(LinearFormat):
 
 
 class SignedFormat(CenteredFormat):
-    """Integer codes of 8 bits with a sign: kernels call them "signed"."""
+    """Integer codes of 8 bits with a sign."""
 
-    native_code = "signed"
-    bits = 8
+    arithmetic = "signed"
     code_dtype = torch.int8
     top = 127.0
 
@@ -148,8 +278,7 @@ class Float8Format(CenteredFormat):
         mantissa_bits, exponent_bias: of a code (3 and 7), for kernels that work on bits.
     """
 
-    native_code = "float8"
-    bits = 8
+    arithmetic = "float8"
     top = E4M3.max  # 448
     mantissa_bits = int(-math.log2(E4M3.eps))
     exponent_bias = 1 - int(math.log2(E4M3.smallest_normal))
@@ -158,6 +287,56 @@ class Float8Format(CenteredFormat):
         """Return the e4m3 numbers nearest to numbers [any shape], as bytes in uint8."""
         return steps.to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def numbers_of(self, codes: torch.Tensor) -> torch.Tensor:
+    def numbers_of(self, codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         """Return the e4m3 numbers of bytes [any shape], fp32."""
         return codes.contiguous().view(torch.float8_e4m3fn).float()
+
+
+ARITHMETICS = (RangeFormat, SignedFormat, Float8Format)
+
+
+def per_channel(tokens: int = WHOLE_PAGE, **rest: Any) -> Groups:
+    """Return groups of `tokens` tokens of a channel, with a scale and an offset each; `rest`: fields of Groups."""
+    return Groups((tokens, 1), (tokens, 1), "key_group_size", **rest)
+
+
+def per_token(channels: int = WHOLE_HEAD, **rest: Any) -> Groups:
+    """Return groups of `channels` channels of a token, with a scale and an offset each; `rest`: fields of Groups."""
+    return Groups((1, channels), (1, channels), "value_group_size", **rest)
+
+
+# A scale per page and head, and an offset per channel: it removes the large constant that some models add to some channels
+_CENTERED = Groups((WHOLE_PAGE, WHOLE_HEAD), (WHOLE_PAGE, 1))
+_TOKEN = Groups((1, WHOLE_HEAD))
+_BLOCKS = Groups((1, -128), option="latent_group_size")
+_OF_8_BITS = {"keys": _CENTERED, "values": _TOKEN, "latent": _BLOCKS}
+# Four codes have to cover everything, so the outer 20 % of a key's range and 10 % of a value's saturate
+_KEYS_OF_2_BITS = per_channel(-32, clip=0.8)
+# Behind the rotation 3-bit numbers lie about 0, which an offset would not improve
+_AROUND_0 = Groups((1, WHOLE_HEAD), option="value_group_size", clip=0.9, rotated=True)
+
+# In this order everywhere. Latents of 4 and 2 bits are grouped as keys are: on latents made of real keys and values, groups
+# along the rank lose four times as much and more, unless all channels are alike (docs/mla.md). The channels of a `mixed`
+# format that are wide are chosen anew for each page and head. fp8_ds_mla is the record of DeepSeek's kernels, 656 bytes
+# for a rank of 512 and 64 bf16 RoPE channels (FlashMLA).
+SHIPPED: tuple[Format, ...] = (
+    Exact(),
+    Float8Format("fp8", 8, _OF_8_BITS),
+    SignedFormat("int8", 8, {**_OF_8_BITS, "k_rope": _CENTERED}),
+    RangeFormat("int4", 4, {"keys": per_channel(), "values": per_token(), "latent": per_channel()}),
+    RangeFormat(
+        "int2",
+        2,
+        {
+            "keys": _KEYS_OF_2_BITS,
+            "values": per_token(-32, clip=0.9),
+            "latent": _KEYS_OF_2_BITS,
+        },
+    ),
+    Float8Format("fp8_ds_mla", 8, {"latent": Groups((1, 128), scale_bits=32)}, k_rope="exact"),
+    RangeFormat("int4_mixed", 4, {"keys": per_channel(wide_bits=8, wide_part=1 / 4)}),
+    RangeFormat("int2_mixed", 2, {"keys": per_channel(clip=0.9, wide_bits=4, wide_part=3 / 8)}),
+    RangeFormat("int4_rotated", 4, {"values": per_token(rotated=True)}),
+    RangeFormat("int3_rotated", 3, {"values": _AROUND_0}),
+    RangeFormat("int2_rotated", 2, {"values": per_token(clip=0.8, rotated=True)}),
+)

@@ -9,36 +9,21 @@ from typing import TypeVar
 from ..checks import check_choice
 from ..errors import CacheOptionError, first_line
 from . import named
-from .base import FORMATS, GONE, Format, get_format, missing_format
-from .exact import Exact
-from .fp8 import Fp8
-from .fp8_ds_mla import Fp8DsMla
-from .int2 import Int2
-from .int2_mixed import Int2Mixed
-from .int2_rotated import Int2Rotated
-from .int3_rotated import Int3Rotated
-from .int4 import Int4
-from .int4_mixed import Int4Mixed
-from .int4_rotated import Int4Rotated
-from .int8 import Int8
-from .trial import check_arithmetic, check_attributes
-
-# in this order everywhere
-_SHIPPED = (
-    Exact, Fp8, Int8, Int4, Int2, Fp8DsMla, Int4Mixed, Int2Mixed, Int4Rotated, Int3Rotated, Int2Rotated,
-)  # fmt: skip
+from .base import FORMATS, Format
+from .checked import check_arithmetic, check_attributes
+from .linear import SHIPPED
 
 _OF_CACHES = ("keys", "values")  # the sides that every cache name stands for
 
 Given = TypeVar("Given", bound="Format | type[Format]")
 
-FORMATS.update({kind.name: kind() for kind in _SHIPPED})
+FORMATS.update({one.name: one for one in SHIPPED})
 _lock = threading.RLock()
 
 
-def format_names(side: str = "keys") -> tuple[str, ...]:
-    """Return the names of all formats that may be used for one of base.SIDES, the shipped ones first."""
-    return tuple(name for name, found in list(FORMATS.items()) if side in found.sides)
+def format_names(*sides: str) -> tuple[str, ...]:
+    """Return the names of all formats that may be used for each of these base.SIDES, the shipped ones first."""
+    return tuple(name for name, found in list(FORMATS.items()) if {*sides} <= {*found.sides})
 
 
 def check_format(argument: str, name: object, side: str = "keys") -> None:
@@ -47,18 +32,13 @@ def check_format(argument: str, name: object, side: str = "keys") -> None:
     For the name of a cache the message says which formats of keys and values the cache has.
     """
     names = format_names(side)
-    if isinstance(name, str) and name not in names and name not in GONE and side in _OF_CACHES:
+    if isinstance(name, str) and name not in names and side in _OF_CACHES:
         formats = named.formats_named(name)
         if formats is not None:
             raise CacheOptionError(
                 f"{argument} must be one of {', '.join(names)}, got {name!r}; the cache {formats}"
             )
-    try:
-        check_choice(argument, name, names)
-    except CacheOptionError as error:
-        if isinstance(name, str) and name in GONE:
-            raise CacheOptionError(f"{error}; {missing_format(name)}") from None
-        raise
+    check_choice(argument, name, names)
 
 
 def readers_of(option: str) -> tuple[str, ...]:
@@ -66,44 +46,9 @@ def readers_of(option: str) -> tuple[str, ...]:
     return tuple(name for name, found in list(FORMATS.items()) if found.reads(option))
 
 
-def native_names(side: str = "keys") -> tuple[str, ...]:
-    """Return the formats of a side that the compiled kernels read."""
-    return tuple(name for name in format_names(side) if FORMATS[name].native_number is not None)
-
-
-def two_sided_names() -> tuple[str, ...]:
-    """Return the formats that may be used for keys and for values, and that the compiled kernels read."""
-    values = native_names("values")
-    return tuple(name for name in native_names("keys") if name in values)
-
-
-def native_formats() -> dict[int | None, Format]:
-    """Return a shipped format for each number that compiled kernels know codes by; exact's codes have none."""
-    shipped = [FORMATS[kind.name] for kind in _SHIPPED if kind is not Exact]
-    return {one.native_number: one for one in reversed(shipped) if one.native_number is not None}
-
-
-def wide_codes() -> dict[int, int]:
-    """Return the bits of wide channels' unsigned codes, by the number that compiled kernels know these codes by."""
-    schemes = [
-        FORMATS[kind.name].scheme("keys") for kind in _SHIPPED if kind.native_wide is not None
-    ]
-    return {one.format.native_wide or 0: one.wide_bits for one in schemes}
-
-
-def native_codes() -> set[str]:
-    """Return what backends call the codes of shipped formats: names that mean something else than a format."""
-    return {FORMATS[kind.name].code for kind in _SHIPPED}
-
-
-def is_registered(kind: type) -> bool:
-    """Say whether the format of exactly this class is known."""
-    return any(type(found) is kind for found in list(FORMATS.values()))
-
-
 def is_shipped(name: str) -> bool:
     """Say whether a format comes with kv_hf."""
-    return any(kind.name == name for kind in _SHIPPED)
+    return any(one.name == name for one in SHIPPED)
 
 
 def register_format(format: Given) -> Given:
@@ -113,33 +58,36 @@ def register_format(format: Given) -> Given:
         class NF4(kv_hf.Format):
             ...
 
-    A format for keys and values brings the cache name `paged_<name>` along. Only the implementations in torch read it,
-    said once, unless its `native_number` says that the compiled kernels know its codes. docs/formats.md has an example.
+    A format for keys and values brings the cache name `paged_<name>` along. The implementations in torch read it, said
+    once; compiled kernels read rows of RangeFormat, SignedFormat and Float8Format alone. docs/formats.md has examples. A class
+    of the same module and name takes the place of the one before it, as where a cell of a notebook runs again; caches go on
+    with the format that they have.
 
     Args:
         format: a kv_hf.Format, or a class of one that takes no arguments.
     Returns: `format`, so that this can decorate a class.
-    Raises: CacheOptionError for a name that is taken, attributes that contradict each other, and codes of random numbers
+    Raises: CacheOptionError for a name that is taken, attributes that no format can have, and codes of random numbers
         that do not have the shapes and dtypes that `Format.encode` and `Format.decode` promise; nothing is changed then.
     """
     made = _made(format)
-    check_attributes(made, native_formats(), native_codes(), format_names("k_rope"))
+    check_attributes(made, format_names("k_rope"))
     check_arithmetic(made)
-    cache = f"paged_{made.name}"
     with _lock:
-        if made.name in FORMATS:
-            remedy = (
-                "choose another name"
-                if is_shipped(made.name)
-                else f"kv_hf.unregister_format({made.name!r}) takes it back"
+        before = FORMATS.get(made.name)
+        if before is not None and (is_shipped(made.name) or _origin(before) != _origin(made)):
+            raise CacheOptionError(
+                f"format {made.name!r} is registered already; choose another name"
             )
-            raise CacheOptionError(f"format {made.name!r} is registered already; {remedy}")
-        both = "keys" in made.sides and "values" in made.sides
-        if both:
-            named.add(cache, {"keys": made.name, "values": made.name}, made.name)
+        if {*_OF_CACHES} <= {*made.sides} and (
+            before is None or not {*_OF_CACHES} <= {*before.sides}
+        ):
+            named.add(f"paged_{made.name}", {"keys": made.name, "values": made.name})
         FORMATS[made.name] = made
-        GONE.discard(made.name)
     return format
+
+
+def _origin(format: Format) -> tuple[str, str]:
+    return type(format).__module__, type(format).__qualname__
 
 
 def _made(format: Format | type[Format]) -> Format:
@@ -159,26 +107,6 @@ def _made(format: Format | type[Format]) -> Format:
     return made
 
 
-def unregister_format(name: str) -> None:
-    """Forget a format that `register_format` made known, and its cache name. Caches that hold its pages go on.
-
-    Raises: CacheOptionError for a shipped format, one that is not registered, and one that a registered cache name needs.
-    """
-    with _lock:
-        get_format(name)
-        if is_shipped(name):
-            raise CacheOptionError(f"format {name!r} comes with kv_hf and stays")
-        users = [one for one in named.users_of(name) if one != f"paged_{name}"]
-        if users:
-            raise CacheOptionError(
-                f"format {name!r} is needed by the cache names {', '.join(users)}; take those back with "
-                "kv_hf.unregister_cache first"
-            )
-        del FORMATS[name]
-        GONE.add(name)
-        named.drop_of_format(name)
-
-
 for _name, _keys, _values, _latent in (
     ("paged_exact", "exact", "exact", None),
     ("paged_fp8", "fp8", "fp8", None),
@@ -192,4 +120,4 @@ for _name, _keys, _values, _latent in (
     ("paged_int2_v1", "int2", "int2", None),  # what paged_int2 was at first
 ):
     _options = {"keys": _keys, "values": _values, **({"latent": _latent} if _latent else {})}
-    named.ship(_name, _options, _keys if _keys == _values else None)
+    named.ship(_name, _options)

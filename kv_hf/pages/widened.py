@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..quant.codec import decode, encode
-from ..quant.packing import lay_out, pick_up
+from ..quant.codec import decode, encode, lay_out, pick_up
 from ..spec import PageFields, PageSpec, SideSpec
 from .persistent import persistent_tensors
 from .storage import PageStorage, SideStorage

@@ -22,7 +22,7 @@ from kv_hf.backends.error_bound import Rounding, attend_exactly, tokens_of
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.registry import chooser
 from kv_hf.cache.paged_cache import PagedCache
-from kv_hf.formats import FORMAT_NAMES
+from kv_hf.formats import format_names
 from kv_hf.hf.attention import kv_hf_attention
 from measure.runner import Contender, Fields, Verdict, in_turns, judge, workload
 from measure.shapes import SHAPES, captured, copy_bandwidth
@@ -221,7 +221,7 @@ def decode(
     layers = cold_layers(shape, batch, context, device)
     work = Step(shape, batch, context, layers, dtype, device)
     contenders = stock(work)
-    for name in FORMAT_NAMES:
+    for name in format_names("keys", "values"):
         contenders += paged(work, name)[:1]
     yield from speeds(contenders, work)
 

@@ -1,7 +1,7 @@
 """Caches of others at their best, by names that every command of the evaluation then takes.
 
     quanto_int4_channel, quanto_int2_channel    transformers' QuantizedCache, keys grouped per channel (ChannelKeys)
-    kivi_int4, kivi_int2, and .._window         KIVI's codes in pages of ours (Kivi)
+    kivi_int4, kivi_int2, and .._window         KIVI's codes in pages of ours (KIVI)
     turboquant_int4, turboquant_int2            TurboQuant's codes in pages of ours (TurboQuant)
 
 A row of a cache in pages of ours shows what the codes lose: sinks and exact tails are ours.
@@ -16,13 +16,11 @@ import torch
 from transformers import Cache, QuantizedCache
 from transformers.cache_utils import QuantoQuantizedLayer
 
-from kv_hf import PagedCache, register_format, unregister_format
+from kv_hf import PagedCache, register_format
 from kv_hf.cache_names import PEERS
 from kv_hf.evaluation import register_peer, unregister_peer
-from kv_hf.formats import WHOLE_HEAD, Format, Scheme
+from kv_hf.formats import WHOLE_HEAD, Format, RangeFormat, Scheme, per_channel, per_token
 from kv_hf.formats.base import Encoded
-from kv_hf.formats.linear import RangeFormat
-from kv_hf.formats.registry import is_registered
 
 GROUP, RESIDUAL = 32, 128  # of KIVI
 SEED = 42  # of TurboQuant's rotation
@@ -34,35 +32,14 @@ LEVELS = {
 }
 
 
-class Kivi(RangeFormat):
-    """KIVI's codes (arXiv 2402.02750): keys per channel, values per token, groups of 32, no clipping, no sinks.
-
-    KIVI keeps a residual of R = 128 tokens. Its keys are quantized 128 at a time, so that 0 to 127 of them are exact; of
-    its values the newest 128 are. Pages hold keys and values of the same tokens, so that two names enclose KIVI:
-
-        kivi_intN          pages of 128: the keys' rule to the token, and as many exact values (KIVI: always 128)
-        kivi_intN_window   pages of 32 behind the newest 128: at least KIVI's exact tokens on both sides (128 to 159)
-    """
-
-    group_options = {"keys": "key_group_size", "values": "value_group_size"}
-
-    def scheme(self, side: str, group_size: int | None = None) -> Scheme:
-        """Return groups of 32, or of `group_size`: tokens of a key's channel, channels of a value's token."""
-        size = GROUP if group_size is None else group_size
-        group = (1, size) if side == "values" else (size, 1)
-        return self.made(group, group)
-
-
-class Kivi2(Kivi):
-    """Codes 0 .. 3, the arithmetic of int2, which the compiled kernels read."""
-
-    name, bits, native_number = "kivi_int2", 2, 5
-
-
-class Kivi4(Kivi):
-    """Codes 0 .. 15, the arithmetic of int4."""
-
-    name, bits, native_number = "kivi_int4", 4, 4
+# KIVI's codes (arXiv 2402.02750): keys per channel, values per token, groups of 32, no clipping, no sinks.
+#
+# KIVI keeps a residual of R = 128 tokens. Its keys are quantized 128 at a time, so that 0 to 127 of them are exact; of
+# its values the newest 128 are. Pages hold keys and values of the same tokens, so that two names enclose KIVI:
+#
+#     kivi_intN          pages of 128: the keys' rule to the token, and as many exact values (KIVI: always 128)
+#     kivi_intN_window   pages of 32 behind the newest 128: at least KIVI's exact tokens on both sides (128 to 159)
+KIVI = {"keys": per_channel(GROUP), "values": per_token(GROUP)}
 
 
 @functools.cache
@@ -179,7 +156,12 @@ def paged_cache(named: Mapping[str, Any], config: Any, options: Mapping[str, Any
     return PagedCache.from_implementation(config, "paged_exact", {**named, **options})
 
 
-FORMATS = (Kivi2, Kivi4, TurboQuant4, TurboQuant2)
+FORMATS = (
+    RangeFormat("kivi_int2", 2, KIVI),
+    RangeFormat("kivi_int4", 4, KIVI),
+    TurboQuant4(),
+    TurboQuant2(),
+)
 PAGES: dict[str, dict[str, Any]] = {
     "kivi_int{}": {"page_size": RESIDUAL, "sink_tokens": 0},
     "kivi_int{}_window": {"page_size": GROUP, "recent_tokens": RESIDUAL, "sink_tokens": 0},
@@ -197,12 +179,10 @@ for nbits in (4, 2):
 
 @contextmanager
 def known_peers() -> Iterator[None]:
-    """Make all formats and caches of this file known for a while; what is known already stays."""
+    """Make the formats of this file known, and its caches for a while; what is known already stays."""
     with ExitStack() as undo:
-        for kind in FORMATS:
-            if not is_registered(kind):
-                register_format(kind)
-                undo.callback(unregister_format, kind.name)
+        for one in FORMATS:
+            register_format(one)
         for name, (make, attention) in CACHES.items():
             if name not in PEERS:
                 register_peer(name, make, attention)

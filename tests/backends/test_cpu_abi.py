@@ -66,7 +66,7 @@ def check_side(numbers, prefix, spec, fields, window):
     pointers = {name: fields[name].data_ptr() if name in fields else 0 for name in NAMES}
     tokens, channels = spec.scheme.scale_group or (0, 1)
     assert got == {
-        "format": spec.scheme.format.native_number, "dim": spec.head_dim, "rotated": 0, "wide": 0, "wide_format": 0, "order": 0, "order_stride": 0, "group_tokens": tokens,
+        "format": spec.scheme.native_number, "dim": spec.head_dim, "rotated": 0, "wide": 0, "wide_format": 0, "order": 0, "order_stride": 0, "group_tokens": tokens,
         "scale_channels": channels, "scale_dtype": abi.DTYPES[spec.scale_dtype], "window_dtype": abi.DTYPES[spec.dtype],
         "window_row": row, "window_head": head, "window_slot": slot, "window": window.data_ptr(), **strides, **pointers,
     }  # fmt: skip

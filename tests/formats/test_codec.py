@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import key_scheme, value_scheme
 from kv_hf.pages.storage import PageStorage
-from kv_hf.quant.codec import decode, encode
-from kv_hf.quant.packing import pack, pick_up, unpack
+from kv_hf.quant.codec import decode, encode, pack, pick_up, unpack
 from kv_hf.spec import LANES, PageSpec
 
 PAGE, HEADS, DIM = 32, 2, 64

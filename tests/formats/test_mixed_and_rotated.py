@@ -12,9 +12,7 @@ from kv_hf.backends.cpu import decode as c_decode
 from kv_hf.backends.cpu import library
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import format_names, key_scheme, value_scheme
-from kv_hf.quant.channel_order import choose, reorder, restore
-from kv_hf.quant.codec import decode, encode
-from kv_hf.quant.rotation import block, rotate, unrotate
+from kv_hf.quant.codec import block, choose, decode, encode, reorder, restore, rotate, unrotate
 from kv_hf.spec import LANES, ROWS, PageSpec
 
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))

@@ -7,6 +7,10 @@ import pytest
 import rounding
 import tiny_models
 import torch
+from kv_hf.formats.fp8 import Fp8
+from kv_hf.formats.int2 import Int2
+from kv_hf.formats.int4 import Int4
+from kv_hf.formats.int8 import Int8
 
 import kv_hf
 from kv_hf.backends.base import AttentionCall
@@ -16,10 +20,6 @@ from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.triton.support import _why_not_sizes
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import get_format, key_scheme, value_scheme
-from kv_hf.formats.fp8 import Fp8
-from kv_hf.formats.int2 import Int2
-from kv_hf.formats.int4 import Int4
-from kv_hf.formats.int8 import Int8
 from kv_hf.spec import LANES, ROWS, PageSpec
 
 PAGE, DIM = 16, 32

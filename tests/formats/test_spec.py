@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_hf.formats.int4 import Int4
 
 import kv_hf
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import FORMAT_NAMES, WHOLE_HEAD, get_format, key_scheme, value_scheme
-from kv_hf.formats.int4 import Int4
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import (

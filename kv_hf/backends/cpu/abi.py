@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ...formats.base import NATIVE_NUMBERS
 from ...formats.linear import SCALE_MAX, Float8Format, SignedFormat
-from ...formats.registry import native_formats, wide_codes
 from ...page_summary import MIDDLE_TOKENS, MOST_CHANNELS, PART, RANGED_PAGES, Summary
 from ...read_budget import NEWEST_PAGES
 
@@ -50,20 +50,12 @@ class Status(IntEnum):
 
 
 def format_numbers() -> dict[str, tuple[int, int]]:
-    """Return the formats by their names in C, as (number, bits of a code): the model's dtypes, then shipped formats.
-
-    Raises: ValueError where two formats of different codes have one number, or a number is left out.
-    """
+    """Return the formats by their names in C, as (number, bits of a code): the model's dtypes, then the kernels' codes."""
     found = {_DTYPE_NAMES[dtype]: (at, 8 * dtype.itemsize) for dtype, at in DTYPES.items()}
-    for number, one in native_formats().items():
-        found[f"{_CODE_NAMES[one.native_code]}{one.bits}"] = (number or 0, one.bits)
-    for number, bits in wide_codes().items():
-        found.setdefault(f"UINT{bits}", (number, bits))
-    if sorted(number for number, _ in found.values()) != list(range(len(found))):
-        raise ValueError(
-            f"native_number of the formats must count on from the dtypes' numbers, got {found}"
-        )
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    for (code, bits), number in NATIVE_NUMBERS.items():
+        if bits:
+            found[f"{_CODE_NAMES[code]}{bits}"] = (number, bits)
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import CacheMismatchError
-from ...quant.rotation import block
+from ...quant.codec import block
 from ...spec import LANES, PageFields, PageSpec, SideSpec
 from ..compiled_formats import in_known_groups, unread_groups
 from .abi import DTYPES, Status
@@ -109,11 +109,11 @@ def side_fields(
     groups = scheme.scale_group or (0, 1)
     dtype = DTYPES[spec.dtype]
     return (
-        dtype if scheme.is_exact else scheme.format.native_number or 0,
+        dtype if scheme.is_exact else scheme.native_number or 0,
         spec.head_dim,
         block(spec.head_dim) if scheme.rotated else 0,
         scheme.wide_channels,
-        scheme.format.native_wide or 0,
+        scheme.native_wide or 0,
         groups[0],
         groups[1],
         DTYPES[spec.scale_dtype],

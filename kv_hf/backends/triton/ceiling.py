@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...formats import is_shipped, key_scheme, two_sided_names, value_scheme
+from ...formats import format_names, is_shipped, key_scheme, value_scheme
 from ...spec import PageSpec
 from .meta_params import column_block, tile_tokens
 
@@ -22,7 +22,7 @@ COPY_BYTES = 4.3e12  # bytes per second, measured copy on an H200
 MULTIPROCESSORS = 132
 CLOCK = 1.755e9
 
-FORMATS = tuple(name for name in two_sided_names() if is_shipped(name))
+FORMATS = tuple(name for name in format_names("keys", "values") if is_shipped(name))
 PAIRS = ("int4_mixed+int3_rotated", "int2_mixed+int3_rotated", "int2_mixed+int2_rotated")
 VARIANTS = (
     *(("sm_90", name, dim, 4) for name in FORMATS for dim in (64, 128, 256)),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...quant.rotation import block
+from ...quant.codec import block
 from ...spec import PageSpec, SideSpec
 from .side_layout import side_layout
 

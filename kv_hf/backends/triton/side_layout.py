@@ -6,7 +6,7 @@ Importable without Triton.
 from functools import cache
 from typing import NamedTuple
 
-from ...quant.rotation import block
+from ...quant.codec import block
 from ...spec import SideSpec
 
 

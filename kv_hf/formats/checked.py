@@ -1,55 +1,34 @@
-"""The checks before a format is registered: its attributes, and codes of random numbers."""
+"""The checks of formats of other packages: their attributes, and the form of what they encode and decode.
+
+Pages are written by index, where a result of another shape may fit by broadcasting: without a check it would be stored.
+"""
 
 import math
 import re
 from collections.abc import Collection, Mapping
-from inspect import getattr_static
 
 import torch
 
 from ..checks import listed
 from ..errors import CacheOptionError, first_line
-from .base import GROUP_OPTIONS, SIDES, Format, Scheme
-from .encoded import check_decoded, check_encoded
+from .base import GROUP_OPTIONS, NATIVE_NUMBERS, SIDES, Format, Scheme
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_CODES = sorted({code for code, _ in NATIVE_NUMBERS})  # by which kernels know arithmetics
 _PAGE, _DIM = 64, 128  # of the trial, or multiples where groups are larger or do not divide these
 
-# what decides how the codes of shipped formats are made and read, beside the scheme
-_ARITHMETIC = (
-    "encode",
-    "decode",
-    "numbers_of",
-    "codes_of",
-    "top",
-    "mantissa_bits",
-    "exponent_bias",
-    "code_dtype",
-)
 
-
-def check_attributes(
-    made: Format,
-    native: Mapping[int | None, Format],
-    codes: Collection[str],
-    k_ropes: Collection[str],
-) -> None:
-    """Raise CacheOptionError for attributes that no format can have, or that contradict each other.
-
-    Args:
-        native: the shipped formats by the number that compiled kernels know them by.
-        codes: names of arithmetic, which backends would take for that of a shipped format.
-        k_ropes: the formats that RoPE keys may have.
-    """
+def check_attributes(made: Format, k_ropes: Collection[str]) -> None:
+    """Raise CacheOptionError for attributes that no format can have; `k_ropes`: the formats of RoPE keys."""
     name = getattr(made, "name", None)
     where = f"format {name!r}"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CacheOptionError(
             f"name of a format must be lower-case letters, digits or underscores, a letter first, got {name!r}"
         )
-    if name in codes:
+    if name in _CODES:
         raise CacheOptionError(
-            f"name of a format must not be one of {', '.join(sorted(codes))}, by which backends know the codes of shipped "
+            f"name of a format must not be one of {', '.join(_CODES)}, by which backends know the codes of shipped "
             f"formats, got {name!r}"
         )
     bits = getattr(made, "bits", None)
@@ -80,39 +59,6 @@ def check_attributes(
         raise CacheOptionError(
             f"{where}: k_rope must be a format of RoPE keys, one of {', '.join(known)}, got {made.k_rope!r}"
         )
-    if type(made.version) is not int or made.version < 1:
-        raise CacheOptionError(
-            f"{where}: version must be a whole number of at least 1, got {made.version!r}"
-        )
-    if made.native_number is None:
-        if made.native_code:
-            raise CacheOptionError(
-                f"{where}: native_code={made.native_code!r} needs the native_number that goes with it; without one no "
-                "compiled kernel reads the format"
-            )
-        return
-    _check_native(made, native)
-
-
-def _check_native(made: Format, native: Mapping[int | None, Format]) -> None:
-    """Raise CacheOptionError where compiled kernels would read another arithmetic into the codes than the format's own."""
-    where, bits = f"format {made.name!r}", made.bits
-    same = native.get(made.native_number) if type(made.native_number) is int else None
-    if same is None or (made.code, bits) != (same.code, same.bits):
-        known = ", ".join(
-            f"{number}: {one.code} of {one.bits} bits" for number, one in native.items()
-        )
-        raise CacheOptionError(
-            f"{where}: native_number and native_code must be those of a format that the compiled kernels read ({known}), got "
-            f"{made.native_number!r}: {made.code} of {bits} bits"
-        )
-    for what in _ARITHMETIC:
-        if getattr_static(made, what, None) is not getattr_static(same, what, None):
-            raise CacheOptionError(
-                f"{where}: {what} differs from that of format {same.name!r}, whose native_number {made.native_number} it "
-                'has: compiled kernels would ignore it. Set native_number = None and native_code = "" where the format '
-                f"has its own arithmetic, or leave {what} out"
-            )
 
 
 def check_arithmetic(made: Format) -> None:
@@ -179,3 +125,63 @@ def _try(made: Format, scheme: Scheme, side: str) -> None:
             f"format {made.name!r}: decode must give numbers near to the encoded ones, and for {side} its errors are "
             f"larger than those of zeros"
         )
+
+
+def check_encoded(result: object, shape: torch.Size, scheme: Scheme) -> None:
+    """Raise CacheOptionError unless `result` is what `Format.encode` promises for whole pages.
+
+    Shapes and dtypes are checked everywhere, values (codes that fit their bits, scales and offsets that are finite) on a
+    CPU alone: elsewhere the host would wait for the device.
+
+    Args:
+        shape: (pages, num_kv_heads, page_size, head_dim) of the numbers that were encoded.
+        scheme: with groups of plain sizes.
+    """
+    if not isinstance(result, tuple) or len(result) != 3:
+        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise _wrong(scheme, f"encode must return (codes, scale, offset), got {got}")
+    codes, scale, offset = result
+    pages, heads, tokens, dim = shape
+    _check_form(scheme, "encode's codes", codes, tuple(shape), scheme.code_dtype)
+    for what, given, group in (
+        ("scale", scale, scheme.scale_group),
+        ("offset", offset, scheme.offset_group),
+    ):
+        if group is None:
+            if given is not None:
+                raise _wrong(
+                    scheme, f"encode's {what} must be None: the scheme has no {what}_group"
+                )
+            continue
+        groups = (pages, heads, tokens // group[0], dim // group[1])
+        _check_form(scheme, f"encode's {what}", given, groups, scheme.scale_dtype)
+        if given.device.type == "cpu" and not bool(given.isfinite().all()):
+            raise _wrong(
+                scheme,
+                f"encode's {what} must be finite for finite numbers, got inf or nan in {given.dtype}",
+            )
+    if scheme.bits < 8 and codes.device.type == "cpu" and codes.numel():
+        largest = int(codes.max())
+        if largest >> scheme.bits:
+            raise _wrong(scheme, f"encode's codes must be below 2^{scheme.bits}, got {largest}")
+
+
+def check_decoded(result: object, shape: torch.Size, scheme: Scheme) -> None:
+    """Raise CacheOptionError unless `result` is fp32 of that shape, as `Format.decode` promises."""
+    _check_form(scheme, "decode's numbers", result, tuple(shape), torch.float32)
+
+
+def _check_form(
+    scheme: Scheme, what: str, given: object, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise _wrong(scheme, f"{what} must be a tensor, got {type(given).__name__}")
+    if tuple(given.shape) != shape or given.dtype != dtype:
+        raise _wrong(
+            scheme,
+            f"{what} must be {dtype} {list(shape)}, got {given.dtype} {list(given.shape)}",
+        )
+
+
+def _wrong(scheme: Scheme, says: str) -> CacheOptionError:
+    return CacheOptionError(f"format {scheme.name!r}: {says}")

@@ -36,6 +36,7 @@ from .formats import (
     Scheme,
     cache_names,
     register_format,
+    unregister_format,
 )
 from .serving.batch_counts import BatchCounts
 from .serving.install import install, uninstall
@@ -96,6 +97,7 @@ __all__ = [
     "register_format",
     "uninstall",
     "unregister_cache",
+    "unregister_format",
 ]
 
 if TYPE_CHECKING:

@@ -70,6 +70,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "use_cache": True},
     ),
 }
+# the caches whose keys and values have one format, by name
+ONE_FORMAT = {
+    "paged_exact": "exact",
+    "paged_fp8": "fp8",
+    "paged_int8": "int8",
+    "paged_int4": "int4",
+    "paged_int2_v1": "int2",
+}
 NO_INTERFACE = ("gptj", "gpt_neo", "bloom", "falcon", "codegen", "mpt")
 
 

@@ -13,6 +13,7 @@ from .registry import (
     is_shipped,
     readers_of,
     register_format,
+    unregister_format,
 )
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "per_token",
     "readers_of",
     "register_format",
+    "unregister_format",
     "value_scheme",
 ]
 

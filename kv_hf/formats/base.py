@@ -120,6 +120,13 @@ class Format(ABC):
     def __repr__(self) -> str:
         return self.name
 
+    def __eq__(self, other: object) -> bool:
+        """Say whether both have one arithmetic: one class, and the same attributes."""
+        return self is other or (type(self) is type(other) and vars(self) == vars(other))
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     def __copy__(self) -> "Format":
         return self
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ..checks import check_choice
 from ..errors import CacheOptionError, first_line
 from . import named
-from .base import FORMATS, Format
+from .base import FORMATS, Format, get_format
 from .checked import check_arithmetic, check_attributes
 from .linear import SHIPPED
 
@@ -84,6 +84,20 @@ def register_format(format: Given) -> Given:
             named.add(f"paged_{made.name}", {"keys": made.name, "values": made.name})
         FORMATS[made.name] = made
     return format
+
+
+def unregister_format(name: str) -> None:
+    """Forget a format that `register_format` made known, and its cache name. Caches that hold its pages go on.
+
+    Raises: CacheOptionError for a shipped format and for one that is not registered.
+    """
+    with _lock:
+        get_format(name)
+        if is_shipped(name):
+            raise CacheOptionError(f"format {name!r} comes with kv_hf and stays")
+        if named.is_cache_name(f"paged_{name}"):
+            named.drop(f"paged_{name}")
+        del FORMATS[name]
 
 
 def _origin(format: Format) -> tuple[str, str]:

@@ -1,9 +1,6 @@
 """Backends of other packages: registered in a few lines, used by name or by priority, listed wherever names are."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from tiny_models import make_model, tokens
 import kv_hf
 from kv_hf import backends, cli
 from kv_hf.backend_names import auto_names, kernel_choices
-from kv_hf.backends import plugins, registry
+from kv_hf.backends import registry
 from kv_hf.doctor.kernels import Subject, report_formats
 
 CPU = torch.device("cpu")
@@ -145,78 +142,3 @@ def test_unregister_backend_refuses_the_one_that_reads_all_pages():
     with pytest.raises(kv_hf.CacheOptionError, match="name must not be 'reference'"):
         registry.unregister_backend("reference")
     assert "reference" in registry.backend_names()
-
-
-# -- entry points ------------------------------------------------------------------------------------------------------
-
-PLUGIN = """
-from dataclasses import replace
-from kv_hf import backends
-
-def load():
-    return replace(backends.load("reference"), name="slow")
-
-def register():
-    backends.register_backend("slow", load)
-"""
-
-
-def plugin_folder(folder, target, source):
-    """Make an installed package of one module with an entry point."""
-    (folder / "kv_hf_backend.py").write_text(source)
-    info = folder / "kv_hf_backend-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kv-hf-backend\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[kv_hf.backends]\nslow = {target}\n")
-    return folder
-
-
-def install(monkeypatch, folder, target, source):
-    monkeypatch.syspath_prepend(str(plugin_folder(folder, target, source)))
-    monkeypatch.delitem(sys.modules, "kv_hf_backend", raising=False)
-
-
-@pytest.mark.parametrize("source", [PLUGIN, PLUGIN + "register()"], ids=["asked", "by-itself"])
-def test_load_plugins_registers_a_backend_once(monkeypatch, tmp_path, recwarn, source):
-    install(monkeypatch, tmp_path, "kv_hf_backend:register", source)
-    plugins.load_plugins()
-    try:
-        plugins.load_plugins()
-        assert not [one for one in recwarn if one.category is kv_hf.KVCacheWarning]
-        assert backends.load("slow").name == "slow"
-        assert generate(kernel="slow") == generate(kernel="reference")
-    finally:
-        backends.unregister_backend("slow")
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("", "AttributeError"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
-        ("register = 3", "entry point must be a function that calls register_backend, got 3"),
-        ("def register(): pass", "must register a backend under its own name 'slow'"),
-    ],
-)
-def test_load_plugins_names_the_package_that_it_leaves_out(monkeypatch, tmp_path, source, says):
-    install(monkeypatch, tmp_path, "kv_hf_backend:register", source)
-    before = kernel_choices()
-    with pytest.warns(
-        kv_hf.KVCacheWarning, match="'slow' of package 'kv-hf-backend' is left out: .*" + says
-    ):
-        plugins.load_plugins()
-    assert kernel_choices() == before
-
-
-def test_an_installed_backend_is_there_once_kv_hf_is_imported(tmp_path):
-    folder = plugin_folder(tmp_path, "kv_hf_backend:register", PLUGIN)
-    root = Path(kv_hf.__file__).parent.parent
-    code = "import kv_hf; print(kv_hf.CacheConfig(kernel='slow').kernel)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": f"{folder}:{root}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "slow\n"), done.stderr

@@ -7,7 +7,7 @@ from test_cpu_write import Inputs, make_spec
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import abi, decode, library, write
-from kv_hf.formats import FORMAT_NAMES, get_format
+from kv_hf.formats import format_names, get_format
 from kv_hf.spec import LANES
 
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
@@ -19,23 +19,14 @@ def test_header_is_current():
     assert HEADER.read_text(encoding="utf-8") == abi.header(), "run scripts/write_abi.py"
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_format_numbers_are_those_of_the_formats(name):
-    one = get_format(name)
+    one = get_format(name).scheme("keys")
     numbers = dict(abi.format_numbers().values())
-    if one.code == "none":
+    if one.is_exact:
         assert one.native_number == abi.DTYPES[torch.float32]
     else:
         assert numbers[one.native_number] == one.bits
-
-
-def test_format_numbers_refuses_numbers_that_two_formats_have(monkeypatch):
-    found = abi.native_formats()
-    monkeypatch.setattr(
-        abi, "native_formats", lambda: {**found, 5: found[3], 3: found[5], 9: found[4]}
-    )
-    with pytest.raises(ValueError, match="native_number"):
-        abi.format_numbers()
 
 
 def test_pack_names_takes_all_fields_and_no_others():

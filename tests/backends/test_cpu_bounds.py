@@ -17,7 +17,7 @@ from paths import TESTS
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.cpu import decode, library, write
 from kv_hf.errors import CacheMismatchError
-from kv_hf.formats import FORMAT_NAMES, K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES
+from kv_hf.formats import format_names
 from kv_hf.spec import LANES
 
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
@@ -95,7 +95,7 @@ def empty_fields(spec, pages, place=torch.clone):
     "sizes", [SIZES, pytest.param(MORE_SIZES, marks=pytest.mark.slow)], ids=["some", "more"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_kernel_stays_inside_of_its_arguments(isa, name, dtype, sizes):
     for dim, page, group in sizes:
         kv = make_kv(
@@ -121,9 +121,9 @@ def test_kernel_stays_inside_of_its_arguments(isa, name, dtype, sizes):
     [LATENT_SIZES, pytest.param(MORE_LATENT_SIZES, marks=pytest.mark.slow)],
     ids=["some", "more"],
 )
-@pytest.mark.parametrize("latent", LATENT_FORMAT_NAMES)
+@pytest.mark.parametrize("latent", format_names("latent"))
 def test_latent_kernel_stays_inside_of_its_arguments(isa, latent, sizes):
-    for k_rope in K_ROPE_FORMAT_NAMES:
+    for k_rope in format_names("k_rope"):
         for rank, rope, page in sizes:
             rank = 128 if latent == "fp8_ds_mla" else rank
             kv = test_cpu_latent.make_kv(
@@ -183,7 +183,7 @@ def test_decode_reads_no_page_that_a_row_does_not_hold(isa):
     assert torch.equal(decode.paged_attention(AttentionCall(query, kv, 0.1)), expected)
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_seal_refuses_a_page_that_does_not_exist_before_it_writes(isa, name):
     spec = make_kv(name, layout=LANES).spec
     tokens = tuple(torch.randn(2, 1, 2, 64, 64))

@@ -24,7 +24,7 @@ from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.sdpa import attention as sdpa
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
+from kv_hf.formats import format_names, key_scheme, value_scheme
 from kv_hf.spec import LANES, PageFields, PageSpec
 
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
@@ -64,8 +64,8 @@ def check(attend, query, kv, **options):
     return paged_inputs.check(query, kv, attend, rounding, **options)
 
 
-@pytest.mark.parametrize("values", FORMAT_NAMES)
-@pytest.mark.parametrize("keys", FORMAT_NAMES)
+@pytest.mark.parametrize("values", format_names("keys", "values"))
+@pytest.mark.parametrize("keys", format_names("keys", "values"))
 def test_kernel_reads_every_pair_of_formats(attend, keys, values):
     kv = make_kv(keys, values, layout=LANES, poison=True)
     check(attend, make_query(kv, 3, 3, torch.float32), kv)
@@ -112,7 +112,7 @@ def test_kernel_of_another_step_uses_nothing_of_the_last():
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_kernel_errs_no_more_than_torch_in_every_precision(attend, name, dtype):
     kv = make_kv(name, dtype=dtype, key_dim=128, layout=LANES, page=64, slots=80)
     check(attend, make_query(kv, 1, 4, dtype), kv)
@@ -150,7 +150,7 @@ def test_kernel_takes_every_group_and_chunk(attend, group, q_len):
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 192, 256])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_kernel_takes_every_head_dim(attend, name, head_dim):
     for dtype in (torch.float32, torch.bfloat16):
         kv = make_kv(name, key_dim=head_dim, dtype=dtype, layout=LANES)
@@ -158,7 +158,7 @@ def test_kernel_takes_every_head_dim(attend, name, head_dim):
 
 
 @pytest.mark.parametrize("page", [16, 32, 128, 512])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_kernel_takes_every_page_size(attend, name, page):
     for dtype in (torch.float32, torch.bfloat16):
         kv = make_kv(name, dtype=dtype, layout=LANES, page=page, slots=4 + 2 * page)
@@ -166,7 +166,7 @@ def test_kernel_takes_every_page_size(attend, name, page):
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (64, 128), (80, 32)])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_kernel_takes_keys_and_values_of_different_dims(attend, name, key_dim, value_dim):
     kv = make_kv(name, key_dim=key_dim, value_dim=value_dim, layout=LANES)
     check(attend, make_query(kv, 3, 2, torch.float32), kv)
@@ -243,7 +243,7 @@ def test_kernel_survives_scores_that_overflow_exp(attend):
     assert bool(out.isfinite().all())
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernel_never_reads_unused_slots_and_pages(attend, name, dtype):
     clean, poisoned = (make_kv(name, dtype=dtype, layout=LANES, poison=p) for p in (False, True))
@@ -255,7 +255,7 @@ def test_kernel_never_reads_unused_slots_and_pages(attend, name, dtype):
     assert torch.equal(outs[1][4], torch.zeros_like(outs[1][4]))
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_kernel_result_of_a_row_does_not_depend_on_its_batch(attend, name):
     kv = make_kv(name, layout=LANES, rows=[(20, 9), (3, 20), (0, 2)])
     query = make_query(kv, 1, 3, torch.float32)
@@ -374,7 +374,7 @@ print(late, forked(lambda out: out.tolist() == expected))
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 @pytest.mark.parametrize("isa", ISAS)
 def test_seal_writes_the_bytes_of_the_codec(monkeypatch, isa, name, dtype):
     monkeypatch.setattr(write, "isa", lambda: isa)

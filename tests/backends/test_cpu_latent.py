@@ -14,7 +14,7 @@ from kv_hf.backends.cpu import arguments, decode, library, write
 from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
-from kv_hf.formats import K_ROPE_FORMAT_NAMES, LATENT_FORMAT_NAMES, k_rope_scheme, latent_scheme
+from kv_hf.formats import format_names, k_rope_scheme, latent_scheme
 from kv_hf.spec import LANES, PageSpec
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
@@ -23,7 +23,9 @@ ISAS = range(1 if library.missing() else library.isa() + 1)
 SINKS = 4
 # pages and exact tokens of each row: pages and tail, many tokens, less than the sinks, one page, nothing
 ROWS = [(3, 11), (9, 20), (0, 3), (1, 4), (0, 0)]
-FORMATS = [(latent, k_rope) for latent in LATENT_FORMAT_NAMES for k_rope in K_ROPE_FORMAT_NAMES]
+FORMATS = [
+    (latent, k_rope) for latent in format_names("latent") for k_rope in format_names("k_rope")
+]
 
 
 @pytest.fixture(params=ISAS, ids=lambda isa: library.ISA_NAMES[isa])

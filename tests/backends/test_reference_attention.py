@@ -21,7 +21,7 @@ from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.reference.dense import dense_side
 from kv_hf.errors import CacheMismatchError, CacheOptionError
-from kv_hf.formats import FORMAT_NAMES
+from kv_hf.formats import format_names
 from kv_hf.spec import LANES
 from kv_hf.spec import ROWS as ROWS_LAYOUT
 
@@ -37,21 +37,21 @@ def test_paged_attention_equals_dense_softmax(head_dim, group, q_len):
         check(make_query(kv, q_len, group, dtype), kv)
 
 
-@pytest.mark.parametrize("values", FORMAT_NAMES)
-@pytest.mark.parametrize("keys", FORMAT_NAMES)
+@pytest.mark.parametrize("values", format_names("keys", "values"))
+@pytest.mark.parametrize("keys", format_names("keys", "values"))
 def test_paged_attention_reads_every_pair_of_formats(keys, values):
     kv = make_kv(keys, values)
     check(make_query(kv, 3), kv)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_paged_attention_reads_every_format_at_every_head_dim(name, head_dim):
     kv = make_kv(name, key_dim=head_dim)
     check(make_query(kv, 1), kv)
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_paged_attention_rounds_low_precision_once(name, dtype):
     """Accumulated in fp32: only the result is rounded, to half an ulp."""
@@ -60,7 +60,7 @@ def test_paged_attention_rounds_low_precision_once(name, dtype):
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (64, 128), (80, 32)])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_paged_attention_takes_keys_and_values_of_different_dims(name, key_dim, value_dim):
     kv = make_kv(name, key_dim=key_dim, value_dim=value_dim)
     out = check(make_query(kv, 3), kv)
@@ -135,7 +135,7 @@ def test_paged_attention_does_not_depend_on_the_padding(masked):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_paged_attention_of_a_row_does_not_depend_on_its_batch(name):
     kv = make_kv(name)
     query = make_query(kv, 3)
@@ -150,7 +150,7 @@ def test_paged_attention_of_a_row_does_not_depend_on_its_batch(name):
 # -- where pages lie, and what lies beside them ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 @pytest.mark.parametrize("shuffle", [1, 2])
 def test_paged_attention_is_the_same_for_permuted_page_ids(name, shuffle):
     plain, permuted = make_kv(name), make_kv(name, shuffle=shuffle)
@@ -160,7 +160,7 @@ def test_paged_attention_is_the_same_for_permuted_page_ids(name, shuffle):
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 @pytest.mark.parametrize("masking", ["causal", "bool", "float"])
 def test_paged_attention_never_reads_unused_slots_and_pages(name, masking):
     clean, poisoned = make_kv(name), make_kv(name, poison=True)
@@ -295,7 +295,7 @@ def test_paged_attention_takes_all_options_together():
 
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_dense_side_lays_out_padding_sinks_pages_and_tail(name, dtype, side):
     kv = make_kv(
         name, dtype=dtype, key_dim=64, value_dim=32, shuffle=1, poison=True, more_padding=5
@@ -323,7 +323,7 @@ def test_dense_side_is_a_copy():
     assert not bool((kv.key_pages["codes"] == 9.0).any())
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_dense_side_attends_as_the_pages_do(name):
     kv = make_kv(name, more_padding=3)
     query = make_query(kv, 3, dtype=torch.float32)

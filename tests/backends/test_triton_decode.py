@@ -11,7 +11,7 @@ from paged_inputs import ROWS, assert_within, check, exact_attention, make_kv, m
 
 from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.error_bound import Rounding
-from kv_hf.formats import FORMAT_NAMES
+from kv_hf.formats import format_names
 
 pytestmark = needs_interpreter
 
@@ -40,22 +40,22 @@ def check_splits(query, kv, splits, **options):
 # -- formats and sizes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", FORMAT_NAMES)
-@pytest.mark.parametrize("keys", FORMAT_NAMES)
+@pytest.mark.parametrize("values", format_names("keys", "values"))
+@pytest.mark.parametrize("keys", format_names("keys", "values"))
 def test_decode_reads_every_pair_of_formats(keys, values):
     kv = make_kv(keys, values, rows=FEW, heads=1)
     check_kernel(make_query(kv, 3, dtype=FP32), kv)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, slow(192), slow(256)])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_decode_takes_every_head_dim(name, head_dim):
     kv = make_kv(name, key_dim=head_dim, rows=FEW, heads=1)
     check_kernel(make_query(kv, 1, dtype=FP32), kv)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (64, 128), (80, 32)])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_decode_takes_keys_and_values_of_different_dims(name, key_dim, value_dim):
     kv = make_kv(name, key_dim=key_dim, value_dim=value_dim, rows=FEW, heads=1)
     assert check_kernel(make_query(kv, 1, dtype=FP32), kv).shape[-1] == value_dim
@@ -115,7 +115,7 @@ def test_decode_gives_zeros_to_rows_and_queries_without_tokens(splits):
     assert bool((out[2, :, 13:].abs().sum((0, 2)) > 0).all())
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_decode_takes_a_cache_without_any_page(name):
     """Neither in the table nor in storage: nothing of either may be read."""
     kv = make_kv(name, rows=[(0, 7), (0, 0), (0, 1)], heads=1)
@@ -139,7 +139,7 @@ def test_decode_reads_no_page_for_a_split_without_tiles():
     check_splits(make_query(kv, 3, dtype=FP32), kv, 8)
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "mask"])
 def test_decode_never_reads_unused_slots_and_pages(name, masked):
     """Unused slots, pages that nobody holds and table entries past a row's pages change no bit of the result."""
@@ -303,7 +303,7 @@ def test_decode_keeps_queries_in_range(size):
 
 
 @pytest.mark.parametrize("isa", [80, 90])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_decode_with_ptx_errs_no_more_than_float16(name, isa):
     """The NVIDIA branch: PTX unpacking, codes as float16 subnormals, scales as powers of two, float16 products."""
     kv = make_kv(name, heads=1, dtype=torch.float16, rows=[(5, 0), (2, 0), (3, 2)], sinks=0)

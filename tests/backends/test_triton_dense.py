@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kv_hf
 from kv_hf.backends.reference.dense import dense_side
 from kv_hf.bridge.lazy_mask import LazyMask
-from kv_hf.formats import FORMAT_NAMES, LATENT_FORMAT_NAMES
+from kv_hf.formats import format_names
 from kv_hf.hf import attention, causal
 
 needs_triton = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def check(kv):
 
 @needs_interpreter
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_dense_kernel_writes_the_bits_of_the_definition(name, dtype):
     rows = [(2, 11), (0, 3), (1, 4), (0, 0)]  # pages and exact tokens of each row
     check(make_kv(name, rows=rows, dtype=dtype, key_dim=32, shuffle=1, poison=True, more_padding=5))
@@ -62,7 +62,7 @@ def test_dense_kernel_takes_every_group(name, options):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("latent"))
 def test_dense_kernel_writes_latents(name):
     check(
         make_latents(
@@ -105,7 +105,7 @@ def test_dense_constants_cut_tiles_that_fill_the_grid():
     """A row's parts of pages and its other columns are TILE columns each, so that the grid needs no lengths."""
     from kv_hf.backends.triton.dense_launch import dense_constants
 
-    for name in FORMAT_NAMES:
+    for name in format_names("keys", "values"):
         for page in (16, 64, 256):
             spec = make_kv(name, page=page, rows=[(1, 3)], slots=8).spec
             for side in spec.sides:
@@ -122,7 +122,10 @@ def spec_of(name, dim=128):
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("int8", "int4"))) for n in FORMAT_NAMES],
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n not in ("int8", "int4")))
+        for n in format_names("keys", "values")
+    ],
 )
 def test_dense_kernel_compiles_to_wide_loads_and_stores(name, side):
     """16 bytes at a time, without spills; products and sums are rounded one by one, as the definition's."""

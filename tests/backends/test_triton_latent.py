@@ -15,7 +15,7 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.error_bound import Rounding
 from kv_hf.backends.inputs import PagedKV
 from kv_hf.backends.reference import attention as reference
-from kv_hf.formats import LATENT_FORMAT_NAMES, k_rope_name, k_rope_scheme, latent_scheme
+from kv_hf.formats import format_names, k_rope_name, k_rope_scheme, latent_scheme
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import LANES, PageSpec
 
@@ -122,7 +122,7 @@ def check(query, kv, splits=2, kernel=attend, **options):
 @needs_interpreter
 @pytest.mark.parametrize(
     ("name", "rope"),
-    [*((name, None) for name in LATENT_FORMAT_NAMES), ("int4", "exact"), ("exact", "int8")],
+    [*((name, None) for name in format_names("latent")), ("int4", "exact"), ("exact", "int8")],
 )
 def test_decode_reads_every_format(name, rope):
     kv = make_kv(name, rope=rope, poison=True)
@@ -366,7 +366,7 @@ def numbers(spec):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *((name, {}) for name in LATENT_FORMAT_NAMES),
+        *((name, {}) for name in format_names("latent")),
         ("int8", {"rank": 240, "page": 32, "group": 8}),
         ("int4", {"rank": 240, "page": 32}),
         ("int2", {"page": 64, "tokens": 8}),
@@ -532,7 +532,7 @@ def test_generate_with_triton_gives_the_tokens_and_bytes_of_the_reference(name):
 # -- support -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("latent"))
 def test_support_takes_every_format_and_page(name):
     from kv_hf.backends.triton.support import _why_not_sizes
 
@@ -620,7 +620,7 @@ def test_decode_compiles_with_every_option(options):
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("latent"))
 def test_kernels_compile_for_amd(name):
     from kv_hf.backends.triton import aot
 

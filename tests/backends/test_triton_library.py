@@ -15,8 +15,7 @@ from kv_hf.backends.base import AttentionCall
 from kv_hf.backends.triton import device, meta_params, support, tuning
 from kv_hf.backends.triton.support import why_not
 from kv_hf.formats import (
-    FORMAT_NAMES,
-    LATENT_FORMAT_NAMES,
+    format_names,
     k_rope_name,
     k_rope_scheme,
     key_scheme,
@@ -76,7 +75,7 @@ def test_operators_compile_into_one_graph_each(backend):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_attend_operator_finds_the_spec_by_its_name(name):
     from interpreter import attend_by_operator
 
@@ -148,7 +147,7 @@ class Gpu:
 
 def test_why_not_has_nothing_against_a_gpu(monkeypatch):
     Gpu(monkeypatch)
-    for name in FORMAT_NAMES:
+    for name in format_names("keys", "values"):
         assert why_not("cuda", torch.bfloat16, spec_of(name), 16) is None
     for keys in ("int2_mixed", "int4_mixed"):
         for values in ("int2_rotated", "int3_rotated", "int4_rotated"):
@@ -176,9 +175,9 @@ def test_why_not_refuses_transformed_numbers_that_no_kernel_restores(monkeypatch
 def test_why_not_finds_tiles_for_every_size_in_the_smallest_shared_memory(monkeypatch, dim, dtype):
     """99 KiB of an RTX 4090 hold every format and dtype; latents in 16 bits too, and in float32 what an H200 holds."""
     Gpu(monkeypatch)
-    for name in FORMAT_NAMES:
+    for name in format_names("keys", "values"):
         assert why_not("cuda", dtype, spec_of(name, dim, dtype=dtype), 16) is None
-    for name in LATENT_FORMAT_NAMES:
+    for name in format_names("latent"):
         if dtype == torch.float32 and name == "fp8_ds_mla":
             continue
         spec = latent_spec(name, dtype)
@@ -270,7 +269,7 @@ def test_splits_fill_the_gpu_and_no_more():
         assert tuning.most_splits(programs) * programs <= tuning.PROGRAMS
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_tiles_fit_into_shared_memory(name):
     for dim in (16, 64, 80, 128, 256):
         for page in (16, 64, 256):

@@ -9,8 +9,7 @@ from paged_inputs import DTYPES
 
 from kv_hf.backends.reference import attention as reference
 from kv_hf.formats import (
-    FORMAT_NAMES,
-    LATENT_FORMAT_NAMES,
+    format_names,
     k_rope_name,
     k_rope_scheme,
     key_scheme,
@@ -93,8 +92,8 @@ def check(spec, given, jobs=JOBS):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("values", FORMAT_NAMES)
-@pytest.mark.parametrize("keys", FORMAT_NAMES)
+@pytest.mark.parametrize("values", format_names("keys", "values"))
+@pytest.mark.parametrize("keys", format_names("keys", "values"))
 def test_write_pair_writes_the_codecs_bytes(keys, values):
     spec = spec_of(keys, values)
     assert not check(spec, inputs(spec))
@@ -120,7 +119,7 @@ def test_write_pair_takes_sides_of_different_dtypes(dtype):
 
 @needs_interpreter
 @pytest.mark.parametrize("rope_dim", [0, 16])
-@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("latent"))
 def test_write_pair_writes_latents_and_rope_keys(name, rope_dim):
     spec = latent_spec(name, rope_dim)
     check(spec, inputs(spec))

@@ -7,8 +7,7 @@ import torch
 
 from kv_hf.backends.triton import latent_meta_params, meta_params, tuning
 from kv_hf.formats import (
-    FORMAT_NAMES,
-    LATENT_FORMAT_NAMES,
+    format_names,
     k_rope_name,
     k_rope_scheme,
     key_scheme,
@@ -27,7 +26,7 @@ QUICK = {("sm_90", "int8", 64, BF16, 1), ("gfx942", "int8", 256, BF16, 1)}
 
 def variants():
     for arch in ("sm_90", "gfx942"):
-        for name in (*FORMAT_NAMES, "int2_mixed+int3_rotated"):
+        for name in (*format_names("keys", "values"), "int2_mixed+int3_rotated"):
             for dim in (16, 64, 96, 128, 256):
                 for dtype in (BF16, FP32):
                     for q_len in (1, 3) if dtype == BF16 else (1,):
@@ -56,7 +55,7 @@ def test_decode_takes_no_more_shared_memory_than_is_said(arch, name, dim, dtype,
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("rank", [256, 512])
-@pytest.mark.parametrize("name", LATENT_FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("latent"))
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_latent_decode_takes_no_more_shared_memory_than_is_said(arch, name, rank, dtype):
     from kv_hf.backends.triton import aot

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tiny_models import make_model
+from tiny_models import ONE_FORMAT, make_model
 
 import kv_hf
 from kv_hf.evaluation.caches import CacheKind, cache_kind, held_bytes
@@ -58,7 +58,7 @@ def copied(beams):
     return beams.cache.memory().tail if paged else held_bytes(beams.cache)
 
 
-@pytest.mark.parametrize("name", kv_hf.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ONE_FORMAT)
 def test_what_a_reorder_copies_does_not_depend_on_the_context(name):
     short, long = beams_of(name, 200), beams_of(name, 2000)
     assert copied(short) == copied(long)
@@ -67,7 +67,7 @@ def test_what_a_reorder_copies_does_not_depend_on_the_context(name):
     assert dynamic[1] > 9 * dynamic[0]
 
 
-@pytest.mark.parametrize("name", kv_hf.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ONE_FORMAT)
 def test_reorder_writes_no_sealed_page_and_only_the_rows_that_change(name):
     beams = beams_of(name, 300)
     layers = beams.cache.paged_layers
@@ -96,7 +96,7 @@ def test_reorder_that_moves_no_row_shares_and_frees_nothing():
         beams.cache.check_integrity()
 
 
-@pytest.mark.parametrize("name", kv_hf.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ONE_FORMAT)
 def test_rows_that_share_pages_hold_their_own_numbers_after_many_steps(name):
     assert held_like_dynamic(cache_kind(name))
 

@@ -14,7 +14,7 @@ from kv_hf.backends import registry
 from kv_hf.checks import check_choice
 from kv_hf.config import CacheConfig, check_option_names
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import FORMAT_NAMES, IMPLEMENTATIONS, cache_names, key_scheme, value_scheme
+from kv_hf.formats import cache_names, format_names, key_scheme, value_scheme
 from kv_hf.spec import LANES, PageSpec
 
 ALL_FORMATS = "must be one of exact, fp8, int8, int4, int2"
@@ -111,7 +111,7 @@ def test_cache_config_refuses_bad_layers(layers, says):
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 1024])
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_cache_config_default_groups_fit_every_page_size(name, page_size):
     """int2's default of 32 tokens per key scale once met a page of 16, which is a documented size."""
     config = CacheConfig(keys=name, values=name, page_size=page_size)
@@ -148,7 +148,7 @@ def test_cache_config_keeps_its_layers_when_the_given_dict_changes():
 
 def test_check_choice_gives_no_hint_when_nothing_is_near():
     with pytest.raises(CacheOptionError) as error:
-        check_choice("keys", "zzz", FORMAT_NAMES)
+        check_choice("keys", "zzz", format_names("keys", "values"))
     assert str(error.value) == f"keys {ALL_FORMATS}, got 'zzz'"
 
 
@@ -168,8 +168,7 @@ def test_check_option_names_suggests_the_nearest():
 @pytest.mark.parametrize(
     ("name", "formats"),
     [
-        *((name, {"keys": one, "values": one}) for name, one in IMPLEMENTATIONS.items()),
-        ("paged_int2_v1", {"keys": "int2", "values": "int2"}),
+        *((name, {"keys": one, "values": one}) for name, one in tiny_models.ONE_FORMAT.items()),
         ("paged_int2", {"keys": "int2_mixed", "values": "int2_rotated", "latent": "int2"}),
         ("paged_int3", {"keys": "int2_mixed", "values": "int3_rotated"}),
         ("paged_k5v3", {"keys": "int4_mixed", "values": "int3_rotated", "latent": "int4"}),

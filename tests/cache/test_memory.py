@@ -3,7 +3,7 @@
 import pytest
 import rounding
 import torch
-from tiny_models import left_padded, make_config, make_model, shared_model, tokens
+from tiny_models import ONE_FORMAT, left_padded, make_config, make_model, shared_model, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig
 
@@ -36,7 +36,7 @@ def predicted(cache):
     )
 
 
-@pytest.mark.parametrize("implementation", kv_hf.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ONE_FORMAT)
 @pytest.mark.parametrize(
     "options",
     [
@@ -154,7 +154,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("implementation", kv_hf.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ONE_FORMAT)
 @pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])
 def test_largest_temporary_of_a_decode_step_is_one_tile(implementation, kernel):
     """The cache is many tiles long, so a dense copy of even one side of one layer would show."""

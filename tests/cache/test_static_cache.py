@@ -19,7 +19,7 @@ from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.registry import load, register_backend, unregister_backend, why_not
 from kv_hf.cache.static_cache import StaticPagedCache
 from kv_hf.cache.static_store import check_static_kernel
-from kv_hf.formats import FORMAT_NAMES, key_scheme, value_scheme
+from kv_hf.formats import format_names, key_scheme, value_scheme
 from kv_hf.pages.group import PageGroup
 from kv_hf.pages.static_table import StaticTable
 from kv_hf.spec import PageSpec, predict_memory
@@ -86,7 +86,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("lengths", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", format_names("keys", "values"))
 def test_sealed_pages_have_the_bytes_of_a_cache_that_grows(name, lengths):
     static, grown = caches(name)
     for cache in (static, grown):

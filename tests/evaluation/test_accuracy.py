@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from tiny_harness import sentence
-from tiny_models import make_model, tokens
+from tiny_models import ONE_FORMAT, make_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
@@ -33,7 +33,7 @@ PEERS = (
     "static",
 )
 CHUNKED = (
-    *kv_hf.IMPLEMENTATIONS,
+    *ONE_FORMAT,
     "paged_int4:page_size=16,sink_tokens=0,recent_tokens=10",
     "paged_int2:page_size=16",
     *PEERS,

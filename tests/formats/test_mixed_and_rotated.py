@@ -12,7 +12,7 @@ from kv_hf.backends.cpu import decode as c_decode
 from kv_hf.backends.cpu import library
 from kv_hf.errors import CacheOptionError
 from kv_hf.formats import format_names, key_scheme, value_scheme
-from kv_hf.quant.codec import block, choose, decode, encode, reorder, restore, rotate, unrotate
+from kv_hf.quant.codec import block, decode, encode, reorder, restore, rotate, unrotate, wide_first
 from kv_hf.spec import LANES, ROWS, PageSpec
 
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=str(library.missing()))
@@ -50,12 +50,12 @@ def test_choose_puts_the_widest_pairs_first_and_keeps_the_order_of_channels():
     x = torch.zeros(1, 2, 4, 8)
     x[0, 0, 1] = torch.tensor([1.0, 5, 2, 0, 4, 0, 3, 0])  # pairs (0, 4), (1, 5), (2, 6), (3, 7)
     x[0, 1, 1] = 3.0  # all alike: the first ones
-    assert choose(x, 4).tolist() == [[[0, 1, 4, 5, 2, 3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]]
+    assert wide_first(x, 4).tolist() == [[[0, 1, 4, 5, 2, 3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]]
 
 
 def test_restore_undoes_reorder():
     x = numbers(3, 2, 16, 24)
-    order = choose(x, 8)
+    order = wide_first(x, 8)
     assert not torch.equal(reorder(x, order), x)
     assert torch.equal(restore(reorder(x, order), order), x)
 

@@ -1,16 +1,13 @@
 """Bytes: what PageSpec states, what storage allocates and what predict_memory adds up are one number."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_hf.formats.int4 import Int4
 
 import kv_hf
 from kv_hf.errors import CacheOptionError
-from kv_hf.formats import FORMAT_NAMES, WHOLE_HEAD, get_format, key_scheme, value_scheme
+from kv_hf.formats import WHOLE_HEAD, format_names, get_format, key_scheme, value_scheme
 from kv_hf.pages.storage import PageStorage
 from kv_hf.quant.codec import decode, encode
 from kv_hf.spec import (
@@ -114,8 +111,8 @@ def test_fields_of_exact_pages_take_the_models_dtype(dtype):
 
 
 @pytest.mark.parametrize("key_dim", [64, 128])
-@pytest.mark.parametrize("values", FORMAT_NAMES)
-@pytest.mark.parametrize("keys", FORMAT_NAMES)
+@pytest.mark.parametrize("values", format_names("keys", "values"))
+@pytest.mark.parametrize("keys", format_names("keys", "values"))
 def test_page_bytes_equal_allocated_bytes(keys, values, key_dim):
     spec = make_spec(keys, values, key_dim=key_dim, value_dim=64, page_size=32, dtype=torch.float32)
     storage = PageStorage(spec, torch.device("cpu"))
@@ -336,15 +333,12 @@ def test_predict_memory_of_a_batch_stays_close_to_that_of_a_row(name, most, rows
     assert _worst_share(name, 8, rows) <= most
 
 
-class OneBit(Int4):
+class OneBit(kv_hf.Format):
     """Signs, whose 16 bits of a page fill half a word."""
 
     name = "one_bit"
     bits = 1
     sides = ("keys", "values", "latent", "k_rope")
-    native_number = None
-    native_code = ""
-    group_options: ClassVar = {}
 
     def scheme(self, side, group_size=None):
         return self.made((1, WHOLE_HEAD))

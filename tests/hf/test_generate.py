@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 import transformers
-from tiny_models import left_padded, make_model, shared_model, tokens
+from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
 from transformers import GenerationConfig, TextIteratorStreamer
 
 import kv_hf
 
 PAGES = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
-FORMATS = tuple(kv_hf.IMPLEMENTATIONS)
+FORMATS = tuple(ONE_FORMAT)
 
 
 @pytest.fixture(scope="module")

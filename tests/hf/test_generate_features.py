@@ -6,7 +6,7 @@ from types import FunctionType
 import pytest
 import rounding
 import torch
-from tiny_models import left_padded, make_model, shared_model, tokens
+from tiny_models import ONE_FORMAT, left_padded, make_model, shared_model, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DynamicCache,
@@ -20,7 +20,7 @@ from transformers import (
 import kv_hf
 
 PAGES = {"cache_implementation": "paged_exact", "cache_config": {"page_size": 16}}
-FORMATS = tuple(kv_hf.IMPLEMENTATIONS)
+FORMATS = tuple(ONE_FORMAT)
 SCORES = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
@@ -246,7 +246,7 @@ def assert_same_bytes(one, other):
 def test_rejected_candidates_leave_no_byte(implementation, kind):
     """The pages and windows are those of a cache that was given the accepted tokens alone."""
     model = make_model("llama")
-    name = kv_hf.IMPLEMENTATIONS[implementation]
+    name = ONE_FORMAT[implementation]
     cache = Recorded(model.config, keys=name, page_size=16)
     model.generate(
         tokens(1, 9).repeat(1, 6),
@@ -447,7 +447,7 @@ CHANGES = {
 @pytest.mark.parametrize("implementation", FORMATS)
 def test_copies_are_independent(model, implementation, change):
     """Whatever one does, the other keeps its bytes and goes on as if it were alone; both ways, and for copies of copies."""
-    name = kv_hf.IMPLEMENTATIONS[implementation]
+    name = ONE_FORMAT[implementation]
     cache = kv_hf.PagedCache(model.config, keys=name, page_size=16)
     with torch.no_grad():
         model(tokens(2, 60), past_key_values=cache)

@@ -77,9 +77,8 @@ def test_options_lists_the_formats_of_every_cache_name_that_is_shipped():
         re.MULTILINE,
     )
     shipped = {
-        (name, one.options["keys"], one.options["values"])
-        for name, one in named._caches.items()
-        if one.shipped
+        (name, named._caches[name]["keys"], named._caches[name]["values"])
+        for name in named._shipped
     }
     # a row may lead to another one, and then names no formats
     assert {row for row in rows if row[1]} == shipped

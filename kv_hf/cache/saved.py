@@ -36,8 +36,7 @@ from ..pages.persistent import persistent_tensors
 from ..pages.step import Row
 from ..printable import short
 from ..version import __version__
-from .adapters import adapters_of
-from .identity import check_identity, identity
+from .identity import adapters_of, check_identity, identity
 from .model_shape import decoder_config, signature
 from .state import CacheState, LayerPages, LayerState, StateTensors
 

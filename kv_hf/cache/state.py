@@ -16,7 +16,7 @@ from ..pages.storage import PageStorage
 from ..quant.channel_order import is_order
 from ..quant.packing import lay_out, pick_up
 from ..spec import ROWS, PageSpec, SideSpec
-from .adapters import Adapters
+from .identity import Adapters
 
 PIECE = 4 << 20  # bytes of pages that are handed over at once
 

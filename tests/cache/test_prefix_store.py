@@ -12,7 +12,7 @@ from test_sliding import make as make_sliding
 from tiny_models import make_model, shared_model, tokens
 
 import kv_hf
-from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
+from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
 

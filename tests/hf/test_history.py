@@ -10,7 +10,7 @@ from tiny_models import left_padded, make_model, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.cache import known_text
+from kv_hf.cache import origin
 from kv_hf.hf import history
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -341,7 +341,7 @@ def test_ids_and_weights_are_looked_at_once_per_call(monkeypatch, new_tokens):
             module, name, lambda *a, of=original, called=name: calls.append(called) or of(*a)
         )
     joins = []
-    original = known_text.joined
+    original = origin.joined
     monkeypatch.setattr(
         "kv_hf.cache.origin.joined", lambda *given: joins.append(1) or original(*given)
     )

@@ -26,7 +26,7 @@ from ..spec import MemoryReport
 from .identity import model_mark
 from .layer_formats import planned_specs
 from .model_shape import attention_config, decoder_config, page_sizes, signature
-from .origin import Origin
+from .origin import Origin, check_token_ids
 from .prefix_store import PrefixStore
 from .report import LayerReport
 from .state import CacheState, LayerPages, in_rows
@@ -367,6 +367,23 @@ class CacheBase(Portable, DynamicCache):
         generate() says so behind its prefill. In loops of your own the next step does; without one, call this.
         """
         self._prefill.end()
+
+    def note(self, token_ids: torch.Tensor) -> None:
+        """Say which text this cache holds, where the model was called without generate(), which then refuses another text.
+
+        Args:
+            token_ids: [rows, columns seen or more] int64 or int32, padding included; those behind what is seen are not kept.
+        Raises: CacheMismatchError for other rows, or fewer columns than the cache has seen.
+        """
+        seen = int(self.get_seq_length())
+        check_token_ids(token_ids, self.num_rows, seen)
+        self.note_prompt(token_ids[:, :seen])
+        self.note_generated(None, seen)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this cache holds, 0 before the first forward."""
+        raise NotImplementedError
 
     # -- what transformers does not ask for ----------------------------------------------------------------
 

@@ -506,8 +506,13 @@ class GrowingCache(SharingCache):
         """Return, for each layer, how it is cached and why."""
         return report_layers(self.layers, self._kept)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that this cache holds, 0 before the first forward."""
+        return len(self.group.rows)
+
     def __repr__(self) -> str:
-        return one_line(self, type(self).__name__, len(self.group.rows))
+        return one_line(self, type(self).__name__, self.num_rows)
 
     def __str__(self) -> str:
-        return in_lines(self, type(self).__name__, len(self.group.rows))
+        return in_lines(self, type(self).__name__, self.num_rows)

@@ -4,6 +4,7 @@ Token ids stay on the device that they came on. Nothing here is called in a deco
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -44,6 +45,20 @@ def joined(known: torch.Tensor, columns: int, behind: torch.Tensor | None = None
         if behind is None:
             return kept.clone()
         return torch.cat([kept.to(behind.device, torch.long), behind.long()], dim=1)
+
+
+def check_token_ids(token_ids: Any, rows: int, seen: int) -> None:
+    """Raise CacheMismatchError unless `token_ids` is an integer tensor [rows, at least seen], as a cache of such a text has them."""
+    got = type(token_ids).__name__
+    if isinstance(token_ids, torch.Tensor):
+        got = f"{token_ids.dtype} {list(token_ids.shape)}"
+        integers = token_ids.dtype in (torch.int64, torch.int32) and token_ids.ndim == 2
+        if integers and token_ids.shape[0] == rows and token_ids.shape[1] >= seen:
+            return
+    raise CacheMismatchError(
+        f"token_ids must be an integer tensor [{rows}, at least {seen}], as the cache has seen {seen} columns "
+        f"(padding included) of {rows} rows; got {got}"
+    )
 
 
 class Origin:

@@ -133,7 +133,8 @@ class PrefixStore:
     Several caches may use it at once, in several threads too. Pages are given up least recently used first, never while a cache holds them.
 
     Args:
-        max_bytes: bound of the pages that the store keeps, over all layers: a number or "2GiB".
+        max_bytes: bound of the pages that the store keeps, and of the exact tokens in front of them, over all layers: a
+            number or "2GiB".
         keep_answers: keep the pages of the text that generate() writes too, for the next turn of a chat.
     Raises: CacheOptionError for a bound that is no size, and for a `keep_answers` that is neither True nor False.
     """
@@ -396,9 +397,24 @@ class PrefixStore:
         """
         with self.tree.pool.lock:
             nodes = self.tree.add(space, tokens, pages, sinks)
-            page_bytes = sum(spec.page_bytes for spec in self.arena.specs())
-            self.tree.shrink(self.max_bytes // max(1, page_bytes))
+            self._shrink()
         return tuple(node.page for node in nodes[1:] if node.page is not None)
+
+    def _bytes_each(self) -> tuple[int, int]:
+        """Return the bytes of a page, and of the exact tokens in front of a beginning, over all layers."""
+        specs, sinks = self.arena.specs(), self.tree.sink_tokens
+        pages = sum(spec.page_bytes for spec in specs)
+        return pages, sum(spec.window_bytes(1, sinks) for spec in specs)
+
+    def _held_bytes(self) -> int:
+        page, sinks = self._bytes_each()
+        return self.tree.num_pages * page + len(self.tree.roots) * sinks
+
+    def _shrink(self) -> None:
+        """Give up what is beyond `max_bytes`, as far as nobody else holds it; the last page of a beginning takes its sinks along."""
+        while (excess := self._held_bytes() - self.max_bytes) > 0:
+            if not self.tree.give_up(max(1, excess // max(1, sum(self._bytes_each())))):
+                return
 
     def give_up(self, pages: int) -> int:
         """Let go of up to `pages` pages that nobody else holds, the least recently used first; return how many."""
@@ -441,11 +457,8 @@ class PrefixStore:
         pages = size = evictions = 0
         if self._tree is not None:
             with self._tree.pool.lock:
-                specs = self.arena.specs()
                 pages, evictions = self._tree.num_pages, self._tree.evictions
-                size = pages * sum(spec.page_bytes for spec in specs)
-                sinks = sum(spec.window_bytes(1, self._tree.sink_tokens) for spec in specs)
-                size += len(self._tree.roots) * sinks
+                size = self._held_bytes()
         return PrefixStats(
             self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
         )

@@ -752,8 +752,13 @@ class StaticPagedCache(CacheBase):
         """Raise ValueError unless lengths add up."""
         self.table.check_integrity()
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that this cache holds, 0 before the first forward."""
+        return self.table.rows if self.table.started else 0
+
     def __repr__(self) -> str:
-        return one_line(self, "PagedCache", self.table.rows)  # what users call, with max_length
+        return one_line(self, "PagedCache", self.num_rows)  # what users call, with max_length
 
     def __str__(self) -> str:
-        return in_lines(self, "PagedCache", self.table.rows)
+        return in_lines(self, "PagedCache", self.num_rows)

@@ -10,10 +10,8 @@ pages; `uninstall()` takes both back. `cache_names()` lists the names; `register
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cache import compat as _compat  # noqa: F401  (an old transformers is named first)
-from .cache.cross import CrossCache
-from .cache.encoder_decoder import PagedEncoderDecoderCache
-from .cache.paged_cache import PagedCache
+from .cache import model_shape as _first  # noqa: F401  (an old transformers is named first)
+from .cache.paged_cache import CrossCache, PagedCache, PagedEncoderDecoderCache
 from .cache.prefix_store import PrefixStats, PrefixStore
 from .cache_names import register_cache, unregister_cache
 from .config import CacheConfig

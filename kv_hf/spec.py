@@ -33,7 +33,7 @@ def order_dtype(head_dim: int) -> torch.dtype:
 
 
 # How codes are arranged in a page. A format fixes the codes and scales; the layout is a matter of the kernel
-# that reads them, and layouts convert exactly (quant/packing.py).
+# that reads them, and layouts convert exactly (quant/codec.py).
 ROWS = "rows"  # Triton: tokens of keys and channels of values are rows of bytes
 LANES = (
     "lanes"  # C: words of four bytes, neighbouring words belong to neighbouring tokens or channels

@@ -1,27 +1,338 @@
-"""The paged cache whose storage grows with the text."""
+"""The paged cache whose storage grows with the text: its layers, copies, shared pages and pages outside of the device."""
 
-from typing import Any
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from ..backends.dispatch import MAX_DECODE_QUERIES
 from ..bridge.mask_length import MaskLength, check_padding_mask, takes_length
 from ..checks import check_int
 from ..config import CacheConfig
-from ..errors import CacheOptionError
+from ..errors import (
+    CacheMismatchError,
+    CacheOptionError,
+    InterruptedForwardError,
+    UnsupportedModelError,
+)
 from ..pages.ahead import Expected
+from ..pages.group import PageGroup
+from ..pages.group_state import held_pages
 from ..pages.offload import OffloadArena
-from ..spec import MemoryReport
+from ..pages.step import Row
+from ..spec import MemoryReport, page_capacity, reserved_pages
+from .base import CacheBase
 from .build import page_layers
-from .compat import forget_tokens, is_dummy
-from .handle_layer import HandleLayer
-from .layer import PagedLayer
-from .model_shape import is_chunked, kept_layers
-from .offloading import make_room
-from .pipeline_parallel import answering_layer
-from .report import LayerReport, in_lines, measure_memory, one_line, report_layers
-from .residual import chosen_rows
-from .sharing import SharingCache
+from .layer import HandleLayer, PagedLayer
+from .model_shape import forget_tokens, is_chunked, is_dummy, kept_layers
+from .prefix_store import HeldRow
+from .report import LayerReport, in_lines, measure_memory, one_line, report_layers, tensor_bytes
+from .state import CacheState, LayerPages, LayerState, LiveTensors, portable, with_wider
+from .store import chosen_rows
+
+
+def answering_layer(layers: Sequence[Any], layer_idx: int, any_kind: bool = False) -> int:
+    """Return `layer_idx`, or the first layer of its kind behind it that has tokens where it is not run here.
+
+    With `any_kind` a layer of another kind answers where none of its own has tokens: all have seen as many.
+
+    Under pipeline parallelism a process runs a run of the layers and its cache fills only those, but models ask
+    the first layer of a kind for lengths. An empty layer with no filled one before it is either empty like all
+    others, or not run here: layers run in order.
+    """
+    if layer_idx >= len(layers) or any(_filled(layer) for layer in layers[: layer_idx + 1]):
+        return layer_idx
+    kind = _kind(layers[layer_idx])
+    filled = [i for i in range(layer_idx + 1, len(layers)) if _filled(layers[i])]
+    alike = [i for i in filled if _kind(layers[i]) == kind]
+    return next(iter(alike or (filled if any_kind else ())), layer_idx)
+
+
+def _kind(layer: Any) -> tuple[type, int | None]:
+    return type(layer), getattr(layer, "sliding_window", None)
+
+
+def _filled(layer: Any) -> bool:
+    return bool(getattr(layer, "is_initialized", False)) and not is_dummy(layer)
+
+
+def make_room(
+    arena: OffloadArena,
+    layers: Sequence[Any],
+    groups: Sequence[PageGroup],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Make room, for all layers, for the pages that an append of keys and values [rows, heads, q_len, head_dim] will seal.
+
+    Layers that have not seen keys yet are taken to have heads like these.
+    Raises: DeviceBudgetError, OffloadError (also in a forked process), CacheOptionError, with the cache unchanged.
+    """
+    arena.check_device(keys.device)
+    arena.check_process()
+    capacities: dict[int, int] = {}
+    slots: dict[int, int] = {}
+    batch, q_len = keys.shape[0], keys.shape[2]
+    for group in groups:
+        count = group.check_append(batch, q_len)
+        reserved = reserved_pages(batch, group.reserve, group.pool.max_pages)
+        whole = bool(group.rows) and _reads_everything(group, q_len)
+        if not count and group.rows and not whole and _is_settled(arena, layers, group):
+            continue
+        held = {page for row in group.rows for page in row.pages}
+        capacity = max(page_capacity(group.pool.ids_after(count)), reserved)
+        most = max(page_capacity(len(held) + count), min(reserved, capacity))
+        budget = group.reading.usual
+        if budget is not None and not whole:
+            most = budget.batch_width(most, batch, group.page_size)
+        for layer in layers:
+            if layer.group is group:
+                capacities[layer.layer_idx] = capacity
+                slots[layer.layer_idx] = most
+    if not capacities:
+        return
+    expected = {
+        layer.layer_idx: (layer.formats.spec_of(keys, values), keys.device)
+        for layer in layers
+        if layer.store is None
+    }
+    arena.settle(capacities, slots, expected)
+
+
+def _is_settled(arena: OffloadArena, layers: Sequence[Any], group: PageGroup) -> bool:
+    """Say whether room was made for the pages that a group holds: not so where they came out of a pickle."""
+    known = any(arena.room_for(layer.layer_idx) for layer in layers if layer.group is group)
+    return known or not any(row.pages for row in group.rows)
+
+
+def _reads_everything(group: PageGroup, q_len: int) -> bool:
+    """Say whether a forward reads all pages of a group whose steps read a part of them, if they can be told."""
+    if group.reading.usual is None or not any(row.pages or row.exact for row in group.rows):
+        return False  # as every step, or a first forward, which reads no pages
+    return q_len > MAX_DECODE_QUERIES or group.reading.budget is None
+
+
+def release_pages(layers: Sequence[Any]) -> None:
+    """Let go of all pages of a cache that is gone: a finalizer, which may run at any moment."""
+    for group in {layer.group for layer in layers if isinstance(layer, PagedLayer)}:
+        group.let_go()
+
+
+class Copyable(CacheBase):
+    """Copies of a growing cache, the pages that they share, and the checks that every change was finished."""
+
+    _releases = False
+    groups: tuple[PageGroup, ...]
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        """The layers that live in pages."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an independent cache that shares this one's sealed pages, which never change.
+
+        The exact windows are copied. Both caches draw new pages from one pool: `max_pages` bounds them together.
+        """
+        own = ("options", "_config", "_attention_config")
+        pages = [layer.storage for layer in self.paged_layers if layer.storage is not None]
+        shared = (*self.arena.shared_parts(), *pages, *(getattr(self, name) for name in own))
+        memo.update((id(part), part) for part in shared)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied._releases = False
+        for cache in (self, copied):
+            cache.release_when_gone()
+        # last: stopped before, the copy holds no page, and stopped from here on, it gives back what it holds
+        for theirs, ours in zip(copied.groups, self.groups, strict=True):
+            theirs.share_rows(ours)
+        return copied
+
+    def __copy__(self) -> Self:
+        # two caches with one set of rows would pull the rug from under each other
+        return copy.deepcopy(self)
+
+    def state(self) -> CacheState:
+        """Return what this cache holds, for a file or another cache; its tensors are this cache's own, not copies.
+
+        Raises: CacheMismatchError for an empty cache; InterruptedForwardError after a forward that stopped half-way;
+            UnsupportedModelError where layers hold more than pages and exact tokens.
+        """
+        self._check_complete()
+        held = {layer.layer_idx: layer for layer in self.paged_layers}
+        pages = {id(group): held_pages(group.rows) for group in self.groups}
+        return CacheState(
+            with_wider(portable(self.options), self.paged_layers),
+            self.model_signature,
+            tuple(group.state() for group in self.groups),
+            tuple(
+                LayerState.of(
+                    index, layer.store.spec, self._group_number(layer), layer.store.device
+                )
+                for index, layer in held.items()
+                if layer.store is not None
+            ),
+            LiveTensors(held, {index: pages[id(layer.group)] for index, layer in held.items()}),
+            self.computed_by,
+        )
+
+    def _check_complete(self) -> None:
+        """Raise an error unless the cache holds tokens, in pages and exact windows alone, up to the same column."""
+        if not self.group.rows:
+            raise CacheMismatchError("this cache is empty: there is nothing to save")
+        kept = [
+            f"{index} ({type(layer).__name__})"
+            for index, layer in enumerate(self.layers)
+            if (layer.extra_bytes if isinstance(layer, PagedLayer) else tensor_bytes(vars(layer)))
+        ]
+        if kept:
+            raise UnsupportedModelError(
+                f"layers {', '.join(kept)} hold states beside their pages (transformers' own, or indexer keys); saved caches hold "
+                "pages only"
+            )
+        layers = self.paged_layers
+        behind = [one.layer_idx for one in layers if not one.is_up_to_date or not one.store]
+        if behind:
+            raise InterruptedForwardError(
+                f"layers {behind} have not taken part in all forwards of this cache: an earlier one stopped half-way; it "
+                "cannot be saved"
+            )
+        self.check_integrity()
+        if any(layer.window != layer.group.window for layer in layers):
+            raise UnsupportedModelError(
+                "this cache keeps all pages of sliding layers for its prefix_store; save one that was made without a store"
+            )
+
+    def _take_over(self, state: CacheState, pages: Mapping[int, LayerPages]) -> None:
+        for number, (group, theirs) in enumerate(zip(self.groups, state.groups, strict=True)):
+            for index, row in enumerate(theirs.rows):
+                if (row.pages or row.dropped) and row.exact < group.sink_tokens:
+                    raise CacheMismatchError(f"row {index} holds pages, but not its first tokens")
+            group.restore(theirs, [layer for layer, one in pages.items() if one.group == number])
+        self.check_integrity()
+        for one in state.layers:
+            layer: Any = self.layers[one.layer]
+            num_pages = state.groups[pages[one.layer].group].num_pages
+            layer.resume(one, state.tensors, num_pages)
+        self.check_integrity()
+
+    def _group_number(self, layer: Any) -> int:
+        return next(number for number, group in enumerate(self.groups) if group is layer.group)
+
+    def release_when_gone(self) -> None:
+        """See to it that pages are freed with this cache although others share their storage."""
+        if not self._releases:
+            weakref.finalize(self, release_pages, self.layers)
+            self._releases = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a pickle: pages that other caches held in it are free here."""
+        vars(self).update(state)
+        self._releases = False
+        for group in self.groups:
+            group.pool.recount()
+
+    def change_layers(self, change: Callable[[Any], None]) -> None:
+        """Call `change` with each layer; where it does not reach the last one, the cache is of no use until reset()."""
+        self.check_steps()
+        for layer in self.layers:
+            change(layer)
+            self.halfway = (
+                True  # not before: the first layer may refuse, and then nothing has changed
+            )
+        self.halfway = False
+
+    def check_whole(self) -> None:
+        """Raise InterruptedForwardError where a change of all layers stopped half-way."""
+        if self.halfway:
+            raise InterruptedForwardError(
+                "a reset, crop, new order of rows, or a prefix that was attached has reached only some layers of this "
+                "cache; call reset() and start again"
+            )
+
+    def check_steps(self) -> None:
+        """Raise InterruptedForwardError where the last forward or change is known not to have reached all layers."""
+        self.check_whole()
+        for group in self.groups:
+            group.tracker.check_done()
+
+    def check_done(self) -> None:
+        """Raise InterruptedForwardError where the last forward or change did not reach all layers."""
+        self.check_steps()
+        behind = [one.layer_idx for one in self.paged_layers if one.store and not one.is_up_to_date]
+        if behind:
+            raise InterruptedForwardError(
+                f"layers {behind} are behind the others: a forward of this cache stopped half-way; call reset() and "
+                "start again"
+            )
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless counts, lengths, storage and layers agree.
+
+        That is InterruptedForwardError where a forward, or a change of all layers, stopped half-way.
+        """
+        self.check_done()
+        begun = [group for group in self.groups if group.epoch]
+        for group in self.groups:
+            group.check_integrity()
+            if group.epoch and group.seen != begun[0].seen:
+                raise InterruptedForwardError(
+                    f"groups of layers have seen {group.seen} and {begun[0].seen} columns: a forward of this cache "
+                    "stopped half-way; call reset() and start again"
+                )
+        for layer in self.paged_layers:
+            if layer.storage is None:
+                continue
+            layer.storage.check_integrity()
+            most = max((page + 1 for row in layer.group.rows for page in row.pages), default=0)
+            if layer.storage.capacity < most:
+                raise ValueError(
+                    f"layer {layer.layer_idx} has no room for a page of the block table"
+                )
+
+
+Sinks = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of each layer: exact first keys and values
+
+
+class SharingCache(Copyable):
+    """A cache whose rows may begin with pages of a store, and whose pages a store may keep (PageSharer)."""
+
+    def held_rows(self) -> list[HeldRow]:
+        """Return tokens and pages of each row. Raises InterruptedForwardError after a forward that stopped half-way."""
+        self.check_done()
+        group = self.group
+        return [HeldRow(group.tokens(row), row.pages) for row in group.rows]
+
+    def begin_with(self, rows: Sequence[Row], sinks: Sequence[Sinks | None], seen: int) -> None:
+        """Let this cache, which is empty, begin with `rows`, whose pages are in its storage, and have seen `seen` columns.
+
+        Stopped half-way, by whatever exception, it holds no more pages than its rows do, and asks for reset().
+
+        Args:
+            sinks: for each row, and then each layer, its exact first keys and values; None for a row without pages.
+        """
+        self.halfway = True
+        self.group.adopt(rows, seen)
+        for place, layer in enumerate(self.paged_layers):
+            layer.adopt([None if one is None else one[place] for one in sinks], seen)
+        self.halfway = False
+
+    def sinks_of(self, row: int) -> Sinks:
+        """Return copies of the exact first keys and values of a row, for each layer."""
+        return [layer.sinks_of(row) for layer in self.paged_layers]
+
+    def share_pages(self, row: int, pages: tuple[int, ...]) -> None:
+        """Let a row hold `pages`, which contain the same tokens, in place of its own; between two forwards.
+
+        Handles of before become stale first, as they know the pages that the row lets go of.
+        """
+        for layer in self.paged_layers:
+            layer.outdate()
+        self.group.replace_pages(row, pages)
 
 
 class GrowingCache(SharingCache):
@@ -195,8 +506,13 @@ class GrowingCache(SharingCache):
         """Return, for each layer, how it is cached and why."""
         return report_layers(self.layers, self._kept)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that this cache holds, 0 before the first forward."""
+        return len(self.group.rows)
+
     def __repr__(self) -> str:
-        return one_line(self, type(self).__name__, len(self.group.rows))
+        return one_line(self, type(self).__name__, self.num_rows)
 
     def __str__(self) -> str:
-        return in_lines(self, type(self).__name__, len(self.group.rows))
+        return in_lines(self, type(self).__name__, self.num_rows)

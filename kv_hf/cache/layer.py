@@ -1,4 +1,4 @@
-"""One attention layer's paged cache: storage and window, following the steps of its group."""
+"""One attention layer's paged cache: storage and window, following the steps of its group, and handles of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,19 +7,38 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ..backends.inputs import PagedKV
-from ..bridge.lazy_kv import KVView, LazyKV, check_unchanged, warn_gradients
+from ..bridge.lazy_kv import KVView, LayerView, LazyKV, check_unchanged, warn_dense, warn_gradients
 from ..errors import InterruptedForwardError
 from ..pages.arena import PageArena
 from ..pages.group import PageGroup
 from ..pages.step import Step
 from ..pages.storage import PageStorage
 from ..spec import PageSpec
-from .before_step import before_step
-from .compat import removed_by_crop
 from .layer_formats import LayerFormats
-from .residual import Residual, chosen_rows
+from .model_shape import removed_by_crop
 from .state import LayerState, StateTensors
-from .store import LayerStore
+from .store import LayerStore, Residual, chosen_rows
+
+
+def before_step(layer: Any) -> PagedKV | None:
+    """Return pages and window of a paged layer that has not joined the running forward yet; None where they do not show it.
+
+    Left padding that was not stored would be read as zeros, where DynamicCache has numbers: nothing is returned then.
+    """
+    group, store = layer.group, layer.store
+    step = group.tracker.step
+    behind = layer._epoch == group.epoch - 1 and not group.tracker.opening
+    if store is None or step is None or not behind or layer.layer_idx in group.tracker.begun:
+        return None
+    if layer.window is not None or group.batch.padding.any():
+        return None
+    if step.view is None or step.view.starts is None or step.seal_first is not None:
+        return None
+    seen = layer.get_seq_length()
+    kv: PagedKV = store.kv(
+        step.view.before(seen), *(window.tokens for window in store.residuals), seen
+    )
+    return kv
 
 
 class PagedLayer(DynamicLayer):
@@ -348,3 +367,64 @@ class PagedLayer(DynamicLayer):
     def _check_unchanged(self, side: str, value: Any) -> None:
         if value is not None:
             check_unchanged(side, self._dense(side), value)
+
+
+class HandleLayer(PagedLayer):
+    """A paged layer that answers `keys` and `values` with a pair of handles, which attention over pages takes."""
+
+    attention_of: Any = None  # the config that names the model's attention
+    _view: LayerView | None = None
+
+    def read_by(self, config: Any) -> None:
+        """Note the `config` that names the attention by which `keys` and `values` are read."""
+        self.attention_of = config
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the view out: it refers to tensors and a kernel of this process."""
+        return {name: value for name, value in vars(self).items() if name != "_view"}
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys [batch, num_kv_heads, seen, key_dim] as a handle, or None when empty."""
+        return self._read("keys")
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._check_unchanged("keys", value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values [batch, num_kv_heads, seen, value_dim] as a handle, or None when empty."""
+        return self._read("values")
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._check_unchanged("values", value)
+
+    def offload(self) -> None:
+        """Move this layer's tensors to the CPU."""
+        self._view = None
+        super().offload()
+
+    def prefetch(self) -> None:
+        """Move this layer's tensors back to the layer's device."""
+        self._view = None
+        super().prefetch()
+
+    def _read(self, side: str) -> torch.Tensor | None:
+        if self.store is None or not self._seen:
+            return None
+        if self._view is None:  # one view for both sides: attention takes a pair of one view only
+            self._view = LayerView(self)
+        if getattr(self.attention_of, "_attn_implementation", None) == "flex_attention":
+            warn_dense("flex_attention")
+            return self._view.dense(side)
+        return LazyKV(self._view, side)
+
+    def _joined(self, step: Step) -> None:
+        self._view = None
+        super()._joined(step)
+
+    def _forget(self) -> None:
+        self._view = None
+        super()._forget()

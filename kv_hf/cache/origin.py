@@ -1,12 +1,64 @@
-"""A cache's knowledge of its tokens' origin: a file, adapters, a prefix store."""
+"""A cache's knowledge of its tokens' origin: a file, adapters, a prefix store, and the text as far as it is known.
+
+Token ids stay on the device that they came on. Nothing here is called in a decode step.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..errors import CacheMismatchError
-from .adapters import Adapters
-from .known_text import joined
+from .identity import Adapters
+
+
+def first_difference(
+    known: torch.Tensor, given: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[int, int] | None:
+    """Return (row, column) of the first token that differs, None where all agree; waits for the device once.
+
+    Args:
+        known: [rows, columns] token ids.
+        given: [rows, columns] token ids; what one of the two is longer is not compared.
+        mask: [rows, columns of `given`], 0 or False = hidden: such columns are not compared; None hides none.
+    """
+    columns = min(known.shape[1], given.shape[1])
+    differs = known[:, :columns].to(given.device) != given[:, :columns]
+    if mask is not None:
+        differs &= mask[:, :columns].to(given.device, torch.bool)
+    if not bool(differs.any()):
+        return None
+    column = int(differs.any(0).nonzero()[0])
+    return int(differs[:, column].nonzero()[0]), column
+
+
+def joined(known: torch.Tensor, columns: int, behind: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the first `columns` of known ids with others behind them, as a copy that nobody else writes to.
+
+    Args:
+        known: [rows, at least columns] token ids.
+        behind: [rows, any] token ids on the device that the result goes to; None: nothing.
+    Returns: [rows, columns + those behind], int64.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        kept = known[:, :columns]
+        if behind is None:
+            return kept.clone()
+        return torch.cat([kept.to(behind.device, torch.long), behind.long()], dim=1)
+
+
+def check_token_ids(token_ids: Any, rows: int, seen: int) -> None:
+    """Raise CacheMismatchError unless `token_ids` is an integer tensor [rows, at least seen], as a cache of such a text has them."""
+    got = type(token_ids).__name__
+    if isinstance(token_ids, torch.Tensor):
+        got = f"{token_ids.dtype} {list(token_ids.shape)}"
+        integers = token_ids.dtype in (torch.int64, torch.int32) and token_ids.ndim == 2
+        if integers and token_ids.shape[0] == rows and token_ids.shape[1] >= seen:
+            return
+    raise CacheMismatchError(
+        f"token_ids must be an integer tensor [{rows}, at least {seen}], as the cache has seen {seen} columns "
+        f"(padding included) of {rows} rows; got {got}"
+    )
 
 
 class Origin:

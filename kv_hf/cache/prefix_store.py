@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..config import READ_LIMITS, CacheConfig
 from ..errors import CacheMismatchError, CacheOptionError
@@ -17,8 +17,55 @@ from ..pages.prefix_tree import Prefix, PrefixTree
 from ..pages.step import Row
 from ..printable import short
 from ..units import parse_bytes
-from .model_state import ModelState, model_state
-from .page_sharer import PageSharer
+from .identity import ModelState, model_state
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """One row of a cache: the tokens that it holds, and the ids of its sealed pages, in order."""
+
+    tokens: int
+    pages: tuple[int, ...]
+
+
+class PageSharer(Protocol):
+    """The methods that a store needs of a cache; sharing.py implements them."""
+
+    @property
+    def prefix_store(self) -> Any:
+        """The store that the cache was made with."""
+        ...
+
+    @property
+    def prefix_spaces(self) -> tuple[str | None, ...]:
+        """The spaces in which the tokens that it holds were computed."""
+        ...
+
+    @property
+    def computed_by(self) -> tuple[Any, ...]:
+        """The states of adapters by which they were computed, for messages."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Return the columns seen."""
+        ...
+
+    def held_rows(self) -> Sequence[HeldRow]:
+        """Return the rows. Raises InterruptedForwardError after a forward that stopped half-way."""
+        ...
+
+    def begin_with(self, rows: Sequence[Row], sinks: Sequence[Any], seen: int) -> None:
+        """Begin with rows whose pages are in the store's arena; `sinks` of each row as `sinks_of` gave them, or None."""
+        ...
+
+    def sinks_of(self, row: int) -> Any:
+        """Return copies of the exact first tokens of a row."""
+        ...
+
+    def share_pages(self, row: int, pages: tuple[int, ...]) -> None:
+        """Let a row hold `pages`, which contain the same tokens, in place of its own."""
+        ...
+
 
 # options that decide the bytes of a page
 _FORMAT = (
@@ -86,7 +133,8 @@ class PrefixStore:
     Several caches may use it at once, in several threads too. Pages are given up least recently used first, never while a cache holds them.
 
     Args:
-        max_bytes: bound of the pages that the store keeps, over all layers: a number or "2GiB".
+        max_bytes: bound of the pages that the store keeps, and of the exact tokens in front of them, over all layers: a
+            number or "2GiB".
         keep_answers: keep the pages of the text that generate() writes too, for the next turn of a chat.
     Raises: CacheOptionError for a bound that is no size, and for a `keep_answers` that is neither True nor False.
     """
@@ -348,9 +396,24 @@ class PrefixStore:
         """
         with self.tree.pool.lock:
             nodes = self.tree.add(space, tokens, pages, sinks)
-            page_bytes = sum(spec.page_bytes for spec in self.arena.specs())
-            self.tree.shrink(self.max_bytes // max(1, page_bytes))
+            self._shrink()
         return tuple(node.page for node in nodes[1:] if node.page is not None)
+
+    def _bytes_each(self) -> tuple[int, int]:
+        """Return the bytes of a page, and of the exact tokens in front of a beginning, over all layers."""
+        specs, sinks = self.arena.specs(), self.tree.sink_tokens
+        pages = sum(spec.page_bytes for spec in specs)
+        return pages, sum(spec.window_bytes(1, sinks) for spec in specs)
+
+    def _held_bytes(self) -> int:
+        page, sinks = self._bytes_each()
+        return self.tree.num_pages * page + len(self.tree.roots) * sinks
+
+    def _shrink(self) -> None:
+        """Give up what is beyond `max_bytes`, as far as nobody else holds it; the last page of a beginning takes its sinks along."""
+        while (excess := self._held_bytes() - self.max_bytes) > 0:
+            if not self.tree.give_up(max(1, excess // max(1, sum(self._bytes_each())))):
+                return
 
     def give_up(self, pages: int) -> int:
         """Let go of up to `pages` pages that nobody else holds, the least recently used first; return how many."""
@@ -393,11 +456,8 @@ class PrefixStore:
         pages = size = evictions = 0
         if self._tree is not None:
             with self._tree.pool.lock:
-                specs = self.arena.specs()
                 pages, evictions = self._tree.num_pages, self._tree.evictions
-                size = pages * sum(spec.page_bytes for spec in specs)
-                sinks = sum(spec.window_bytes(1, self._tree.sink_tokens) for spec in specs)
-                size += len(self._tree.roots) * sinks
+                size = self._held_bytes()
         return PrefixStats(
             self._rows, self._hits, self._tokens, self._computed, pages, size, evictions
         )

@@ -36,9 +36,9 @@ from ..pages.persistent import persistent_tensors
 from ..pages.step import Row
 from ..printable import short
 from ..version import __version__
-from .adapters import adapters_of
-from .identity import check_identity, identity
+from .identity import adapters_of, check_identity, identity
 from .model_shape import decoder_config, signature
+from .origin import check_token_ids
 from .state import CacheState, LayerPages, LayerState, StateTensors
 
 FORMAT, VERSION = "kv_hf.PagedCache", "3"
@@ -172,7 +172,8 @@ def save_state(
     _check_adapters(state, model)
     parts: dict[str, Callable[[], torch.Tensor]] = {}
     if token_ids is not None:
-        _check_token_ids(state, token_ids)
+        group = next((group for group in state.groups if group.seen), state.groups[0])
+        check_token_ids(token_ids, len(group.rows), group.seen)
         ids = token_ids.long()
         parts[TOKEN_IDS] = lambda: ids
     for layer in state.layers:
@@ -259,21 +260,6 @@ def _check_adapters(state: CacheState, model: Any) -> None:
             f"this cache holds tokens that were computed with {' and with '.join(others)}; the model to save it for has "
             f"{own}. A file holds tokens of a single state: compute the text anew, or activate the adapters again"
         )
-
-
-def _check_token_ids(state: CacheState, token_ids: Any) -> None:
-    group = next((group for group in state.groups if group.seen), state.groups[0])
-    rows, seen = len(group.rows), group.seen
-    got = type(token_ids).__name__
-    if isinstance(token_ids, torch.Tensor):
-        got = f"{token_ids.dtype} {list(token_ids.shape)}"
-        integers = token_ids.dtype in (torch.int64, torch.int32) and token_ids.ndim == 2
-        if integers and token_ids.shape[0] == rows and token_ids.shape[1] >= seen:
-            return
-    raise CacheMismatchError(
-        f"token_ids must be an integer tensor [{rows}, at least {seen}], as the cache has seen {seen} columns "
-        f"(padding included) of {rows} rows; got {got}"
-    )
 
 
 def _options(given: CacheConfig) -> dict[str, Any]:

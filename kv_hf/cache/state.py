@@ -15,7 +15,7 @@ from ..pages.group_state import GroupState
 from ..pages.storage import PageStorage
 from ..quant.codec import is_order, lay_out, pick_up
 from ..spec import ROWS, PageSpec, SideSpec
-from .adapters import Adapters
+from .identity import Adapters
 
 PIECE = 4 << 20  # bytes of pages that are handed over at once
 

@@ -155,10 +155,10 @@ class Scheme:
             Two bits have four codes: losing the extremes costs less than spreading the codes over them.
         scale_bits: bits of a scale and of an offset, as floating-point numbers: 16 or 32.
         format: which encodes and decodes.
-        rotated: whether codes stand for numbers behind a Hadamard transform of each head's channels (quant/rotation.py),
+        rotated: whether codes stand for numbers behind a Hadamard transform of each head's channels (quant/codec.py),
             which spreads a large channel over all others. Values only: what attention makes of them is rotated back once.
         wide_bits: bits of a code of the wide channels, those whose pair has the largest range in each page and head; 0: there
-            are none. Keys only; a page then holds the order of its channels (quant/channel_order.py).
+            are none. Keys only; a page then holds the order of its channels (quant/codec.py).
         wide_part: part of the channels that are wide, at most where that is possible.
         wide_channels: how many are, set by `resolve`.
     Sources: per-channel keys and per-token values, KIVI (arXiv 2402.02750); removing the channel mean of

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..cache.adapters import virtual_owner
+from ..cache.identity import virtual_owner
 from ..cache.model_shape import is_encoder_decoder
 from ..cache.paged_cache import PagedCache
 from ..cache.static_cache import StaticPagedCache

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerationMixin
 
-from ..cache.adapters import virtual_owner
-from ..cache.known_text import first_difference
-from ..cache.model_mark import model_mark
+from ..cache.identity import model_mark, virtual_owner
+from ..cache.origin import first_difference
 from ..cache.static_cache import StaticPagedCache
 from ..errors import CacheMismatchError
 

@@ -18,12 +18,11 @@ from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
 from ..cache.base import CacheBase
-from ..cache.encoder_decoder import PagedEncoderDecoderCache, paged_halves
-from ..cache.latent_layer import LatentLayer
+from ..cache.layer_formats import warn_of_two_bits
+from ..cache.layer_kinds import LatentLayer
 from ..cache.model_shape import is_encoder_decoder
-from ..cache.paged_cache import PagedCache
+from ..cache.paged_cache import PagedCache, PagedEncoderDecoderCache, paged_halves
 from ..cache.static_cache import StaticPagedCache
-from ..cache.two_bits import warn_of_two_bits
 from ..config import READ_LIMITS, CacheConfig, given_options
 from ..errors import CacheMismatchError, UnsupportedModelError
 from ..formats import cache_names, is_cache_name, named

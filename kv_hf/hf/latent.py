@@ -19,7 +19,7 @@ from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 
 from ..bridge.lazy_kv import view_behind
-from ..cache.latent_layer import before_latents
+from ..cache.layer_kinds import before_latents
 from ..cache.model_shape import attention_config
 from ..config import CacheConfig
 from ..errors import UnsupportedModelError

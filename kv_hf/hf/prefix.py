@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 
-from ..cache.adapters import adapters_of
-from ..cache.compat import CHUNKS_BEHIND_A_CACHE
-from ..cache.encoder_decoder import paged_halves
-from ..cache.model_shape import rotates_by_length
-from ..cache.model_state import drops_numbers
-from ..cache.paged_cache import PagedCache
+from ..cache.identity import adapters_of, drops_numbers
+from ..cache.model_shape import CHUNKS_BEHIND_A_CACHE, rotates_by_length
+from ..cache.paged_cache import PagedCache, paged_halves
 from ..cache.prefix_store import PrefixStore
 from ..geometry import full_pages, page_start
 from ..notices import warn_once

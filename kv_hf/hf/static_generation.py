@@ -3,8 +3,7 @@
 from typing import Any
 
 from ..backends.dispatch import MAX_DECODE_QUERIES
-from ..cache.static_cache import StaticPagedCache
-from ..cache.static_layer import refused
+from ..cache.static_cache import StaticPagedCache, refused
 from ..errors import CacheOptionError
 from .models import why_not_pages
 

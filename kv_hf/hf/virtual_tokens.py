@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import Cache
 
-from ..cache.adapters import virtual_owner
-from ..cache.encoder_decoder import paged_halves
+from ..cache.identity import virtual_owner
+from ..cache.paged_cache import paged_halves
 from ..cache.static_cache import StaticPagedCache
 from ..errors import UnsupportedModelError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..cache.encoder_decoder import paged_halves
+from ..cache.paged_cache import paged_halves
 from ..notices import held_back
 from .asked import with_hint
 

@@ -144,10 +144,6 @@ class PrefixTree:
         self._close_change()
         return nodes
 
-    def shrink(self, max_pages: int) -> None:
-        """Give up pages beyond `max_pages`, as far as nobody else holds them."""
-        self.give_up(self.num_pages - max_pages)
-
     def give_up(self, count: int) -> int:
         """Release up to `count` pages that nobody else holds, the least recently used first; return how many."""
         gone = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..cache.layer_choice import INDEXED
+from ..cache.build import INDEXED
 from ..cache.layer_formats import LayerFormats
 from ..cache.paged_cache import PagedCache
 from ..checks import check_int
@@ -363,7 +363,7 @@ class Pages:
 
 
 def index_room(columns: int, prompt: int | None) -> int:
-    """Return the columns that indexer keys have room for (cache/latent_layer.py); without a prompt, at most."""
+    """Return the columns that indexer keys have room for (cache/layer_kinds.py); without a prompt, at most."""
     room = columns - 1 if prompt is None else prompt
     while 0 < room < columns:
         room = room + 1 + (room + 1) // 8 + 64

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache
 
-from ..cache.compat import is_dummy
-from ..cache.model_shape import decoder_config, kept_layers, latent_ranks
+from ..cache.model_shape import decoder_config, is_dummy, kept_layers, latent_ranks
 from ..errors import UnsupportedModelError
 from ..field_names import EXPERTS, EXPERTS_PER_TOKEN, first, read
 from .inventory import CachedLayer, State

@@ -7,9 +7,9 @@ from transformers.generation.continuous_batching import requests as batching_req
 from transformers.generation.continuous_batching import utils as batching_utils
 
 from ..cache.growing import GrowingCache
+from ..cache.layer_formats import warn_of_two_bits
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_store import PrefixStore
-from ..cache.two_bits import warn_of_two_bits
 from ..config import CacheConfig, given_options
 from ..errors import CacheOptionError
 from .batch_cache import BatchCache

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 import torch
 
 from ..cache.layer_formats import LayerFormats
-from ..cache.residual import Residual
-from ..cache.store import LayerStore
+from ..cache.store import LayerStore, Residual
 from ..cache.widening import Widening
 from ..pages.arena import PageArena
 from ..pages.page_memory import LEAST_BYTES, mapped_like, page_bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kv_hf.cache.latent_layer import LatentLayer
+from kv_hf.cache.layer_kinds import LatentLayer
 from kv_hf.cache_names import parse_cache_name
 from kv_hf.evaluation.caches import cache_kind, held_bytes
 from kv_hf.evaluation.memory import kernel_of, random_prompt

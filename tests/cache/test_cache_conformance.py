@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kv_hf
-from kv_hf.cache.compat import CROP_TAKES_LENGTHS
+from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS
 from kv_hf.pages.storage import PageStorage
 
 LAYERS, HEADS, DIM = 2, 2, 16

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import kv_hf
-from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
+from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 from kv_hf.formats import cache_options
 
 NEW = 28  # past the sinks and a page of 16 tokens; beams and drafts go past two

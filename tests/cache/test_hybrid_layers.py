@@ -11,7 +11,7 @@ from tiny_models import left_padded, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kv_hf
-from kv_hf.cache.hybrid_layer import HybridLayer
+from kv_hf.cache.layer_kinds import HybridLayer
 
 FAMILIES = [name for name in ("falcon_h1", "zamba2", "inkling_text") if is_there(name)]
 GREEDY = {

@@ -12,8 +12,16 @@ from tiny_models import make_model, shared_model, tokens
 from torch import nn
 
 import kv_hf
-from kv_hf.cache.model_state import drops_numbers, model_state
-from kv_hf.cache.weights import WHOLE, Weight, digests, fingerprint, sample, weights_of
+from kv_hf.cache.identity import (
+    WHOLE,
+    Weight,
+    digests,
+    drops_numbers,
+    fingerprint,
+    model_state,
+    sample,
+    weights_of,
+)
 
 ROWS = [SYSTEM + words(9, 2)]
 DROPPED = "weights of the model have changed"

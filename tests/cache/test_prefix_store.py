@@ -12,7 +12,7 @@ from test_sliding import make as make_sliding
 from tiny_models import make_model, shared_model, tokens
 
 import kv_hf
-from kv_hf.cache.compat import CHUNKS_BEHIND_A_CACHE
+from kv_hf.cache.model_shape import CHUNKS_BEHIND_A_CACHE
 from kv_hf.pages.pool import PagePool
 from kv_hf.pages.prefix_tree import PrefixTree
 
@@ -310,8 +310,26 @@ def test_full_store_gives_up_the_least_recently_used():
     assert known[0] == known[4] == 100 and known[1] == 0
     stats = store.stats()
     assert stats.pages <= 20 and stats.evictions > 0
-    assert stats.bytes <= 20 * page_bytes + 4 * 2 * 2 * 2 * 4 * 16 * 4
+    assert stats.bytes <= store.max_bytes
     store.arena.pool(None).check_integrity()
+
+
+def test_many_beginnings_count_with_their_exact_first_tokens():
+    """One page behind 60 sinks each: the sinks take most of the bytes, and the newest texts fill the bound."""
+    model, config = shared_model("llama"), {"sink_tokens": 60}
+    each = 2 * 2 * 2 * (PAGE + 60) * 16 * 4  # layers, sides, heads, tokens, channels, bytes
+    store = kv_hf.PrefixStore(max_bytes=4 * each)
+    texts = [words(60 + PAGE + 1, seed) for seed in range(40, 48)]
+    for text in texts:
+        run(model, [text], store, config=config, max_new_tokens=1)
+        gc.collect()
+        assert store.stats().bytes <= store.max_bytes
+    run(
+        model, [texts[-1]], store, config=config, max_new_tokens=1
+    )  # behind it nobody holds the first
+    stats, space = store.stats(), store.bind_model(model)
+    assert (stats.pages, stats.bytes) == (4, 4 * each)
+    assert [bool(store.known(space, text)) for text in texts] == [False] * 4 + [True] * 4
 
 
 def test_pages_that_a_cache_reads_are_not_given_up():

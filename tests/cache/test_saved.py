@@ -18,9 +18,9 @@ from tiny_models import left_padded, make_model, shared_model, tokens
 
 import kv_hf
 from kv_hf import files
-from kv_hf.cache import identity, weights
+from kv_hf.cache import identity
 from kv_hf.cache import saved as saving
-from kv_hf.cache.adapters import Adapters
+from kv_hf.cache.identity import Adapters
 from kv_hf.cache.static_cache import StaticPagedCache
 from kv_hf.pages.page_memory import AHEAD
 
@@ -471,14 +471,14 @@ def test_fingerprint_reads_every_kind_of_tensor():
             raise RuntimeError("nothing works on this tensor")
 
     flat = Flat()
-    kept = [weight for weight in weights.weights_of(flat) if weight.persistent]
+    kept = [weight for weight in identity.weights_of(flat) if weight.persistent]
     assert [weight.name for weight in kept] == ["empty", "float8", "meta", "packed", "scalar", "turned"]  # fmt: skip
-    prints = {weight.name: digest for weight, digest in weights.digests(kept)}
+    prints = {weight.name: digest for weight, digest in identity.digests(kept)}
     assert prints.pop("meta") is None
     assert len(set(prints.values())) == 5 and None not in prints.values()
 
     def digest_of(tensor):
-        return next(weights.digests([weights.Weight("any", tensor)]))[1]
+        return next(identity.digests([identity.Weight("any", tensor)]))[1]
 
     assert digest_of(flat.turned) == digest_of(flat.turned.detach().clone())
     flat.float8.view(torch.uint8)[4] ^= 1

@@ -17,8 +17,7 @@ import kv_hf
 from kv_hf.backends import registry
 from kv_hf.backends.reference import attention as reference
 from kv_hf.backends.registry import load, register_backend, unregister_backend, why_not
-from kv_hf.cache.static_cache import StaticPagedCache
-from kv_hf.cache.static_store import check_static_kernel
+from kv_hf.cache.static_cache import StaticPagedCache, check_static_kernel
 from kv_hf.formats import format_names, key_scheme, value_scheme
 from kv_hf.pages.group import PageGroup
 from kv_hf.pages.static_table import StaticTable

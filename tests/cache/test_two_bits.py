@@ -8,7 +8,7 @@ import pytest
 from tiny_models import shared_model, tokens
 
 import kv_hf
-from kv_hf.cache.two_bits import MEASURED
+from kv_hf.cache.layer_formats import MEASURED
 from kv_hf.formats import cache_options, key_scheme, value_scheme
 
 ROWS = Path(__file__).parents[2] / "results" / "long_context.jsonl"

@@ -10,7 +10,7 @@ from tiny_models import left_padded, make_model, shared_model, tokens
 from transformers import DynamicCache
 
 import kv_hf
-from kv_hf.cache import known_text
+from kv_hf.cache import origin
 from kv_hf.hf import history
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -341,7 +341,7 @@ def test_ids_and_weights_are_looked_at_once_per_call(monkeypatch, new_tokens):
             module, name, lambda *a, of=original, called=name: calls.append(called) or of(*a)
         )
     joins = []
-    original = known_text.joined
+    original = origin.joined
     monkeypatch.setattr(
         "kv_hf.cache.origin.joined", lambda *given: joins.append(1) or original(*given)
     )
@@ -393,3 +393,30 @@ def test_saving_for_a_model_of_other_weights_is_refused(tmp_path):
     with pytest.raises(kv_hf.CacheMismatchError, match="other weights"):
         go_on(loaded, next_turn(text), model=other)
     go_on(loaded, next_turn(text))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 80}], ids=str)
+def test_text_of_direct_calls_can_be_noted(options):
+    """A cache that the model filled without generate() knows its text once it is told."""
+    model, ids = shared_model("llama"), tokens(1, 40)
+    cache = kv_hf.PagedCache(model.config, **PAGES, **options)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for wrong in (ids[:, :39], ids.repeat(2, 1), ids.float(), ids.tolist()):
+        with pytest.raises(
+            kv_hf.CacheMismatchError, match=r"token_ids must be .* \[1, at least 40\]"
+        ):
+            cache.note(wrong)
+    cache.note(next_turn(ids))  # what is not held yet is not compared
+    assert torch.equal(cache.token_ids, ids) and cache.known_columns == 40
+    refused(cache, edited(next_turn(ids)))
+    expected = model.generate(next_turn(ids), past_key_values=first_prefill(model, ids), **GREEDY)
+    assert torch.equal(go_on(cache, next_turn(ids)), expected)
+
+
+def first_prefill(model, ids):
+    """A cache of which nobody said what it holds."""
+    cache = kv_hf.PagedCache(model.config, **PAGES)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache

@@ -248,7 +248,7 @@ QUANTIZED = [
 @pytest.mark.parametrize(("quantize", "kind"), QUANTIZED, ids=[kind for _, kind in QUANTIZED])
 def test_quantized_weights_give_the_tokens_of_dynamic_cache(quantize, kind, tmp_path):
     """Their numbers lie in tensors within tensors: stores and saved caches read those."""
-    from kv_hf.cache.weights import plain_parts
+    from kv_hf.cache.identity import plain_parts
 
     model, store = make_model("llama"), kv_hf.PrefixStore()
     plain = check(model, PADDED).past_key_values

@@ -6,7 +6,7 @@ import transformers
 from measure.models.packaged import resolve_model
 
 import kv_hf
-from kv_hf.cache.weights import fingerprint, weights_of
+from kv_hf.cache.identity import fingerprint, weights_of
 from kv_hf.texts import load_text
 
 pytestmark = pytest.mark.slow

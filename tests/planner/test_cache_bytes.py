@@ -15,7 +15,7 @@ from tiny_models import COMMON, left_padded, tokens
 from transformers import DynamicCache, StaticCache
 
 import kv_hf
-from kv_hf.cache.compat import CROP_TAKES_LENGTHS, SPARSE_MODELS_CACHE_LATENTS
+from kv_hf.cache.model_shape import CROP_TAKES_LENGTHS, SPARSE_MODELS_CACHE_LATENTS
 from kv_hf.config import CacheConfig
 from kv_hf.errors import DeviceBudgetError, PagePoolExhaustedError, PlanError, UnsupportedModelError
 from kv_hf.planner.cache_bytes import Pages, Stock

@@ -105,7 +105,7 @@ ALLOWED = {
     *(f"bridge/traced.py {name}" for name in ("hand_over", "taken", "forget")),
     *("pages/held_rows.py let_go", "pages/storage.py take_over", "pages/offload_storage.py leave"),
     *("pages/huge_pages.py _madvise", "pages/host_heap.py _malloc_trim", "bridge/lazy_kv.py numpy"),
-    *("cache/compat.py forget_tokens", "cache/model_shape.py cross_config"),
+    *("cache/model_shape.py forget_tokens", "cache/model_shape.py cross_config"),
     "cache/model_shape.py decoder_config",
 }
 

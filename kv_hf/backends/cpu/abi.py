@@ -158,7 +158,7 @@ SIDE = Struct(
             Fields("format dim"),
             Fields(
                 "rotated",
-                "channels that a Hadamard transform takes together (see quant/rotation.py), or 0",
+                "channels that a Hadamard transform takes together (see quant/codec.py), or 0",
             ),
             Fields(
                 "wide wide_format",

@@ -1,7 +1,7 @@
 """Turn bytes of codes into numbers that a matrix unit takes, without interleaving channels or tokens.
 
 Decides the instructions; knows nothing of pages, scales or softmax. A byte holds the codes of places i, i + n,
-.. (n = bytes of the run, see quant/packing.py), so a tile of bytes unpacks into one tile per place, its `runs`. Codes of three bits lie in two planes of bytes.
+.. (n = bytes of the run, see quant/codec.py), so a tile of bytes unpacks into one tile per place, its `runs`. Codes of three bits lie in two planes of bytes.
 """
 
 import triton

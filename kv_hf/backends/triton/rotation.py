@@ -1,4 +1,4 @@
-"""Undo the Hadamard transform of values in registers: sums and differences of two numbers, in the order of quant/rotation.py.
+"""Undo the Hadamard transform of values in registers: sums and differences of two numbers, in the order of quant/codec.py.
 
 Knows nothing of codes, scales and softmax.
 """

@@ -1,6 +1,6 @@
 """Encode pages of keys of two widths: the order of the channels, then both kinds of codes in that order (see seal.py).
 
-The order is that of quant/channel_order.py, by comparing the ranges of every two channels.
+The order is that of quant/codec.py, by comparing the ranges of every two channels.
 """
 
 import triton

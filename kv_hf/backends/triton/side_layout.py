@@ -22,7 +22,7 @@ class SideLayout(NamedTuple):
         runs: codes of a byte, or of a word where token_words.
         width: bytes, words or numbers of a token; of keys of two widths, and of planes of codes, no meaning of its own.
         size: bytes, words or numbers of a token's codes.
-        rotated: channels of a block of rotated numbers (quant/rotation.py); 0: they are not rotated.
+        rotated: channels of a block of rotated numbers (quant/codec.py); 0: they are not rotated.
         centered: whether unsigned codes lie around 0 and have no offset.
         sections: of keys of two widths, (bits, bytes of a token, codes of a byte, first place, first byte) of the wide
             channels and of the others; else empty.

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* of a library that was built from these declarations, and no others */
-#define KV_HF_ABI 271524154
+#define KV_HF_ABI 724121748
 
 enum Format { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, UINT4 = 4, UINT2 = 5, FLOAT8 = 6, UINT8 = 7, UINT3 = 8, NUM_FORMATS = 9 };
 
@@ -41,7 +41,7 @@ enum Status { NO_MEMORY = -1, NO_SUCH_PAGE = -2, NO_SUCH_SLOT = -3 };
 /* One side of the pages: codes in layout "lanes" (see spec.SideSpec), scales and offsets in fp16 or fp32. */
 typedef struct {
     int64_t format, dim;
-    int64_t rotated; /* channels that a Hadamard transform takes together (see quant/rotation.py), or 0 */
+    int64_t rotated; /* channels that a Hadamard transform takes together (see quant/codec.py), or 0 */
     int64_t wide, wide_format; /* channels in front, of their page's order, with codes of this format; 0: none */
     int64_t group_tokens; /* tokens that share a scale or an offset */
     int64_t scale_channels; /* channels that share a scale */

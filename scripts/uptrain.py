@@ -1,20 +1,19 @@
 """Train a converted checkpoint towards its original: distillation from the original's logits plus cross entropy.
 
-    python scripts/uptrain.py --student model-2 --teacher model --out trained --data a.txt --eval-text b.txt --steps 2000
+    python scripts/uptrain.py --student model-2 --teacher model --out trained --data a.txt --eval_text b.txt --max_steps 2000
     python scripts/uptrain.py ... --resume                              behind Ctrl-C, a kill or a crash
     accelerate launch --num_processes 2 scripts/uptrain.py ...          a process per GPU; torchrun on a CPU too
 
 The loop is transformers' Trainer; its states lie in OUT.uptraining until OUT is written. The result is an ordinary checkpoint.
---teacher may name a packaged model (measure/models/packaged.py). --record appends the first and the last figures to
-results/uptrain.jsonl.
+All options of TrainingArguments can be given. --teacher may name a packaged model (measure/models/packaged.py).
 """
 
-import argparse
 import json
 import math
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +21,55 @@ import torch
 import torch.nn.functional as F
 from measure.models.packaged import PACKAGED, resolve_model
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+)
 
-from kv_hf.evaluation.rows import append_rows, check_writable, make_row
 from kv_hf.files import becoming_folder
 from kv_hf.gqa.convert import check_destination
 from kv_hf.gqa.source import Source
 from kv_hf.printable import tell, tell_error
-from kv_hf.records import CONVERSION, UPTRAINING
+from kv_hf.records import UPTRAINING
 from kv_hf.texts import documents
 
-RESULTS = Path(__file__).parent.parent / "results" / "uptrain.jsonl"
 BETWEEN = "<|endoftext|>"  # what separates the documents of a text file
 ROWS = 64  # positions whose distributions are made at a time
-TEXTS = (
-    ("student", "the converted checkpoint"),
-    ("teacher", f"its original: a folder, a model of the hub, {', '.join(PACKAGED)}"),
-    ("out", "a folder that does not exist"),
-    ("eval-text", "text to measure on, which is not trained on"),
-)
-NUMBERS = (
-    ("lr", 1e-4, "largest learning rate"),
-    ("warmup", 20, "steps up to it"),
-    ("batch", 8, "windows that a process takes at once"),
-    ("accumulate", 1, "batches of a step"),
-    ("length", 1024, "tokens of a window, at most"),
-    ("alpha", 0.9, "weight of the distillation"),
-    ("seed", 0, "of the order"),
-    ("tokens", 50_000_000, "taken from the data, at most"),
-    ("save-every", 200, "steps between two states"),
-)
+# where this training differs from TrainingArguments' own defaults; what --help shows
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 20,
+    "adam_beta2": 0.95,
+    "save_steps": 200,
+    "save_total_limit": 2,
+    "logging_steps": 10,
+    "report_to": "none",
+    "remove_unused_columns": False,
+    "use_cpu": not torch.cuda.is_available(),
+}
+
+
+@dataclass
+class Options:
+    """The options that TrainingArguments does not have."""
+
+    student: str = field(metadata={"help": "the converted checkpoint"})
+    teacher: str = field(
+        metadata={"help": f"its original: a folder, a model of the hub, {', '.join(PACKAGED)}"}
+    )
+    out: str = field(metadata={"help": "a folder that does not exist"})
+    data: list[str] = field(
+        metadata={"help": "text files, dataset:PATH,CONFIG,SPLIT,FIELD or bundled texts"}
+    )
+    eval_text: str = field(metadata={"help": "text to measure on, which is not trained on"})
+    length: int = field(metadata={"help": "tokens of a window, at most"}, default=1024)
+    tokens: int = field(metadata={"help": "taken from the data, at most"}, default=50_000_000)
+    alpha: float = field(metadata={"help": "weight of the distillation"}, default=0.9)
+    resume: bool = field(metadata={"help": "go on with an interrupted run"}, default=False)
 
 
 def distillation(own: torch.Tensor, other: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -98,7 +116,7 @@ class Distill(Trainer):
         loss = self.alpha * kl + (1 - self.alpha) * entropy
         if not torch.isfinite(loss):
             raise FloatingPointError(
-                f"the loss is {loss.item()} in step {self.state.global_step}: --resume with a smaller --lr"
+                f"the loss is {loss.item()} in step {self.state.global_step}: --resume with a smaller --learning_rate"
             )
         return (loss, {}) if return_outputs else loss
 
@@ -140,27 +158,6 @@ def evaluate(model: Any, teacher: Any, held: Sequence[torch.Tensor]) -> dict[str
     return {"perplexity": ppl, "teacher_perplexity": theirs, "kl": kl, "scored": count}
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    for name, text in TEXTS:
-        add(f"--{name}", required=True, help=text)
-    sources = "text files, dataset:PATH,CONFIG,SPLIT,FIELD or bundled texts"
-    add("--data", required=True, nargs="+", help=sources)
-    add("--steps", type=int, required=True, help="updates of the weights")
-    for name, default, text in NUMBERS:
-        add(f"--{name}", type=type(default), default=default, help=f"{text} (%(default)s)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
-    add("--resume", action="store_true", help="go on with an interrupted run")
-    add("--record", action="store_true", help=f"append rows to {RESULTS.name}")
-    add("--results", type=Path, default=RESULTS)
-    return parser.parse_args(argv)
-
-
 def states_of(work: Path, resume: bool) -> list[Path]:
     """Return the states of an interrupted run, in order. Raises ValueError where --resume is missing, or has nothing."""
     # the Trainer writes trainer_state.json last: a state without it was cut off
@@ -172,10 +169,10 @@ def states_of(work: Path, resume: bool) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def train(args: argparse.Namespace) -> list[dict[str, Any]]:
+def train(args: Options, how: TrainingArguments) -> list[dict[str, Any]]:
     """Train and write the result; return the figures before and after. Raises ValueError for bad arguments."""
-    if args.steps <= 0:
-        raise ValueError(f"--steps must be more than 0, got {args.steps}")
+    if how.max_steps <= 0:
+        raise ValueError(f"--max_steps must be more than 0, got {how.max_steps}")
     out, work = Path(args.out), Path(f"{args.out.rstrip('/')}.uptraining")
     source, teacher_name = Source.open(args.student), resolve_model(args.teacher)
     check_destination(out, source.folder)
@@ -183,7 +180,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(source.folder)
     load = AutoModelForCausalLM.from_pretrained
     model: Any = load(source.folder, dtype=torch.float32)
-    teacher: Any = load(teacher_name, dtype=getattr(torch, args.dtype))
+    teacher: Any = load(teacher_name, dtype=torch.bfloat16 if how.bf16 else torch.float32)
     text, other = (each.config.get_text_config() for each in (model, teacher))
     if text.vocab_size != other.vocab_size:
         raise ValueError(
@@ -196,25 +193,8 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError(
             f"--data is shorter than a window of {length} tokens: take more text, or a smaller --length"
         )
-    how = TrainingArguments(
-        str(work),
-        max_steps=args.steps,
-        per_device_train_batch_size=args.batch,
-        gradient_accumulation_steps=args.accumulate,
-        learning_rate=args.lr,
-        lr_scheduler_type="cosine",
-        warmup_steps=args.warmup,
-        adam_beta2=0.95,
-        save_steps=args.save_every,
-        save_total_limit=2,
-        seed=args.seed,
-        logging_steps=10,
-        bf16=args.dtype == "bfloat16",
-        use_cpu=not torch.cuda.is_available(),
-        report_to=[],
-        remove_unused_columns=False,
-        dataloader_drop_last=len(data) >= args.batch,
-    )
+    how.output_dir = str(work)
+    how.dataloader_drop_last = len(data) >= how.per_device_train_batch_size
     rows = [{"input_ids": ids} for ids in data]
     trainer = Distill(teacher, args.alpha, model=model, args=how, train_dataset=rows)
     main = trainer.is_world_process_zero()
@@ -233,7 +213,11 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     model.to(dtype).float()  # what is measured is what is written
     after = {
         "step": step,
-        "tokens": step * args.batch * args.accumulate * length * how.world_size,
+        "tokens": step
+        * how.train_batch_size
+        * how.gradient_accumulation_steps
+        * length
+        * how.world_size,
         "seconds": round(ended.metrics["train_runtime"], 1),
         **evaluate(model, trainer.teacher, held),
     }
@@ -246,12 +230,13 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def write(
-    out: Path, source: Source, model: Any, args: argparse.Namespace, figures: list[dict[str, Any]]
+    out: Path, source: Source, model: Any, args: Options, figures: list[dict[str, Any]]
 ) -> None:
     """Write the trained model with the student's files, aside and renamed; config.json and the card say what was done."""
     record = {
         "teacher": Path(args.teacher).name,
         "data": [Path(n).name for n in args.data],
+        "before": figures[0],
         **figures[-1],
     }
     with becoming_folder(out) as folder:
@@ -274,11 +259,11 @@ def write(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; 0 when the result is written, 2 for bad arguments and losses that are not finite."""
-    args = arguments(argv)
+    parser = HfArgumentParser((Options, TrainingArguments), description=__doc__)  # type: ignore[arg-type]
+    parser.set_defaults(**DEFAULTS)
+    args, how = parser.parse_args_into_dataclasses(None if argv is None else list(argv))
     try:
-        if args.record:
-            check_writable(args.results)
-        figures = train(args)
+        figures = train(args, how)
     except (ValueError, FloatingPointError, OSError) as error:
         tell_error("uptrain.py", error)
         return 2
@@ -287,21 +272,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"step {row['step']:,}, {row['tokens']:,} tokens, {row['seconds']:.0f} s: KL {row['kl']:.4f}, "
             f"perplexity {row['perplexity']:,.3f}"
         )
-    if figures and args.record:
-        conversion = json.loads((Path(args.out) / "config.json").read_text()).get(CONVERSION, {})
-        settings = {name: getattr(args, name.replace("-", "_")) for name, *_ in NUMBERS}
-        names = {name: Path(getattr(args, name)).name for name in ("student", "teacher")}
-        common = {
-            "kind": "uptrain",
-            "loop": "Trainer",
-            **names,
-            "method": conversion.get("method"),
-            "num_key_value_heads": conversion.get("num_key_value_heads"),
-            "data": [Path(n).name for n in args.data],
-            "held_out": Path(args.eval_text).name,
-            "settings": {**settings, "dtype": args.dtype, "steps": args.steps},
-        }
-        append_rows(args.results, [make_row(**common, **row) for row in figures])
     return 0
 
 

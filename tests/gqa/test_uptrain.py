@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 
 import kv_hf
 
-SHORT = {"steps": 8, "lr": 3e-3, "warmup": 0, "batch": 2, "length": 16, "save-every": 2}
+SHORT = {
+    "max_steps": 8, "learning_rate": 3e-3, "warmup_steps": 0, "per_device_train_batch_size": 2, "length": 16, "save_steps": 2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def pair(tmp_path_factory):
 
 def command(pair, out, *flags, **changes):
     """Return the arguments of a run."""
-    given = {"student": pair / "student", "teacher": pair / "teacher", "data": pair / "data.txt", "eval-text": pair / "held.txt"}  # fmt: skip
+    given = {"student": pair / "student", "teacher": pair / "teacher", "data": pair / "data.txt", "eval_text": pair / "held.txt"}  # fmt: skip
     options = {**given, "out": out, **SHORT, **changes}
     kept = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
     return [*(part for option in kept for part in option), *flags]
@@ -65,17 +67,17 @@ def test_distillation_and_its_gradient_equal_those_of_torch(alpha):
 
 
 def test_a_run_brings_a_student_closer_and_says_what_it_did(pair, whole, capsys, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    arguments = command(pair, tmp_path / "new", "--record", steps=40)
-    assert uptrain.main([*arguments, "--results", str(rows)]) == 0
-    first, last = (json.loads(line) for line in rows.read_text().splitlines())
+    assert uptrain.main(command(pair, tmp_path / "new", max_steps=40)) == 0
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    last = config["kv_hf_uptraining"]
+    first = last["before"]
+    said = capsys.readouterr().out
+    assert f"KL {first['kl']:.4f}" in said and f"KL {last['kl']:.4f}" in said
     assert (first["step"], last["step"], last["tokens"]) == (0, 40, 40 * 2 * 16)
     assert last["kl"] < 0.8 * first["kl"]
-    config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert config["kv_hf_uptraining"]["tokens"] == last["tokens"]
     assert config["kv_hf_conversion"]["num_key_value_heads"] == [4, 1]
     assert "## Training" in (tmp_path / "new" / "README.md").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "rows.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
     # the figures are those of the models as plain transformers loads them
     teacher = AutoModelForCausalLM.from_pretrained(pair / "teacher")
     model, kl, count = tiny_mha.load(tmp_path / "new"), 0.0, 0
@@ -92,7 +94,7 @@ def test_a_run_repeats_and_a_killed_one_goes_on_bit_for_bit(pair, whole, tmp_pat
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}  # fmt: skip
     environment["CUDA_VISIBLE_DEVICES"] = ""
     states = tmp_path / "new.uptraining"
-    run = [*script, *command(pair, tmp_path / "new", **{"save-every": 1})]
+    run = [*script, *command(pair, tmp_path / "new", **{"save_steps": 1})]
     process = subprocess.Popen(run, env=environment, stderr=subprocess.DEVNULL)
     while not list(states.glob("checkpoint-2/trainer_state.json")) and process.poll() is None:
         time.sleep(0.005)
@@ -112,7 +114,7 @@ def test_a_run_repeats_and_a_killed_one_goes_on_bit_for_bit(pair, whole, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"steps": 0}, "--steps must be more than 0, got 0"),
+        ({"max_steps": 0}, "--max_steps must be more than 0, got 0"),
         ({"length": 64, "tokens": 60}, "shorter than a window of 64 tokens"),
         ({"data": "no-such-text"}, "no-such-text"),
     ],
@@ -139,7 +141,11 @@ def test_two_processes_share_a_run(pair, tmp_path):
         "2",
         "--standalone",
     ]
-    run = [*launch, str(ROOT / "scripts" / "uptrain.py"), *command(pair, tmp_path / "new", steps=4)]
+    run = [
+        *launch,
+        str(ROOT / "scripts" / "uptrain.py"),
+        *command(pair, tmp_path / "new", max_steps=4),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
     done = subprocess.run(run, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -18,8 +18,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "quantized_fp8": {"backend": "fp8"},
 }
 STOCK = ("dynamic", "static", "offloaded", *QUANTIZED)
-# name -> what makes a cache of another package, and the attention that reads it; evaluation.register_peer writes to it
-PEERS: dict[str, tuple[Callable[[Any, Mapping[str, Any]], Any], str]] = {}
+# name -> what makes a cache of another package; evaluation.register_peer writes to it
+PEERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {}
 
 
 def __getattr__(name: str) -> Any:

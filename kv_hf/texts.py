@@ -14,7 +14,8 @@ HELD_OUT = ("lincoln_1862", "novel", "code", "german", "tables")
 # The same five kinds from other sources, to fit anything on. Nothing is fitted on HELD_OUT.
 CALIBRATION = ("lincoln_1863", "moby_dick", "sqlite", "french", "wages")
 BUNDLED = (*HELD_OUT, *CALIBRATION)
-SETS = {"held_out": HELD_OUT, "calibration": CALIBRATION}
+LINCOLN = ("lincoln_1862", "lincoln_1863")
+SETS = {"held_out": HELD_OUT, "calibration": CALIBRATION, "lincoln": LINCOLN}
 DATASET = "dataset:"
 RECORDS = f"{DATASET}PATH,CONFIG,SPLIT,FIELD"
 FIELDS = ("text", "content", "document", "story")  # where datasets of plain text keep it

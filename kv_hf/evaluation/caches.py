@@ -31,12 +31,10 @@ class CacheKind:
     """A way to cache.
 
     Attributes:
-        attention: attention implementation of the model that it is measured with.
         make: (model config, most tokens that will be held) -> an empty cache.
     """
 
     name: str
-    attention: str
     make: Callable[[Any, int], Any]
 
 
@@ -56,32 +54,21 @@ def named_kind(name: str, base: str, options: Mapping[str, Any]) -> CacheKind:
     """Do what `cache_kind` says with a name that is split into the cache and its options; `name` is what rows call it."""
     if is_cache_name(base):
         CacheConfig.from_options(base, options)
-        return CacheKind(
-            name,
-            "sdpa",
-            lambda config, _: PagedCache.from_implementation(config, base, options),
-        )
+        return CacheKind(name, lambda c, _: PagedCache.from_implementation(c, base, options))
     if base in QUANTIZED:
-        quantized = {**QUANTIZED[base], **options}
-        return CacheKind(name, "sdpa", lambda config, _: QuantizedCache(config=config, **quantized))
+        given = {**QUANTIZED[base], **options}
+        return CacheKind(name, lambda c, _: QuantizedCache(config=c, **given))
     if base in PEERS:
-        peer, attention = PEERS[base]
-        return CacheKind(name, attention, lambda config, _: peer(config, dict(options)))
+        peer = PEERS[base]  # as it is known now
+        return CacheKind(name, lambda c, _: peer(c, dict(options)))
     if options:
         raise ValueError(f"cache {base!r} takes no options, got {name!r}")
     if base == "static":
-        return CacheKind(
-            name, "sdpa", lambda config, most: StaticCache(config=config, max_cache_len=most)
-        )
-    offloads = base == "offloaded"
-    return CacheKind(
-        name, "sdpa", lambda config, _: DynamicCache(config=config, offloading=offloads)
-    )
+        return CacheKind(name, lambda c, most: StaticCache(config=c, max_cache_len=most))
+    return CacheKind(name, lambda c, _: DynamicCache(config=c, offloading=base == "offloaded"))
 
 
-def register_peer(
-    name: str, make: Callable[[Any, Mapping[str, Any]], Cache], attention: str = "sdpa"
-) -> None:
+def register_peer(name: str, make: Callable[[Any, Mapping[str, Any]], Cache]) -> None:
     """Make a cache of another package known by name, so that everything here measures it beside the others.
 
     Each token that is scored is read by a forward of its own, unless `make` returns a plain PagedCache or
@@ -92,7 +79,6 @@ def register_peer(
         name: lower-case letters, digits and underscores; names that begin with "paged_" are kv_hf's.
         make: (model config, options behind the colon of the name) -> an empty cache. It raises ImportError, saying what
             to install, where a package is missing.
-        attention: implementation of attention of the model that reads the cache.
     Raises: CacheOptionError for a bad name and for one that is taken.
     """
     if not re.fullmatch(r"(?!paged_)[a-z][a-z0-9_]*", name):
@@ -102,7 +88,7 @@ def register_peer(
         )
     if name in all_cache_names():
         raise CacheOptionError(f"cache {name!r} is there already; take another name")
-    PEERS[name] = (make, attention)
+    PEERS[name] = make
 
 
 def unregister_peer(name: str) -> None:

@@ -212,8 +212,6 @@ def measure(
     kind = cache_kind(cache)
     made = made.to(place).eval()
     check_runs(cache, made)
-    if kind.attention != "sdpa":
-        made.set_attn_implementation(kind.attention)
     use_paged_attention(made)
     vocab = made.config.get_text_config(decoder=True).vocab_size
     prompt = random_prompt(vocab, batch, context, place)

@@ -3,8 +3,7 @@
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,18 +95,6 @@ def lineage(config: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def paged_attention(model: Any) -> Iterator[None]:
-    """Give a model the attention that reads pages (and every other cache) for a while, where it can be given one."""
-    before = model.config._attn_implementation
-    use_paged_attention(model)
-    try:
-        yield
-    finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
-
-
 @dataclass(frozen=True)
 class TextSettings:
     """The scored text: windows of one source, one behind the other, or of each text of a set.
@@ -129,7 +116,7 @@ class Measured:
     """A model in memory, ready to be measured with any cache; texts and exact distributions are shared by all caches.
 
     Args:
-        model: a causal language model in eval mode, with the attention that reads pages (see `paged_attention`).
+        model: a causal language model in eval mode; one of an eager family gets the attention that reads pages, as by generate().
         tokenizer: its tokenizer.
         name: what rows call the model; None: see `name_of`.
         revision: what rows say of the state of its files, see `revision_of`; None: not known.
@@ -138,6 +125,7 @@ class Measured:
     def __init__(
         self, model: Any, tokenizer: Any, name: str | None = None, revision: str | None = None
     ) -> None:
+        use_paged_attention(model)
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or name_of(model.config)
         # of the last settings alone: those of a long text are large
@@ -215,6 +203,4 @@ class LoadedModel(Measured):
         folder = check_model_name(name if source is None else source)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        model = model.to(device).eval()
-        use_paged_attention(model)
-        super().__init__(model, tokenizer, name, revision_of(folder))
+        super().__init__(model.to(device).eval(), tokenizer, name, revision_of(folder))

@@ -20,10 +20,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..checks import check_choice, check_int
-from ..texts import BUNDLED, load_text, longest_context
+from ..hf.models import use_paged_attention
+from ..texts import load_text, longest_context, text_names
 from .accuracy import Prefill, decoded, measure_held
 from .caches import CacheKind, cache_kind, check_runs, layer_shapes
-from .models import name_of, paged_attention
+from .models import name_of
 
 PROTOCOL = "context prefilled, question and answer decoded from the store"
 # task -> needles: "single" hides the code of one thing, "multi_key" those of others beside it, "copy" a list of words
@@ -32,8 +33,6 @@ COPIED, SECRET = 6, "The secret words are"  # words that copy hides, and how the
 SPARE = 16  # tokens that a generated answer may be longer than the expected one
 ROOM = 16  # columns of a preallocated cache beyond prompt and answer
 NORMAL_95 = 1.959964  # standard deviations on either side of 95 % of a normal distribution
-LINCOLN = "lincoln"
-SPEECHES = ("lincoln_1862", "lincoln_1863")  # of LINCOLN
 # a word, or up to three digits of one: "$901,125,674.86" would be twenty tokens at once
 PIECE = re.compile(r"\s*(?:[^\s\d]+|\d{1,3}[^\s\d]*)")
 # plain things, one word each; none is part of another
@@ -79,17 +78,10 @@ class Haystack(NamedTuple):
         return taken
 
 
-def load_haystack(source: str | Path = LINCOLN) -> Haystack:
-    """Return the haystack "lincoln" (both bundled speeches), one of the bundled texts, or a UTF-8 file.
-
-    Raises: ValueError naming the source when it is none of these, or empty.
-    """
-    name = str(source)
-    if name not in (LINCOLN, *BUNDLED) and not Path(source).is_file():
-        choices = ", ".join((LINCOLN, *BUNDLED))
-        raise ValueError(f"haystack must be a file or one of {choices}, got {name!r}")
-    text = " ".join(map(load_text, SPEECHES if name == LINCOLN else (name,)))
-    return Haystack.of(name, " ".join(text.split()))
+def load_haystack(source: str | Path = "lincoln") -> Haystack:
+    """Return a text, or the texts of a set one behind the other, as `texts.text_names` and `texts.load_text` take them."""
+    text = " ".join(map(load_text, text_names(source)))
+    return Haystack.of(str(source), " ".join(text.split()))
 
 
 def hide(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> str:
@@ -295,7 +287,7 @@ def needle_grid(
     seed: int = 0,
     task: str = "single",
     *,
-    haystack: str | Path = LINCOLN,
+    haystack: str | Path = "lincoln",
     first_sample: int = 0,
 ) -> list[dict[str, Any]]:
     """Hide a needle at each depth of texts of each length and ask for it: one row per length, depth and cache.
@@ -309,7 +301,7 @@ def needle_grid(
         depths: of the needle that is asked for, from 0, the begin, to 1, the end; None lets it lie anywhere.
         samples: prompts that are asked at each length and depth.
         task: one of TASKS.
-        haystack: "lincoln", a bundled text or a file.
+        haystack: a set of bundled texts ("lincoln": both speeches), one of them, a file or a dataset, see `texts.load_text`.
         first_sample: number of the first sample: a later call goes on with other prompts.
     Returns: rows with kind="needle", task, model, cache, length, depth, score, nll, top1 (means over samples; nll in nats per token of
         the expected answer), found (samples answered in full), rate_low and rate_high (95 % Wilson interval of their
@@ -356,7 +348,8 @@ def needle_grid(
     }
     rows = []
     total = len(kinds) * sum(length * len(asked) for (length, _), asked in prompts.items())
-    with paged_attention(model), tqdm(total=total, unit="token", disable=None) as bar:
+    use_paged_attention(model)
+    with tqdm(total=total, unit="token", disable=None) as bar:
         shapes = layer_shapes(model)
         for (length, depth), asked in prompts.items():
             found: list[list[Reading]] = [[] for _ in kinds]

@@ -14,7 +14,7 @@ from ..extras import extra
 from ..files import replace_text
 from ..formats import cache_names
 from .caches import check_runs
-from .models import Measured, TextSettings, paged_attention
+from .models import Measured, TextSettings
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def recommend(
         check_runs(name, model)
     measured = Measured(model, tokenizer or AutoTokenizer.from_pretrained(model.name_or_path))
     settings = TextSettings(text, windows, window, prompt)
-    with paged_attention(model):
-        rows = [measured.accuracy(name, settings) for name in names]
+    rows = [measured.accuracy(name, settings) for name in names]
     row = best(rows, bits)
     name, options = parse_cache_name(row["cache"])
     held, mean, low, high = (row[f] for f in ("stored_bits", "kl_mean", "kl_low", "kl_high"))

@@ -167,14 +167,14 @@ PAGES: dict[str, dict[str, Any]] = {
     "kivi_int{}_window": {"page_size": GROUP, "recent_tokens": RESIDUAL, "sink_tokens": 0},
     "turboquant_int{}": {},
 }
-# name -> (what makes a cache of (model config, options), the attention that reads it)
-CACHES: dict[str, tuple[Callable[[Any, Mapping[str, Any]], Cache], str]] = {}
+# name -> what makes a cache of (model config, options)
+CACHES: dict[str, Callable[[Any, Mapping[str, Any]], Cache]] = {}
 for nbits in (4, 2):
-    CACHES[f"quanto_int{nbits}_channel"] = functools.partial(channel_cache, nbits), "sdpa"
+    CACHES[f"quanto_int{nbits}_channel"] = functools.partial(channel_cache, nbits)
     for name, sizes in PAGES.items():
         kind = name.removesuffix("_window").format(nbits)
         options = {"keys": kind, "values": kind, **sizes}
-        CACHES[name.format(nbits)] = functools.partial(paged_cache, options), "sdpa"
+        CACHES[name.format(nbits)] = functools.partial(paged_cache, options)
 
 
 @contextmanager
@@ -183,8 +183,8 @@ def known_peers() -> Iterator[None]:
     with ExitStack() as undo:
         for one in FORMATS:
             register_format(one)
-        for name, (make, attention) in CACHES.items():
+        for name, make in CACHES.items():
             if name not in PEERS:
-                register_peer(name, make, attention)
+                register_peer(name, make)
                 undo.callback(unregister_peer, name)
         yield

@@ -20,7 +20,7 @@ from kv_hf.cache_names import parse_cache_name
 from kv_hf.config import CacheConfig
 from kv_hf.evaluation.caches import cache_kind
 from kv_hf.evaluation.models import LoadedModel, TextSettings, revision_of
-from kv_hf.evaluation.needles import LINCOLN, needle_grid
+from kv_hf.evaluation.needles import needle_grid
 from kv_hf.formats import cache_names
 from kv_hf.geometry import Geometry
 from kv_hf.spec import LANES
@@ -92,7 +92,7 @@ def accuracy(device: torch.device, model: str, dtype: str, cache: str, **text: A
     "needle",
     grid=[
         MODEL
-        | {"haystack": [LINCOLN], "seed": [0], "task": ["single"]}
+        | {"haystack": ["lincoln"], "seed": [0], "task": ["single"]}
         | {"length": [1024, 2048], "depth": [None], "first_sample": [0], "samples": [4]}
         | {"caches": [["dynamic", "paged_int8", "paged_int4", "paged_int2"]]}
     ],

@@ -75,10 +75,9 @@ class Decoding:
             self.logits(prompt)
 
     def before(self) -> None:
-        """Give the model the attention that this cache is used with; not part of a step's time."""
-        now = self.model.config.get_text_config(decoder=True)._attn_implementation
-        if now != self.kind.attention:
-            self.model.set_attn_implementation(self.kind.attention)
+        """Give the model the attention that every cache is used with; not part of a step's time."""
+        if self.model.config.get_text_config(decoder=True)._attn_implementation != "sdpa":
+            self.model.set_attn_implementation("sdpa")
 
     def step(self) -> torch.Tensor:
         """Decode one token; return the logits [batch, vocab]."""

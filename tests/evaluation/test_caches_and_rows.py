@@ -26,7 +26,6 @@ def filled(name, batch=2, length=150, steps=2):
     if reason:
         pytest.skip(reason)
     model, kind = make_model("llama"), cache_kind(name)
-    model.set_attn_implementation(kind.attention)
     cache = kind.make(model.config, length + steps + 8)
     ids = tokens(batch, length)
     for piece in (ids, *([ids[:, :1]] * steps)):

@@ -171,7 +171,7 @@ def test_nan_raises_in_place_of_a_score(model):
             return keys, values * float("nan") if keys.shape[2] > 35 else values
 
     lm = lm_of(model, "dynamic")
-    lm.kind = CacheKind("broken", "sdpa", lambda config, _: Broken(config=config))
+    lm.kind = CacheKind("broken", lambda config, _: Broken(config=config))
     with pytest.raises(ValueError, match="broken gives logits that are not finite"):
         lm.loglikelihood(requests("loglikelihood", PAIRS[:4]), disable_tqdm=True)
 

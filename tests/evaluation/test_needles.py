@@ -259,7 +259,7 @@ def test_needle_grid_gives_a_row_per_cache_length_and_depth():
         ({"cache_name": "paged_int5"}, "paged_int5"),
         ({"cache_name": "offloaded"}, "'offloaded' cannot run here"),
         ({"task": "qa"}, "task must be one of single, multi_key, copy, got 'qa'"),
-        ({"haystack": "moby"}, "haystack must be"),
+        ({"haystack": "moby"}, "text must be"),
     ],
     ids=str,
 )

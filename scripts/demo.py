@@ -6,20 +6,19 @@ python scripts/demo.py --model org/name     any causal language model (hub id or
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from measure.models.packaged import packaged_model
+from measure.runner import RESULTS
 
 from kv_hf.evaluation.demo_command import demonstrate, parser
 
 PROG = "demo.py"
-RESULTS = Path(__file__).parent.parent / "results" / "demo.jsonl"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Generate and compare; 0, or 2 for an error that says its reason."""
     asked = parser(PROG)
-    asked.set_defaults(model="smollm2-135m", out=RESULTS)
+    asked.set_defaults(model="smollm2-135m", out=RESULTS / "demo.jsonl")
     return demonstrate(asked.parse_args(argv), PROG, packaged_model)
 
 

@@ -1,11 +1,8 @@
-"""Draw docs/images/speed.svg from the newest rows of results/generate.jsonl: `python scripts/plots.py [--out FILE]`.
+"""Draw docs/images/speed.svg from the newest rows of results/generate.jsonl: `python scripts/plots.py`.
 
 The same rows give the same file, byte for byte.
 """
 
-import argparse
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -44,20 +41,14 @@ def draw(axes: Any, rows: Rows) -> None:
     axes.set_title(f"A decode step of SmolLM2-135M, {rows[0]['machine']}", loc="left", fontsize=9)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Draw the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "speed.svg")
-    out: Path = parser.parse_args(argv).out
     plt.rcParams.update({"svg.hashsalt": "kv_hf", "svg.fonttype": "none", "font.size": 9})
     wanted = {"kind": "generate", "model": "smollm2-135m", "device": "cpu", "batch": 1}
     figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
     draw(axes, latest_run(rows_of("generate.jsonl"), **wanted))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None, "Creator": None})
-    print(out)
-    return 0
+    figure.savefig(ROOT / "docs" / "images" / "speed.svg", metadata={"Date": None, "Creator": None})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -36,7 +36,6 @@ from kv_hf.printable import tell, tell_error
 from kv_hf.records import UPTRAINING
 from kv_hf.texts import documents
 
-BETWEEN = "<|endoftext|>"  # what separates the documents of a text file
 ROWS = 64  # positions whose distributions are made at a time
 # where this training differs from TrainingArguments' own defaults; what --help shows
 DEFAULTS: dict[str, Any] = {
@@ -47,8 +46,6 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 200,
     "save_total_limit": 2,
     "logging_steps": 10,
-    "report_to": "none",
-    "remove_unused_columns": False,
     "use_cpu": not torch.cuda.is_available(),
 }
 
@@ -127,7 +124,7 @@ def token_ids(tokenizer: Any, sources: Sequence[str]) -> Iterator[list[int]]:
         tokenizer.bos_token_id is not None and tokenizer.bos_token_id in tokenizer("").input_ids
     )
     for source in sources:
-        for text in documents(source, between=BETWEEN, training=True, what="data"):
+        for text in documents(source, between="<|endoftext|>", training=True, what="data"):
             ids = tokenizer(text, verbose=False).input_ids
             yield ids if begins else [*ids, tokenizer.eos_token_id]
 

@@ -239,7 +239,7 @@ def held(device: torch.device, model: str, context: int, options: Fields) -> Hel
     """Fill a paged cache of these options, and take three steps."""
     meter = Meter(device)
     name = ", ".join(f"{name}={value}" for name, value in options.items())
-    kind = CacheKind(name, "sdpa", lambda config, _: PagedCache(config, **options))
+    kind = CacheKind(name, lambda config, _: PagedCache(config, **options))
     decoding = filled(device, model, context, kind)
     meter.restart()
     logits = torch.stack([decoding.step() for _ in range(3)])

@@ -106,4 +106,4 @@ def test_rows_that_were_not_moved_are_found():
         def reorder_cache(self, beam_idx):
             super().reorder_cache(beam_idx.clone().fill_(0))
 
-    assert not held_like_dynamic(CacheKind("broken", "sdpa", lambda config, _: Broken(config)))
+    assert not held_like_dynamic(CacheKind("broken", lambda config, _: Broken(config)))

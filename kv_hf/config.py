@@ -54,7 +54,7 @@ class Option:
         check: called with name and value; returns what is held.
         kinds: "local": it says where pages of one process lie, or how many there is room for, so that files of caches do not
             hold it. "grows": it belongs to caches that grow, not to those with max_length. "call": it is for one call of
-            generate(), not for continuous batching. "server": a server decides it, not a request.
+            generate(), not for continuous batching. "request": a request to a server may set it.
     """
 
     check: Check
@@ -195,35 +195,35 @@ class CacheConfig:
         read_from: tokens of a row, a number or "8k", from which on a step reads a part; shorter rows are read as a whole.
     """
 
-    keys: str = _option("exact", _format_of("keys"))
-    values: str = _option("exact", _format_of("values"))
+    keys: str = _option("exact", _format_of("keys"), "request")
+    values: str = _option("exact", _format_of("values"), "request")
     page_size: int = _option(64, _page_size)
-    key_group_size: int | None = _option(None, _GROUP)
-    value_group_size: int | None = _option(None, _GROUP)
-    sink_tokens: int = _option(4, _whole(0))
-    recent_tokens: int = _option(0, _whole(0), "grows")
-    max_pages: int | None = _option(None, _or_none(_whole(1)), "grows", "server")
-    max_bytes: int | None = _option(None, _BYTES, "server")
-    reserve_tokens: int = _option(0, _whole(0, parse=parse_tokens), "grows", "call", "server")
-    max_length: int | None = _option(None, _TOKENS, "local", "call", "server")
-    cuda_graph: str = _option("auto", _choice("auto", "always", "never"), "server")
-    layers: Mapping[str, Any] | None = _option(None, _or_none(_layers))
-    kernel: str = _option("auto", _kernel, "server")
-    prefix_store: Any = _option(None, _or_none(_store), "local", "grows", "server")  # noqa: RUF009
-    cross_attention: str = _option("exact", _choice("exact", "same"))
-    offload: str | None = _option(None, _OFFLOAD, "local", "grows", "call", "server")
-    device_bytes: int | None = _option(None, _BYTES, "local", "call", "server")
-    device_pages: int | None = _option(None, _or_none(_whole(1)), "local", "call", "server")
-    offload_dir: str | None = _option(None, _or_none(_folder), "local", "call", "server")
-    latent: str | None = _option(None, _or_none(_format_of("latent")))
-    latent_group_size: int | None = _option(None, _GROUP)
-    k_rope: str | None = _option(None, _or_none(_format_of("k_rope")))
-    mla: str = _option("auto", _choice("auto", "absorb", "expand"))
-    widen: str = _option("auto", _choice("auto", "never"))
-    read_tokens: int | None = _option(None, _TOKENS)
-    read_share: float | None = _option(None, _or_none(_part))
-    read_top_p: float | None = _option(None, _or_none(_part))
-    read_from: int = _option(READ_FROM, _whole(1, parse=parse_tokens))
+    key_group_size: int | None = _option(None, _GROUP, "request")
+    value_group_size: int | None = _option(None, _GROUP, "request")
+    sink_tokens: int = _option(4, _whole(0), "request")
+    recent_tokens: int = _option(0, _whole(0), "grows", "request")
+    max_pages: int | None = _option(None, _or_none(_whole(1)), "grows")
+    max_bytes: int | None = _option(None, _BYTES)
+    reserve_tokens: int = _option(0, _whole(0, parse=parse_tokens), "grows", "call")
+    max_length: int | None = _option(None, _TOKENS, "local", "call")
+    cuda_graph: str = _option("auto", _choice("auto", "always", "never"))
+    layers: Mapping[str, Any] | None = _option(None, _or_none(_layers), "request")
+    kernel: str = _option("auto", _kernel)
+    prefix_store: Any = _option(None, _or_none(_store), "local", "grows")  # noqa: RUF009
+    cross_attention: str = _option("exact", _choice("exact", "same"), "request")
+    offload: str | None = _option(None, _OFFLOAD, "local", "grows", "call")
+    device_bytes: int | None = _option(None, _BYTES, "local", "call")
+    device_pages: int | None = _option(None, _or_none(_whole(1)), "local", "call")
+    offload_dir: str | None = _option(None, _or_none(_folder), "local", "call")
+    latent: str | None = _option(None, _or_none(_format_of("latent")), "request")
+    latent_group_size: int | None = _option(None, _GROUP, "request")
+    k_rope: str | None = _option(None, _or_none(_format_of("k_rope")), "request")
+    mla: str = _option("auto", _choice("auto", "absorb", "expand"), "request")
+    widen: str = _option("auto", _choice("auto", "never"), "request")
+    read_tokens: int | None = _option(None, _TOKENS, "request")
+    read_share: float | None = _option(None, _or_none(_part), "request")
+    read_top_p: float | None = _option(None, _or_none(_part), "request")
+    read_from: int = _option(READ_FROM, _whole(1, parse=parse_tokens), "request")
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():

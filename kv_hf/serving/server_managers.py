@@ -1,6 +1,7 @@
 """The generation managers of transformers' server, with the cache of each request set. Imported when a server starts."""
 
 import asyncio
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from transformers.cli.serving.utils import (
     GenerateManager,
 )
 
+from ..errors import CacheOptionError
 from .batch_counts import BatchCounts
 from .batch_manager import check_here
 from .batch_options import check_model, options_of
@@ -22,6 +24,7 @@ from .server_options import ServerOptions
 from .server_tenants import tenant
 
 POLL_S = 0.01
+_numbers = itertools.count()  # of all batched requests of this process
 
 
 class PagedGenerateManager(GenerateManager):
@@ -93,8 +96,18 @@ class PagedBatchManager(BaseGenerateManager):
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Start the batches at the first request, and wait until their cache is made or refused.
 
-        Raises: KVCacheError where continuous batching cannot use these pages or this model.
+        Raises: KVCacheError where continuous batching cannot use these pages or this model, and for a request that names a cache
+            or options of its own, as all requests of a batch share one cache.
         """
+        own, default = self._options, model.generation_config
+        for name, of_server in (
+            ("cache_implementation", own.name),
+            ("cache_config", own.cache_config),
+        ):
+            if getattr(gen_config, name) not in (None, getattr(default, name, None), of_server):
+                raise CacheOptionError(
+                    f"{name} of a request must be left out: continuous batches share the cache of the server"
+                )
         gen_config.cache_implementation = self._options.name
         gen_config.cache_config = dict(self._options.cache_config)
         self._batches.init_cb(model, gen_config)
@@ -112,19 +125,17 @@ class PagedBatchManager(BaseGenerateManager):
         response_parser: Any = None,
     ) -> Any:
         """Start a stream. Raises PagePoolExhaustedError for a prompt without room, before anything is sent."""
-        self._admit(inputs, request_id)
+        own = self._admit(inputs, request_id)
         return self._batches.generate_streaming(
-            model, processor, inputs, gen_config, request_id, response_parser=response_parser
+            model, processor, inputs, gen_config, own, response_parser=response_parser
         )
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """Run a request to its end. Raises PagePoolExhaustedError for a prompt without room, before it is queued."""
-        self._admit(inputs, request_id)
-        return await self._batches.generate_non_streaming(
-            model, processor, inputs, gen_config, request_id
-        )
+        own = self._admit(inputs, request_id)
+        return await self._batches.generate_non_streaming(model, processor, inputs, gen_config, own)
 
     def stop(self) -> None:
         """Stop the batches."""
@@ -142,14 +153,17 @@ class PagedBatchManager(BaseGenerateManager):
         except RuntimeError:
             return None
 
-    def _admit(self, inputs: Any, request_id: str) -> None:
-        """Check that a prompt has room, and note the salt of its prefixes for when the batches take it."""
-        cache = self._cache()
-        if cache is None:
-            return
-        check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
-        if tenant.get():
-            cache.salt(request_id, tenant.get())
+    def _admit(self, inputs: Any, request_id: str) -> str:
+        """Check that a prompt has room, and note the salt of its prefixes for when the batches take it.
+
+        Returns: an id that no other request has, whatever its client calls it: answers are handed out by it.
+        """
+        own, cache = f"{request_id}/{next(_numbers)}", self._cache()
+        if cache is not None:
+            check_room(len(inputs["input_ids"]) + 1, cache.most_tokens)
+            if tenant.get():
+                cache.salt(own, tenant.get())
+        return own
 
 
 def _reported(served: ServedModel | None, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from ..errors import CacheOptionError, PagePoolExhaustedError
 from ..formats import is_cache_name
 from ..geometry import Geometry
 from ..notices import logger
+from ..texts import longest_context
 from .server_options import ServerOptions
 
 
@@ -29,12 +30,14 @@ class ServedModel:
         self._default = getattr(model.generation_config, "cache_implementation", None)
         self._default_config = getattr(model.generation_config, "cache_config", None)
         self._bounded = _pages_grow_with_text(model, options, self.store)
+        self._context = longest_context(model.config)
 
     def prepare(self, generation_config: Any, prompt_tokens: int, salt: str = "") -> None:
         """Set the cache of one request in its own `generation_config`.
 
-        A request that names another cache keeps it. One that brings a cache_config keeps the server's options beside it,
-        and is served without the store, whose pages have the server's formats. `max_new_tokens` is lowered to what
+        A request that names another paged cache keeps the server's options that no request may set; one of transformers'
+        caches is for servers without `max_pages`. One that brings a cache_config keeps the server's options beside it, and is
+        served without the store, whose pages have the server's formats. `max_new_tokens` is lowered to what the model reads and
         `max_pages` has room for, and the answer then ends with finish_reason "length".
 
         Args:
@@ -44,21 +47,33 @@ class ServedModel:
         Raises: CacheOptionError for options that are wrong or the server's; PagePoolExhaustedError for a prompt that does
             not fit into max_pages.
         """
-        name, asked = self._asked(generation_config)
-        if name is not None and name != self.options.name:
-            if is_cache_name(name):
-                _check_asked(name, asked or {})
+        asked_name, asked = self._asked(generation_config)
+        name = asked_name or self.options.name
+        limit = max(1, self._context - prompt_tokens)
+        if generation_config.max_new_tokens is not None:
+            generation_config.max_new_tokens = min(generation_config.max_new_tokens, limit)
+        of_server = self.options.options_of(None)
+        other = name != self.options.name
+        if other and not is_cache_name(name):
+            if "max_pages" in of_server:
+                raise CacheOptionError(
+                    f"cache_implementation of a request must be a paged cache here, which max_pages of the server bounds, got {name!r}"
+                )
             return
-        if asked is None:
+        if other:
+            options = {k: v for k, v in of_server.items() if k not in names_of("request")}
+            options |= check_asked(asked or {})
+        elif asked is None:
             store = None if self.store is None else self.store.for_tenant(salt)
             options = self.options.options_of(store)
         else:
-            _check_asked(self.options.name, asked)
-            options = self.options.options_of(None, asked)
-        config = CacheConfig.from_options(self.options.name, options)
+            options = {**of_server, **check_asked(asked)}
+        config = CacheConfig.from_options(name, options)
+        for exact in {"sink_tokens", "recent_tokens"} & set(asked or ()):
+            options[exact] = min(options[exact], prompt_tokens + limit)  # a text has no more
         if self._bounded and config.max_pages is not None:
             _keep_within(config, generation_config, prompt_tokens)
-        generation_config.cache_implementation = self.options.name
+        generation_config.cache_implementation = name
         generation_config.cache_config = options
 
     def _asked(self, generation_config: Any) -> tuple[str | None, Mapping[str, Any] | None]:
@@ -103,19 +118,19 @@ class ServedModel:
         )  # fmt: skip
 
 
-def _check_asked(name: str, asked: Mapping[str, Any]) -> None:
-    """Raise CacheOptionError where a request's options are none, wrong, or not a request's to set."""
+def check_asked(asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a request's options. Raises CacheOptionError where they are none, or not a request's to set."""
     if not isinstance(asked, Mapping):
         raise CacheOptionError(
             f"cache_config must be an object of cache options, got {type(asked).__name__}"
         )
     check_option_names(asked)
-    for option in names_of("server"):
-        if option in asked:
+    for option in asked:
+        if option not in names_of("request"):
             raise CacheOptionError(
                 f"cache_config of a request must not set {option}, which the server decides; leave it out"
             )
-    CacheConfig.from_options(name, asked)
+    return asked
 
 
 def _keep_within(config: CacheConfig, generation_config: Any, prompt_tokens: int) -> None:

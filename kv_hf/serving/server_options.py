@@ -81,17 +81,9 @@ class ServerOptions:
         """Make the prefix store of one model, which keeps prompts and answers; None where none is asked for."""
         return PrefixStore(self.store_bytes, keep_answers=True) if self.store_bytes else None
 
-    def options_of(
-        self, store: PrefixStore | None, asked: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the `cache_config` of a request that runs alone.
-
-        Args:
-            store: of its model, or None.
-            asked: the request's own options, which win over the server's.
-        """
-        found = {**self.cache_config, **(asked or {})}
-        found.pop(OF_BATCHES, None)
+    def options_of(self, store: PrefixStore | None) -> dict[str, Any]:
+        """Return the `cache_config` of a request that runs alone, with the store of its model, or None."""
+        found = {name: value for name, value in self.cache_config.items() if name != OF_BATCHES}
         return found if store is None else {**found, "prefix_store": store}
 
 

@@ -1,6 +1,7 @@
 """transformers' server with pages, over HTTP with OpenAI's client: chat, streams, stops, cancelled and lost clients, budgets."""
 
 import gc
+import http.client
 import json
 import socket
 import struct
@@ -253,8 +254,9 @@ def test_generation_config_of_a_request_keeps_the_cache_unless_it_names_another(
     ("options", "reason"),
     [
         ({"recent": 3}, "cache_config option must be one of"),
-        ({"page_size": 3}, "page_size must be an integer of at least 16, got 3"),
+        ({"keys": "int5"}, "keys must be one of .*, got 'int5'"),
         ({"offload_dir": "/etc"}, "must not set offload_dir, which the server decides"),
+        ({"recent_tokens": "many"}, "recent_tokens must be an integer"),
         ({"offload": "disk"}, "must not set offload, which the server decides"),
         ([1], "cache_config must be an object"),
     ],
@@ -265,6 +267,17 @@ def test_bad_options_of_a_request_are_status_400_with_the_reason(server, options
     with pytest.raises(openai.BadRequestError, match=reason):
         server.chat("?", stream=stream, extra_body={"generation_config": config})
     assert server.chat("?").choices
+
+
+def test_two_salts_are_status_400(server):
+    """The first of two won, so that a client's own went before that of a proxy."""
+    connection = http.client.HTTPConnection(server.address.partition("//")[2])
+    connection.putrequest("GET", "/kv_hf/stats")
+    for salt in ("a", "b"):
+        connection.putheader("X-Cache-Salt", salt)
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 400 and b"must be given once, got 2" in answer.read()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -1,6 +1,7 @@
 """`kv-hf serve --continuous-batching` over HTTP: the clients of test_server.py, with batches in place of one request at a time."""
 
 import contextlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -50,12 +51,12 @@ def check_idle(server):
     scheduler.cache.check_integrity()
 
 
-def ask(server, index, stream):
+def ask(server, index, stream, **more):
     chat = [
         SYSTEM,
         {"role": "user", "content": f"Question {index}: " + TEXT[index : 100 + 9 * index]},
     ]
-    answer = server.chat(chat, max_tokens=6, stream=stream)
+    answer = server.chat(chat, max_tokens=6, stream=stream, **more)
     text = (
         "".join(one.choices[0].delta.content or "" for one in answer)
         if stream
@@ -75,6 +76,29 @@ def test_batched_answers_are_those_of_requests_that_run_alone(server, folder):
     assert model["batches"]["requests"] == 0
     assert model["batches"]["prompts"] >= 16
     assert 0 < model["batches"]["pages_kept"] == model["batches"]["pages"]
+
+
+def test_requests_of_one_id_get_their_own_answers(server, folder):
+    """A second one took the first's answer, left it waiting for ever and had its salt."""
+    with running(folder, "paged_exact", store="0") as alone:
+        expected = [ask(alone, index, stream=False) for index in range(4)]
+    same = {"extra_headers": {"X-Request-Id": "mine"}}
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda index: ask(server, index, stream=index % 2 == 1, **same), range(4))
+        )
+    assert found == expected
+    check_idle(server)
+
+
+@pytest.mark.parametrize("asked", [{"cache_config": {"recent_tokens": 4}}, {"cache_implementation": "dynamic"}], ids=str)  # fmt: skip
+def test_a_cache_of_a_requests_own_is_status_400(server, asked):
+    config = json.dumps({"max_new_tokens": 4, **asked})
+    with pytest.raises(
+        openai.BadRequestError, match="continuous batches share the cache of the server"
+    ):
+        server.chat("?", extra_body={"generation_config": config})
+    assert server.chat("?").choices
 
 
 def test_streams_that_are_closed_free_their_pages(server):

@@ -54,7 +54,7 @@ def test_prompt_that_max_pages_has_no_room_for_is_refused():
 
 
 def test_sliding_layers_give_pages_back_and_bound_no_prompt():
-    model = make_model("mistral", sliding_window=32)
+    model = make_model("mistral", sliding_window=32, max_position_embeddings=2048)
     one = served(model, '{"max_pages": 8, "page_size": 16}')
     config = prepared(one, 300)
     assert config.max_new_tokens == 1000
@@ -74,6 +74,30 @@ def test_request_keeps_the_servers_options_beside_its_own():
     config = prepared(one, cache_config={"recent_tokens": 16})
     assert config.cache_config == {"page_size": 32, "recent_tokens": 16}
     assert prepared(one).cache_config["prefix_store"] is one.store
+
+
+def test_request_has_no_more_memory_than_the_server_gives():
+    """Another cache keeps the bounds, one of transformers' is refused beside them, and windows end where a text ends."""
+    model = shared_model("llama")
+    one = served(model, '{"max_pages": 5, "page_size": 16, "recent_tokens": 2}')
+    config = prepared(one, cache_implementation="paged_int4", cache_config={"read_tokens": 64})
+    assert config.cache_implementation == "paged_int4"
+    assert config.cache_config == {"max_pages": 5, "page_size": 16, "read_tokens": 64}
+    assert 10 + config.max_new_tokens == 4 + 6 * 16
+    with pytest.raises(
+        kv_hf.CacheOptionError, match="must be a paged cache here, .* got 'dynamic'"
+    ):
+        prepared(one, cache_implementation="dynamic")
+    most = model.config.max_position_embeddings
+    free = served(model)
+    assert prepared(free, max_new_tokens=10**30).max_new_tokens == most - 10
+    asked = prepared(free, cache_config={"recent_tokens": 2**29, "sink_tokens": 2**29}).cache_config
+    assert asked == {"recent_tokens": most, "sink_tokens": most}
+    for option in ("page_size", "max_pages", "kernel", "device_bytes", "prefix_store"):
+        with pytest.raises(
+            kv_hf.CacheOptionError, match=f"must not set {option}, which the server"
+        ):
+            prepared(free, cache_config={option: 64})
 
 
 def test_model_that_is_unloaded_is_not_kept():

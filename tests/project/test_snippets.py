@@ -11,6 +11,7 @@ import pytest
 import torch
 from paths import ROOT
 from tiny_tokenizer import make_word_tokenizer
+from transformers import HfArgumentParser
 
 import kv_hf
 import kv_hf_cli
@@ -97,7 +98,13 @@ def parsing(monkeypatch):
         parsers.append(self)
         raise Parsed(parse(self, args, namespace))
 
+    into = HfArgumentParser.parse_args_into_dataclasses
+
+    def stop_too(self, args=None):
+        raise Parsed(into(self, args))
+
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", stop_too)
     return parsers
 
 

@@ -1,9 +1,9 @@
 """The folder for files that are made once and used again: converted models, texts sampled from models."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import KVCacheError, reason
@@ -51,8 +51,12 @@ def made_once(target: Path, marker: str, make: Callable[[Path, Path], object]) -
         done = scratch / "done"
         done.mkdir()
         make(done, scratch)
-        if not (target / marker).is_file():  # another process may have been faster
-            if target.exists():
-                shutil.rmtree(target)
+        if target.exists() and not (target / marker).is_file():  # cut off long ago
+            target.rename(scratch / "old")
+        with suppress(OSError):  # another process was faster: its folder has all that this one has
             done.rename(target)
+        if not (target / marker).is_file():
+            raise KVCacheError(
+                f"{target} cannot be made: {marker} is not in it; delete it and try again"
+            )
     return target

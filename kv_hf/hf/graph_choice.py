@@ -42,14 +42,14 @@ class Generation:
         model: Any,
         config: Any,
         model_kwargs: dict[str, Any],
-        mode: Any,
+        generation_mode: Any,
         batch_size: int,
         max_cache_length: int,
     ) -> "Generation":
-        """Take over the arguments of `_prepare_cache_for_generation`."""
+        """Take over the arguments of `_prepare_cache_for_generation`, which some models (MusicGen, RAG) give by name."""
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
         mask = model_kwargs.get("attention_mask")
-        return cls(model, config, mode, batch_size * copies, max_cache_length + 1, mask)
+        return cls(model, config, generation_mode, batch_size * copies, max_cache_length + 1, mask)
 
 
 def with_room(options: CacheConfig, asked: Generation) -> StaticPagedCache | None:

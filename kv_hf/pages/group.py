@@ -210,7 +210,9 @@ class PageGroup(PaddedRows):
             self._grown = grown
             if op[0] == "crop":
                 self.confirmed = step.seen_after
-            if op[0] != "append" or not step.seen_after:  # of columns that are gone, or of other rows
+            if (
+                op[0] != "append" or not step.seen_after
+            ):  # of columns that are gone, or of other rows
                 self._padding_seen = None
             self.tracker.end_opening()
             self.pool.close_change()

@@ -269,3 +269,13 @@ def test_layer_overrides_of_the_target_do_not_reach_its_assistant():
     }
     out = model.generate(tokens(1, 30), assistant_model=assistant, **options)
     assert torch.equal(out, model.generate(tokens(1, 30), **options))
+
+
+def test_a_model_that_prepares_its_cache_by_names_gets_pages():
+    """As MusicGen and RAG do, where generate() ended in a TypeError."""
+    model, given = make_model("llama"), {"attention_mask": torch.ones(1, 5)}
+    config = transformers.GenerationConfig(cache_implementation="paged_int4", max_length=20)
+    model._prepare_cache_for_generation(
+        config, given, generation_mode=None, batch_size=1, max_cache_length=19
+    )
+    assert isinstance(given["past_key_values"], kv_hf.PagedCache)

@@ -190,3 +190,26 @@ def test_table_lines_folds_a_long_name_and_wrap_keeps_words():
     lines = wrap("note: what fits with an offload is what the device holds", 30, 6)
     assert lines == ["note: what fits with an", "      offload is what the", "      device holds"]
     assert wrap("a " + "b" * 99, 30) == ["a", "  " + "b" * 99]
+
+
+@pytest.mark.parametrize("there", ["nothing", "cut off", "made meanwhile"])
+def test_a_folder_that_another_process_finished_is_never_taken_away(tmp_path, there):
+    target = tmp_path / "models" / "a"
+
+    def fill(folder, whose):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / whose).write_text("")
+        (folder / "config.json").write_text("{}")
+
+    def make(folder, scratch):
+        if there == "made meanwhile":
+            fill(target, "theirs")
+        fill(folder, "mine")
+
+    if there == "cut off":
+        target.mkdir(parents=True)
+        (target / "half").write_text("")
+    assert made_once(target, "config.json", make) == target
+    whose = "theirs" if there == "made meanwhile" else "mine"
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", whose]
+    assert [path.name for path in target.parent.iterdir()] == ["a"]

@@ -23,7 +23,7 @@ COMMANDS = {
     "eval": ("kv_hf.evaluation.eval_command", "what caches cost on your model and text: KL, bytes"),
     "lm-eval": ("kv_hf.evaluation.lm_eval", "lm-eval's command line, which then knows our caches"),
     "serve": ("kv_hf.serving.serve_command", "transformers' own server, with pages as its cache"),
-    "convert-gqa": ("kv_hf.gqa.convert_command", "write a checkpoint with fewer kv heads"),
+    "convert-gqa": ("kv_hf.gqa.convert", "write a checkpoint with fewer kv heads"),
 }  # fmt: skip
 NO_PACKAGE = (
     "kv-hf: error: Python finds no package kv_hf, only the folder {found}, as in the parent folder of a clone named kv_hf: "

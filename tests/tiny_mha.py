@@ -63,7 +63,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4Config", COMMON),
     "apertus": ("ApertusConfig", COMMON),
     "stablelm": ("StableLmConfig", COMMON),
-    "stablelm-norm": ("StableLmConfig", {**COMMON, "qk_layernorm": True}),
     "lfm2": ("Lfm2Config", {**COMMON, "layer_types": ["conv", "full_attention"]}),
     # a config with an infinite value, and mamba layers
     "nemotron_h": ("NemotronHConfig", {**COMMON, "head_dim": 8, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "num_hidden_layers": 3, "moe_intermediate_size": 8, "n_routed_experts": 2}),

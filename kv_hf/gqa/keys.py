@@ -136,12 +136,15 @@ class Scores:
         inputs: [tokens, inputs + 1] of the projections, with a last one of ones for biases.
         query, key: [heads, tokens, dim], the original's, turned by positions.
         weights: [heads, tokens, tokens], the original's probabilities.
+        now_query, now_key: [heads, tokens, dim] and [kv heads, tokens, dim], those of the converted model so far.
     """
 
     inputs: torch.Tensor
     query: torch.Tensor
     key: torch.Tensor
     weights: torch.Tensor
+    now_query: torch.Tensor
+    now_key: torch.Tensor
 
 
 def fit_scores(

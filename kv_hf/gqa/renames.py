@@ -6,6 +6,7 @@ input, so their weights and biases go into the projections behind them: W (w * n
 only norm becomes weight 1, bias 0.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +16,22 @@ import torch
 import transformers
 
 from ..errors import ConversionError
-from .structure import Made, check_heads, divisors, pool_heads
+from .source import Source
+from .structure import (
+    Made,
+    Structure,
+    build,
+    check_heads,
+    config_of,
+    divisors,
+    find_names,
+    pool_heads,
+)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor [any shape] as it is."""
     return tensor
-
-
-def turned(weight: torch.Tensor) -> torch.Tensor:
-    """Return [out, in] of [in, out]."""
-    return weight.t()
 
 
 def zeros(weight: torch.Tensor) -> torch.Tensor:
@@ -57,12 +63,8 @@ def bigcode_rows(rows: torch.Tensor, *, heads: int, groups: int) -> torch.Tensor
     return torch.cat([parts[0], pool_heads(parts[1], 1), pool_heads(parts[2], 1)]).flatten(0, 1)
 
 
-OF_CLASS = {
-    "model_type",
-    "architectures",
-    "transformers_version",
-    "dtype",
-}  # of a config, not of its model
+# fields of a config that are not its model's
+OF_CLASS = {"model_type", "architectures", "transformers_version", "dtype"}
 QKV = "attention.query_key_value"
 PHI_TOP: Made = {
     "model.embed_tokens.weight": (("gpt_neox.embed_in.weight",), None),
@@ -93,15 +95,16 @@ def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     for i in range(config.num_hidden_layers):
         old, new = f"gpt_neox.layers.{i}.", f"model.layers.{i}."
         layer: dict[str, tuple[tuple[str, ...], Any]] = dict(PHI_LAYER)
+        weights = f"{QKV}.weight", "input_layernorm.weight"
+        biases = f"{QKV}.weight", "input_layernorm.bias", f"{QKV}.bias"
         for place, letter in enumerate("qkv"):
             rows = partial(head_rows, place=place, heads=heads, groups=groups if place else heads)
-            bias = (f"{QKV}.bias",) if config.attention_bias else ()
-            layer[f"self_attn.{letter}_proj.weight"] = (
-                (f"{QKV}.weight", "input_layernorm.weight"), partial(folded, rows=rows)
-            )  # fmt: skip
-            layer[f"self_attn.{letter}_proj.bias"] = (
-                (f"{QKV}.weight", "input_layernorm.bias", *bias), partial(folded_bias, rows=rows)
-            )  # fmt: skip
+            own = f"self_attn.{letter}_proj"
+            layer[f"{own}.weight"] = weights, partial(folded, rows=rows)
+            layer[f"{own}.bias"] = (
+                biases[: 2 + config.attention_bias],
+                partial(folded_bias, rows=rows),
+            )
         if not config.attention_bias:
             layer["self_attn.dense.bias"] = (("attention.dense.weight",), zeros)
         for name, (sources, make) in layer.items():
@@ -112,7 +115,7 @@ def phi_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
 def bigcode_tensors(config: Any, groups: int, names: Iterable[str]) -> Made:
     """Return name in GPTBigCode -> (names in GPT-2, what makes it of them): the same names, most linear layers turned."""
     rows = partial(bigcode_rows, heads=config.n_head, groups=groups)
-    turns = dict.fromkeys(("attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"), turned)
+    turns = dict.fromkeys(("attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"), torch.t)
     how = {**turns, "attn.c_attn.weight": lambda t: rows(t.t()), "attn.c_attn.bias": rows}
     return {name: ((name,), how.get(name.split(".", 3)[-1])) for name in names}
 
@@ -123,8 +126,7 @@ class Route:
 
     Attributes:
         source, target: names of the classes.
-        fields: of the new config that the old one has under another name: new name -> old name.
-        groups: (heads, kv heads) -> fields of the new config that say so.
+        fields: (old config, kv heads) -> fields of the new config that the old one does not have under that name.
         refused: fields of the old config -> the value with which the new class would compute something else.
         tensors: (old config, kv heads, names of its tensors) -> name in the new class -> (names in the old one, what makes it).
         one: whether the new class knows all heads or one.
@@ -132,13 +134,12 @@ class Route:
 
     source: str
     target: str
-    fields: dict[str, str]
-    groups: Callable[[int, int], dict[str, Any]]
+    fields: Callable[[Any, int], dict[str, Any]]
     refused: dict[str, bool]
     tensors: Callable[[Any, int, Iterable[str]], Made]
     one: bool
 
-    def config(self, old: Any, kv_heads: int) -> Any:
+    def new_config(self, old: Any, kv_heads: int) -> Any:
         """Return the config of the same model in the new class. Raises ConversionError where it cannot be the same."""
         for name, value in self.refused.items():
             if getattr(old, name) == value:
@@ -155,16 +156,49 @@ class Route:
         kind = getattr(transformers, self.target).config_class
         known = kind().to_dict().keys() - OF_CLASS
         given = {name: value for name, value in old.to_dict().items() if name in known}
-        given |= {name: getattr(old, own) for name, own in self.fields.items()}
-        return kind(**given | self.groups(heads, kv_heads), architectures=[self.target])
+        return kind(**given | self.fields(old, kv_heads), architectures=[self.target])
+
+    def structure(self, source: Source, kv_heads: int) -> Structure:
+        """Return the conversion of a checkpoint; with as many kv heads as there are, nothing is merged.
+
+        Raises: ConversionError where the new class cannot compute the same, or tensors would be lost.
+        """
+        config = config_of(source.config, source)
+        new, heads = self.new_config(config, kv_heads), config.num_attention_heads
+        names = find_names(source, build(config))
+        made = self.tensors(config, kv_heads, names.on_disk)
+        used = {each for sources, _ in made.values() for each in sources}
+        lost = [name for own, name in names.on_disk.items() if own not in used]
+        if lost := lost + names.rebuilt + names.unknown:
+            raise ConversionError(f"{source.folder} holds {lost[0]!r}, which would be lost")
+        found = json.loads(new.to_json_string(use_diff=True))
+        for name in ("dtype", "torch_dtype", "tokenizer_class", "task_specific_params"):
+            if name in source.config:
+                found[name.removeprefix("torch_")] = source.config[name]
+        note = f"{self.source} knows no grouped kv heads: the result is a {self.target}, which computes the same with all heads"
+        on_disk = {
+            name: (tuple(names.on_disk[each] for each in sources), how)
+            for name, (sources, how) in made.items()
+        }
+        counts, numbers = (
+            (heads, heads, kv_heads),
+            2 * config.num_hidden_layers * config.hidden_size,
+        )
+        dim = config.hidden_size // heads
+        return Structure(
+            config, found, *counts, dim, {}, names, on_disk, numbers, note, self.target
+        )
 
 
 ROUTES = {
     "gpt_neox": Route(
         "GPTNeoXForCausalLM",
         "PhiForCausalLM",
-        {"resid_pdrop": "hidden_dropout", "embd_pdrop": "hidden_dropout"},
-        lambda heads, kv_heads: {"num_key_value_heads": kv_heads, "qk_layernorm": False},
+        lambda old, kv_heads: {
+            "num_key_value_heads": kv_heads,
+            "qk_layernorm": False,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), old.hidden_dropout),
+        },
         {"use_parallel_residual": False, "tie_word_embeddings": True},
         phi_tensors,
         False,
@@ -172,8 +206,7 @@ ROUTES = {
     "gpt2": Route(
         "GPT2LMHeadModel",
         "GPTBigCodeForCausalLM",
-        {},
-        lambda heads, kv_heads: {"multi_query": kv_heads == 1},
+        lambda old, kv_heads: {"multi_query": kv_heads == 1},
         {"scale_attn_by_inverse_layer_idx": True, "add_cross_attention": True},
         bigcode_tensors,
         True,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -23,7 +24,6 @@ from ..files import (
     read_json_object,
 )
 from ..hub import why_not_model
-from ..printable import in_a_line
 
 SINGLE, INDEX, CARD = "model.safetensors", "model.safetensors.index.json", "README.md"
 # files beside the weights that a model needs
@@ -32,19 +32,6 @@ BESIDE = (
     "*.tiktoken", "chat_template*", "additional_chat_templates/*.jinja", "*.model", "preprocessor_config.json",
     "processor_config.json", "video_preprocessor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-# files of a hub model that are downloaded beside its weights
-WANTED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*")  # fmt: skip
-# those of weights, and of what is copied beside them, such as causal masks in old checkpoints
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -73,15 +60,13 @@ class Source:
 
         Raises: ConversionError naming the file and the rule that it breaks.
         """
-        folder = _folder(source, list(WANTED))
+        folder = _folder(source, [])
         config = read_json(folder / "config.json", CONFIG_BYTES)
         _check_config(config, folder)
-        index = None
-        if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-            index = read_json(folder / INDEX, INDEX_BYTES)
-        names = [SINGLE] if index is None else _listed(index, folder)
+        listed = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()
+        names = _listed(folder) if listed else [SINGLE]
         if not Path(source).is_dir():
-            folder = _folder(source, [*WANTED, *names])
+            folder = _folder(source, names)
         files: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         places: dict[str, str] = {}
@@ -89,22 +74,11 @@ class Source:
             files[file], found = _open_weights(folder / file)
             tensors |= found
             places |= dict.fromkeys(found, file)
-        if index is not None and (odd := places.items() ^ index["weight_map"].items()):
-            raise ConversionError(
-                f"{folder / INDEX} and its files disagree about the place of {min(odd)[0]!r}"
-            )
         return cls(folder, config, files, tensors, places, str(source))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor, [shape and dtype of the file]. Raises ConversionError where its file cannot be read."""
-        file = self.places[name]
-        try:
-            tensor: torch.Tensor = self.files[file].get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ConversionError(
-                f"{self.folder / file}: {name!r} cannot be read: {error}"
-            ) from error
-        return tensor
+        """Return one tensor, [shape and dtype of the file]. Raises OSError or SafetensorError where it cannot be read."""
+        return torch.as_tensor(self.files[self.places[name]].get_tensor(name))
 
     def beside(self) -> list[Path]:
         """Return the files that go with the weights. Raises ConversionError for links out of the folder."""
@@ -146,39 +120,27 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
         raise ConversionError(f"{path} cannot be read: {error}") from None
 
 
-def _folder(source: str | Path, patterns: list[str]) -> Path:
-    """Return a folder; files of a hub model that match `patterns` are downloaded."""
+def _folder(source: str | Path, weights: list[str]) -> Path:
+    """Return a folder; of a hub model what stands beside weights is downloaded, and `weights`."""
     folder, name = Path(source), str(source)
     if folder.is_dir():
         return folder
-    missing = "a file" if folder.is_file() else why_not_model(name)
-    if missing is not None:
+    if (missing := why_not_model(name)) is not None:
         raise ConversionError(
             f"source must be a folder or a model of the hub, got {name!r}: {missing}"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        why = in_a_line(error)
-        raise ConversionError(f"model {name!r} cannot be had from the hub: {why}") from error
+    patterns = [*BESIDE, "config.json", INDEX, CARD, *weights]
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
 
 
 def _check_config(config: dict[str, Any], folder: Path) -> None:
-    """Raise ConversionError for adapters, quantized weights, remote code, and numbers that no model has."""
-    if (folder / "adapter_config.json").is_file():
-        raise ConversionError(
-            f"{folder} holds an adapter (PEFT): merge it into its model first, and save that"
-        )
+    """Raise ConversionError for quantized weights, remote code, and numbers that no model has."""
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        for name in ("quantization_config", "compression_config"):
-            if method := part.get(name):
-                kind = method.get("quant_method") if isinstance(method, dict) else method
-                raise ConversionError(
-                    f"{folder / 'config.json'} has a {name} ({kind}): convert the unquantized checkpoint"
-                )
+        if method := part.get("quantization_config") or part.get("compression_config"):
+            kind = method.get("quant_method") if isinstance(method, dict) else method
+            raise ConversionError(
+                f"{folder / 'config.json'} has a quantization_config ({kind}): convert the unquantized checkpoint"
+            )
     check_numbers(config, str(folder / "config.json"), ConversionError)
     if config.get("auto_map"):
         raise ConversionError(
@@ -186,9 +148,9 @@ def _check_config(config: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _listed(index: dict[str, Any], folder: Path) -> list[str]:
-    """Return the files that an index lists."""
-    listed = index.get("weight_map")
+def _listed(folder: Path) -> list[str]:
+    """Return the files that the index of a folder lists."""
+    listed = read_json(folder / INDEX, INDEX_BYTES).get("weight_map")
     files = list(listed.values()) if isinstance(listed, dict) else []
     if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
         raise ConversionError(f"{folder / INDEX} has no weight_map of tensors and files beside it")
@@ -196,7 +158,7 @@ def _listed(index: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _open_weights(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return an opened file and its tensors. Raises ConversionError for damaged files and quantized weights."""
+    """Return an opened file and its tensors. Raises ConversionError for files that are missing or damaged."""
     if not path.is_symlink() and not path.is_file():
         raise ConversionError(
             f"{path} is not there: pickles and GGUF must be loaded with transformers and saved by save_pretrained() first"
@@ -208,12 +170,9 @@ def _open_weights(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         reader: Any = safe_open(path, framework="pt", backend="pread")
         for name in reader.offset_keys():
             part = reader.get_slice(name)
-            kind = part.get_dtype()
-            if kind not in DTYPES:
-                raise ConversionError(
-                    f"{path}: {name!r} is of {kind}, as quantized checkpoints are; convert the unquantized one"
-                )
-            tensors[name] = torch.empty(part.get_shape(), dtype=DTYPES[kind], device="meta")
+            shape = part.get_shape()
+            some = part[:0] if shape else reader.get_tensor(name)
+            tensors[name] = some.new_empty(shape, device="meta")
     except (OSError, SafetensorError, MemoryError) as error:
         raise ConversionError(f"{path} is damaged or cut off: {error}") from error
     return reader, tensors

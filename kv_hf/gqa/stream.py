@@ -22,12 +22,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import ConversionError, first_line
 from ..texts import longest_context, text_windows
 from .source import Source
-from .structure import Structure, model_class, text_config
+from .structure import Structure, model_class
 
 NAME = "kv_hf_calibration"
 OFF = 1e-4  # that a context may be off the weighted sum of values, as a part of the largest
 WINDOW, TOKENS = 512, 8192
-_calls: list[Any] = []  # what attention got and gave, the fields of Seen
+_calls: list[dict[str, Any]] = []  # what attention got and gave, the fields of Seen
 
 
 @dataclass
@@ -79,7 +79,8 @@ def observed_attention(
             f"{kind} makes something else of its values than sums weighted by probabilities, so that it cannot be calibrated; "
             'use method="mean"'
         )
-    _calls.append((query[0], key[0], value[0], weights[0], context[0]))
+    rows = {"query": query, "key": key, "value": value, "weights": weights, "context": context}
+    _calls.append({name: found[0] for name, found in rows.items()})
     return context, weights
 
 
@@ -95,40 +96,29 @@ def calibration_windows(
         model does not know.
     """
     windows = text if isinstance(text, torch.Tensor) else _read_text(source, structure, text)
-    if windows.dim() != 2 or not windows.numel() or windows.dtype != torch.int64:
+    few = windows.numel() < structure.head_dim
+    if windows.dim() != 2 or windows.dtype != torch.int64 or windows.shape[1] < 2 or few:
         raise ConversionError(
-            f"calibration must be text or int64 token ids [windows, tokens], got {list(windows.shape)} of {windows.dtype}"
+            f"calibration must be text, or int64 token ids [windows, tokens], thousands in windows of hundreds, of at least "
+            f"{structure.head_dim} for heads of as many channels; got {list(windows.shape)} of {windows.dtype}"
         )
-    count, tokens = windows.shape
-    if tokens < 2 or windows.numel() < structure.head_dim:
+    known = structure.config.get_text_config(decoder=True).vocab_size
+    if bool(((windows < 0) | (windows >= known)).any()):
         raise ConversionError(
-            f"calibration has {count} windows of {tokens} tokens: too few to merge heads of {structure.head_dim} channels on; "
-            "several thousand in windows of hundreds are of use"
-        )
-    known = text_config(structure.config).vocab_size
-    low, high = int(windows.min()), int(windows.max())
-    if low < 0 or high >= known:
-        raise ConversionError(
-            f"calibration holds token {low if low < 0 else high}, and the model's vocabulary has {known} tokens"
+            f"calibration must hold token ids from 0 to {known - 1}, got {int(windows.min())} to {int(windows.max())}"
         )
     return windows
 
 
 def _read_text(source: Source, structure: Structure, text: str | Path) -> torch.Tensor:
+    length, load = min(WINDOW, longest_context(structure.config)), transformers.AutoTokenizer
     try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            source.folder, trust_remote_code=False
-        )
-        why = None if len(tokenizer) else "its vocabulary is empty"
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        why = first_line(error)
-    if why is not None:
-        raise ConversionError(f"{source.folder} has no tokenizer to read text with: {why}")
-    length = min(WINDOW, longest_context(structure.config))
-    try:
+        tokenizer = load.from_pretrained(source.folder, trust_remote_code=False)
         return torch.tensor(text_windows(tokenizer, text, length, TOKENS // length))
-    except ValueError as error:
-        raise ConversionError(f"calibration: {error}") from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConversionError(
+            f"calibration {str(text)!r} cannot be read with the tokenizer of {source.folder}: {first_line(error)}"
+        ) from error
 
 
 class LayerStream:
@@ -246,8 +236,7 @@ class LayerStream:
                 "the attention of this model does not go through transformers' attention interface, so that it cannot be "
                 'calibrated; use method="mean"'
             )
-        query, key, value, weights, context = _calls.pop()
-        return Seen(query, key, value, weights, context, behind, linears)
+        return Seen(**_calls.pop(), hidden=behind, linears=linears)
 
 
 class _Stub(nn.Module):
@@ -271,11 +260,8 @@ class _Stub(nn.Module):
 
 def _layers_path(model: nn.Module, names: Iterable[str]) -> str:
     """Return the path of the list of layers that tensors of these names lie in."""
-    lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    found = set()
-    for name in names:
-        around = [path for path in lists if name.startswith(f"{path}.")]
-        found.add(min(around, key=len, default=""))
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found = {min((p for p in lists if n.startswith(f"{p}.")), key=len, default="") for n in names}
     if len(found) != 1:
         raise ConversionError(
             f"{type(model).__name__} has no single list of layers: {sorted(found)}"

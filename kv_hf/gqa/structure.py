@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,6 @@ from ..errors import ConversionError, first_line
 from .source import Source
 
 FIELD = "num_key_value_heads"
-# of configs whose layers differ: other numbers of heads for some of the layers
-OTHER_FIELDS = (
-    "num_global_key_value_heads", "swa_num_key_value_heads", "num_key_value_heads_per_layer", "num_kv_heads_per_layer",
-    "cross_num_key_value_heads", "attention_other_setting",
-)  # fmt: skip
-OF_HEADS = {FIELD, "num_attention_heads", "head_dim", "hidden_size"}
 KINDS: dict[str, tuple[str, ...]] = {
     "k_proj": ("key",),
     "v_proj": ("value",),
@@ -44,8 +38,7 @@ INTERLEAVED = {"falcon": "query_key_value", "gpt_bigcode": "c_attn"}
 # name of a tensor of the result -> (names on disk, what makes it of them; None copies the only one)
 Made = dict[str, tuple[tuple[str, ...], Any]]
 CAN = (
-    "classes with num_key_value_heads (llama, mistral, qwen, gemma, phi, ...), falcon and gpt_bigcode to one kv head, "
-    "gpt_neox (as phi) and gpt2 (as gpt_bigcode)"
+    "classes with num_key_value_heads (llama, qwen, gemma, ..), falcon, gpt_bigcode, gpt_neox, gpt2"
 )
 
 
@@ -83,15 +76,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Structure:
-    """The changes that a conversion within a class makes.
+    """A conversion, ready to run.
 
     Attributes:
         config: of the source.
         new_json: config.json of the result, without the record of the conversion.
         num_heads, num_kv_heads, new_kv_heads, head_dim: of the text model.
-        parts: tensors (names on disk) whose shape changes -> the parts of their rows.
-        removed: tensors (names on disk) that the new model does not have.
+        parts: tensors (names on disk) whose shape changes within the class -> the parts of their rows.
         names: of the checkpoint's tensors.
+        made: tensors of the result by name -> (names on disk, what makes it of them; None copies the only one).
+        kv_numbers: in one token's keys and values, of all layers.
+        note: what the user should know of this model; "" for nothing.
+        new_class: class of the result where it is another one.
     """
 
     config: Any
@@ -101,8 +97,21 @@ class Structure:
     new_kv_heads: int
     head_dim: int
     parts: dict[str, tuple[Part, ...]]
-    removed: list[str]
     names: Names
+    made: Made
+    kv_numbers: int
+    note: str
+    new_class: str = ""
+
+    def changed(self) -> tuple[str, ...]:
+        """Return the names of the tensors that are not copied."""
+        return tuple(name for name, (_, how) in self.made.items() if how is not None)
+
+    def make(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return one tensor of the result [any shape], of what `read` returns for names on disk, in its own dtype or float64."""
+        names, how = self.made[name]
+        found: torch.Tensor = read(names[0]) if how is None else how(*map(read, names))
+        return found
 
 
 def find_structure(source: Source, new_kv_heads: int) -> Structure:
@@ -111,7 +120,7 @@ def find_structure(source: Source, new_kv_heads: int) -> Structure:
     Raises: ConversionError for models that cannot be converted, with the reason.
     """
     config = config_of(source.config, source)
-    text, kind = text_config(config), config.model_type
+    text, kind = config.get_text_config(decoder=True), config.model_type
     new_json: dict[str, Any] = copy.deepcopy(source.config)
     new_json.pop("_name_or_path", None)
     part = _text_part(new_json, config)
@@ -129,24 +138,28 @@ def find_structure(source: Source, new_kv_heads: int) -> Structure:
             part["head_dim"] = head_dim  # it must not follow from fewer heads
     old_model, new_model = build(config), build(config_of(new_json, source))
     before, after = shapes_of(old_model), shapes_of(new_model)
-    changed = {n: (s, after[n]) for n, s in before.items() if n in after and after[n] != s}
-    removed = [name for name in before if name not in after]
-    if not changed or set(after) - set(before):
+    if rare := sorted(before.keys() ^ after.keys()):
+        raise ConversionError(
+            f"{kind}: {rare[0]!r} exists with one number of kv heads only, and no rule says where its numbers go"
+        )
+    changed = [name for name in before if after[name] != before[name]]
+    if not changed:
         raise ConversionError(
             f"{kind}: no tensor of {type(old_model).__name__} changes with {FIELD} alone: the class has no grouped kv heads. "
             f"What can be converted: {CAN}"
         )
-    names = find_names(source, old_model, (*changed, *removed))
+    names = find_names(source, old_model, changed)
     counts = heads, kv_heads, new_kv_heads
-    return Structure(
-        config,
-        new_json,
-        *counts,
-        head_dim,
-        {names.on_disk[n]: _parts(n, *both, text, counts) for n, both in changed.items()},
-        [names.on_disk[own] for own in removed],
-        names,
-    )
+    parts = {names.on_disk[n]: _parts(n, before[n], after[n], text, counts) for n in changed}
+    made: Made = {name: ((name,), None) for name in source.tensors}
+    for name, own in parts.items():
+        made[name] = (name,), partial(_pool_parts, parts=own, groups=new_kv_heads)
+    pooled = [part for name, own in parts.items() if name.endswith("weight") for part in own]
+    odd, note = names.unknown, ""
+    if odd:
+        note = f"{len(odd)} tensors that the class does not have are copied, with all their kv heads: {odd[0]!r}, .."
+    numbers = sum(part.heads * part.rows for part in pooled if part.kind in ("key", "value"))
+    return Structure(config, new_json, *counts, head_dim, parts, names, made, numbers, note)
 
 
 def _parts(
@@ -195,27 +208,6 @@ def pool_heads(heads: torch.Tensor, groups: int) -> torch.Tensor:
     return total.div_(grouped.shape[1]).to(heads.dtype)
 
 
-def pooled_tensors(source: Source, structure: Structure) -> Made:
-    """Return what the tensors of a conversion within a class are made of: changed ones are pooled, others copied."""
-    groups = structure.new_kv_heads
-    made: Made = {name: ((name,), None) for name in source.tensors if name not in structure.removed}
-    for name, parts in structure.parts.items():
-        made[name] = (name,), partial(_pool_parts, parts=parts, groups=groups)
-    size = structure.num_kv_heads // groups
-    for name in structure.removed:  # norms that are kept as one tensor per kv head
-        begin, norms, end = name.partition(".k_layernorm.norms.")
-        if not norms:
-            raise ConversionError(
-                f"{structure.config.model_type}: {name!r} does not exist with fewer kv heads, and no rule says where its numbers go"
-            )
-        leaf = end.partition(".")[2]
-        every = [f"{begin}{norms}{head}.{leaf}" for head in range(structure.num_kv_heads)]
-        for group in range(groups):
-            members = tuple(every[group * size : (group + 1) * size])
-            made[every[group]] = members, lambda *each: pool_heads(torch.stack(each), 1)[0]
-    return made
-
-
 def _pool_parts(tensor: torch.Tensor, *, parts: tuple[Part, ...], groups: int) -> torch.Tensor:
     """Pool the heads of keys and values in one tensor [rows of all heads, ..] of a checkpoint."""
     found = split(tensor, parts)
@@ -246,6 +238,7 @@ def config_of(found: Mapping[str, Any], source: Source) -> Any:
         with tempfile.TemporaryDirectory() as folder:  # files say some values in a way of their own
             (Path(folder) / "config.json").write_text(json.dumps(found), "utf-8")
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config.get_text_config(decoder=True)  # raises where a model has several text parts
     except Exception as error:  # whatever the validators of a config class raise
         raise ConversionError(f"{where}: {type(error).__name__} {first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
@@ -255,54 +248,26 @@ def config_of(found: Mapping[str, Any], source: Source) -> Any:
     return config
 
 
-def text_config(config: Any) -> Any:
-    """Return the text model's part of a config, never a copy. Raises ConversionError where it has several."""
-    try:
-        return config.get_text_config(decoder=True)
-    except ValueError as error:
-        raise ConversionError(f"{config.model_type}: {error}") from error
-
-
 def _text_part(found: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the part of config.json that holds the text model's numbers."""
-    text = text_config(config)
-    while config is not text:
-        parts = {name: getattr(config, name, None) for name in type(config).sub_configs}
-        held = [
-            n for n, p in parts.items() if p is text or (p is not None and text_config(p) is text)
-        ]
-        if not held or (held[0] not in found and FIELD in found):
-            return found  # old files of some models keep the text model's numbers at the top
-        found, config = found.setdefault(held[0], {}), parts[held[0]]
-    return found
+    """Return the part of config.json that holds the text model's numbers: old files of some models keep them at the top."""
+    text = config.get_text_config(decoder=True)
+    held = [name for name in type(config).sub_configs if getattr(config, name, None) is text]
+    part: dict[str, Any] = found.get(held[0], found) if held else found
+    return part
 
 
 def head_counts(text: Any) -> tuple[int, int, int]:
-    """Return (num_heads, num_kv_heads, head_dim) of a text config.
-
-    Raises: ConversionError where layers differ, and where there are no kv heads to merge.
-    """
-    kind = text.model_type
-    # configs with a per_layer_config raise for what differs between layers
-    differ = sorted((getattr(text, "per_layer_attributes", None) or set()) & OF_HEADS)
-    differ += [name for name in OTHER_FIELDS if getattr(text, name, None)]
+    """Return (num_heads, num_kv_heads, head_dim) of a text config. Raises ConversionError where there are no kv heads to merge."""
+    # configs with per_layer_attributes raise for what differs between layers
+    alike = not getattr(text, "per_layer_attributes", None)
     heads, kv_heads = (
-        None if differ else getattr(text, name, None) for name in ("num_attention_heads", FIELD)
+        getattr(text, n, None) if alike else None for n in ("num_attention_heads", FIELD)
     )
-    if kind in INTERLEAVED:
+    if text.model_type in INTERLEAVED:
         kv_heads = 1 if text.multi_query else heads
-    if differ or isinstance(kv_heads, (list, tuple)):
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
         raise ConversionError(
-            f"{kind} has layers with different numbers of heads: {[*differ, FIELD][0]}"
-        )
-    if getattr(text, "new_decoder_architecture", False):
-        raise ConversionError(
-            "falcon with new_decoder_architecture: transformers repeats keys and values before it caches them, so that fewer kv "
-            "heads would not make the cache smaller"
-        )
-    if kv_heads is None or heads is None:
-        raise ConversionError(
-            f"{kind} has no {FIELD}: its class has no grouped kv heads. What can be converted: {CAN}"
+            f"{text.model_type} has no {FIELD}, one number for all layers. What can be converted: {CAN}"
         )
     return heads, kv_heads, int(getattr(text, "head_dim", None) or text.hidden_size // heads)
 
@@ -333,9 +298,9 @@ def model_class(config: Any) -> Any:
     """
     names = getattr(config, "architectures", None)
     name = names[0] if isinstance(names, list) and names else None
-    found: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    found: Any = getattr(transformers, str(name), None)
     own = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    if own and isinstance(found.config_class, type) and isinstance(config, found.config_class):
+    if own and isinstance(config, found.config_class or ()):
         return found
     try:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]
@@ -354,7 +319,7 @@ def build(config: Any) -> Any:
         with torch.device("meta"):
             return kind(own).eval()
     except Exception as error:  # whatever a model's constructor thinks of these numbers
-        kv_heads = getattr(text_config(config), FIELD, None)
+        kv_heads = getattr(config.get_text_config(decoder=True), FIELD, None)
         raise ConversionError(
             f"{kind.__name__} cannot be built with {FIELD}={kv_heads}: {first_line(error)}"
         ) from error
@@ -365,7 +330,7 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def find_names(source: Source, model: Any, needed: tuple[str, ...] = ()) -> Names:
+def find_names(source: Source, model: Any, needed: Iterable[str] = ()) -> Names:
     """Return what transformers makes of the names on disk when it loads them into `model` (on the meta device).
 
     Args:

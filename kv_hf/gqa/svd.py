@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from ..errors import ConversionError, first_line
 from .keys import Rotary, Scores, fit_scores, merge_keys, probe_rotary
@@ -81,10 +82,6 @@ class Layer:
             if own.startswith(f"{self.path}.")
         }
         every = [part for parts in found.values() for part in parts]
-        if structure.removed:
-            raise ConversionError(
-                f'{kind} has norms of its own for every kv head, so that it cannot be calibrated; use method="mean"'
-            )
         if any(part.interleaved for part in every):
             raise ConversionError(
                 f"{kind} keeps a head's query, key and value together, and goes to one kv head only; it cannot be calibrated, "
@@ -92,13 +89,9 @@ class Layer:
             )
         if not any(part.kind == "query" for part in every):
             keys = next(name for name, (part, *_) in found.items() if part.kind == "key")
-            for leaf in ("weight", "bias"):
-                name = f"{keys.rsplit('.', 2)[0]}.q_proj.{leaf}"
+            for name in (f"{keys.rsplit('.', 2)[0]}.q_proj.{leaf}" for leaf in ("weight", "bias")):
                 if name in on_disk:
-                    rows = len(self.stream.model.get_parameter(name)) // structure.num_heads
-                    found[name] = (Part("query", structure.num_heads, rows),)
-                elif leaf == "weight":
-                    raise ConversionError(f"{kind}: {name!r} cannot be found")
+                    found[name] = (Part("query", structure.num_heads, structure.head_dim),)
         return {name: found[name] for name in sorted(found, reverse=True)}
 
     def _read(self) -> Heads:
@@ -184,12 +177,8 @@ class Layer:
         Args:
             converted: what the converted layers before give it, [texts, tokens, hidden].
         """
-        values = torch.cat(
-            [
-                self.observe(i, hidden).value.transpose(0, 1).flatten(1)
-                for i, hidden in enumerate(converted[:SAMPLE])
-            ]
-        )
+        seen = [self.observe(i, hidden).value for i, hidden in enumerate(converted[:SAMPLE])]
+        values = torch.cat([value.transpose(0, 1).flatten(1) for value in seen])
         readers = readers_of(self.heads["output"], self.kv_of)
         groups = self.structure.new_kv_heads
         order = choose_groups((values.T @ values).double(), readers, groups)
@@ -211,27 +200,22 @@ class Layer:
         """Return what the scores of a window are fitted on: the original's, and what the converted stream projects."""
         inputs = now.linears[self.places["key"][0]][0]
         ones = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
-        return Scores(ones, seen.query, seen.key[self.kv_of], seen.weights)
+        return Scores(ones, seen.query, seen.key[self.kv_of], seen.weights, now.query, now.key)
 
-    def merge_keys(self, rotary: Rotary, windows: list[Scores], now: list[Heads]) -> None:
+    def merge_keys(self, rotary: Rotary, windows: list[Scores]) -> None:
         """Merge keys by the converted stream's queries and keys, and fit both to the original's scores."""
-        keys = torch.cat([seen["key"].transpose(0, 1).flatten(1) for seen in now])
+        keys = torch.cat([seen.now_key.transpose(0, 1).flatten(1) for seen in windows])
         gram = (keys.T @ keys).double() / len(keys)
-        squares = torch.stack([seen["query"].mT @ seen["query"] for seen in now]).double().sum(0)
-        queries = torch.zeros(len(self.new_of), *squares.shape[1:], dtype=squares.dtype)
-        queries.index_add_(0, self.kv_of, squares / len(keys))
+        squares = torch.stack([seen.now_query.mT @ seen.now_query for seen in windows])
+        queries = gram.new_zeros(len(self.new_of), *squares.shape[2:])
+        queries.index_add_(0, self.kv_of, squares.double().sum(0) / len(keys))
         groups = self.structure.new_kv_heads
-        m, size = len(self.new_of) // groups, len(gram) // groups
-        merged = [
-            merge_keys(
-                gram[g * size :, g * size :][:size, :size], queries[g * m : (g + 1) * m], rotary
-            )
-            for g in range(groups)
-        ]
-        self.through("key", torch.stack([down for down, _ in merged]))
-        self.heads["query"] = (
-            torch.cat([up for _, up in merged])[self.kv_of].mT @ self.heads["query"]
-        )
+        blocks = gram.reshape(groups, len(gram) // groups, groups, -1)
+        of_group = queries.unflatten(0, (groups, -1))
+        merged = [merge_keys(blocks[g, :, g], of_group[g], rotary) for g in range(groups)]
+        down, up = (torch.stack(maps) for maps in zip(*merged, strict=True))
+        self.through("key", down)
+        self.heads["query"] = up.flatten(0, 1)[self.kv_of].mT @ self.heads["query"]
         fitted = {kind: self.heads[kind].float() for kind in ("query", "key")}
         for kind in ("query", "key", "query"):
             fitted[kind] = fit_scores(windows, rotary, kind, fitted, self.new_of[self.kv_of])
@@ -258,7 +242,6 @@ def merge_layer(layer: Layer, original: torch.Tensor, converted: torch.Tensor) -
     if layer.structure.new_kv_heads > 1 and layer.free_values:
         layer.regroup(converted)
     scores: list[Scores] = []
-    now: list[Heads] = []
     targets: list[torch.Tensor] = []
     for i in range(len(original)):
         seen = layer.observe(i, original[i])
@@ -267,17 +250,13 @@ def merge_layer(layer: Layer, original: torch.Tensor, converted: torch.Tensor) -
             target = seen.linears[layer.output][1]
             targets.append(target if bias is None else target - bias)
         if layer.rotary is not None:
-            converting = layer.observe(i, converted[i])
-            scores.append(layer.scores(seen, converting))
-            now.append({"query": converting.query, "key": converting.key})
+            scores.append(layer.scores(seen, layer.observe(i, converted[i])))
         original[i] = seen.hidden
-    check_finite(layer.path, original)
     if layer.rotary is None:
         layer.pool("key", "key_norm")
     else:
-        layer.merge_keys(layer.rotary, scores, now)
+        layer.merge_keys(layer.rotary, scores)
     scores.clear()  # the probabilities of all windows, and more, that values do not need
-    now.clear()
     layer.write()
     if layer.free_values:
         layer.merge_values(targets, converted)
@@ -289,43 +268,44 @@ def merge_layer(layer: Layer, original: torch.Tensor, converted: torch.Tensor) -
 
 
 @torch.no_grad()
-def calibrate(
-    source: Source,
-    structure: Structure,
-    windows: torch.Tensor,
-    scratch: Path,
-    progress: Callable[[str, int, int], object],
-) -> Made:
+def calibrate(source: Source, structure: Structure, windows: torch.Tensor, scratch: Path) -> Made:
     """Write all tensors that a calibrated merge changes, in float32 and of their new shapes; return how they are read.
 
     Args:
         windows: token ids [windows, tokens], int64: several thousand in all.
         scratch: an existing folder; gets one safetensors file per layer.
-        progress: called with ("layers", done, of).
     Raises: ConversionError for models that cannot be calibrated, with the reason, and where numbers are not finite; OSError
         where `scratch` cannot be written.
     """
     stream = LayerStream(source, structure)
     original = stream.embed(windows)
-    check_finite("the embeddings", original)
-    if not original.any():
-        raise ConversionError(f"the embeddings of all calibration tokens of {source.name} are zero")
     converted = original.clone()
     made: Made = {}
-    for index in range(len(stream.layers)):
+    for index in tqdm(range(len(stream.layers)), desc="merging", unit="layer", disable=None):
         with stream.loaded(index) as path:
+            tensors: dict[str, torch.Tensor] = {}
             if any(own.startswith(f"{path}.") for own in stream.names):
-                file = scratch / f"layer-{index:05d}.safetensors"
                 layer = Layer(stream, index, path, original[0])
-                tensors = merged_tensors(layer, original, converted)
-                save_file(tensors, file)
-                made |= {name: ((name,), partial(_read, file, name)) for name in tensors}
+                try:
+                    merge_layer(layer, original, converted)
+                except torch.linalg.LinAlgError as error:
+                    why = f"numbers too large or not finite ({first_line(error)})"
+                    raise ConversionError(f"{path!r} cannot be merged: {why}") from error
+                tensors = layer.results()
             else:
-                for i in range(len(windows)):
-                    original[i] = stream.run(index, i, original[i])
-                    converted[i] = stream.run(index, i, converted[i])
-        check_finite(path, original, converted)
-        progress("layers", index + 1, len(stream.layers))
+                for stream_of in (original, converted):
+                    for i, hidden in enumerate(stream_of):
+                        stream_of[i] = stream.run(index, i, hidden)
+        for found in (original, converted, *tensors.values()):
+            if not found.isfinite().all():
+                raise ConversionError(
+                    f"{path!r}: hidden states of the calibration text, or new weights, are not finite there (weights that are "
+                    "not, or numbers too large for float32)"
+                )
+        if tensors:
+            file = scratch / f"layer-{index:05d}.safetensors"
+            save_file(tensors, file)
+            made |= {name: ((name,), partial(_read, file, name)) for name in tensors}
     return made
 
 
@@ -334,37 +314,3 @@ def _read(file: Path, name: str, old: torch.Tensor) -> torch.Tensor:
     with safe_open(file, "pt") as opened:
         found: torch.Tensor = opened.get_tensor(name)
     return found
-
-
-def merged_tensors(
-    layer: Layer, original: torch.Tensor, converted: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Merge a layer and return its new tensors. Raises ConversionError naming the layer where they are not finite.
-
-    Args:
-        original, converted: what the layers before give it in either model, [texts, tokens, hidden].
-    """
-    why = "its new weights would not be finite"
-    try:
-        merge_layer(layer, original, converted)
-        found = layer.results()
-        if all(bool(tensor.isfinite().all()) for tensor in found.values()):
-            return found
-    except torch.linalg.LinAlgError as error:
-        why = (
-            f"its numbers on the calibration text are too large or not finite ({first_line(error)})"
-        )
-    raise ConversionError(f"{layer.path!r} cannot be merged: {why}")
-
-
-def check_finite(what: str, *streams: torch.Tensor) -> None:
-    """Raise ConversionError where hidden states [windows, tokens, hidden] are not finite: weights are not, or they overflow.
-
-    Args:
-        what: the place in the model, for the message.
-    """
-    if not all(bool(hidden.isfinite().all()) for hidden in streams):
-        raise ConversionError(
-            f"{what!r}: hidden states of the calibration text are not finite there (weights that are not, or numbers too "
-            "large for float32)"
-        )

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import torch
 
-RIDGE = 0.01  # weight of the pull to the start
+RIDGE = 0.01  # weight of the pull to the start, as a part of what the start itself gives
 FLOOR = 1e-12  # of the largest eigenvalue: what counts as nothing
 STEPS = 20  # conjugate gradients of the fit of values
 
@@ -69,14 +69,12 @@ def improve(
     start: torch.Tensor,
     precondition: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
-    ridge: float = RIDGE,
 ) -> torch.Tensor:
     """Return an x [any shape] with a smaller sum of `squares`, pulled to `start`, by conjugate gradients.
 
     Args:
         windows: how many there are; the gradients of one at a time are in memory.
         precondition: roughly the inverse of the matrix, which is never formed.
-        ridge: weight of the pull, as a part of the squares that `start` itself gives.
     """
 
     def gradient(x: torch.Tensor, wanted: bool) -> torch.Tensor:
@@ -88,7 +86,7 @@ def improve(
         return total
 
     size = start.square().sum().clamp(min=1e-30)
-    pull = ridge * (start * gradient(start, False)).sum() / size
+    pull = RIDGE * (start * gradient(start, False)).sum() / size
     x, rest = start.clone(), -gradient(start, True)
     z = way = precondition(rest)
     before = (rest * z).sum()
@@ -106,7 +104,7 @@ def improve(
 
 
 def choose_groups(gram: torch.Tensor, readers: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return an order [heads] of the heads whose neighbours form groups that lose little: from neighbours, the best swaps.
+    """Return an order [heads] of the heads whose neighbours form groups that lose little: each takes those that lose least with it.
 
     Args:
         gram: [heads * dim, heads * dim], float64: E[v v^T] of all heads' values.
@@ -119,28 +117,14 @@ def choose_groups(gram: torch.Tensor, readers: torch.Tensor, groups: int) -> tor
         pair = [one, other]
         both = parts[pair][:, :, pair].reshape(2 * dim, -1)
         cost[one, other] = cost[other, one] = pair_cost(both, readers[pair])
-    order = list(range(heads))
-    group = [place * groups // heads for place in order]
-    together = torch.tensor([[a == b for b in group] for a in group])
-
-    def total(order: list[int]) -> float:
-        return float(cost[order][:, order][together].sum())
-
-    best = total(order)
-    while True:
-        swaps = []
-        for i, j in combinations(range(heads), 2):
-            if group[i] != group[j]:
-                swapped = order.copy()
-                swapped[i], swapped[j] = order[j], order[i]
-                swaps.append((total(swapped), swapped))
-        if not swaps or min(swaps)[0] >= best * (1 - 1e-9):
-            break
-        best, order = min(swaps)
-    grouped = sorted(
-        sorted(each) for each in torch.tensor(order).unflatten(0, (groups, -1)).tolist()
-    )
-    return torch.tensor(grouped).flatten()
+    left, order = list(range(heads)), []
+    while left:
+        members = [left.pop(0)]
+        while len(members) < heads // groups:
+            members.append(min(left, key=lambda head: float(cost[members, head].sum())))
+            left.remove(members[-1])
+        order.append(sorted(members))
+    return torch.tensor(order).flatten()
 
 
 def new_contexts(contexts: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -148,9 +132,7 @@ def new_contexts(contexts: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return torch.einsum("htw,hdw->thd", contexts, down.to(contexts.dtype)).flatten(1)
 
 
-def fit_outputs(
-    windows: list[Window], down: torch.Tensor, output: torch.Tensor, ridge: float = RIDGE
-) -> torch.Tensor:
+def fit_outputs(windows: list[Window], down: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Return the outputs [heads * dim, out] that fit best, pulled to `output` of the same shape.
 
     Args:
@@ -163,18 +145,13 @@ def fit_outputs(
         flat = new_contexts(contexts, down)
         square += flat.T @ flat
         cross += flat.T @ target
-    pull = ridge * square.diagonal().mean()
+    pull = RIDGE * square.diagonal().mean()
     square.diagonal().add_(pull)
     return torch.linalg.solve(square, cross + pull * output)
 
 
 def fit_values(
-    windows: list[Window],
-    down: torch.Tensor,
-    output: torch.Tensor,
-    group_of: torch.Tensor,
-    ridge: float = RIDGE,
-    steps: int = STEPS,
+    windows: list[Window], down: torch.Tensor, output: torch.Tensor, group_of: torch.Tensor
 ) -> torch.Tensor:
     """Return values' maps [groups, dim, m * dim] that fit better, given the outputs [heads * dim, out]."""
     narrow = output.to(windows[0][1].dtype)
@@ -188,7 +165,7 @@ def fit_values(
     reads = torch.zeros(len(down), *2 * down.shape[1:2], dtype=down.dtype)
     reads.index_add_(0, group_of, each @ each.mT)
     left, right = damped_inverse(reads), damped_inverse(second_moments(windows, group_of))
-    return improve(squares, len(windows), down, lambda rest: left @ rest @ right, steps, ridge)
+    return improve(squares, len(windows), down, lambda rest: left @ rest @ right, STEPS)
 
 
 def second_moments(windows: list[Window], group_of: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Conversion to fewer kv heads: tensors are means made by hand, and what is written loads in plain transformers."""
 
 import json
-import re
 
 import pytest
 import tiny_mha
@@ -19,7 +18,7 @@ import kv_hf_cli
 # one family of every layout; the others run with the slow tests
 FAST = [
     "llama-tied", "llama-bias", "llama-wide", "gemma3_text", "olmo2", "cohere-norm", "qwen3_moe", "gpt_oss", "phi3",
-    "stablelm-norm", "lfm2", "nemotron_h", "falcon-bias", "gpt_bigcode",
+    "stablelm", "lfm2", "nemotron_h", "falcon-bias", "gpt_bigcode",
 ]  # fmt: skip
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 HEADS = 4  # of all tiny models, queries' and keys'
@@ -50,13 +49,8 @@ def mean_of_heads(tensor, kv_heads):
 
 
 def by_hand(before, name, new, kv_heads):
-    """Return what a tensor of the result must be, by the layouts of the families: separate, fused, by head, norms by head."""
+    """Return what a tensor of the result must be, by the layouts of the families: separate, fused, by head."""
     old = before[name]
-    if ".k_layernorm.norms." in name:
-        size, group = HEADS // kv_heads, int(name.split(".")[-2])
-        begin = name.partition(".norms.")[0]
-        each = [before[f"{begin}.norms.{group * size + i}.weight"] for i in range(size)]
-        return (sum(one.double() for one in each) / size).to(old.dtype)
     if new.shape == old.shape:
         return old
     dim = len(old) // HEADS // 3
@@ -80,7 +74,7 @@ def check_converted(source, target, report, kv_heads):
     for name, new in after.items():
         wanted = by_hand(before, name, new, kv_heads)
         assert new.dtype == wanted.dtype and torch.equal(new, wanted), name
-        changed += new.shape != before[name].shape or ".k_layernorm.norms." in name
+        changed += new.shape != before[name].shape
     assert changed == len(report.changed) > 0
     numbers = [sum(t.numel() for t in tensors.values()) for tensors in (before, after)]
     assert numbers == [report.parameters, report.new_parameters]
@@ -157,25 +151,6 @@ def test_a_conversion_may_go_on_with_a_converted_model(llama, tmp_path):
     assert record["before"]["num_key_value_heads"] == [4, 2]
 
 
-def test_convert_to_gqa_casts_all_weights_when_asked(llama, tmp_path):
-    report = kv_hf.convert_to_gqa(llama, tmp_path / "two", 2, dtype="bfloat16")
-    before, after = tiny_mha.stored(llama), tiny_mha.stored(tmp_path / "two")
-    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
-    assert report.nbytes == 2 * report.new_parameters
-    name = "model.layers.0.self_attn.k_proj.weight"
-    assert torch.equal(after[name], mean_of_heads(before[name], 2).bfloat16())
-    assert json.loads((tmp_path / "two" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path):
-    model = tiny_mha.make("llama")
-    model.model.embed_tokens.weight.data[3, 3] = 1e5
-    source = tiny_mha.save(model, tmp_path / "source")
-    with pytest.raises(kv_hf.ConversionError, match=r"embed_tokens.* holds 1e\+05, which float16"):
-        kv_hf.convert_to_gqa(source, tmp_path / "two", 2, dtype="float16")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
 def test_convert_to_gqa_copies_what_a_model_needs_and_nothing_else(llama, tmp_path):
     kept = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"]
     for name in (*kept, "pytorch_model.bin", "optimizer.pt", "model.gguf", "training_args.bin"):
@@ -233,7 +208,7 @@ def test_tensors_that_the_class_does_not_have_are_copied_and_told(tmp_path):
     metadata = {"format": "pt", "a": "b"}
     save_file({**tiny_mha.stored(source), **extra}, source / "model.safetensors", metadata)
     report = kv_hf.convert_to_gqa(source, tmp_path / "two", 2)
-    assert "and 1 more: copied as they are" in report.notes[0]
+    assert report.notes[0].startswith("2 tensors that the class does not have")
     after = tiny_mha.stored(tmp_path / "two")
     assert all(torch.equal(after[name], tensor) for name, tensor in extra.items())
     with safe_open(tmp_path / "two" / "model.safetensors", "pt") as opened:
@@ -247,7 +222,7 @@ def test_a_hub_models_config_is_looked_at_before_its_weights(llama, tmp_path, mo
     llama.rename(cache)
 
     def download(name, allow_patterns):
-        asked.append((name, [pattern for pattern in allow_patterns if "safetensors" in pattern]))
+        asked.append((name, [name for name in allow_patterns if name.endswith("safetensors")]))
         return str(cache)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -283,7 +258,7 @@ def test_neox_as_phi_computes_the_same(changes, tmp_path):
     report = kv_hf.convert_to_gqa(source, tmp_path / "phi", 4)
     new = tiny_mha.load(tmp_path / "phi")
     assert type(new) is transformers.PhiForCausalLM
-    assert report.method == "exact" and len(report.notes) == 1
+    assert report.method == "exact" and report.notes[1] == "No heads were merged."
     old = tiny_mha.logits(model)
     assert (tiny_mha.logits(new) - old).abs().max() <= 4e-6 * old.abs().max()
     kv_hf.convert_to_gqa(tmp_path / "phi", tmp_path / "steps", 2)
@@ -359,13 +334,11 @@ def test_command_converts_and_prints_a_table(llama, tmp_path, capsys):
     arguments = ["convert-gqa", str(llama), str(tmp_path / "two"), "--num-kv-heads", "2"]
     assert kv_hf_cli.main([*arguments, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert re.search(
-        r"kv heads of a layer +\| +4 \| +2 \|\n.* values \(bf16\) \| +256 \| +128 \|\n", out
-    )
+    assert "| kv heads of a layer | 4 | 2 |\n" in out and " (bf16) | 256 | 128 |\n" in out
     assert "nothing was written (dry run)" in out and not (tmp_path / "two").exists()
     assert kv_hf_cli.main(arguments) == 0
     out, errors = capsys.readouterr()
-    assert "written to" in out and "Without further training" in out and "bytes: 100%" in errors
+    assert "written to" in out and "Without further training" in out and errors == ""
     assert tiny_mha.load(tmp_path / "two").config.num_key_value_heads == 2
     assert kv_hf_cli.main(arguments) == 2
     out, errors = capsys.readouterr()
@@ -373,6 +346,4 @@ def test_command_converts_and_prints_a_table(llama, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         kv_hf_cli.main([*arguments[:-1], "two"])
     out, errors = capsys.readouterr()
-    assert (
-        out == "" and errors.count("\n") == 1 and "--num-kv-heads" in errors and "'two'" in errors
-    )
+    assert out == "" and "--num-kv-heads" in errors and "'two'" in errors

@@ -44,7 +44,6 @@ class Source:
         files: name -> the opened file of weights.
         tensors: all tensors by name, in the order of files and of their bytes, on the meta device.
         places: the file of each.
-        name: as the user gave it.
     """
 
     folder: Path
@@ -52,7 +51,6 @@ class Source:
     files: dict[str, Any] = field(repr=False)
     tensors: dict[str, torch.Tensor] = field(repr=False)
     places: dict[str, str] = field(repr=False)
-    name: str
 
     @classmethod
     def open(cls, source: str | Path) -> "Source":
@@ -74,7 +72,7 @@ class Source:
             files[file], found = _open_weights(folder / file)
             tensors |= found
             places |= dict.fromkeys(found, file)
-        return cls(folder, config, files, tensors, places, str(source))
+        return cls(folder, config, files, tensors, places)
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor, [shape and dtype of the file]. Raises OSError or SafetensorError where it cannot be read."""

@@ -155,9 +155,8 @@ def find_structure(source: Source, new_kv_heads: int) -> Structure:
     for name, own in parts.items():
         made[name] = (name,), partial(_pool_parts, parts=own, groups=new_kv_heads)
     pooled = [part for name, own in parts.items() if name.endswith("weight") for part in own]
-    odd, note = names.unknown, ""
-    if odd:
-        note = f"{len(odd)} tensors that the class does not have are copied, with all their kv heads: {odd[0]!r}, .."
+    odd = names.unknown
+    note = f"{len(odd)} tensors unknown to the class are copied: {odd[0]!r}, .." if odd else ""
     numbers = sum(part.heads * part.rows for part in pooled if part.kind in ("key", "value"))
     return Structure(config, new_json, *counts, head_dim, parts, names, made, numbers, note)
 
@@ -233,14 +232,15 @@ def join(found: Mapping[str, torch.Tensor], parts: tuple[Part, ...]) -> torch.Te
 
 def config_of(found: Mapping[str, Any], source: Source) -> Any:
     """Return the config object of a config.json. Raises ConversionError for one that transformers does not know."""
-    where = source.folder / "config.json"
     try:
         with tempfile.TemporaryDirectory() as folder:  # files say some values in a way of their own
             (Path(folder) / "config.json").write_text(json.dumps(found), "utf-8")
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config.get_text_config(decoder=True)  # raises where a model has several text parts
     except Exception as error:  # whatever the validators of a config class raise
-        raise ConversionError(f"{where}: {type(error).__name__} {first_line(error)}") from error
+        raise ConversionError(
+            f"{source.folder}: {type(error).__name__} {first_line(error)}"
+        ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise ConversionError(
             f"{config.model_type} is an encoder-decoder model; decoders only can be converted"

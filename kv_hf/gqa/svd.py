@@ -62,8 +62,9 @@ class Layer:
             (p for p, (x, _) in seen.linears.items() if torch.equal(x, context)), None
         )
         self.heads = self._read()
-        rows = self._rows(seen, "value").unflatten(1, (old, -1)).transpose(0, 1)
-        self.free_values = self.output is not None and torch.equal(rows, seen.value)
+        place, first = self.places["value"]
+        rows = seen.linears[place][1][:, first:].unflatten(1, (old, -1))  # the last ones
+        self.free_values = self.output is not None and torch.equal(rows.transpose(0, 1), seen.value)
         counts = {"query": heads, "key": old}
         self.rotary = probe_rotary(self._sender(hidden), len(hidden), counts, seen.key.shape[-1])
         if self.rotary is None and not self.free_values:
@@ -135,11 +136,6 @@ class Layer:
     def observe(self, window: int, hidden: torch.Tensor) -> Seen:
         """Run the layer on a window's hidden states [tokens, hidden]."""
         return self.stream.observe(self.index, window, hidden, self.attention)
-
-    def _rows(self, seen: Seen, kind: str) -> torch.Tensor:
-        """Return what the projection of a kind gave, [tokens, rows]."""
-        path, first = self.places[kind]
-        return seen.linears[path][1][:, first : first + len(self.heads[kind].flatten(0, 1))]
 
     def _sender(self, hidden: torch.Tensor) -> Callable[[str, torch.Tensor], torch.Tensor]:
         """Return a function that puts rows in place of a projection's and returns attention's input made of them."""

@@ -104,7 +104,7 @@ def improve(
 
 
 def choose_groups(gram: torch.Tensor, readers: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return an order [heads] of the heads whose neighbours form groups that lose little: each takes those that lose least with it.
+    """Return an order [heads] of the heads whose neighbours form groups that lose little: from neighbours, the best swaps.
 
     Args:
         gram: [heads * dim, heads * dim], float64: E[v v^T] of all heads' values.
@@ -117,14 +117,21 @@ def choose_groups(gram: torch.Tensor, readers: torch.Tensor, groups: int) -> tor
         pair = [one, other]
         both = parts[pair][:, :, pair].reshape(2 * dim, -1)
         cost[one, other] = cost[other, one] = pair_cost(both, readers[pair])
-    left, order = list(range(heads)), []
-    while left:
-        members = [left.pop(0)]
-        while len(members) < heads // groups:
-            members.append(min(left, key=lambda head: float(cost[members, head].sum())))
-            left.remove(members[-1])
-        order.append(sorted(members))
-    return torch.tensor(order).flatten()
+    group = torch.arange(heads) * groups // heads
+    together = group[:, None] == group
+
+    def total(order: list[int]) -> float:
+        return float(cost[order][:, order][together].sum())
+
+    swaps = [{i: j, j: i} for i, j in combinations(range(heads), 2)]
+    order = list(range(heads))
+    while True:
+        every = [[order[swap.get(i, i)] for i in range(heads)] for swap in swaps]
+        better = min(every, key=total)
+        if total(better) >= total(order) * (1 - 1e-9):
+            break
+        order = better
+    return torch.tensor(order).unflatten(0, (groups, -1)).sort(1).values.flatten()
 
 
 def new_contexts(contexts: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -208,7 +208,7 @@ def test_tensors_that_the_class_does_not_have_are_copied_and_told(tmp_path):
     metadata = {"format": "pt", "a": "b"}
     save_file({**tiny_mha.stored(source), **extra}, source / "model.safetensors", metadata)
     report = kv_hf.convert_to_gqa(source, tmp_path / "two", 2)
-    assert report.notes[0].startswith("2 tensors that the class does not have")
+    assert report.notes[0].startswith("2 tensors unknown to the class")
     after = tiny_mha.stored(tmp_path / "two")
     assert all(torch.equal(after[name], tensor) for name, tensor in extra.items())
     with safe_open(tmp_path / "two" / "model.safetensors", "pt") as opened:

@@ -264,6 +264,6 @@ def _layers_path(model: nn.Module, names: Iterable[str]) -> str:
     found = {min((p for p in lists if n.startswith(f"{p}.")), key=len, default="") for n in names}
     if len(found) != 1:
         raise ConversionError(
-            f"{type(model).__name__} has no single list of layers: {sorted(found)}"
+            f"{type(model).__name__} has several lists of layers: {sorted(found)}"
         )
     return found.pop()

@@ -149,28 +149,25 @@ def find_structure(source: Source, new_kv_heads: int) -> Structure:
             f"What can be converted: {CAN}"
         )
     names = find_names(source, old_model, changed)
-    counts = heads, kv_heads, new_kv_heads
-    parts = {names.on_disk[n]: _parts(n, before[n], after[n], text, counts) for n in changed}
+    parts = {names.on_disk[n]: _parts(n, before[n], after[n], text, new_kv_heads) for n in changed}
     made: Made = {name: ((name,), None) for name in source.tensors}
     for name, own in parts.items():
         made[name] = (name,), partial(_pool_parts, parts=own, groups=new_kv_heads)
     pooled = [part for name, own in parts.items() if name.endswith("weight") for part in own]
-    odd = names.unknown
+    odd, counts = names.unknown, (heads, kv_heads, new_kv_heads)
     note = f"{len(odd)} tensors unknown to the class are copied: {odd[0]!r}, .." if odd else ""
     numbers = sum(part.heads * part.rows for part in pooled if part.kind in ("key", "value"))
     return Structure(config, new_json, *counts, head_dim, parts, names, made, numbers, note)
 
 
 def _parts(
-    name: str, old: tuple[int, ...], new: tuple[int, ...], text: Any, counts: tuple[int, int, int]
+    name: str, old: tuple[int, ...], new: tuple[int, ...], text: Any, new_heads: int
 ) -> tuple[Part, ...]:
     """Return what the rows of a tensor that changes from shape `old` to `new` are made of.
 
-    Args:
-        counts: query heads, kv heads, new kv heads.
     Raises: ConversionError for a tensor whose place in attention is not known.
     """
-    (heads, kv_heads, new_heads), dim = counts, head_counts(text)[2]
+    heads, kv_heads, dim = head_counts(text)
     module = name.split(".")[-2]
     kinds = KINDS.get(module, ())
     interleaved = module == INTERLEAVED.get(text.model_type) and heads == kv_heads

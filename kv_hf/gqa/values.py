@@ -48,7 +48,7 @@ def best_common(gram: torch.Tensor, readers: torch.Tensor) -> tuple[torch.Tensor
 def pair_cost(gram: torch.Tensor, readers: torch.Tensor) -> float:
     """Return what `best_common` loses of two heads, from the same `gram` [2 * dim, 2 * dim] and `readers` [2, dim, dim]."""
     roots = torch.block_diag(*root(readers))
-    return float(torch.linalg.eigvalsh(roots @ gram @ roots)[: readers.shape[1]].sum())
+    return float(torch.linalg.eigvalsh(roots @ gram @ roots)[: readers.shape[1]].sum().clamp(min=0))
 
 
 def root(matrix: torch.Tensor) -> torch.Tensor:

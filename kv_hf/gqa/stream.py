@@ -263,7 +263,5 @@ def _layers_path(model: nn.Module, names: Iterable[str]) -> str:
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = {min((p for p in lists if n.startswith(f"{p}.")), key=len, default="") for n in names}
     if len(found) != 1:
-        raise ConversionError(
-            f"{type(model).__name__} has several lists of layers: {sorted(found)}"
-        )
+        raise ConversionError(f"{type(model).__name__} has several lists of layers: {found}")
     return found.pop()

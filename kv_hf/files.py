@@ -243,6 +243,17 @@ def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
             os.close(lock)
 
 
+def lock(number: int, flags: int = 0) -> None:
+    """Wait for a lock on an open file, which is held until the file is closed; without locks (Windows) nothing happens.
+
+    Args:
+        number: its descriptor.
+        flags: LOCK_NB raises BlockingIOError where another one holds it, and does not wait.
+    """
+    if fcntl is not None:
+        fcntl.flock(number, fcntl.LOCK_EX | flags)
+
+
 def _lock(path: Path, flags: int = 0) -> int | None:
     """Return a descriptor that holds a lock on a file or folder, None where it is gone, -1 without locks.
 
@@ -256,7 +267,7 @@ def _lock(path: Path, flags: int = 0) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | flags)
+        lock(number, flags)
     except OSError as error:
         if flags or error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
             os.close(number)

@@ -13,15 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    Cache,
-    DynamicCache,
-    PreTrainedModel,
-    QuantizedCache,
-    StaticCache,
-    cache_utils,
-)
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedLayer
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache.paged_cache import PagedCache
 from ..geometry import Geometry
@@ -30,8 +23,6 @@ from .caches import CacheKind, LayerShape, cache_kind, held_bytes
 
 PROTOCOL = "teacher forced, decode semantics"
 EXACT_CHUNK = 64  # tokens per forward where nothing depends on what comes behind a token
-# layers of a QuantizedCache that encode each token as it comes; transformers has them from 5.20 or so on
-PER_TOKEN = getattr(cache_utils, "Fp8QuantizedLayer", ())
 BLOCK = 64  # neighbouring tokens that an interval draws together, because their errors go together
 LEAST_BLOCKS = 10
 RESAMPLES = 2000
@@ -43,10 +34,8 @@ def next_chunk(cache: Cache, position: int) -> int:
     """Return how many tokens from `position` on may go into one forward without changing a result.
 
     Pages are sealed when they are full. A forward of several tokens makes one choice of pages for all of them, and one
-    of many reads every page: where a cache chooses pages, tokens go one by one, as they do in `generate`. transformers'
-    quanto and hqq caches encode everything anew when `residual_length` exact tokens have gathered; its fp8 cache encodes
-    each token as it comes, and exact caches none, so that any chunk will do there. A cache of another class is read token
-    by token.
+    of many reads every page: where a cache chooses pages, tokens go one by one, as they do in `generate`. Exact caches
+    encode nothing, so that any chunk will do. A cache of another class is read token by token.
     """
     if isinstance(cache, PagedCache):
         options = cache.options
@@ -55,17 +44,7 @@ def next_chunk(cache: Cache, position: int) -> int:
         if options.reads_part:
             room = min(room, max(1, options.read_from - 1 - position))  # so far all is read
         return room
-    if type(cache) in (DynamicCache, StaticCache):
-        return EXACT_CHUNK
-    if type(cache) is QuantizedCache:
-        layer = cache.layers[0]
-        if not isinstance(layer, QuantizedLayer):
-            return EXACT_CHUNK if isinstance(layer, PER_TOKEN) else 1
-        tail = layer.keys
-        held = tail.shape[-2] if tail is not None and tail.dim() == 4 else 0
-        # the token that fills the residual goes alone: transformers before 5.23 looks at the length before a forward
-        return max(1, layer.residual_length - 1 - held)
-    return 1
+    return EXACT_CHUNK if type(cache) in (DynamicCache, StaticCache) else 1
 
 
 def check_finite(logits: torch.Tensor, whose: str, where: str = "") -> torch.Tensor:
@@ -161,19 +140,14 @@ class ExactReference:
         model: a causal language model in eval mode.
         texts: token ids [tokens] of each text, on the model's device.
         prompt_tokens: leading tokens of each text that are not scored; at least two must remain.
-        kept_bytes: bytes of results that may stay in memory; the others are computed anew for each subject.
     Raises: ValueError when there is no text, when one is longer than the model reads or not longer than the prompt.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        texts: Iterable[torch.Tensor],
-        prompt_tokens: int,
-        kept_bytes: int = KEPT_BYTES,
+        self, model: PreTrainedModel, texts: Iterable[torch.Tensor], prompt_tokens: int
     ) -> None:
         self.model, self.texts, self.prompt_tokens = model, list(texts), prompt_tokens
-        self._left = kept_bytes
+        self._left = KEPT_BYTES
         self._kept: dict[int, torch.Tensor] = {}
         self.prefill = functools.cache(self._prefill)
         if not self.texts:
@@ -320,10 +294,8 @@ def summary(scored: Sequence[Scored]) -> dict[str, Any]:
     found["top1"] = same.double().mean().item()
     found["perplexity"] = loss.mean().exp().item()
     found["perplexity_exact"] = exact.mean().exp().item()
-    for end, nats in zip(
-        ("", "_low", "_high"), ((loss - exact).mean().item(), *apart), strict=True
-    ):
-        found[f"perplexity_delta{end}"] = 100 * math.expm1(nats)
+    ends = zip(("", "_low", "_high"), ((loss - exact).mean().item(), *apart), strict=True)
+    found |= {f"perplexity_delta{end}": 100 * math.expm1(nats) for end, nats in ends}
     return found
 
 
@@ -353,23 +325,18 @@ def block_interval(
 
 
 def measure_held(
-    config: Any,
-    shapes: Sequence[LayerShape],
-    kind: CacheKind,
-    tokens: int,
-    prompt_tokens: int,
-    dtype: torch.dtype = torch.bfloat16,
+    config: Any, shapes: Sequence[LayerShape], kind: CacheKind, tokens: int, prompt_tokens: int
 ) -> dict[str, Any]:
     """Return the bytes of a cache behind a prompt of `prompt_tokens` and decoding up to `tokens`. Runs no model.
 
     Distances are measured in fp32, where rounding of the model itself does not blur them; people serve in bf16. So the
-    bytes come from a twin: the same cache, filled with random keys and values in the serving dtype by the same schedule.
+    bytes come from a twin: the same cache, filled with random keys and values in bf16 by the same schedule.
 
     Args:
         config: the model's config.
         shapes: of every layer, see `caches.layer_shapes`.
     Returns: bytes and bytes_exact, everything that the cache and DynamicCache hold (scales, tails and tables too);
-        bytes_per_token; stored_bits, bits per number: those of `dtype` times bytes / bytes_exact; bytes_dtype.
+        bytes_per_token; stored_bits, bits per number: those of bf16 times bytes / bytes_exact; bytes_dtype.
     """
 
     def filled(kind: CacheKind) -> int:
@@ -380,7 +347,7 @@ def measure_held(
             count = min(tokens - position, chunk)
             for index, (heads, *dims) in layers:
                 sides = ((1, heads, count, dim) for dim in dims)
-                states = [torch.randn(side, generator=numbers).to(dtype) for side in sides]
+                states = [torch.randn(side, generator=numbers).bfloat16() for side in sides]
                 cache.update(*states, index)
             position += count
         return held_bytes(cache)
@@ -391,6 +358,6 @@ def measure_held(
         "bytes": size,
         "bytes_exact": exact,
         "bytes_per_token": size / tokens,
-        "stored_bits": 8 * dtype.itemsize * size / exact,
-        "bytes_dtype": str(dtype).removeprefix("torch."),
+        "stored_bits": 16 * size / exact,
+        "bytes_dtype": "bfloat16",
     }

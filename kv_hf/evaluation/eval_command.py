@@ -17,7 +17,7 @@ from ..printable import tell, tell_error
 from ..text_table import table_lines, text_width
 from ..texts import BUNDLED, SETS
 from .caches import cache_kind
-from .memory import DTYPES, check_device, in_words, usual_device
+from .memory import DTYPES, check_device, in_words
 from .models import LoadedModel, TextSettings
 from .recommend import best, check_bits, interval, pareto, shown
 from .rows import append_rows, check_writable, make_row
@@ -47,7 +47,8 @@ def command_parser(prog: str, description: str, out: Path) -> argparse.ArgumentP
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    found.add_argument("--device", default=usual_device(), help="of the model")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    found.add_argument("--device", default=usual, help="of the model")
     found.add_argument("--record", action="store_true", help="append rows to --out")
     found.add_argument("--out", type=Path, default=out, metavar="FILE", help="file of rows")
     return found
@@ -133,8 +134,8 @@ def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict
     try:
         loaded = load(args.model, getattr(torch, args.dtype), args.device)
         loaded.reference(settings)  # a bad text ends the command, whatever the cache
-        common = {"kind": "accuracy", "dtype": args.dtype}
-        common["device"] = torch.device(args.device).type
+        device = torch.device(args.device).type
+        common = {"kind": "accuracy", "dtype": args.dtype, "device": device}
         for cache in args.caches:
             try:
                 found = loaded.accuracy(cache, settings)
@@ -147,8 +148,7 @@ def _measure(args: argparse.Namespace, load: Callable[..., Any], rows: list[dict
             if args.record:
                 append_rows(args.out, rows[-1:])
     except KeyboardInterrupt:
-        where = f", recorded in {args.out}" if args.record and rows else ""
-        done = f"{len(rows)} of {len(args.caches)} caches are measured{where}"
+        done = f"{len(rows)} of {len(args.caches)} caches are measured"
         tell(f"\ninterrupted; {done}", to_errors=True)
         code = 130
     return code

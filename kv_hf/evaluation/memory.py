@@ -5,6 +5,7 @@ What a process has freed, it may still hold: two caches measured in one process 
 
 import gc
 import multiprocessing
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -143,19 +144,14 @@ def measure_footprint(
     asked: dict[str, Any] = {"cache": cache, "context": context, "batch": batch, "steps": steps}
     asked |= {"dtype": dtype, "device": device}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, initializer=expendable) as child:
+    with ProcessPoolExecutor(1, spawn) as child:
         try:
-            return row | asked | child.submit(measure, model, threads, **asked).result()
+            return row | asked | child.submit(measure, model, threads, asked).result()
         except BrokenProcessPool:
             why = f"the process of {cache} ended without an answer: memory ran out, or the script lacks {MAIN}"
             raise MeasurementError(why) from None
         except (RuntimeError, MemoryError) as error:
             raise MeasurementError(in_words(error)) from None
-
-
-def usual_device() -> str:
-    """Return the device that a command takes where none is asked for."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(device: str) -> None:
@@ -176,30 +172,13 @@ def in_words(error: BaseException) -> str:
     return words if plain else f"{type(error).__name__}: {words[:600]}"
 
 
-def expendable() -> None:
-    """Have Linux end this process first when memory runs out, not the one that waits for it."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:  # another system, or not allowed: no harm
-        return
-
-
-def measure(
-    model: Any,
-    threads: int | None,
-    cache: str,
-    context: int,
-    batch: int,
-    steps: int,
-    dtype: str,
-    device: str,
-) -> dict[str, Any]:
-    """Return the figures of `measure_footprint`, measured in this process."""
+def measure(model: Any, threads: int | None, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of `measure_footprint`, measured in this process; `asked` are its other arguments."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
-    place, how = torch.device(device), {"dtype": getattr(torch, dtype)}
+    place, how = torch.device(asked["device"]), {"dtype": getattr(torch, asked["dtype"])}
     if isinstance(model, str):
         made: Any = AutoModelForCausalLM.from_pretrained(model, **how)
         for tensor in (*made.parameters(), *made.buffers()):
@@ -209,13 +188,13 @@ def measure(
         torch.manual_seed(0)
         with place:
             made = AutoModelForCausalLM.from_config(model, **how)
-    kind = cache_kind(cache)
+    kind = cache_kind(asked["cache"])
     made = made.to(place).eval()
-    check_runs(cache, made)
+    check_runs(kind.name, made)
     use_paged_attention(made)
     vocab = made.config.get_text_config(decoder=True).vocab_size
-    prompt = random_prompt(vocab, batch, context, place)
-    return {"threads": torch.get_num_threads(), **memory(made, kind, prompt, steps)}
+    prompt = random_prompt(vocab, asked["batch"], asked["context"], place)
+    return {"threads": torch.get_num_threads(), **memory(made, kind, prompt, asked["steps"])}
 
 
 def memory(model: Any, kind: CacheKind, prompt: torch.Tensor, steps: int) -> dict[str, Any]:

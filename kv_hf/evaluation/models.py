@@ -12,19 +12,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file
+from transformers.utils import cached_file, extract_commit_hash
 
 from ..hf.models import use_paged_attention
 from ..hub import why_not_model
 from ..records import CONVERSION, UPTRAINING
 from ..texts import text_names, text_windows
-from .accuracy import (
-    PROTOCOL,
-    ExactReference,
-    measure_held,
-    score,
-    summary,
-)
+from .accuracy import PROTOCOL, ExactReference, measure_held, score, summary
 from .caches import LayerShape, cache_kind, check_runs, layer_shapes
 
 MODEL_FILES = (".json", ".model", ".txt", ".safetensors", ".bin")
@@ -58,11 +52,7 @@ def revision_of(name: str) -> str:
     """
     folder = Path(name)
     if not folder.is_dir():
-        found = cached_file(name, "config.json")
-        parts = Path(found).parts if found else ()
-        if "snapshots" in parts:
-            return parts[parts.index("snapshots") + 1][:12]
-        raise ValueError(f"model {name!r} is neither a folder nor on the hub")
+        return str(extract_commit_hash(cached_file(name, "config.json"), None))[:12]
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.suffix in MODEL_FILES):
         size = path.stat().st_size
@@ -72,12 +62,6 @@ def revision_of(name: str) -> str:
                 file.seek(place * max(0, size - SAMPLE) // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE))
     return digest.hexdigest()[:12]
-
-
-def digest_of(texts: Sequence[torch.Tensor]) -> str:
-    """Return what tells texts apart that have one name: a digest of their token ids, [tokens] each."""
-    ids = [text.tolist() for text in texts]
-    return hashlib.sha256(str(ids).encode()).hexdigest()[:12]
 
 
 def lineage(config: Any, shapes: Sequence[LayerShape]) -> dict[str, Any]:
@@ -172,7 +156,11 @@ class Measured:
             scored = score(reference, make, cache, bar.update)
         row: dict[str, Any] = {"model": self.name, "model_revision": self.revision, "cache": cache}
         row |= {**asdict(settings), "windows": len(reference.texts), "protocol": PROTOCOL}
-        row |= {"text_digest": digest_of(reference.texts), **lineage(config, self.shapes)}
+        ids = [
+            text.tolist() for text in reference.texts
+        ]  # what tells texts apart that have one name
+        row["text_digest"] = hashlib.sha256(str(ids).encode()).hexdigest()[:12]
+        row |= lineage(config, self.shapes)
         row |= measure_held(config, self.shapes, kind, settings.window, settings.prompt)
         row |= {**summary(scored), "texts": {}}
         left = iter(scored)

@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 
-from ..files import ROWS_BYTES, Writer, read_text
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
+from ..files import ROWS_BYTES, Writer, lock, read_text
 
 # packages whose versions change a measurement, where they are installed
 COUNTED = ("torch", "transformers", "triton", "optimum-quanto", "hqq", "lm_eval", "datasets")
@@ -113,8 +107,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
     with path.open("ab", buffering=0) as out:  # nothing is left to be written behind an error
-        if fcntl is not None:  # held until the file is closed
-            fcntl.flock(out, fcntl.LOCK_EX)
+        lock(out.fileno())
         end = path.read_bytes().rfind(b"\n") + 1  # of the last whole line
         out.truncate(end)
         try:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kv_hf.evaluation.memory import expendable, in_words
+from kv_hf.evaluation.memory import in_words
 from kv_hf.evaluation.rows import append_rows, check_writable, commit, machine, make_row, read_rows
 from kv_hf.text_table import table_lines
 
@@ -323,7 +323,6 @@ def measured(task: Task) -> Answer:
 def measure_until_closed(pipe: "connection.Connection[Any, Any]") -> None:
     """Be a child: measure what comes through the pipe. The system ends the process when a configuration takes too long."""
     os.setsid()  # Ctrl-C is for the parent, and what this process starts ends with it
-    expendable()
     while True:
         try:
             task, threads, end = pipe.recv()

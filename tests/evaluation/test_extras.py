@@ -104,28 +104,3 @@ def test_the_wheel_carries_every_file_that_is_read():
     }
     assert len(read) > 10
     assert read == {path for path in named if path.is_file()}
-
-
-@pytest.mark.slow
-def test_commands_work_from_what_the_wheel_carries(tmp_path):
-    """Built without the C kernel, and run where nothing of the checkout lies."""
-    checkout = Path(kv_hf.__file__).parent.parent
-    build = "import sys; sys.argv = ['setup.py', '-q', 'egg_info', '-e', {0!r}, 'build_py', '-d', {0!r}]; "
-    build = build.format(str(tmp_path)) + "from setuptools import setup; setup()"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", build], check=True, cwd=checkout)
-    code = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
-import kv_hf.evaluation
-from kv_hf_cli import main
-from kv_hf.texts import load_text
-assert kv_hf.__file__.startswith({str(tmp_path)!r})
-assert main(["memory", "llama-3.1-8b"]) == 0
-assert main(["doctor", "--no-self-test"]) == 0
-assert load_text()
-assert "measure" not in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import kv_hf
 import kv_hf_cli
-from kv_hf.evaluation.caches import CacheKind, cache_kind, why_not
+from kv_hf.evaluation.caches import CacheKind, why_not
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
@@ -135,33 +135,6 @@ def test_batches_are_kept_and_equal_texts_are_read_once(model, monkeypatch):
     )
     # the choices of one token feed the same; all prefill the question but its last token
     assert fed == [(4, 79), (4, 4)]
-
-
-@pytest.mark.parametrize("cache", ["paged_int4:page_size=16", "dynamic"])
-def test_generations_are_those_of_generate(model, cache):
-    lm = lm_of(model, cache, batch_size=1)
-    found = lm.generate_until(requests("generate_until", PROMPTS), disable_tqdm=True)
-    for text, (prompt, _) in zip(found, PROMPTS, strict=True):
-        ids = torch.tensor([lm.tok_encode(prompt)])
-        out = model.generate(
-            ids,
-            past_key_values=cache_kind(cache).make(model.config, 200),
-            max_new_tokens=12,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        said = tiny_tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        assert text == said.split("w9")[0]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "bloom"])
-def test_models_that_take_no_positions_are_scored_in_batches(family):
-    model = shared_model(family)
-    close(
-        scores(lm_of(model, "paged_exact:page_size=16", 4)),
-        scores(HFLM(pretrained=model, tokenizer=tiny_tokenizer(), max_length=MAX_LENGTH)),
-        1e-3,  # fp32 sums of 90 tokens
-    )
 
 
 def test_nan_raises_in_place_of_a_score(model):

@@ -328,23 +328,6 @@ def attention(layers, kv_heads, dim=128, **more):
     return Inventory("example", "llama", "bfloat16", (layer,) * layers, config=config)
 
 
-def test_worked_examples():
-    def dynamic(inventory, *row_tokens):
-        return predict(inventory, "dynamic", row_tokens=row_tokens).total
-
-    llama_70b = attention(80, 8)
-    assert dynamic(llama_70b, *[8192] * 32) == 85_899_345_920
-    assert dynamic(attention(80, 64), 32_768) == 80 * GIB
-    assert dynamic(attention(80, 1), 32_768) == 1.25 * GIB
-    latent = CachedLayer(kv_heads=1, key_dim=512, value_dim=64, latent=True)
-    assert dynamic(Inventory("example", "deepseek_v3", "bfloat16", (latent,) * 61), 1) == 70_272
-    # 56 full pages of 16, and the one that is being filled
-    options = CacheConfig(page_size=16, sink_tokens=0)
-    found = predict(llama_70b, "paged", options, row_tokens=[900])
-    assert found.pages_held == 56
-    assert found.payload + found.tail == 57 * 16 * 327_680 == 285 * 2**20
-
-
 @pytest.mark.parametrize(
     ("name", "values", "error", "more"),
     [

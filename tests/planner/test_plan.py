@@ -356,20 +356,3 @@ def test_what_transformers_keeps_whole_stays_whole_on_every_device():
     assert [cut_heads(name) for name in ("gpt2", "no such family")] == [None] * 2
     assert device_share(seventy(5, model_type="olmo2"), 4)[0].layers[0].kv_heads == 5
     assert "assumption" in device_share(seventy(8, model_type="gpt2"), 4)[1][0]
-
-
-def test_devices_hold_what_their_driver_reports():
-    """Not the data sheets' gigabytes, which are 7 % less."""
-    for name, gib in (("rtx4090", 23.99), ("h100", 79.65), ("h200", 140.4)):
-        assert round(DEVICES[name].memory / 2**30, 2) == gib
-    notes = kv_hf.plan(SMALL["full"], caches=["dynamic"], device="v100-32gb", context=9).notes
-    assert f"memory of v100-32gb: {DEVICES['v100-32gb'].memory_source}" in notes
-
-
-def test_plan_names_options_by_the_nearest_cache_name():
-    for options, label in (
-        ({"keys": "int8", "values": "int4"}, "paged_k8v4"),
-        ({"keys": "int2_mixed", "values": "int8"}, "paged_int8:keys=int2_mixed"),
-        ({"keys": "int4", "values": "int4", "page_size": 32}, "paged_int4:page_size=32"),
-    ):
-        assert row_of(LLAMA, kv_hf.CacheConfig(**options), context=1000).cache == label

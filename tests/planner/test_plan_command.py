@@ -7,9 +7,9 @@ import pytest
 import kv_hf
 import kv_hf_cli
 from kv_hf.planner.devices import DEVICES
-from kv_hf.planner.inventory import CachedLayer, Inventory, State
+from kv_hf.planner.inventory import CachedLayer, Inventory
 from kv_hf.planner.plan_command import main
-from kv_hf.planner.plan_table import MOST_ROWS, describe_layers, plain_table
+from kv_hf.planner.plan_table import MOST_ROWS, plain_table
 from kv_hf.planner.source import preset_names
 
 LLAMA = "llama-3.1-8b"
@@ -119,17 +119,3 @@ def test_plain_table_fits_its_width():
         assert sum(line.startswith("cache ") for line in text.splitlines()) == tables
         assert max(map(len, text.splitlines())) <= width
         assert table_of(text) == table_of(plain_table(plan))
-
-
-def test_layers_are_described_in_words():
-    layers = (
-        CachedLayer(kv_heads=8, key_dim=128, value_dim=128),
-        CachedLayer(kv_heads=1, key_dim=64, value_dim=32, window=4096, readers=3),
-        CachedLayer(kv_heads=1, key_dim=512, value_dim=64, latent=True, index_dim=128),
-        CachedLayer("LinearAttentionLayer", states=(State((8, 4)), State((2, 3, 5)))),
-        *[CachedLayer("DummyLayer")] * 2,
-    )
-    assert describe_layers(Inventory("m", "llama", "bfloat16", layers)) == (
-        "1 x 8 kv heads of 128; 1 x 1 kv head of 64 (keys) and 32 (values), window of 4,096, read by 3 layers; "
-        "1 x a latent of 512 and a RoPE key of 64, indexer key of 128; 1 x states of 8x4 and 2x3x5; 2 x nothing of its own"
-    )

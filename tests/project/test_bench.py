@@ -115,18 +115,6 @@ def test_a_gate_judges_before_anything_is_measured():
     assert found.failed == ["act what=raises: wrong results: c: error 2, allowed 1"]
 
 
-def test_children_are_used_again_and_as_many_as_asked_for_at_once():
-    idle = []
-    timed, apart = (replace(ACT, timed=timed, limit=60) for timed in (True, False))
-    alone = run(timed, configured("a", "b"), workers=2, idle=idle)
-    assert len(idle) == 1 and {row["pid"] for row in alone.rows} == {idle[0].process.pid}
-    both = run(apart, configured(*"cdef"), workers=2, idle=idle)
-    assert len(idle) == 2 and len(both.rows) == 4
-    assert {row["pid"] for row in both.rows} <= {child.process.pid for child in idle}
-    for child in idle:
-        child.close()
-
-
 def test_contenders_take_turns_and_ratios_are_of_the_same_round(monkeypatch):
     calls = []
 
@@ -159,25 +147,6 @@ def test_only_chooses_values_and_takes_others_that_the_grid_lacks():
         work.configurations({"m": [1]})
     found = runner.parsed(["n=1", "n=[2]", "cache=x:k=v,w=2"])
     assert found == {"n": [1, [2]], "cache": ["x:k=v,w=2"]}
-
-
-def test_processes_of_a_launcher_share_the_grid(monkeypatch):
-    monkeypatch.setitem(runner.WORKLOADS, "act", replace(ACT, grid=[{"what": [*"abcde"]}]))
-    taken = []
-
-    def noted(work, configurations, device, **options):
-        taken.append((device, "".join(one["what"] for one in configurations)))
-        return runner.Outcome()
-
-    monkeypatch.setattr(runner, "run", noted)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert runner.main(["act", "--device", "cuda"]) == 0
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for place, device in (("0", "cuda"), ("1", "cuda"), ("1", "cpu")):
-        monkeypatch.setenv("RANK", place)
-        monkeypatch.setenv("LOCAL_RANK", place)
-        assert runner.main(["act", "--device", device]) == 0
-    assert taken == [("cuda", "abcde"), ("cuda:0", "ace"), ("cuda:1", "bd"), ("cpu", "bd")]
 
 
 def test_bench_refuses_bad_arguments(capsys, tmp_path):
@@ -275,16 +244,6 @@ def test_every_workload_has_a_tiny_run():
     }
 
 
-def test_offloaded_steps_say_what_is_on_the_device(monkeypatch):
-    monkeypatch.setattr(steps, "SHARES", (0.9,))  # of two layers, one of which is staged
-    work = WORKLOADS["offload"]
-    config, _ = tiny("offload")
-    plain, least, most = run(work, [config], isolated=False).rows
-    assert [row["layers_outside"] for row in (plain, least, most)] == [0, 2, 2]
-    assert least["offloaded_bytes"] >= plain["page_bytes"] > least["page_bytes"]
-    assert most["page_bytes"] <= most["device_bytes"]
-
-
 # -- gates
 
 
@@ -306,32 +265,6 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, name, factor):
     steps.judged.cache_clear()
 
 
-def test_pages_with_other_numbers_than_the_reference_are_wrong(monkeypatch):
-    real = kv_hf.PagedCache.update
-
-    def other(cache, keys, values, layer):
-        return real(cache, keys, values + (cache.options.kernel == "auto"), layer)
-
-    monkeypatch.setattr(kv_hf.PagedCache, "update", other)
-    work = attention.Step("tiny", 1, 90, 1, "float32", CPU)
-    with pytest.raises(ValueError, match="paged_int8, stored: error inf"):
-        runner.judge(attention.paged(work, "int8"))
-
-
-def test_logits_that_offload_changes_are_wrong(monkeypatch):
-    real = steps.held
-
-    def changed(device, model, context, options):
-        found = real(device, model, context, options)
-        return replace(found, logits=found.logits + ("offload" in options))
-
-    monkeypatch.setattr(steps, "SHARES", ())
-    monkeypatch.setattr(steps, "held", changed)
-    work = WORKLOADS["offload"]
-    found = run(work, tiny("offload"), isolated=False, say=len)
-    assert not found.rows and "offload=disk: error 1, allowed 0" in found.failed[0]
-
-
 # -- the order on a GPU
 
 
@@ -351,19 +284,6 @@ def test_gpu_checks_first_and_times_the_headline_before_the_rest():
         assert config["format"] == "torch" or any(wanted.items() <= one.items() for one in pages)
     for config in (*headline, *latents):
         assert (config in warm) == config["cache"].startswith("paged")
-
-
-@pytest.mark.parametrize("cache", ["static", "paged_int4"])
-def test_compiled_steps_take_preallocated_caches(monkeypatch, cache):
-    modes = []
-    monkeypatch.setattr(torch, "compile", lambda call, mode: modes.append(mode) or call)
-    model = shapes.random_model("tiny", CPU, torch.bfloat16)
-    decoding, step = gpu.decoding_of(model, 40, 2, cache, "compiled")
-    with torch.no_grad():
-        assert torch.isfinite(step()).all() and modes == ["reduce-overhead"]
-    assert cache == "static" or decoding.cache.options.max_length == 40 + gpu.ROUNDS + 22
-    with pytest.raises(ValueError, match="a graph needs a CUDA device, got cpu"):
-        gpu.decoding_of(model, 40, 2, cache, "graph")
 
 
 def test_decoding_is_generate():

@@ -26,20 +26,6 @@ def test_rows_hold_every_instruction_set_and_files_that_exist():
     assert not [one for one in files if not one.is_dir() and not one.with_suffix(".py").is_file()]
 
 
-def test_main_runs_pytest_with_each_row_and_counts_failures(monkeypatch, capsys):
-    seen = []
-
-    def run(command, cwd, env):
-        seen.append(env.get("HOME"))
-        assert command[:3] == [sys.executable, "-m", "pytest"] and "-x" in command
-        return subprocess.CompletedProcess(command, int("HOME" not in env))
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert environments.main(["--only", "home", "-x"]) == 1
-    assert seen == [None, environments.NOWHERE]
-    assert "failed with no home" in capsys.readouterr().out
-
-
 def test_a_test_sees_nothing_of_the_shell_and_no_network():
     names = ["HF_HUB_OFFLINE", "PYTHONWARNINGS"]
     code = "import known_environment as known, os, sys; print({*sys.argv[1:]} & {*os.environ}); known.leave()"

@@ -1,8 +1,6 @@
 """Messages name the argument, its value and the remedy, fit the terminal, and are said once, when the user has chosen to hear them."""
 
-import contextlib
 import logging
-import threading
 import warnings
 
 import pytest
@@ -117,24 +115,6 @@ def test_notices_are_said_once_and_not_where_they_are_turned_down(monkeypatch, c
         assert said(caplog) == []
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def test_held_back_says_all_at_its_end_and_names_the_place(caplog):
-    def slow_path():
-        notices.warn_once("warning", "a warning")
-
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        with contextlib.suppress(KeyError), notices.held_back():
-            slow_path()
-            notices.say_once("line", "a line")
-            other = threading.Thread(target=notices.say_once, args=("other", "other"))
-            other.start()
-            other.join()
-            assert not found and caplog.messages == ["other"]  # its own thread alone waits
-            raise KeyError
-    assert [(str(one.message), one.filename) for one in found] == [("a warning", __file__)]
-    assert caplog.messages == ["other", "a line"]
 
 
 class Terminal(TextStreamer):

@@ -10,7 +10,6 @@ import doc_snippets
 import pytest
 import torch
 from paths import ROOT
-from tiny_tokenizer import make_word_tokenizer
 from transformers import HfArgumentParser
 
 import kv_hf
@@ -68,22 +67,6 @@ def test_python_of_the_page_runs(page, tmp_path, monkeypatch):
         for name in set(backend_names()) - set(known):  # CONTRIBUTING registers one
             unregister_backend(name)
     assert kv_hf.cache_names() == names
-
-
-def test_chats_go_on_where_a_template_strips_thoughts(tmp_path, monkeypatch):
-    """Here the first five words of an answer are its thoughts: later turns come without them, which keep_common mends."""
-
-    def stripping(size):
-        made = make_word_tokenizer(size)
-        whole, rest = "{{ message['content'] }}", "{{ message['content'].split()[5:] | join(' ') }}"
-        kept = f"{{% if message['role'] == 'assistant' %}}{rest}{{% else %}}{whole}{{% endif %}}"
-        made.chat_template = made.chat_template.replace(whole, kept)
-        return made
-
-    (page,) = (page for page in PYTHON if any("def keep_common" in s.code for s in PYTHON[page]))
-    monkeypatch.setattr(doc_snippets, "make_word_tokenizer", stripping)
-    doc_snippets.make_world(page, tmp_path, monkeypatch)
-    run_page(page)
 
 
 # -- commands ------------------------------------------------------------------------------------------------

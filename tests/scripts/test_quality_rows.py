@@ -4,13 +4,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from measure import quality
 from measure.runner import FAILED, WORKLOADS, run
 from paths import ROOT
 from tiny_models import make_model
 from tiny_tokenizer import make_tokenizer
-from transformers import DynamicCache
 
 from kv_hf.backends.cpu import library
 from kv_hf.evaluation.rows import read_rows
@@ -54,25 +52,6 @@ def test_accuracy_rows_are_measured_once_and_failures_have_a_reason(model, tmp_p
     assert again == rows and not outcome.failed
 
 
-@torch.no_grad()
-def test_accuracy_equals_the_mean_divergence_of_an_own_loop(model, tmp_path):
-    cache = "paged_int4:page_size=16"
-    (row,), _ = accuracy(tmp_path / "rows.jsonl", model, [cache])
-    loaded = quality.held(quality.packaged_model, model, "float32", torch.device("cpu"))
-    (ids,) = loaded.reference(quality.TextSettings(**TEXT))[1].texts
-    found = []
-    for made in (DynamicCache(), quality.cache_kind(cache).make(loaded.model.config, 200)):
-        loaded.model(ids[None, :100], past_key_values=made)
-        steps = [
-            loaded.model(ids[None, at : at + 1], past_key_values=made) for at in range(100, 160)
-        ]
-        found.append(torch.cat([step.logits[0] for step in steps]).double().log_softmax(-1))
-    exact, stored = found
-    mean = (exact.exp() * (exact - stored)).sum(-1).mean().item()
-    # both sum 1000 numbers per token in fp32; a chunk of a page rounds otherwise than single steps
-    assert row["kl_mean"] == pytest.approx(mean, rel=1e-3)
-
-
 def test_peers_are_measured_by_their_names_with_their_bits(model, tmp_path):
     names = ["kivi_int2:page_size=16,key_group_size=16,value_group_size=16", "turboquant_int4"]
     (kivi, turboquant), _ = accuracy(tmp_path / "rows.jsonl", model, names)
@@ -93,18 +72,6 @@ def test_state_follows_texts_and_weights_and_refuses_what_is_not_there(model, tm
     for name, value in (("cache", "paged_int5"), ("text", "nowhere.txt"), ("model", "./nowhere")):
         with pytest.raises(ValueError, match=value):
             quality.state_of({**config, name: value})
-
-
-def test_needles_ask_all_caches_the_same_prompts(model, tmp_path):
-    config = {"haystack": "lincoln", "seed": 0, "task": "single", "length": 300}
-    config |= {"depth": 0.5, "first_sample": 0, "samples": 2, "caches": ["dynamic", "paged_exact"]}
-    asked = [{"model": model, "dtype": "float32", **config}]
-    outcome = run(WORKLOADS["needle"], asked, isolated=False)
-    assert [row["cache"] for row in outcome.rows] == ["dynamic", "paged_exact"]
-    first, second = outcome.rows
-    assert first["kind"] == "needle" and first["length"] == 300 and first["depth"] == 0.5
-    assert first["nll"] == pytest.approx(second["nll"], abs=1e-4) and len(first["scores"]) == 2
-    assert first["model_revision"] == quality.revision(model)
 
 
 @pytest.mark.skipif(library.missing() is not None, reason="the C kernel is not there")
